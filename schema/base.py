@@ -1,0 +1,133 @@
+"""What every noun shares: frozen, strict about unknown fields, errors of our own tree, JSON files written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import ConfigError
+
+SCHEMA_VERSION = 1
+"""Version of the JSON form of every document; raised when a field changes its meaning or goes."""
+
+
+class Frozen(BaseModel):
+    """Abstract base of the nouns: immutable, hashable, no unknown fields, no NaN.
+
+    Raises:
+        ConfigError: where pydantic would raise ValidationError, with one line for each wrong field.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _config_error(type(self).__name__, error) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+
+class Document(Frozen):
+    """Abstract base of the nouns that live in files of their own (plan.json, profile.json)."""
+
+    schema_version: int = SCHEMA_VERSION
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON form; the file is either the old one or the whole new one, never a part."""
+        write_atomically(path, self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read the JSON form.
+
+        Raises:
+            ConfigError: the file is missing, not JSON, truncated, of a newer schema or not this kind of document.
+        """
+        data = read_json(path)
+        kind = cls.__name__.lower()
+        if not isinstance(data, dict) or "schema_version" not in data:
+            raise ConfigError(f"{path} is not a {kind} file: it has no schema_version")
+        version = data["schema_version"]
+        if not isinstance(version, int) or isinstance(version, bool) or version > SCHEMA_VERSION:
+            raise ConfigError(
+                f"{path} has schema version {version!r}; this meshwright reads up to {SCHEMA_VERSION}",
+                help="install a newer meshwright, or write the file again with this one",
+            )
+        try:
+            return cls(**data)
+        except ConfigError as error:
+            raise ConfigError(f"{path} is not a valid {kind} file", details=(error.message, *error.details)) from None
+
+
+def read_text(path: str | Path) -> str:
+    """Text of a file the user named; every way this fails is a ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file: byte {error.start} is not UTF-8") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """Parsed JSON of a file the user named; every way this fails is a ConfigError."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}",
+            help="the file may be truncated; write it again" if error.pos >= len(text.rstrip()) - 1 else None,
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not usable JSON: nested too deeply") from None
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write a whole file or nothing: a temporary file in the same folder, then a rename.
+
+    Raises:
+        ConfigError: the folder is missing or cannot be written.
+    """
+    path = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _config_error(kind: str, error: ValidationError) -> ConfigError:
+    items = error.errors(include_url=False, include_context=False)
+    lines = tuple(_describe(item) for item in items if item["type"] != "default_factory_not_called")
+    return ConfigError(f"{kind}: {lines[0]}" if len(lines) == 1 else f"{kind} has {len(lines)} wrong fields",
+                       details=lines if len(lines) > 1 else ())
+
+
+def _describe(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    text = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"field `{where}` is missing"
+    if item["type"] == "extra_forbidden":
+        return f"unknown field `{where}`"
+    if not where:
+        return text
+    shown = repr(item["input"])
+    return f"{where} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {text}"

@@ -1,0 +1,78 @@
+"""Published facts shipped with the package: devices and links (TOML), models (their real configs, JSON), each with its source."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ..errors import ConfigError
+
+_ROOT = files(__package__)
+
+
+@cache
+def device_entries() -> dict[str, dict[str, Any]]:
+    """devices.toml: canonical name -> fields."""
+    return tomllib.loads(_ROOT.joinpath("devices.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def link_entries() -> dict[str, dict[str, Any]]:
+    """links.toml: key -> fields."""
+    return tomllib.loads(_ROOT.joinpath("links.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def model_names() -> tuple[str, ...]:
+    """Names of the shipped models, sorted."""
+    return tuple(sorted(p.name.removesuffix(".json") for p in _ROOT.joinpath("models").iterdir() if p.name.endswith(".json")))
+
+
+def load_model(name: str) -> dict[str, Any]:
+    """One shipped model: ``{"name", "source", "config"}`` where config is the published ``config.json``.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    key = name.lower()
+    if key not in model_names():
+        raise _unknown("model", name, model_names(), "give a path to a config.json, or one of `meshwright models`")
+    data: dict[str, Any] = json.loads(_ROOT.joinpath("models", f"{key}.json").read_text(encoding="utf-8"))
+    return data
+
+
+def find_device(name: str) -> tuple[str, dict[str, Any]]:
+    """Canonical name and fields of a device named by its name or an alias, in any case.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    entries = device_entries()
+    by_alias = {alias.lower(): key for key, entry in entries.items() for alias in (key, *entry["aliases"])}
+    key = by_alias.get(name.lower())
+    if key is None:
+        raise _unknown("device", name, tuple(entries), "describe it in a cluster TOML, or one of `meshwright devices`")
+    return key, entries[key]
+
+
+def find_link(name: str) -> tuple[str, dict[str, Any]]:
+    """Key and fields of a link kind.
+
+    Raises:
+        ConfigError: there is no such link.
+    """
+    entries = link_entries()
+    if name.lower() not in entries:
+        raise _unknown("link", name, tuple(entries), "one of " + ", ".join(entries))
+    return name.lower(), entries[name.lower()]
+
+
+def _unknown(what: str, name: str, known: tuple[str, ...], otherwise: str) -> ConfigError:
+    by_lower = {entry.lower(): entry for entry in known}
+    near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(near)}?" if near else otherwise
+    return ConfigError(f"unknown {what} {name!r}", help=hint)

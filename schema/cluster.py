@@ -1,0 +1,209 @@
+"""ClusterSpec: groups of identical nodes and the link levels that join their devices, innermost first."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from .base import Frozen
+from .profile import Profile
+from .units import GIB
+
+Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+
+DEFAULT_RESERVED_BYTES = int(2.5 * GIB)
+"""Memory of an accelerator that a plan may not use: CUDA context, NCCL channels, cuBLAS workspace and allocator fragmentation.
+
+Sources: context and NCCL buffers take 1-2 GiB of nvidia-smi memory on A100/H100; reserved/allocated was 1.03-1.09 on 43
+measured B200 runs (SimuMax, Apache-2.0).
+"""
+
+
+class PeakFlops(Frozen):
+    """Dense peak rates of a device, FLOP/s; None where the device has no such unit."""
+
+    fp32: PositiveFloat | None = None
+    tf32: PositiveFloat | None = None
+    fp16: PositiveFloat | None = None
+    bf16: PositiveFloat | None = None
+    fp8: PositiveFloat | None = None
+
+
+class GemmFit(Frozen):
+    """Calibrated roofline of matrix products on one device: t = launch + max(F / (P * compute), B / (W * memory))."""
+
+    launch_s: NonNegativeFloat
+    compute_efficiency: float = Field(gt=0, le=1.5)
+    memory_efficiency: float = Field(gt=0, le=1.5)
+    source: str
+
+
+class Device(Frozen):
+    """One accelerator, or on a machine without one the share of the CPU that one rank gets.
+
+    Attributes:
+        memory_bytes: what the framework reports as total, not the decimal figure of the data sheet.
+        gemm: measured efficiencies; None where only the data sheet is known.
+    """
+
+    name: str
+    vendor: Literal["nvidia", "amd", "cpu", "other"]
+    architecture: str = ""
+    memory_bytes: PositiveInt
+    memory_bandwidth_bytes_per_s: PositiveFloat
+    peak_flops_per_s: PeakFlops
+    gemm: GemmFit | None = None
+    price_per_hour: PositiveFloat | None = None
+    source: str = ""
+
+    @property
+    def backend(self) -> Literal["nccl", "gloo"]:
+        """The torch.distributed backend that reaches it."""
+        return "gloo" if self.vendor == "cpu" else "nccl"
+
+
+class LinkEfficiency(Frozen):
+    """Achieved fraction of the line rate at large messages (bus bandwidth of nccl-tests over line rate)."""
+
+    p2p: PositiveFloat
+    all_reduce: PositiveFloat
+    all_gather: PositiveFloat
+    reduce_scatter: PositiveFloat
+    all_to_all: PositiveFloat
+
+
+class CollectiveLatency(Frozen):
+    """Latency of a small collective over n devices: base + per_hop * log2(n), seconds."""
+
+    base: NonNegativeFloat
+    per_hop: NonNegativeFloat
+
+
+class Link(Frozen):
+    """One kind of link; bandwidth is unidirectional, per device or per whatever shares it."""
+
+    name: str
+    kind: Literal["scale-up", "scale-out"]
+    title: str = ""
+    bandwidth_bytes_per_s: PositiveFloat
+    latency_s: NonNegativeFloat
+    efficiency: LinkEfficiency
+    collective_latency_s: CollectiveLatency
+    shared_by: Literal["device", "host", "node"] = "device"
+    source: str = ""
+
+
+class LinkLevel(Frozen):
+    """All devices of one domain reach each other over ``link``; domains nest."""
+
+    link: Link
+    domain_size: PositiveInt
+
+
+class NodeGroup(Frozen):
+    """``num_nodes`` identical nodes."""
+
+    device: Device
+    num_nodes: PositiveInt
+    devices_per_node: PositiveInt
+    host_memory_bytes: PositiveInt | None = None
+    host_link_bytes_per_s: PositiveFloat | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the group."""
+        return self.num_nodes * self.devices_per_node
+
+
+class ClusterSpec(Frozen):
+    """The machine a plan is for.
+
+    Attributes:
+        levels: link levels, innermost first; the last one joins every device.
+        reserved_bytes: memory of each device that a plan may not use.
+        bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one.
+        profile: the measurements this spec was made from, where there are any.
+    """
+
+    name: str = Field(min_length=1)
+    groups: tuple[NodeGroup, ...] = Field(min_length=1)
+    levels: tuple[LinkLevel, ...] = Field(min_length=1)
+    reserved_bytes: NonNegativeInt = DEFAULT_RESERVED_BYTES
+    bandwidth_matrix: tuple[tuple[NonNegativeFloat, ...], ...] | None = None
+    profile: Profile | None = None
+
+    @model_validator(mode="after")
+    def _levels_nest(self) -> Self:
+        sizes = [level.domain_size for level in self.levels]
+        for inner, outer in zip(sizes, sizes[1:], strict=False):
+            if outer <= inner or outer % inner:
+                raise ValueError(f"link domains must nest: {outer} devices do not hold whole domains of {inner}")
+        if sizes[-1] != self.num_devices:
+            raise ValueError(f"the outermost link joins {sizes[-1]} devices, the cluster has {self.num_devices}")
+        smallest = min(group.device.memory_bytes for group in self.groups)
+        if self.reserved_bytes >= smallest:
+            raise ValueError(f"reserved_bytes {self.reserved_bytes} leaves nothing of the {smallest} bytes of a device")
+        matrix = self.bandwidth_matrix
+        if matrix is not None and (len(matrix) != self.num_nodes or any(len(row) != self.num_nodes for row in matrix)):
+            raise ValueError(f"bandwidth_matrix must be {self.num_nodes} x {self.num_nodes} (nodes)")
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all groups."""
+        return sum(group.num_devices for group in self.groups)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all groups."""
+        return sum(group.num_nodes for group in self.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of the smallest node: no group of ranks larger than this stays inside every node."""
+        return min(group.devices_per_node for group in self.groups)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the groups have different devices."""
+        return len({group.device for group in self.groups}) > 1
+
+    @property
+    def weakest_device(self) -> Device:
+        """What a layout that treats all ranks alike may count on: the least memory, bandwidth and peak of any group."""
+        devices = [group.device for group in self.groups]
+        slowest = min(devices, key=lambda d: d.peak_flops_per_s.bf16 or d.peak_flops_per_s.fp16 or d.peak_flops_per_s.fp32 or 0)
+        return slowest.replace(
+            memory_bytes=min(d.memory_bytes for d in devices),
+            memory_bandwidth_bytes_per_s=min(d.memory_bandwidth_bytes_per_s for d in devices),
+        )
+
+    @property
+    def memory_budget_bytes(self) -> int:
+        """What a plan may use of each device."""
+        return self.weakest_device.memory_bytes - self.reserved_bytes
+
+    @property
+    def scaleup_domain(self) -> int:
+        """Devices joined by the innermost link."""
+        return self.levels[0].domain_size
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """USD per hour of the whole cluster; None unless every device has a price."""
+        prices = [group.device.price_per_hour for group in self.groups]
+        if any(price is None for price in prices):
+            return None
+        return sum(group.num_devices * (price or 0) for group, price in zip(self.groups, prices, strict=True))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """What a user types for CLUSTER: ``64xH100-SXM-80GB``, ``8x8xH100-SXM-80GB/ib400``, a TOML file, or ``local``.
+
+        Raises:
+            ConfigError: the text is none of these, or what it names cannot be read.
+        """
+        from .cluster_text import cluster_from_text
+
+        return cls(**cluster_from_text(text))

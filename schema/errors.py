@@ -1,0 +1,67 @@
+"""The exception tree. Every message says what, the numbers, the cause and the smallest fix.
+
+MeshwrightError
+ +- ConfigError            bad input from the user or a file                          exit code 2
+ +- ProfileError           a profile that does not belong to this hardware/software   exit code 2
+ +- InfeasibleError        nothing fits; names the binding resource                   exit code 1
+ +- SolverLimitError       a time limit ended the search before any answer            exit code 1
+ +- RuntimeMismatchError   a plan that this machine, job or torch cannot execute      exit code 1
+"""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """Base of everything a user can cause.
+
+    Args:
+        message: what went wrong, one line, with the numbers.
+        details: further lines: the cause, the parts, the constraint's name.
+        help: the smallest change that fixes it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, details: tuple[str, ...] = (), help: str | None = None) -> None:  # noqa: A002
+        super().__init__(message, details, help)
+        self.message = message
+        self.details = tuple(details)
+        self.help = help
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  {line}" for line in self.details)]
+        if self.help:
+            lines.append(f"  help: {self.help}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the keyword-only parts when an error crosses a process boundary."""
+        return _rebuild, (type(self), self.message, self.details, self.help)
+
+
+def _rebuild(kind: type[MeshwrightError], message: str, details: tuple[str, ...], help_: str | None) -> MeshwrightError:
+    return kind(message, details=details, help=help_)
+
+
+class ConfigError(MeshwrightError):
+    """Bad input: a name, number, string or file that cannot mean anything."""
+
+    exit_code = 2
+
+
+class ProfileError(MeshwrightError):
+    """A profile of other hardware or of another software version, or one that is damaged."""
+
+    exit_code = 2
+
+
+class InfeasibleError(MeshwrightError):
+    """No layout satisfies every constraint; the message names the one that binds."""
+
+
+class SolverLimitError(MeshwrightError):
+    """A limit ended the search before it had any answer."""
+
+
+class RuntimeMismatchError(MeshwrightError):
+    """The plan and this machine, job or torch do not match."""

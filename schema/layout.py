@@ -1,0 +1,130 @@
+"""Layout: the degrees and the global choices of one way to spread a training run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from .base import Frozen
+from .errors import ConfigError
+
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b"]
+
+
+def _default_zero_stage(data: dict[str, Any]) -> int:
+    if data.get("dp_shard", 1) == 1:
+        return 0
+    return 1 if data.get("pp", 1) > 1 else 3
+
+
+class Layout(Frozen):
+    """Degrees (all >= 1) and choices; ``world_size = dp_replicate * dp_shard * cp * tp * pp``.
+
+    Attributes:
+        zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
+            Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
+        sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
+        recompute: activations recomputed in the backward pass: none; selective keeps the outputs of matrix products and
+            of attention; full keeps the input of each block.
+    """
+
+    dp_replicate: PositiveInt = 1
+    dp_shard: PositiveInt = 1
+    tp: PositiveInt = 1
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+    num_model_chunks: PositiveInt = 1
+    micro_batch_size: PositiveInt = 1
+    schedule: Schedule = "1f1b"
+    zero_stage: Literal[0, 1, 2, 3] = Field(default_factory=_default_zero_stage)
+    sequence_parallel: bool = Field(default_factory=lambda data: data.get("tp", 1) > 1)
+    recompute: Recompute = "none"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.dp_shard == 1) != (self.zero_stage == 0):
+            raise ValueError(f"zero_stage {self.zero_stage} with dp_shard {self.dp_shard}: a stage above 0 needs dp_shard > 1")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel needs tp > 1")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def num_microbatches(self, global_batch_size: int) -> int:
+        """Micro-batches of one step on each data-parallel rank.
+
+        Raises:
+            ConfigError: the batch does not divide.
+        """
+        share = self.dp * self.micro_batch_size
+        if global_batch_size % share:
+            raise ConfigError(
+                f"global_batch_size {global_batch_size} is not a multiple of dp x micro_batch_size = "
+                f"{self.dp} x {self.micro_batch_size} = {share}",
+                help=f"use a global batch size of {max(share, global_batch_size // share * share)}",
+            )
+        return global_batch_size // share
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From ``tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=selective``.
+
+        Raises:
+            ConfigError: an item is not ``name=value``, a name is unknown or repeated, or a value is out of range.
+        """
+        return cls(**parse_assignments(text))
+
+    def __str__(self) -> str:
+        """The axes that are used, e.g. ``tp=8 pp=4 dp_shard=8 (zero 1) micro_batch=1 recompute=selective``."""
+        degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "num_model_chunks")
+        parts = [f"{name}={getattr(self, name)}" for name in degrees if getattr(self, name) > 1]
+        if self.dp_shard > 1:
+            parts.append(f"zero={self.zero_stage}")
+        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}"]
+        if self.pp > 1:
+            parts.append(self.schedule)
+        return " ".join(parts)
+
+
+def parse_assignments(text: str) -> dict[str, Any]:
+    """``name=value,name=value`` as fields of a Layout; integers and true/false become what they say.
+
+    Raises:
+        ConfigError: an item is not ``name=value``, or a name is unknown or repeated.
+    """
+    fields: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not value:
+            raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
+        if name not in Layout.model_fields:
+            raise ConfigError(f"unknown layout field {name!r}", help="one of " + ", ".join(Layout.model_fields))
+        if name in fields:
+            raise ConfigError(f"layout field {name!r} is given twice")
+        fields[name] = _parse_value(name, value)
+    return fields
+
+
+def _parse_value(name: str, value: str) -> Any:
+    if name in ("schedule", "recompute"):
+        return value
+    if name == "sequence_parallel":
+        if value not in ("true", "false"):
+            raise ConfigError(f"sequence_parallel = {value!r}: must be true or false")
+        return value == "true"
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{name} = {value!r}: must be a whole number") from None

@@ -1,0 +1,402 @@
+"""ModelSpec: a decoder-only transformer as an ordered run-length list of layers.
+
+Shapes follow the names of style.md: D hidden_dim, H num_heads, K num_kv_heads, C head_dim, F ffn_dim, V vocab_size, E num_experts.
+Parameter counts are exact; they are compared with the real models in tests/unit/schema/test_catalogue_models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from .base import Frozen
+
+NormKind = Literal["rmsnorm", "layernorm"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+
+
+class SoftmaxAttention(Frozen):
+    """Multi-head (K = H) or grouped-query (K < H) attention.
+
+    Attributes:
+        window: a token sees itself and at most ``window - 1`` before it (sliding or chunked attention); None is all of them.
+        rope_fraction: part of each head that is rotated; 0 for none.
+        qk_norm: RMSNorm of queries and keys: over each head (weights [C]), over all heads (weights [H*C], [K*C]), or without
+            weights.
+        sinks: one learned logit per head is added to the softmax (gpt-oss).
+    """
+
+    kind: Literal["mha", "gqa"]
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    window: PositiveInt | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "per_head", "full", "weightless"] = "none"
+    rope_fraction: float = Field(default=1.0, ge=0, le=1)
+    sinks: bool = False
+    logit_softcap: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _kv_heads_divide(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if (self.kind == "mha") != (self.num_heads == self.num_kv_heads):
+            raise ValueError(f"{self.kind} with {self.num_heads} heads and {self.num_kv_heads} kv heads")
+        return self
+
+    @property
+    def q_dim(self) -> int:
+        """Width of the queries, H*C."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of the keys (and of the values), K*C."""
+        return self.num_kv_heads * self.head_dim
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters: q, k, v and output projections, biases, query/key norms, sinks."""
+        weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim)
+        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.out_bias * hidden_dim
+        norms = {"none": 0, "weightless": 0, "per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}[self.qk_norm]
+        return weights + biases + norms + self.sinks * self.num_heads
+
+
+class LatentAttention(Frozen):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values from one compressed vector."""
+
+    kind: Literal["mla"] = "mla"
+    num_heads: PositiveInt
+    q_lora_rank: PositiveInt | None = None
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    bias: bool = False
+    window: None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Keys and values are expanded to one per head for training."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one query or key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def q_dim(self) -> int:
+        """Width of the queries, H*C."""
+        return self.num_heads * self.head_dim
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters: down and up projections of queries and of keys/values, their norms, output projection."""
+        rank = self.q_lora_rank
+        query = hidden_dim * self.q_dim if rank is None else hidden_dim * rank + rank + rank * self.q_dim
+        down = hidden_dim * (self.kv_lora_rank + self.qk_rope_head_dim)
+        up = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        out = self.num_heads * self.v_head_dim * hidden_dim
+        biases = self.bias * ((rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim + hidden_dim)
+        return query + down + self.kv_lora_rank + up + out + biases
+
+
+Attention = Annotated[SoftmaxAttention | LatentAttention, Field(discriminator="kind")]
+
+
+class DenseMLP(Frozen):
+    """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU)."""
+
+    kind: Literal["dense"] = "dense"
+    ffn_dim: PositiveInt
+    gated: bool = True
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters with biases."""
+        up = 2 if self.gated else 1
+        return (up + 1) * hidden_dim * self.ffn_dim + self.bias * (up * self.ffn_dim + hidden_dim)
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Parameters one token goes through."""
+        return self.num_params(hidden_dim)
+
+
+class MoE(Frozen):
+    """A router [D,E] and E experts of which a token visits top_k, plus shared experts that every token visits.
+
+    Attributes:
+        ffn_dim: width of one routed expert.
+        shared_ffn_dim: width of all shared experts together; 0 for none.
+        shared_gate: a learned scalar gate [D,1] on the shared experts (Qwen2-MoE).
+    """
+
+    kind: Literal["moe"] = "moe"
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    ffn_dim: PositiveInt
+    shared_ffn_dim: NonNegativeInt = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    gated: bool = True
+    activation: Activation = "silu"
+    bias: bool = False
+
+    @model_validator(mode="after")
+    def _top_k_in_range(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        return self
+
+    @property
+    def expert(self) -> DenseMLP:
+        """One routed expert."""
+        return DenseMLP(ffn_dim=self.ffn_dim, gated=self.gated, activation=self.activation, bias=self.bias)
+
+    @property
+    def shared(self) -> DenseMLP | None:
+        """The shared experts as one MLP."""
+        if not self.shared_ffn_dim:
+            return None
+        return DenseMLP(ffn_dim=self.shared_ffn_dim, gated=self.gated, activation=self.activation)
+
+    def num_dense_params(self, hidden_dim: int) -> int:
+        """Router and shared experts: what every token goes through."""
+        shared = self.shared.num_params(hidden_dim) if self.shared else 0
+        return hidden_dim * self.num_experts + self.router_bias * self.num_experts + shared + self.shared_gate * hidden_dim
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters of router, shared and all routed experts."""
+        return self.num_dense_params(hidden_dim) + self.num_experts * self.expert.num_params(hidden_dim)
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Parameters one token goes through."""
+        return self.num_dense_params(hidden_dim) + self.top_k * self.expert.num_params(hidden_dim)
+
+
+FeedForward = Annotated[DenseMLP | MoE, Field(discriminator="kind")]
+
+
+class Embedding(Frozen):
+    """Token embedding [V,D], with learned positions [num_positions,D] where the model has them."""
+
+    kind: Literal["embedding"] = "embedding"
+    vocab_size: PositiveInt
+    num_positions: NonNegativeInt = 0
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters."""
+        return (self.vocab_size + self.num_positions) * hidden_dim
+
+
+class Block(Frozen):
+    """One decoder layer: attention and feed-forward with their norms.
+
+    Attributes:
+        num_norms: norms over D in the block: 2 (before each part), 4 (before and after each part, Gemma-2), 1 (shared).
+        parallel_residual: attention and feed-forward read the same input (GPT-NeoX).
+    """
+
+    kind: Literal["block"] = "block"
+    attention: Attention
+    mlp: FeedForward
+    norm: NormKind = "rmsnorm"
+    norm_bias: bool = False
+    num_norms: Literal[1, 2, 4] = 2
+    parallel_residual: bool = False
+
+    def num_norm_params(self, hidden_dim: int) -> int:
+        """Parameters of the norms over D."""
+        return self.num_norms * (1 + self.norm_bias) * hidden_dim
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters."""
+        return (
+            self.attention.num_params(hidden_dim) + self.mlp.num_params(hidden_dim) + self.num_norm_params(hidden_dim)
+        )
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Parameters one token goes through."""
+        attention = self.attention.num_params(hidden_dim)
+        return attention + self.mlp.num_active_params(hidden_dim) + self.num_norm_params(hidden_dim)
+
+
+class Head(Frozen):
+    """Final norm and output projection [D,V]; a tied projection has no parameters of its own."""
+
+    kind: Literal["head"] = "head"
+    vocab_size: PositiveInt
+    tied: bool = False
+    norm: NormKind = "rmsnorm"
+    norm_bias: bool = False
+    bias: bool = False
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters this layer owns."""
+        projection = 0 if self.tied else hidden_dim * self.vocab_size
+        return projection + self.bias * self.vocab_size + (1 + self.norm_bias) * hidden_dim
+
+
+class MTPHead(Frozen):
+    """One multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437 section 2.2): two norms, a [2D,D] projection, a block.
+
+    Embedding and output projection are shared with the main model.
+    """
+
+    kind: Literal["mtp"] = "mtp"
+    block: Block
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters this layer owns."""
+        return 2 * hidden_dim * hidden_dim + 3 * hidden_dim + self.block.num_params(hidden_dim)
+
+
+Layer = Annotated[Embedding | Block | Head | MTPHead, Field(discriminator="kind")]
+
+
+class LayerRun(Frozen):
+    """``count`` equal layers in a row."""
+
+    layer: Layer
+    count: PositiveInt = 1
+
+
+class Rope(Frozen):
+    """Rotary position embedding; ``scaling`` names the rule of the published config, with its numbers."""
+
+    theta: PositiveFloat = 10000.0
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    factor: PositiveFloat = 1.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_seq_len: PositiveInt | None = None
+
+
+class ModelSpec(Frozen):
+    """A decoder-only model: embedding, blocks, head, in order.
+
+    Attributes:
+        architecture: the class name in the published config, e.g. ``LlamaForCausalLM``.
+        max_seq_len: longest sequence the published config allows.
+        source: where the numbers are from.
+    """
+
+    name: str = Field(min_length=1)
+    architecture: str
+    hidden_dim: PositiveInt
+    layers: tuple[LayerRun, ...] = Field(min_length=3)
+    tie_embeddings: bool
+    max_seq_len: PositiveInt
+    norm_eps: PositiveFloat = 1e-5
+    rope: Rope | None = None
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        kinds = [run.layer.kind for run in self.layers]
+        first, head = self.layers[0], next((run.layer for run in self.layers if isinstance(run.layer, Head)), None)
+        if kinds[0] != "embedding" or first.count != 1:
+            raise ValueError("the first layer must be one embedding")
+        if head is None or [kind for kind in kinds if kind not in ("block", "mtp")] != ["embedding", "head"]:
+            raise ValueError("layers must be: embedding, blocks, head, then MTP heads if any")
+        if not all(kind == "block" for kind in kinds[1 : kinds.index("head")]) or len(kinds) < 3:
+            raise ValueError("only blocks may stand between the embedding and the head")
+        if not all(kind == "mtp" for kind in kinds[kinds.index("head") + 1 :]):
+            raise ValueError("only MTP heads may follow the head")
+        if head.tied != self.tie_embeddings:
+            raise ValueError(f"tie_embeddings is {self.tie_embeddings} but the head says tied={head.tied}")
+        return self
+
+    @property
+    def embedding(self) -> Embedding:
+        """The first layer."""
+        layer = self.layers[0].layer
+        assert isinstance(layer, Embedding)
+        return layer
+
+    @property
+    def head(self) -> Head:
+        """Final norm and output projection."""
+        return next(run.layer for run in self.layers if isinstance(run.layer, Head))
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.embedding.vocab_size
+
+    def iter_layers(self) -> Iterator[Embedding | Block | Head | MTPHead]:
+        """Every layer in order, runs expanded."""
+        for run in self.layers:
+            for _ in range(run.count):
+                yield run.layer
+
+    @property
+    def num_layers(self) -> int:
+        """All layers: embedding, blocks, head, MTP heads."""
+        return sum(run.count for run in self.layers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Decoder layers only."""
+        return sum(run.count for run in self.layers if isinstance(run.layer, Block))
+
+    @property
+    def block_runs(self) -> tuple[tuple[Block, int], ...]:
+        """The blocks as (block, count), in order."""
+        return tuple((run.layer, run.count) for run in self.layers if isinstance(run.layer, Block))
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any block routes tokens to experts."""
+        return any(isinstance(block.mlp, MoE) for block, _ in self.block_runs)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters; a tied output projection counts once."""
+        return sum(run.count * run.layer.num_params(self.hidden_dim) for run in self.layers)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters one token goes through (all of them for a dense model)."""
+        inactive = sum(
+            count * (block.mlp.num_params(self.hidden_dim) - block.mlp.num_active_params(self.hidden_dim))
+            for block, count in self.block_runs
+        )
+        return self.num_params - inactive
+
+    @classmethod
+    def from_hf(cls, config: str | Path | Mapping[str, Any], *, name: str | None = None) -> Self:
+        """From a Hugging Face ``config.json`` (a path, a folder that holds one, or its parsed content).
+
+        Raises:
+            ConfigError: the file cannot be read, lacks a field, or is of an architecture that is not supported.
+        """
+        from .hf import model_fields_from_hf
+
+        return cls(**model_fields_from_hf(config, name=name))
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """A model of the catalogue, e.g. ``llama-3.1-8b``.
+
+        Raises:
+            ConfigError: there is no such name; the message offers the nearest ones.
+        """
+        from .catalogue import load_model
+
+        entry = load_model(name)
+        return cls.from_hf(entry["config"], name=entry["name"]).replace(source=entry["source"])
+
+    @classmethod
+    def resolve(cls, text: str) -> Self:
+        """What a user types for MODEL: a catalogue name, a ``config.json``, or a folder that holds one."""
+        path = Path(text)
+        if path.exists() or text.endswith(".json") or "/" in text:
+            return cls.from_hf(path)
+        return cls.named(text)

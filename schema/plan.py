@@ -1,0 +1,200 @@
+"""Plan: the answer. Layout, stages, rank map, estimate, certificate, runner-ups, provenance."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from .base import Document, Frozen
+from .cluster import ClusterSpec
+from .layout import Layout, Recompute
+from .model import ModelSpec
+from .workload import Workload
+
+
+class Interval(Frozen):
+    """A nominal 90 % interval."""
+
+    low: NonNegativeFloat
+    high: NonNegativeFloat
+
+
+class TimeBreakdown(Frozen):
+    """Parts of one step on the critical path, seconds; they sum to the step time.
+
+    Attributes:
+        compute: forward and backward of the busiest stage over its micro-batches.
+        recompute: forward work done again in the backward pass.
+        tp: exposed tensor-parallel communication.
+        dp: exposed gathering of parameters and reduction of gradients.
+        pp: exposed transfers between stages.
+        bubble: waiting for other stages while the pipeline fills and drains.
+        optimizer: the update of the parameters.
+    """
+
+    compute: NonNegativeFloat
+    recompute: NonNegativeFloat
+    tp: NonNegativeFloat
+    dp: NonNegativeFloat
+    pp: NonNegativeFloat
+    bubble: NonNegativeFloat
+    optimizer: NonNegativeFloat
+
+    @property
+    def total(self) -> float:
+        """Seconds of one step."""
+        return self.compute + self.recompute + self.tp + self.dp + self.pp + self.bubble + self.optimizer
+
+
+class MemoryBreakdown(Frozen):
+    """Parts of the allocated peak of one device, bytes; they sum to the peak.
+
+    Attributes:
+        parameters: the shard this device owns (fp32 master copies under mixed precision).
+        gradients: what is held between the backward pass and the update.
+        optimizer: optimizer states of the owned shard.
+        unsharded: gathered or cast copies of parameters.
+        activations: saved for the backward pass, for all micro-batches in flight.
+        logits: logits and their gradient on the last stage.
+        temporary: communication buffers and the working set of one layer.
+    """
+
+    parameters: NonNegativeInt
+    gradients: NonNegativeInt
+    optimizer: NonNegativeInt
+    unsharded: NonNegativeInt
+    activations: NonNegativeInt
+    logits: NonNegativeInt
+    temporary: NonNegativeInt
+
+    @property
+    def total(self) -> int:
+        """Allocated peak, bytes."""
+        return (
+            self.parameters + self.gradients + self.optimizer + self.unsharded
+            + self.activations + self.logits + self.temporary
+        )  # fmt: skip
+
+
+class StageEstimate(Frozen):
+    """One pipeline stage: seconds of one micro-batch and the peak of one of its devices."""
+
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    memory_bytes: MemoryBreakdown
+
+
+class Estimate(Frozen):
+    """What a layout is predicted to cost.
+
+    Attributes:
+        mfu: model FLOPs (no recompute) over the peak of all devices.
+        peak_allocated_bytes: of the fullest device; reserved adds the caching allocator's slack.
+        fits: the upper end of the memory interval is within ``budget_bytes``.
+        stages: one entry per pipeline stage.
+    """
+
+    step_time_s: PositiveFloat
+    step_time_interval_s: Interval
+    tokens_per_s: PositiveFloat
+    tokens_per_s_per_device: PositiveFloat
+    mfu: NonNegativeFloat
+    peak_allocated_bytes: PositiveInt
+    peak_reserved_bytes: PositiveInt
+    memory_interval_bytes: Interval
+    budget_bytes: PositiveInt
+    fits: bool
+    breakdown_s: TimeBreakdown
+    memory_bytes: MemoryBreakdown
+    stages: tuple[StageEstimate, ...] = Field(min_length=1)
+
+
+class Stage(Frozen):
+    """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``ModelSpec.iter_layers()``."""
+
+    first_layer_idx: NonNegativeInt
+    num_layers: PositiveInt
+    recompute: Recompute = "none"
+
+    @property
+    def layer_idxs(self) -> range:
+        """Indices into ``ModelSpec.iter_layers()``."""
+        return range(self.first_layer_idx, self.first_layer_idx + self.num_layers)
+
+
+class SearchCertificate(Frozen):
+    """How far from the best of the searched space the answer may be, within the cost model.
+
+    Attributes:
+        status: optimal (gap within tolerance) or feasible (a limit stopped the search).
+        gap: (objective - bound) / objective.
+        evaluated: layouts costed exactly; pruned: layouts that a bound or the memory excluded.
+    """
+
+    status: Literal["optimal", "feasible"]
+    objective_s: PositiveFloat
+    bound_s: PositiveFloat
+    gap: NonNegativeFloat
+    evaluated: NonNegativeInt
+    pruned: NonNegativeInt
+    search_s: NonNegativeFloat
+
+
+class Alternative(Frozen):
+    """A layout that was not chosen, and why."""
+
+    layout: Layout
+    step_time_s: PositiveFloat
+    peak_reserved_bytes: PositiveInt
+    reason: str
+
+
+class Provenance(Frozen):
+    """What made the plan."""
+
+    meshwright: str
+    created: str
+    inputs_sha256: str
+
+
+class Plan(Document):
+    """A layout for a model on a cluster, complete enough to run.
+
+    Attributes:
+        rank_map: ``rank_map[rank]`` is the device (node-major index in the cluster) that runs ``rank``; ranks count
+            tp fastest, then cp, dp_shard, dp_replicate, pp.
+        notes: what the reader should know about assumptions made.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: Workload
+    layout: Layout
+    stages: tuple[Stage, ...]
+    rank_map: tuple[NonNegativeInt, ...]
+    estimate: Estimate
+    search: SearchCertificate | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[str, ...] = ()
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        layout = self.layout
+        if len(self.stages) != layout.pp * layout.num_model_chunks:
+            raise ValueError(f"{len(self.stages)} stages for pp {layout.pp} x {layout.num_model_chunks} chunks")
+        covered = [idx for stage in self.stages for idx in stage.layer_idxs]
+        if covered != list(range(self.model.num_layers)):
+            raise ValueError(f"the stages must cover layers 0..{self.model.num_layers - 1} once and in order")
+        if layout.world_size != self.cluster.num_devices:
+            raise ValueError(f"the layout has {layout.world_size} ranks, the cluster {self.cluster.num_devices} devices")
+        if sorted(self.rank_map) != list(range(layout.world_size)):
+            raise ValueError(f"rank_map must name each of the {layout.world_size} devices once")
+        layout.num_microbatches(self.workload.global_batch_size)
+        return self
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step on each data-parallel rank."""
+        return self.layout.num_microbatches(self.workload.global_batch_size)

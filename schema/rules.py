@@ -1,0 +1,215 @@
+"""What a layout must satisfy to be executed correctly: named predicates, each with its reason.
+
+The search and the runtime use the same list, so that whatever `plan` can choose, `apply` can run. A predicate is written once
+for numbers and for arrays of them: the search evaluates it over its whole space in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .errors import ConfigError
+from .layout import Layout
+from .model import DenseMLP, ModelSpec, SoftmaxAttention
+from .workload import Workload
+
+IntLike = Any
+"""An int, or an integer array with one entry per layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the rules look at: a layout (numbers or arrays) and the numbers of its model, workload and cluster."""
+
+    dp_replicate: IntLike
+    dp_shard: IntLike
+    cp: IntLike
+    tp: IntLike
+    pp: IntLike
+    ep: IntLike
+    etp: IntLike
+    num_model_chunks: IntLike
+    micro_batch_size: IntLike
+    zero_stage: IntLike
+    sequence_parallel: IntLike
+    one_f_one_b: IntLike
+    world_size: int
+    scaleup_domain: int
+    seq_len: int
+    global_batch_size: int
+    num_blocks: int
+    head_counts: tuple[int, ...]
+    kv_head_counts: tuple[int, ...]
+    ffn_dims: tuple[int, ...]
+
+    @property
+    def num_microbatches(self) -> IntLike:
+        """Whole micro-batches of one step on each data-parallel rank (rounded down)."""
+        return self.global_batch_size // (self.dp_replicate * self.dp_shard * self.micro_batch_size)
+
+
+class Rule(NamedTuple):
+    """``holds`` on numbers or arrays; ``reason`` on numbers."""
+
+    name: str
+    holds: Callable[[Facts], Any]
+    reason: Callable[[Facts], str]
+
+
+def _all_divide(dims: tuple[int, ...], degree: IntLike) -> Any:
+    holds = degree == degree  # True, or an array of it  # noqa: PLR0124
+    for dim in dims:
+        holds = holds & (dim % degree == 0)
+    return holds
+
+
+def _not_dividing(dims: tuple[int, ...], degree: int) -> str:
+    return ", ".join(str(dim) for dim in dims if dim % degree)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "world_size",
+        lambda f: f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp == f.world_size,
+        lambda f: (
+            f"dp_replicate x dp_shard x cp x tp x pp = {f.dp_replicate} x {f.dp_shard} x {f.cp} x {f.tp} x {f.pp} = "
+            f"{f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp} ranks, the cluster has {f.world_size} devices"
+        ),
+    ),
+    Rule(
+        "batch_divides",
+        lambda f: f.global_batch_size % (f.dp_replicate * f.dp_shard * f.micro_batch_size) == 0,
+        lambda f: (
+            f"global_batch_size {f.global_batch_size} is not a multiple of dp x micro_batch_size = "
+            f"{f.dp_replicate * f.dp_shard} x {f.micro_batch_size}"
+        ),
+    ),
+    Rule(
+        "heads_per_tp",
+        lambda f: _all_divide(f.head_counts, f.tp),
+        lambda f: f"{_not_dividing(f.head_counts, f.tp)} attention heads do not divide by tp {f.tp}",
+    ),
+    Rule(
+        "kv_heads_per_tp",
+        lambda f: _all_divide(f.kv_head_counts, f.tp),
+        lambda f: f"{_not_dividing(f.kv_head_counts, f.tp)} key/value heads do not divide by tp {f.tp}",
+    ),
+    Rule(
+        "ffn_per_tp",
+        lambda f: _all_divide(f.ffn_dims, f.tp),
+        lambda f: f"feed-forward width {_not_dividing(f.ffn_dims, f.tp)} does not divide by tp {f.tp}",
+    ),
+    Rule(
+        "sequence_per_tp",
+        lambda f: (f.sequence_parallel == 0) | (f.seq_len % (f.cp * f.tp) == 0),
+        lambda f: f"seq_len {f.seq_len} does not divide by cp x tp = {f.cp * f.tp} (sequence parallel)",
+    ),
+    Rule(
+        "tp_in_scaleup_domain",
+        lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
+        lambda f: f"tp {f.tp} does not divide the {f.scaleup_domain} devices that share the fastest link",
+    ),
+    Rule(
+        "layers_per_stage",
+        lambda f: f.pp * f.num_model_chunks <= f.num_blocks,
+        lambda f: f"{f.pp * f.num_model_chunks} pipeline stages for {f.num_blocks} blocks: each stage needs one",
+    ),
+    Rule(
+        "microbatches_fill_pipeline",
+        lambda f: (f.one_f_one_b == 0) | (f.pp == 1) | (f.num_microbatches >= f.pp),
+        lambda f: f"1f1b over {f.pp} stages needs as many micro-batches; there are {f.num_microbatches}",
+    ),
+    Rule(
+        "zero_under_pipeline",
+        lambda f: (f.pp == 1) | (f.zero_stage <= 1),
+        lambda f: (
+            f"zero_stage {f.zero_stage} with pp {f.pp}: under a pipeline torch keeps gathered parameters and whole gradients "
+            "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1)"
+        ),
+    ),
+    Rule(
+        "axes_of_this_version",
+        lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
+        lambda f: (
+            f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each"
+        ),
+    ),
+)
+
+
+def model_facts(model: ModelSpec) -> dict[str, Any]:
+    """The numbers of a model that rules look at, as fields of `Facts`."""
+    blocks = [block for block, _ in model.block_runs]
+    ffn_dims = set()
+    for block in blocks:
+        ffn_dims.add(block.mlp.ffn_dim)
+        if not isinstance(block.mlp, DenseMLP) and block.mlp.shared_ffn_dim:
+            ffn_dims.add(block.mlp.shared_ffn_dim)
+    return {
+        "num_blocks": model.num_blocks,
+        "head_counts": tuple(sorted({block.attention.num_heads for block in blocks})),
+        "kv_head_counts": tuple(sorted({block.attention.num_kv_heads for block in blocks})),
+        "ffn_dims": tuple(sorted(ffn_dims)),
+    }
+
+
+def layout_facts(model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int) -> Facts:
+    """The facts of one layout, as numbers."""
+    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size", "zero_stage")
+    return Facts(
+        **{name: getattr(layout, name) for name in degrees},
+        sequence_parallel=int(layout.sequence_parallel),
+        one_f_one_b=int(layout.schedule == "1f1b"),
+        world_size=world_size,
+        scaleup_domain=scaleup_domain,
+        seq_len=workload.seq_len,
+        global_batch_size=workload.global_batch_size,
+        **model_facts(model),
+    )
+
+
+def broken_rules(facts: Facts) -> tuple[str, ...]:
+    """``reason [name]`` of every rule the facts (numbers) break; empty when the layout can be executed."""
+    return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in RULES if not rule.holds(facts))
+
+
+def require_valid(model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int) -> None:
+    """Raise unless every rule holds.
+
+    Raises:
+        ConfigError: names each broken rule with its numbers.
+    """
+    facts = layout_facts(model, workload, layout, world_size=world_size, scaleup_domain=scaleup_domain)
+    broken = broken_rules(facts)
+    if broken:
+        raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
+
+
+def why_not_runnable(model: ModelSpec, seq_len: int) -> tuple[str, ...]:
+    """What the runtime of this version lacks for a model; empty when it can train it."""
+    reasons = []
+    if model.rope is None or model.rope.scaling not in ("none", "linear", "llama3"):
+        reasons.append(f"position embedding {model.rope.scaling if model.rope else 'learned'}")
+    if any(run.layer.kind == "mtp" for run in model.layers):
+        reasons.append("multi-token-prediction heads")
+    if model.head.norm != "rmsnorm" or model.head.bias:
+        reasons.append("a head with layernorm or bias")
+    for block, _ in model.block_runs:
+        attention, mlp = block.attention, block.mlp
+        if not isinstance(attention, SoftmaxAttention):
+            reasons.append("latent attention")
+        else:
+            odd = attention.sinks or attention.logit_softcap or attention.qk_norm in ("full", "weightless")
+            if odd or attention.rope_fraction != 1:
+                reasons.append("attention sinks, soft caps, partial rotary or whole-width query/key norms")
+            if attention.window is not None and attention.window < seq_len:
+                reasons.append(f"an attention window of {attention.window} below the sequence length {seq_len}")
+        if not isinstance(mlp, DenseMLP):
+            reasons.append("experts")
+        elif not mlp.gated or mlp.activation != "silu":
+            reasons.append(f"a feed-forward part other than SwiGLU ({mlp.activation})")
+        if block.norm != "rmsnorm" or block.num_norms != 2 or block.parallel_residual:
+            reasons.append("blocks other than two RMSNorms in sequence")
+    return tuple(dict.fromkeys(reasons))

@@ -1,0 +1,45 @@
+"""Workload: what is trained on each step, in which precision, with which optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from .base import Frozen
+
+Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
+Optimizer = Literal["adamw", "sgd"]
+
+
+class Workload(Frozen):
+    """One training step.
+
+    Attributes:
+        seq_len: tokens of one sequence.
+        global_batch_size: sequences of one step over the whole cluster.
+        precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32.
+        optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
+        attention: flash keeps no [seq, seq] matrix; math does.
+    """
+
+    seq_len: PositiveInt
+    global_batch_size: PositiveInt
+    precision: Precision = "bf16-mixed"
+    optimizer: Optimizer = "adamw"
+    attention: Literal["flash", "math"] = "flash"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over the whole cluster."""
+        return self.seq_len * self.global_batch_size
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one element of gathered parameters and of activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state for one parameter."""
+        return {"adamw": 8, "sgd": 0}[self.optimizer]
