@@ -23,6 +23,8 @@ class SoftmaxAttention(Frozen):
 
     Attributes:
         window: a token sees itself and at most ``window - 1`` before it (sliding or chunked attention); None is all of them.
+        chunked: the sequence is cut into chunks of ``window`` and a token sees only its own chunk (Llama-4): on average
+            half of what a sliding window of that size sees.
         rope_fraction: part of each head that is rotated; 0 for none.
         qk_norm: RMSNorm of queries and keys: over each head (weights [C]), over all heads (weights [H*C], [K*C]), or without
             weights.
@@ -34,6 +36,7 @@ class SoftmaxAttention(Frozen):
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
     window: PositiveInt | None = None
+    chunked: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "per_head", "full", "weightless"] = "none"

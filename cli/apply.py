@@ -1,0 +1,186 @@
+"""``meshwright apply``: run a plan on this machine, or this machine's part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from typer.core import TyperCommand
+
+from ..schema import ConfigError, Plan
+from ..schema.units import format_bytes, format_count, format_seconds
+
+_LOG_LINES = 20
+"""Lines of progress for a whole run where standard error is not a terminal."""
+
+
+class ApplyCommand(TyperCommand):
+    """Options end at the script: what follows it is the script's, even where it looks like ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, with ``--`` put before the script."""
+        place = self._script_place(args)
+        return super().parse_args(ctx, [*args[:place], "--", *args[place:]])
+
+    def _script_place(self, args: list[str]) -> int:
+        """Position of the second positional argument, or the end."""
+        valued = {name for param in self.params if not getattr(param, "is_flag", True) for name in param.opts}
+        positionals = idx = 0
+        while idx < len(args) and args[idx] != "--":
+            is_option = args[idx].startswith("-") and len(args[idx]) > 1
+            positionals += not is_option
+            if positionals == 2:
+                return idx
+            idx += 2 if args[idx] in valued else 1
+        return min(idx, len(args))
+
+
+def apply(
+    plan: Annotated[Path, typer.Argument(help="Plan file, from `meshwright plan --out`.", show_default=False)],
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SCRIPT ARGS...]", help="Your own script; MESHWRIGHT_PLAN names the plan in its environment."),
+    ] = None,
+    *,
+    steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 20,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text file or folder; repeatable. Default: Python's own sources.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
+    learning_rate: Annotated[float, typer.Option(help="At its highest: linear warm-up, then a cosine.")] = 3e-4,
+    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints; shared by all nodes.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. Default: one at the end.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False,
+    metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
+    nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(help="Place of this node in the plan's cluster, if it matters.")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT where the nodes meet.")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job at that place.")] = None,
+    collective_timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another.")] = 600.0,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a step, and a last one, on stdout.")] = False,
+) -> None:
+    """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
+    from ..runtime.launch import Rendezvous, launch
+    from ..runtime.options import TrainOptions
+    from ..runtime.train import check_options
+    from ..runtime.worker import Job
+
+    loaded = Plan.load(plan)
+    rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
+    options = TrainOptions(
+        steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every, resume=resume,
+    )  # fmt: skip
+    job = Job(plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, script=tuple(script or ()))
+    if script:
+        _refuse_training_options(script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output)
+        launch(loaded, job, rendezvous=rendezvous)
+        return
+    check_options(loaded, options)
+    with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
+        launch(loaded, job.replace(report=str(report)), rendezvous=rendezvous)
+
+
+def _refuse_training_options(script: str, *values: object) -> None:
+    if not Path(script).is_file():
+        raise ConfigError(f"no such script: {script}")
+    if any(values):
+        raise ConfigError(
+            "--data, --checkpoint-dir, --checkpoint-every, --resume, --metrics and --json are for the built-in training; "
+            f"{script} does its own",
+            help=f"put options of the script after it: meshwright apply plan.json {script} --option",
+        )
+
+
+@contextlib.contextmanager
+def _report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) -> Iterator[Path]:
+    """A file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
+    from ..runtime.metrics import MetricsWriter, follow
+
+    if metrics is not None and not append:
+        metrics.unlink(missing_ok=True)
+    writer, screen, finished = MetricsWriter(metrics), _Screen(steps), threading.Event()
+
+    def handle(record: dict[str, Any]) -> None:
+        writer.write(record)
+        if as_json:
+            typer.echo(json.dumps(record))
+        screen.show(record)
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, screen, ThreadPoolExecutor(1) as pool:
+        path = Path(folder) / "report.jsonl"
+        reader = pool.submit(_for_each, handle, follow(path, finished))
+        try:
+            yield path
+        finally:
+            finished.set()
+        reader.result()
+    writer.close()
+    screen.show_comparison()
+
+
+def _for_each(handle: Callable[[dict[str, Any]], None], records: Iterator[dict[str, Any]]) -> None:
+    for record in records:
+        handle(record)
+
+
+class _Screen:
+    """Progress and result of a run on standard error: a bar on a terminal, now and then a line elsewhere."""
+
+    def __init__(self, steps: int) -> None:
+        self._console = Console(stderr=True)
+        self._steps = steps
+        self._comparison: dict[str, Any] | None = None
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn(),
+            console=self._console, disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("starting", total=steps)
+
+    def __enter__(self) -> None:
+        self._progress.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """One line of the report."""
+        if "step" not in record:
+            self._comparison = record
+            return
+        step = record["step"]
+        text = (
+            f"loss {record['loss']:.4f}  {format_seconds(record['step_time_s'])}/step  "
+            f"{format_count(record['tokens_per_s'])} tokens/s"
+        )
+        self._progress.update(self._task, completed=step, description=text)
+        if not self._console.is_terminal and step % max(1, self._steps // _LOG_LINES) == 0:
+            self._console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
+
+    def show_comparison(self) -> None:
+        """The table of prediction and measurement, where this node has them."""
+        if self._comparison is None:
+            return
+        predicted, measured, ratio = (self._comparison[name] for name in ("predicted", "measured", "ratio"))
+        counted = measured["steps"] - measured["warmup_steps"]
+        table = Table(title=f"predicted and measured, median of {counted} steps", title_justify="left")
+        table.add_column("")
+        for name in ("predicted", "measured", "measured / predicted"):
+            table.add_column(name, justify="right")
+        for title, key, show in (
+            ("step time", "step_time_s", format_seconds),
+            ("tokens/s", "tokens_per_s", format_count),
+            ("peak memory", "peak_allocated_bytes", format_bytes),
+        ):
+            table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
+        self._console.print(table)

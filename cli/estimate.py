@@ -1,0 +1,55 @@
+"""`meshwright estimate`: what one given layout costs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .errors import exit_on_error
+from .inputs import (
+    AttentionOption,
+    BatchOption,
+    ClusterOption,
+    JsonOption,
+    ModelArgument,
+    OptimizerOption,
+    PrecisionOption,
+    SeqLenOption,
+    read_inputs,
+)
+
+
+def estimate(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    global_batch_size: BatchOption,
+    seq_len: SeqLenOption,
+    layout: Annotated[str, typer.Option(metavar="A=B,...", help="e.g. tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=full")],
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    attention: AttentionOption = "flash",
+    json: JsonOption = False,
+) -> None:
+    """Predict step time and memory of one layout, whether it fits or not."""
+    with exit_on_error():
+        from ..planner import estimate as make_estimate
+        from ..schema import Layout
+        from .tables import estimate_table, show
+
+        wanted = Layout.parse(layout)
+        spec, machine, workload = read_inputs(
+            model,
+            cluster,
+            global_batch_size=global_batch_size,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=optimizer,
+            attention=attention,
+        )
+        found = make_estimate(spec, machine, workload, wanted)
+        if json:
+            typer.echo(found.model_dump_json(indent=2))
+        else:
+            show(estimate_table(spec, machine, workload, wanted, found))
+        typer.echo("next: meshwright plan with the same options finds a layout at least as fast", err=True)

@@ -1,0 +1,66 @@
+"""What `plan` and `estimate` share: the options that name model, cluster and workload, and how they become objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..schema import ClusterSpec, ModelSpec, Workload
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one.")
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or local:RANKS.",
+    ),
+]
+BatchOption = Annotated[int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")]
+SeqLenOption = Annotated[int, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence.")]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(metavar="P", help="bf16-mixed, fp16-mixed, fp8 or fp32. Default: the best that the device trains in."),
+]
+OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help="adamw or sgd.")]
+AttentionOption = Annotated[str, typer.Option(metavar="KIND", help="flash (fused) or math (keeps the score matrix).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table.")]
+
+
+def read_inputs(
+    model: str,
+    cluster: str,
+    *,
+    global_batch_size: int,
+    seq_len: int,
+    precision: str | None,
+    optimizer: str,
+    attention: str,
+) -> tuple[ModelSpec, ClusterSpec, Workload]:
+    """Parse what the user typed.
+
+    Raises:
+        ConfigError: a name, number or file does not mean anything, or the sequence is longer than the model allows.
+    """
+    from ..planner import default_precision
+    from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
+
+    spec = ModelSpec.resolve(model)
+    if spec.embedding.num_positions and seq_len > spec.embedding.num_positions:
+        raise ConfigError(
+            f"seq_len {seq_len} exceeds the {spec.embedding.num_positions} learned positions of {spec.name}",
+            help=f"use --seq-len {spec.embedding.num_positions} or less",
+        )
+    machine = ClusterSpec.parse(cluster)
+    workload = Workload(
+        seq_len=seq_len,
+        global_batch_size=global_batch_size,
+        precision=precision or default_precision(machine),  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+        attention=attention,  # type: ignore[arg-type]
+    )
+    return spec, machine, workload

@@ -1,0 +1,29 @@
+"""The `meshwright` command: one file per subcommand; heavy imports happen inside them, so that --help is quick."""
+
+from __future__ import annotations
+
+import typer
+
+from .apply import apply
+from .catalogue import devices, models
+from .estimate import estimate
+from .plan import plan
+
+app = typer.Typer(
+    name="meshwright",
+    help="Plan how to spread the training of a large model over a cluster, see why, and run the plan.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(plan)
+app.command()(estimate)
+# What follows a script's name belongs to the script, options included.
+app.command(context_settings={"allow_interspersed_args": False})(apply)
+app.command()(models)
+app.command()(devices)
+
+
+def main() -> None:
+    """Console entry point."""
+    app()

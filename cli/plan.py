@@ -1,0 +1,62 @@
+"""`meshwright plan`: the best layout for a model on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import exit_on_error
+from .inputs import (
+    AttentionOption,
+    BatchOption,
+    ClusterOption,
+    JsonOption,
+    ModelArgument,
+    OptimizerOption,
+    PrecisionOption,
+    SeqLenOption,
+    read_inputs,
+)
+
+
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    global_batch_size: BatchOption,
+    seq_len: SeqLenOption,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    attention: AttentionOption = "flash",
+    fix: Annotated[str, typer.Option(metavar="A=B,...", help="Layout fields to keep, e.g. tp=8,recompute=full.")] = "",
+    time_limit_s: Annotated[float, typer.Option(metavar="S", min=0.1, help="Stop the search then, with the best so far.")] = 60.0,
+    top: Annotated[int, typer.Option(metavar="K", min=0, max=50, help="Runner-ups to report.")] = 4,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
+    json: JsonOption = False,
+) -> None:
+    """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU."""
+    with exit_on_error():
+        from ..planner import plan as make_plan
+        from ..schema.layout import parse_assignments
+        from .progress import search_progress
+        from .tables import plan_table, show
+
+        fixed = parse_assignments(fix)
+        inputs = read_inputs(
+            model,
+            cluster,
+            global_batch_size=global_batch_size,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=optimizer,
+            attention=attention,
+        )
+        with search_progress(quiet=json) as on_progress:
+            found = make_plan(*inputs, fixed=fixed, time_limit_s=time_limit_s, top=top, on_progress=on_progress)
+        found.save(out)
+        if json:
+            typer.echo(found.model_dump_json(indent=2))
+        else:
+            show(plan_table(found))
+        typer.echo(f"wrote {out}; next: meshwright apply {out}", err=True)

@@ -1,0 +1,32 @@
+"""Progress bars on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, float], None] | None]:
+    """A bar with incumbent, bound and gap while layouts are expanded; None when quiet."""
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from ..schema.units import format_seconds
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("searching", total=None)
+
+        def update(evaluated: int, incumbent_s: float | None, bound_s: float) -> None:
+            if incumbent_s is None:
+                found = "no layout that fits yet"
+            else:
+                gap = max(0.0, 1 - bound_s / incumbent_s)
+                found = f"best {format_seconds(incumbent_s)}, bound {format_seconds(bound_s)}, gap {100 * gap:.1f} %"
+            progress.update(task, description=f"{evaluated} layouts evaluated, {found}")
+
+        yield update

@@ -1,0 +1,153 @@
+"""Plans and estimates as one right-aligned table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ..schema.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, Plan, Stage, Workload
+
+BAR_WIDTH = 20
+MAX_STAGE_ROWS = 16
+PIPE_WIDTH = 140
+
+_TIME_TITLES = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tp": "tensor parallel, exposed",
+    "dp": "data parallel, exposed",
+    "pp": "stage transfers",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+}
+
+
+def show(renderable: RenderableType) -> None:
+    """Print on stdout; a pipe or a narrow terminal still gets whole columns."""
+    console = Console(soft_wrap=False)
+    console = console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+    console.print(renderable)
+
+
+def plan_table(plan: Plan) -> Table:
+    """Everything a reader needs to judge a plan."""
+    table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
+    _add_stages(table, plan.stages, plan.model, plan.estimate)
+    if plan.search:
+        table.add_section()
+        search = plan.search
+        table.add_row(
+            "[bold]search",
+            search.status,
+            f"gap {100 * search.gap:.2g} %",
+            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds or memory, {format_seconds(search.search_s)}",
+        )
+    if plan.alternatives:
+        table.add_section()
+        table.add_row("[bold]runner-ups", "step time", "memory", "why not")
+        for other in plan.alternatives:
+            memory = format_bytes(other.peak_reserved_bytes)
+            table.add_row(f"  {other.layout}", format_seconds(other.step_time_s), memory, other.reason)
+    for note in plan.notes:
+        table.add_section()
+        table.add_row("[bold]note", "", "", escape(note))
+    return table
+
+
+def estimate_table(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: Estimate) -> Table:
+    """Layout, step time and its parts, throughput, memory and its parts against the budget."""
+    title = f"{model.name} ({format_count(model.num_params)}) on {_cluster_title(cluster)}"
+    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False)
+    table.add_column(min_width=26, overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    _add_layout(table, workload, layout)
+    _add_time(table, estimate)
+    _add_memory(table, cluster, estimate)
+    return table
+
+
+def _cluster_title(cluster: ClusterSpec) -> str:
+    groups = ", ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
+    links = " + ".join(level.link.name for level in cluster.levels) if cluster.num_devices > 1 else ""
+    return f"{groups} ({links})" if links else groups
+
+
+def _add_layout(table: Table, workload: Workload, layout: Layout) -> None:
+    microbatches = layout.num_microbatches(workload.global_batch_size)
+    table.add_row("[bold]layout", "", "", f"[bold]{layout}")
+    table.add_row(
+        "  batch",
+        f"{workload.global_batch_size} x {workload.seq_len}",
+        workload.precision,
+        f"{microbatches} micro-batches of {layout.micro_batch_size} sequences on each of {layout.dp} data-parallel ranks",
+    )
+
+
+def _add_time(table: Table, estimate: Estimate) -> None:
+    table.add_section()
+    interval = estimate.step_time_interval_s
+    between = f"between {format_seconds(interval.low)} and {format_seconds(interval.high)}"
+    table.add_row("[bold]step time", f"[bold]{format_seconds(estimate.step_time_s)}", "", between)
+    for name, title in _TIME_TITLES.items():
+        seconds = getattr(estimate.breakdown_s, name)
+        if seconds > 0:
+            share = seconds / estimate.step_time_s
+            table.add_row(f"  {title}", format_seconds(seconds), f"{100 * share:.1f} %", _bar(share))
+    per_device = f"{estimate.tokens_per_s_per_device:,.0f} tokens/s per device"
+    table.add_row("[bold]throughput", f"{format_count(estimate.tokens_per_s)} tok/s", f"MFU {100 * estimate.mfu:.1f} %", per_device)
+
+
+def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
+    table.add_section()
+    total, reserved = cluster.weakest_device.memory_bytes, cluster.reserved_bytes
+    verdict = "[green]fits" if estimate.fits else "[red]does not fit"
+    budget = f"{verdict}[/]: up to {format_bytes(estimate.memory_interval_bytes.high)} of {format_bytes(estimate.budget_bytes)}"
+    table.add_row(
+        "[bold]memory per device",
+        f"[bold]{format_bytes(estimate.peak_allocated_bytes)}",
+        f"{100 * estimate.peak_allocated_bytes / estimate.budget_bytes:.0f} %",
+        f"{budget} = {format_bytes(total)} - {format_bytes(reserved)} reserved",
+    )
+    for name, size in estimate.memory_bytes.model_dump().items():
+        if size:
+            share = size / estimate.budget_bytes
+            table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", _bar(share))
+
+
+def _add_stages(table: Table, stages: tuple[Stage, ...], model: ModelSpec, estimate: Estimate) -> None:
+    if len(stages) == 1:
+        return
+    table.add_section()
+    table.add_row("[bold]stages", "per micro-batch", "memory", "layers")
+    for s, stage in enumerate(stages):
+        if len(stages) > MAX_STAGE_ROWS and MAX_STAGE_ROWS // 2 <= s < len(stages) - MAX_STAGE_ROWS // 2:
+            if s == MAX_STAGE_ROWS // 2:
+                table.add_row("  ...", "", "", f"{len(stages) - MAX_STAGE_ROWS} more, all in plan.json")
+            continue
+        cost = estimate.stages[s]
+        memory = format_bytes(cost.memory_bytes.total)
+        table.add_row(f"  stage {s}", format_seconds(cost.forward_s + cost.backward_s), memory, _stage_layers(stage, model))
+
+
+def _stage_layers(stage: Stage, model: ModelSpec) -> str:
+    layers = list(model.iter_layers())
+    idxs = [idx for idx in stage.layer_idxs if layers[idx].kind == "block"]
+    parts = [f"{len(idxs)} blocks ({idxs[0] - 1}-{idxs[-1] - 1})"]
+    if stage.first_layer_idx == 0:
+        parts.insert(0, "embedding")
+    parts += [layers[idx].kind for idx in stage.layer_idxs if layers[idx].kind in ("head", "mtp")]
+    return ", ".join(parts)
+
+
+def _bar(share: float) -> str:
+    return "[cyan]" + "#" * max(0, min(BAR_WIDTH, round(BAR_WIDTH * share))) + "[/]"

@@ -1,0 +1,183 @@
+"""LayerCost: everything one layer costs under every layout of a batch, one micro-batch at a time.
+
+Composes operators (operators.py) with device rates (compute.py), tensor-parallel and data-parallel collectives (collectives.py)
+and saved activations (activations.py). Stages and steps only add layers up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..schema import ClusterSpec, Workload
+from ..schema.model import Block, Embedding, Head
+from .activations import Saved, saved_elements
+from .coefficients import coefficients, device_rates
+from .collectives import collective_s
+from .compute import OperatorTime, operator_time
+from .layouts import RECOMPUTES, FloatArray, LayoutBatch
+from .operators import Gemm, Layer, Operator, layer_operators
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Arrays [N], one entry per layout: seconds and bytes of one layer on one rank, for one micro-batch.
+
+    Attributes:
+        forward_s, backward_s: operators, without communication.
+        recompute_s: forward work repeated in the backward pass.
+        tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
+        gather_s: all-gather of the layer's parameters over dp_shard.
+        reduce_s: reduction of its gradients over dp_shard and dp_replicate.
+        num_params: parameters of this rank's tensor-parallel share.
+        activation_bytes: kept from forward to backward.
+        working_bytes: alive only while this layer runs backward.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    recompute_s: FloatArray
+    tp_forward_s: FloatArray
+    tp_backward_s: FloatArray
+    gather_s: FloatArray
+    reduce_s: FloatArray
+    num_params: FloatArray
+    activation_bytes: FloatArray
+    working_bytes: FloatArray
+
+    @property
+    def busy_s(self) -> FloatArray:
+        """Seconds of forward and backward with recompute and tensor-parallel communication."""
+        return self.forward_s + self.backward_s + self.recompute_s + self.tp_forward_s + self.tp_backward_s
+
+
+def layer_cost(layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec) -> LayerCost:
+    """Cost of ``layer`` under every layout of ``batch``."""
+    operators = layer_operators(layer, hidden_dim, workload.seq_len)
+    times = _operator_times(operators, batch, workload, cluster)
+    forward = sum((time.forward_s for time in times), start=np.zeros(len(batch)))
+    backward = sum((time.backward_s for time in times), start=np.zeros(len(batch)))
+    recompute = _recompute_s(operators, times, batch) if isinstance(layer, Block) else np.zeros(len(batch))
+    tp_forward, tp_backward = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
+    forward, backward = _with_host(times, forward, backward, batch, workload, cluster)
+    num_params = tp_params(layer, hidden_dim, batch)
+    gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
+    kept, working = _activation_bytes(layer, hidden_dim, batch, workload)
+    return LayerCost(forward, backward, recompute, tp_forward, tp_backward, gather, reduce, num_params, kept, working)
+
+
+def _operator_times(
+    operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> list[OperatorTime]:
+    rates = device_rates(cluster.weakest_device, workload.precision)
+    tokens = batch.micro_batch_size * workload.seq_len
+    return [
+        operator_time(op, tokens, batch.tp, batch.sequence_parallel, rates=rates, compute_bytes=workload.compute_bytes)
+        for op in operators
+    ]
+
+
+def _with_host(
+    times: list[OperatorTime],
+    forward: FloatArray,
+    backward: FloatArray,
+    batch: LayoutBatch,
+    workload: Workload,
+    cluster: ClusterSpec,
+) -> tuple[FloatArray, FloatArray]:
+    """Add the host's dispatch on a CPU; on an accelerator the slower of host and device decides."""
+    host = coefficients()["host"]
+    rates = device_rates(cluster.weakest_device, workload.precision)
+    dtensor = np.where(batch.tp > 1, host["dtensor_layer_s"] / 2, 0.0)
+    fsdp = np.where(batch.dp_shard > 1, host["fsdp_unit_s"] / 2, 0.0)
+    dispatch_forward = sum(t.forward_dispatches for t in times) * rates.host_operator_s + dtensor + fsdp
+    dispatch_backward = sum(t.backward_dispatches for t in times) * rates.host_operator_s + dtensor + fsdp
+    if rates.host_adds:
+        return forward + dispatch_forward, backward + dispatch_backward
+    return np.maximum(forward, dispatch_forward), np.maximum(backward, dispatch_backward)
+
+
+def _recompute_s(operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch) -> FloatArray:
+    """Forward seconds repeated: all but the last product (nothing after it is needed) if full, no products if selective."""
+    products = [time.forward_s for op, time in zip(operators, times, strict=True) if isinstance(op, Gemm)]
+    elementwise = [
+        time.forward_s for op, time in zip(operators, times, strict=True) if not isinstance(op, Gemm) and op.name != "attention"
+    ]
+    full = sum((time.forward_s for time in times), start=np.zeros(len(batch))) - products[-1]
+    selective = sum(elementwise, start=np.zeros(len(batch)))
+    return np.select(
+        [batch.recompute == RECOMPUTES.index("full"), batch.recompute == RECOMPUTES.index("selective")], [full, selective], 0.0
+    )
+
+
+def _tensor_parallel_s(
+    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> tuple[FloatArray, FloatArray]:
+    """Exposed communication of a layer: two pairs of all-gather and reduce-scatter (or two all-reduces) a block and pass."""
+    size = batch.micro_batch_size * workload.seq_len * hidden_dim * float(workload.compute_bytes)
+    stride = np.ones_like(batch.tp)
+    gather = collective_s("all_gather", size, batch.tp, stride, cluster)
+    scatter = collective_s("reduce_scatter", size, batch.tp, stride, cluster)
+    reduce = collective_s("all_reduce", size, batch.tp, stride, cluster)
+    pair = np.where(batch.sequence_parallel == 1, gather + scatter, reduce)
+    if isinstance(layer, Embedding):
+        return np.where(batch.sequence_parallel == 1, scatter, reduce), np.where(batch.sequence_parallel == 1, gather, 0.0)
+    if isinstance(layer, Head):
+        return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(batch.sequence_parallel == 1, scatter, reduce)
+    # Recompute repeats the forward communication: both pairs if full (but the last reduction), the gathers if selective.
+    last = np.where(batch.sequence_parallel == 1, scatter, reduce)
+    repeated = np.select(
+        [batch.recompute == RECOMPUTES.index("full"), batch.recompute == RECOMPUTES.index("selective")],
+        [2 * pair - last, np.where(batch.sequence_parallel == 1, 2 * gather, 0.0)],
+        0.0,
+    )
+    return 2 * pair, 2 * pair + repeated
+
+
+def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
+    """Parameters of one rank's tensor-parallel share [N]: products split, norms and routers whole."""
+    total = layer.num_params(hidden_dim)
+    if isinstance(layer, Embedding):
+        split = layer.vocab_size * hidden_dim
+    elif isinstance(layer, Head):
+        # A tied projection is the embedding's weight; under a pipeline the last stage holds a copy of its own.
+        copies = np.where(batch.pp > 1, 1, 0) if layer.tied else np.ones_like(batch.tp)
+        split = layer.vocab_size * hidden_dim
+        norm_and_bias = total - (0 if layer.tied else split)
+        return np.asarray(norm_and_bias + copies * split / batch.tp, dtype=np.float64)
+    else:
+        operators = layer_operators(layer, hidden_dim, 1)
+        split = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.shard in ("column", "row"))
+    return np.asarray(total - split + split / batch.tp, dtype=np.float64)
+
+
+def _data_parallel_s(
+    num_params: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> tuple[FloatArray, FloatArray]:
+    """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of fp32 gradients."""
+    stride = batch.tp
+    gather = collective_s("all_gather", num_params * workload.compute_bytes, batch.dp_shard, stride, cluster)
+    scatter = collective_s("reduce_scatter", num_params * 4.0, batch.dp_shard, stride, cluster)
+    shard_bytes = num_params * 4.0 / batch.dp_shard
+    replicate = collective_s("all_reduce", shard_bytes, batch.dp_replicate, stride * batch.dp_shard, cluster)
+    return gather, scatter + replicate
+
+
+def _activation_bytes(
+    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes kept from forward to backward under each layout's recompute, and the working set of the backward pass."""
+    math = workload.attention == "math"
+    choices = [saved_elements(layer, hidden_dim, workload.seq_len, recompute, math) for recompute in RECOMPUTES]
+    kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
+    chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
+    # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.
+    return chosen, kept[0] - chosen + 0.5 * kept[0]
+
+
+def _saved_bytes(saved: Saved, batch: LayoutBatch, workload: Workload) -> FloatArray:
+    tokens = batch.micro_batch_size * workload.seq_len
+    along_sequence = np.where(batch.sequence_parallel == 1, batch.tp, 1)
+    elements = saved.whole + saved.tp / batch.tp + saved.tokens / along_sequence
+    return np.asarray(tokens * (workload.compute_bytes * elements + 4 * saved.tp_fp32 / batch.tp), dtype=np.float64)

@@ -1,0 +1,70 @@
+"""LayoutBatch: many layouts as arrays, so that every cost is computed for all of them in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..schema import Layout
+from ..schema.layout import Recompute, Schedule
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutBatch:
+    """One entry per layout in every array [N]; ``recompute`` and ``schedule`` index RECOMPUTES and SCHEDULES."""
+
+    dp_replicate: IntArray
+    dp_shard: IntArray
+    tp: IntArray
+    pp: IntArray
+    micro_batch_size: IntArray
+    num_microbatches: IntArray
+    zero_stage: IntArray
+    sequence_parallel: IntArray
+    recompute: IntArray
+    schedule: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @classmethod
+    def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
+        """From Layout objects."""
+        columns = {
+            **{
+                name: [getattr(layout, name) for layout in layouts]
+                for name in ("dp_replicate", "dp_shard", "tp", "pp", "micro_batch_size", "zero_stage")
+            },
+            "num_microbatches": [layout.num_microbatches(global_batch_size) for layout in layouts],
+            "sequence_parallel": [int(layout.sequence_parallel) for layout in layouts],
+            "recompute": [RECOMPUTES.index(layout.recompute) for layout in layouts],
+            "schedule": [SCHEDULES.index(layout.schedule) for layout in layouts],
+        }
+        return cls(**{name: np.array(column, dtype=np.int64) for name, column in columns.items()})
+
+    def layout(self, idx: int) -> Layout:
+        """One entry as a Layout."""
+        return Layout(
+            dp_replicate=int(self.dp_replicate[idx]),
+            dp_shard=int(self.dp_shard[idx]),
+            tp=int(self.tp[idx]),
+            pp=int(self.pp[idx]),
+            micro_batch_size=int(self.micro_batch_size[idx]),
+            schedule=SCHEDULES[self.schedule[idx]],
+            zero_stage=int(self.zero_stage[idx]),  # type: ignore[arg-type]
+            sequence_parallel=bool(self.sequence_parallel[idx]),
+            recompute=RECOMPUTES[self.recompute[idx]],
+        )
+
+    def select(self, keep: IntArray | NDArray[np.bool_]) -> Self:
+        """The entries of a mask or of indices."""
+        return type(self)(**{field.name: getattr(self, field.name)[keep] for field in fields(self)})

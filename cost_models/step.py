@@ -1,0 +1,265 @@
+"""A whole training step: layers add up to stages, stages to a step.
+
+`SpaceCosts` holds the cost of each kind of layer under each layout; from it come, with the same formulas,
+`lower_bounds` (all layouts at once, every stage ideally balanced) and `estimate_step` (one layout with its real stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..schema import ClusterSpec, Estimate, ModelSpec, Workload
+from ..schema.model import Block, Head
+from ..schema.plan import Interval, StageEstimate, TimeBreakdown
+from . import memory
+from .coefficients import coefficients, device_rates, peak_flops_per_s
+from .collectives import p2p_s
+from .compute import elementwise_update_s
+from .layer_costs import LayerCost, layer_cost
+from .layouts import FloatArray, IntArray, LayoutBatch
+from .operators import Layer, model_flops_per_token
+from .pipeline import pipelined_lower_bound_s, pipelined_s
+
+_UPDATE_BYTES_PER_PARAM = {"adamw": 28.0, "sgd": 12.0}
+"""Read parameter, gradient and states, write parameter and states, fp32."""
+
+
+@dataclass(frozen=True)
+class SpaceCosts:
+    """Costs of every kind of layer [K] under every layout [N] of ``batch``; ``kind_of_layer`` [L] says which is which."""
+
+    model: ModelSpec
+    workload: Workload
+    cluster: ClusterSpec
+    batch: LayoutBatch
+    kinds: tuple[Layer, ...]
+    kind_of_layer: IntArray
+    by_kind: tuple[LayerCost, ...]
+
+    @classmethod
+    def of(cls, model: ModelSpec, workload: Workload, cluster: ClusterSpec, batch: LayoutBatch) -> SpaceCosts:
+        """Evaluate every kind of layer once for the whole batch."""
+        kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
+        kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
+        costs = tuple(layer_cost(layer, model.hidden_dim, batch, workload, cluster) for layer in kinds)
+        return cls(model, workload, cluster, batch, kinds, kind_of_layer, costs)
+
+    @cached_property
+    def counts(self) -> IntArray:
+        """Layers of each kind [K]."""
+        return np.bincount(self.kind_of_layer, minlength=len(self.kinds))
+
+    def total(self, name: str) -> FloatArray:
+        """Sum of a LayerCost field over all layers [N]."""
+        return np.asarray(sum(n * getattr(cost, name) for n, cost in zip(self.counts, self.by_kind, strict=True)))
+
+    def per_layer(self, name: str, idx: int) -> FloatArray:
+        """A LayerCost field of every layer [L] under one layout."""
+        values = np.array([getattr(cost, name)[idx] for cost in self.by_kind])
+        return values[self.kind_of_layer]
+
+    @cached_property
+    def transfer_s(self) -> FloatArray:
+        """Seconds one micro-batch's activations take to the next stage (and their gradients back) [N]."""
+        b = self.batch
+        size = b.micro_batch_size * self.workload.seq_len * self.model.hidden_dim * float(self.workload.compute_bytes)
+        size = size / np.where(b.sequence_parallel == 1, b.tp, 1)
+        stride = b.tp * b.dp_shard * b.dp_replicate
+        return np.asarray(np.where(b.pp > 1, p2p_s(size, stride, self.cluster), 0.0))
+
+    @cached_property
+    def overlap(self) -> float:
+        """Part of the compute time under which data-parallel communication hides."""
+        return float(coefficients()["overlap"][self.cluster.weakest_device.backend])
+
+    @cached_property
+    def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
+        """Exposed gathering and reduction of one layer over the whole step, each kind [K] of [N]."""
+        return tuple(self._dp_exposed(cost) for cost in self.by_kind)
+
+    def _dp_exposed(self, cost: LayerCost) -> FloatArray:
+        b = self.batch
+        forward = self.overlap * (cost.forward_s + cost.tp_forward_s)
+        backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.tp_backward_s)
+        gather_backward = np.where(b.zero_stage == 3, cost.gather_s, 0.0)
+        per_pass = np.maximum(cost.gather_s - forward, 0.0) + np.maximum(gather_backward + cost.reduce_s - backward, 0.0)
+        passes = np.where(b.zero_stage >= 2, b.num_microbatches, 1)
+        return np.asarray(passes * per_pass)
+
+    @cached_property
+    def dp_edges_s(self) -> FloatArray:
+        """What nothing can hide: the first gather and the last reduction of each pass [N]."""
+        first = self.by_kind[int(self.kind_of_layer[0])]
+        passes = np.where(self.batch.zero_stage >= 2, self.batch.num_microbatches, 1)
+        return np.asarray(self.overlap * passes * (first.gather_s + first.reduce_s))
+
+    def update_s(self, params: FloatArray | float, dp_shard: IntArray | int) -> FloatArray:
+        """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank."""
+        rates = device_rates(self.cluster.weakest_device, self.workload.precision)
+        return elementwise_update_s(np.asarray(params / dp_shard), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates)
+
+    @cached_property
+    def block_params(self) -> FloatArray:
+        """Parameters of the largest block per tensor-parallel rank [N]."""
+        blocks = [c.num_params for kind, c in zip(self.kinds, self.by_kind, strict=True) if isinstance(kind, Block)]
+        return np.asarray(np.max(blocks, axis=0))
+
+    @cached_property
+    def root_kinds(self) -> tuple[int, ...]:
+        """Kinds outside the blocks: embedding, head, MTP."""
+        return tuple(k for k, kind in enumerate(self.kinds) if not isinstance(kind, Block))
+
+    @cached_property
+    def working_bytes(self) -> FloatArray:
+        """Largest working set of a layer [N]."""
+        return np.asarray(np.max([cost.working_bytes for cost in self.by_kind], axis=0))
+
+    @cached_property
+    def logits(self) -> FloatArray:
+        """Logits of one micro-batch on one tensor-parallel rank [N]."""
+        b = self.batch
+        return np.asarray(b.micro_batch_size * self.workload.seq_len * self.model.head.vocab_size / b.tp)
+
+
+def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
+    """Admissible bounds for every layout: seconds of a step and bytes of the fullest device, [N] each.
+
+    Stages are taken as perfectly balanced in time and in memory at once. Both costs are convex in what a stage holds, so no
+    real split does better. For pp = 1 the time is exact.
+    """
+    b = costs.batch
+    busy = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
+    exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
+    params = costs.total("num_params") / b.pp
+    time = pipelined_lower_bound_s(busy, b.num_microbatches, b.pp) + exposed + costs.update_s(params, b.dp_shard)
+    root = sum(costs.counts[k] * costs.by_kind[k].num_params for k in costs.root_kinds)
+    contents = memory.StageContents(
+        params=params,
+        root_params=np.where(b.pp == 1, root, 0.0),
+        block_params=costs.block_params,
+        activation_bytes=costs.total("activation_bytes") / b.pp,
+        working_bytes=costs.working_bytes,
+        logits=np.where(b.pp == 1, costs.logits, 0.0),
+    )
+    fewest = memory.in_flight(b.schedule, b.num_microbatches, b.pp, b.pp - 1)
+    shape = memory.StepShape(
+        dp_shard=b.dp_shard, zero_stage=b.zero_stage, num_microbatches=b.num_microbatches, in_flight=fewest
+    )
+    return time, memory.total_bytes(memory.stage_memory(contents, shape, costs.workload, costs.cluster))
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """What each stage of one layout adds up to; arrays [pp] (or [pp, ...] while a split is being searched)."""
+
+    busy_s: FloatArray
+    contents: memory.StageContents
+
+
+def stage_memory_parts(costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray) -> dict[str, FloatArray]:
+    """Memory parts of stages ``stage_idx`` of layout ``idx``."""
+    b = costs.batch
+    flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx)
+    shape = memory.StepShape(
+        dp_shard=b.dp_shard[idx], zero_stage=b.zero_stage[idx], num_microbatches=b.num_microbatches[idx], in_flight=flight
+    )
+    return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
+
+
+def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> memory.StageContents:
+    """Contents of stages that hold layers ``first .. last - 1`` under layout ``idx``; arrays of any one shape."""
+
+    def span(values: FloatArray) -> FloatArray:
+        prefix = np.concatenate([[0.0], np.cumsum(values)])
+        return np.asarray(prefix[last] - prefix[first])
+
+    params = costs.per_layer("num_params", idx)
+    is_root = np.isin(costs.kind_of_layer, costs.root_kinds)
+    head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
+    return memory.StageContents(
+        params=span(params),
+        root_params=span(params * is_root),
+        block_params=costs.block_params[idx],
+        activation_bytes=span(costs.per_layer("activation_bytes", idx)),
+        working_bytes=costs.working_bytes[idx],
+        logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
+    )
+
+
+def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Estimate:
+    """Estimate of layout ``idx`` whose stage s holds layers ``boundaries[s] .. boundaries[s+1] - 1``."""
+    first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
+    contents = contents_between(costs, idx, first, last)
+    parts = stage_memory_parts(costs, idx, contents, np.arange(len(first)))
+    breakdown_s, stage_s = _time_breakdown(costs, idx, first, last, contents)
+    allocated = memory.total_bytes(parts)
+    fullest = int(np.argmax(allocated))
+    stages = tuple(
+        StageEstimate(
+            forward_s=float(stage_s[0][s]),
+            backward_s=float(stage_s[1][s]),
+            memory_bytes=memory.breakdown({name: np.broadcast_to(v, first.shape)[s] for name, v in parts.items()}),
+        )
+        for s in range(len(first))
+    )
+    return _assemble(costs, breakdown_s, stages, fullest)
+
+
+def _time_breakdown(
+    costs: SpaceCosts, idx: int, first: IntArray, last: IntArray, contents: memory.StageContents
+) -> tuple[TimeBreakdown, tuple[FloatArray, FloatArray]]:
+    def stage_sums(name: str) -> FloatArray:
+        values = costs.per_layer(name, idx)
+        return np.array([values[i:j].sum() for i, j in zip(first, last, strict=True)])
+
+    m, pp = int(costs.batch.num_microbatches[idx]), len(first)
+    forward, tp_forward = stage_sums("forward_s"), stage_sums("tp_forward_s")
+    backward, recompute, tp_backward = stage_sums("backward_s"), stage_sums("recompute_s"), stage_sums("tp_backward_s")
+    transfer = 2 * float(costs.transfer_s[idx]) if pp > 1 else 0.0
+    busy = forward + backward + recompute + tp_forward + tp_backward + transfer
+    slowest = int(np.argmax(busy))
+    exposed = np.array([e[idx] for e in costs.dp_exposed_by_kind])[costs.kind_of_layer]
+    dp = max(exposed[i:j].sum() for i, j in zip(first, last, strict=True)) + float(costs.dp_edges_s[idx])
+    parts = TimeBreakdown(
+        compute=m * float(forward[slowest] + backward[slowest]),
+        recompute=m * float(recompute[slowest]),
+        tp=m * float(tp_forward[slowest] + tp_backward[slowest]),
+        dp=float(dp),
+        pp=m * transfer,
+        bubble=float(pipelined_s(busy, m) - m * busy[slowest]),
+        optimizer=float(np.max(costs.update_s(contents.params, int(costs.batch.dp_shard[idx])))),
+    )
+    return parts, (forward + tp_forward, backward + recompute + tp_backward)
+
+
+def _assemble(
+    costs: SpaceCosts, breakdown_s: TimeBreakdown, stages: tuple[StageEstimate, ...], fullest: int
+) -> Estimate:
+    workload, cluster, model = costs.workload, costs.cluster, costs.model
+    interval = coefficients()["interval"]
+    device = cluster.weakest_device
+    spread = interval["time_measured_device" if device.gemm else "time_data_sheet"]
+    time, allocated = breakdown_s.total, stages[fullest].memory_bytes.total
+    tokens_per_s = workload.tokens_per_step / time
+    layers = tuple((run.layer, run.count) for run in model.layers)
+    flops = model_flops_per_token(layers, model.hidden_dim, workload.seq_len) * tokens_per_s
+    upper = float(memory.upper_bytes(allocated, cluster))
+    return Estimate(
+        step_time_s=time,
+        step_time_interval_s=Interval(low=time * (1 - spread), high=time * (1 + spread)),
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
+        mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=int(allocated * memory.reserved_over_allocated(cluster)),
+        memory_interval_bytes=Interval(low=allocated * (1 - interval["memory"]), high=upper),
+        budget_bytes=cluster.memory_budget_bytes,
+        fits=upper <= cluster.memory_budget_bytes,
+        breakdown_s=breakdown_s,
+        memory_bytes=stages[fullest].memory_bytes,
+        stages=stages,
+    )

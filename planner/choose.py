@@ -1,0 +1,95 @@
+"""From expanded layouts to one choice and its runner-ups, each with the reason why it lost."""
+
+from __future__ import annotations
+
+from ..cost_models.layouts import LayoutBatch
+from ..schema import Alternative, Estimate, Layout
+from ..schema.plan import TimeBreakdown
+from ..schema.units import format_bytes
+from .search import Candidate, SearchResult
+
+SAME_TIME_FRACTION = 0.01
+"""Plans this close are equal within any model's error and any machine's noise; the simpler one is taken."""
+
+_PART_TITLES = {
+    "compute": "less efficient compute",
+    "recompute": "recompute",
+    "tp": "tensor-parallel communication",
+    "dp": "data-parallel communication",
+    "pp": "stage transfers",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer update",
+}
+
+
+def complexity(layout: Layout) -> tuple[int, ...]:
+    """Order of simplicity: fewer axes, no recompute, a lower ZeRO stage, smaller degrees of the axes that cost the most care."""
+    degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp)
+    axes = sum(degree > 1 for degree in degrees)
+    recompute = ("none", "selective", "full").index(layout.recompute)
+    return (axes, recompute, layout.zero_stage, layout.pp, layout.tp, layout.micro_batch_size)
+
+
+def choose(result: SearchResult, batch: LayoutBatch) -> Candidate:
+    """The simplest of the layouts whose predicted time is within SAME_TIME_FRACTION of the best."""
+    best = result.fitting[0].estimate.step_time_s
+    close = [c for c in result.fitting if c.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION)]
+    return min(close, key=lambda c: (complexity(batch.layout(c.idx)), c.estimate.step_time_s, c.idx))
+
+
+def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
+    """The best of every other combination of degrees, and the fastest that memory excluded."""
+    winner = batch.layout(chosen.idx)
+    seen = {_degrees(winner)}
+    slower: list[Alternative] = []
+    for candidate in result.fitting:
+        layout = batch.layout(candidate.idx)
+        if _degrees(layout) in seen or len(slower) == top:
+            continue
+        seen.add(_degrees(layout))
+        slower.append(_alternative(layout, candidate.estimate, why_slower(candidate.estimate, chosen.estimate)))
+    too_large: list[Alternative] = []
+    for candidate in sorted(result.too_large, key=lambda c: c.estimate.step_time_s):
+        layout = batch.layout(candidate.idx)
+        if _degrees(layout) in seen or len(too_large) == 2:
+            continue
+        seen.add(_degrees(layout))
+        too_large.append(_alternative(layout, candidate.estimate, why_too_large(candidate.estimate)))
+    return (*slower, *too_large)
+
+
+def _degrees(layout: Layout) -> tuple[int, int, int, int]:
+    return layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp
+
+
+def _alternative(layout: Layout, estimate: Estimate, reason: str) -> Alternative:
+    return Alternative(
+        layout=layout,
+        step_time_s=estimate.step_time_s,
+        peak_reserved_bytes=estimate.peak_reserved_bytes,
+        reason=reason,
+    )
+
+
+def why_slower(other: Estimate, chosen: Estimate) -> str:
+    """The part of the step that costs the loser the most, as a share of the winner's step."""
+    parts = {name: _part(other.breakdown_s, name) - _part(chosen.breakdown_s, name) for name in _PART_TITLES}
+    worst = max(parts, key=lambda name: parts[name])
+    slower = other.step_time_s / chosen.step_time_s - 1
+    if slower < SAME_TIME_FRACTION:
+        return f"{100 * slower:+.1f} %: as fast within the model's error, not simpler"
+    return f"{100 * slower:+.1f} %: {_PART_TITLES[worst]} {100 * parts[worst] / chosen.step_time_s:+.1f} %"
+
+
+def why_too_large(estimate: Estimate) -> str:
+    """The bytes a layout would need against the budget, and its largest part."""
+    parts = estimate.memory_bytes.model_dump()
+    largest = max(parts, key=lambda name: parts[name])
+    return (
+        f"does not fit: up to {format_bytes(estimate.memory_interval_bytes.high)} of "
+        f"{format_bytes(estimate.budget_bytes)}; {largest} {format_bytes(parts[largest])}"
+    )
+
+
+def _part(breakdown: TimeBreakdown, name: str) -> float:
+    return float(getattr(breakdown, name))

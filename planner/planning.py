@@ -1,0 +1,124 @@
+"""`plan` and `estimate`: the method, in the order it happens."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from ..cost_models.layouts import LayoutBatch
+from ..cost_models.step import SpaceCosts
+from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
+from ..schema.plan import Provenance
+from ..schema.rules import require_valid, why_not_runnable
+from .choose import alternatives, choose
+from .infeasible import explain_infeasible
+from .search import Candidate, OnProgress, expand, search
+from .space import build_space
+
+
+def plan(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    time_limit_s: float = 60.0,
+    top: int = 4,
+    on_progress: OnProgress | None = None,
+) -> Plan:
+    """The fastest layout that fits, with a certificate and its runner-ups.
+
+    Args:
+        model, cluster, workload: what to train, where, and how.
+        fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``.
+        time_limit_s: stop then with the best found so far and its gap.
+        top: runner-ups to report.
+        on_progress: called after every expanded layout.
+
+    Raises:
+        ConfigError: the input rules out every layout (a degree that does not divide, a precision the device lacks).
+        InfeasibleError: layouts exist, but none fits the memory; names what binds and the smallest change found that fits.
+        SolverLimitError: the time limit came before any layout that fits.
+    """
+    fixed = dict(fixed or {})
+    space = build_space(model, workload, cluster, fixed)
+    result = search(model, workload, cluster, space, time_limit_s=time_limit_s, on_progress=on_progress)
+    if not result.fitting:
+        raise explain_infeasible(model, cluster, workload, fixed, result)
+    chosen = choose(result, space.batch)
+    layout = space.batch.layout(chosen.idx)
+    return Plan(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        layout=layout,
+        stages=_stages(chosen, layout),
+        rank_map=tuple(range(layout.world_size)),
+        estimate=chosen.estimate,
+        search=result.certificate,
+        alternatives=alternatives(result, space.batch, chosen, top),
+        notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
+        provenance=_provenance(model, cluster, workload, fixed),
+    )
+
+
+def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
+    """What one given layout costs; its layers are cut into stages as evenly as memory allows.
+
+    Raises:
+        ConfigError: the layout breaks a rule; every broken one is named.
+    """
+    require_valid(
+        model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
+    )
+    batch = LayoutBatch.of([layout], workload.global_batch_size)
+    return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate
+
+
+def default_precision(cluster: ClusterSpec) -> str:
+    """bf16-mixed where the device has a bf16 rate, else fp16-mixed; fp32 on a CPU.
+
+    Raises:
+        ConfigError: the device has none of the three.
+    """
+    device = cluster.weakest_device
+    if device.vendor == "cpu":
+        return "fp32"
+    for precision, peak in (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"), ("fp32", "fp32")):
+        if getattr(device.peak_flops_per_s, peak) is not None:
+            return precision
+    raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")
+
+
+def _stages(chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
+    spans = zip(chosen.boundaries, chosen.boundaries[1:], strict=False)
+    return tuple(Stage(first_layer_idx=i, num_layers=j - i, recompute=layout.recompute) for i, j in spans)
+
+
+def _notes(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, chosen: Candidate, fastest: Candidate
+) -> tuple[str, ...]:
+    notes = []
+    if chosen.idx != fastest.idx:
+        slower = chosen.estimate.step_time_s / fastest.estimate.step_time_s - 1
+        notes.append(f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler")
+    if cluster.is_mixed:
+        notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
+    if cluster.weakest_device.gemm is None:
+        notes.append(f"{cluster.weakest_device.name} is known from its data sheet only: times are +-40 %")
+    lacking = why_not_runnable(model, workload.seq_len)
+    if lacking:
+        notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
+    return tuple(notes)
+
+
+def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> Provenance:
+    inputs = [model.model_dump_json(), cluster.model_dump_json(), workload.model_dump_json(), repr(sorted(fixed.items()))]
+    return Provenance(
+        meshwright=version("meshwright"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
+    )

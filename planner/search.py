@@ -1,0 +1,132 @@
+"""Best-first search: expand layouts in the order of their lower bounds until no bound is below the incumbent.
+
+Every layout has an admissible lower bound on time and memory (cost_models/step.py, one vectorised pass). Expanding a layout
+cuts its layers into stages exactly (solvers/stage_split.py) and costs them. What is left unexpanded has bounds no better than
+the incumbent, so the incumbent is optimal for the cost model; a time limit leaves an honest gap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..cost_models import memory
+from ..cost_models.step import SpaceCosts, contents_between, estimate_step, lower_bounds, stage_memory_parts
+from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
+from ..schema.model import Block
+from ..solvers import stage_split
+from ..solvers.status import Status
+from .space import Space
+
+REL_GAP = 1e-4
+"""A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
+
+OnProgress = Callable[[int, float | None, float], None]
+"""Called with (layouts evaluated, incumbent seconds or None, bound seconds)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One expanded layout; ``idx`` in the space, stage boundaries, estimate."""
+
+    idx: int
+    boundaries: tuple[int, ...]
+    estimate: Estimate
+
+
+@dataclass
+class SearchResult:
+    """Expanded layouts that fit, best first; those that do not; and the certificate of the best."""
+
+    fitting: list[Candidate] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
+    certificate: SearchCertificate | None = None
+    costs: SpaceCosts | None = None
+
+
+def search(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    space: Space,
+    *,
+    time_limit_s: float,
+    on_progress: OnProgress | None = None,
+) -> SearchResult:
+    """Expand layouts best first. ``fitting`` is empty when nothing fits (or the limit came first)."""
+    start = time.perf_counter()
+    costs = SpaceCosts.of(model, workload, cluster, space.batch)
+    bound_s, bound_bytes = lower_bounds(costs)
+    may_fit = memory.upper_bytes(bound_bytes, cluster) <= cluster.memory_budget_bytes
+    order = np.flatnonzero(may_fit)[np.argsort(bound_s[may_fit], kind="stable")]
+    result = SearchResult(costs=costs)
+    incumbent, expanded, bound = np.inf, 0, float(bound_s[order[0]]) if len(order) else np.inf
+    for idx in order:
+        bound = float(bound_s[idx])
+        if bound >= incumbent * (1 - REL_GAP) or time.perf_counter() - start > time_limit_s:
+            break
+        candidate = expand(costs, int(idx))
+        expanded += 1
+        (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
+        if candidate.estimate.fits:
+            incumbent = min(incumbent, candidate.estimate.step_time_s)
+        if on_progress:
+            on_progress(expanded, None if np.isinf(incumbent) else incumbent, bound)
+    else:
+        bound = incumbent
+    result.too_large += _nearest_misses(costs, bound_s, ~may_fit, incumbent)
+    result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
+    if result.fitting:
+        elapsed = time.perf_counter() - start
+        result.certificate = _certify(incumbent, bound, expanded, len(space.batch) - expanded, elapsed)
+    return result
+
+
+def _certify(incumbent: float, bound: float, evaluated: int, pruned: int, elapsed: float) -> SearchCertificate:
+    bound = min(bound, incumbent)
+    gap = (incumbent - bound) / incumbent
+    return SearchCertificate(
+        status="optimal" if gap <= REL_GAP else "feasible",
+        objective_s=incumbent,
+        bound_s=bound,
+        gap=gap,
+        evaluated=evaluated,
+        pruned=pruned,
+        search_s=elapsed,
+    )
+
+
+def expand(costs: SpaceCosts, idx: int) -> Candidate:
+    """Cut the layers of layout ``idx`` into stages and cost them; without memory limits where no split is within them."""
+    fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
+    busy = costs.per_layer("busy_s", idx)
+    solution = stage_split.solve(stage_split.Instance(busy, fits))
+    if solution.status is Status.INFEASIBLE:
+        solution = stage_split.solve(stage_split.Instance(busy, _stage_fits(costs, idx, cap_bytes=np.inf)))
+    return Candidate(idx, solution.boundaries, estimate_step(costs, idx, solution.boundaries))
+
+
+def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> np.ndarray:
+    """FITS [S, L+1, L+1]: the stage has a block, and the upper end of its memory is within ``cap_bytes``."""
+    pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
+    first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
+    first, last = np.minimum(first, last), last
+    is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
+    blocks = np.concatenate([[0], np.cumsum(is_block)])
+    has_block = blocks[last] > blocks[first]
+    if np.isinf(cap_bytes):
+        return np.broadcast_to(has_block, (pp, size, size))
+    contents = contents_between(costs, idx, first, last)
+    parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None, None])
+    total = np.broadcast_to(memory.total_bytes(parts), (pp, size, size))
+    return has_block & (memory.upper_bytes(total, costs.cluster) <= cap_bytes)
+
+
+def _nearest_misses(costs: SpaceCosts, bound_s: np.ndarray, excluded: np.ndarray, incumbent: float) -> list[Candidate]:
+    """The fastest layouts that memory alone excluded, a few, for the explanation."""
+    faster = np.flatnonzero(excluded & (bound_s < incumbent))
+    best = faster[np.argsort(bound_s[faster], kind="stable")][:3]
+    return [expand(costs, int(idx)) for idx in best]

@@ -1,0 +1,167 @@
+"""Matrix products and memory bandwidth of one device: measuring them, and the roofline through the measurements.
+
+The roofline is that of ``schema.cluster.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk FLOPs, B the
+bytes of both operands and the result, P the best rate measured in the same dtype and W the measured memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..schema.cluster import GemmFit, PeakFlops
+from ..schema.errors import ProfileError
+from ..schema.profile import MatmulPoint
+from ..schema.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+    from .timing import Bench
+
+DTYPE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+class Layer(NamedTuple):
+    """A linear layer: ``[m,k] x [k,n]`` forward; ``[m,n] x [n,k]`` and ``[n,m] x [m,k]`` backward unless ``forward_only``."""
+
+    m: int
+    k: int
+    n: int
+    forward_only: bool = False
+
+
+CPU_LAYERS = (
+    Layer(512, 576, 1536),  # first, so that a slow machine has at least one typical layer
+    Layer(1024, 1024, 1024),
+    Layer(8, 2048, 2048, forward_only=True),  # bound by memory: the weight is read once for eight tokens
+    Layer(16, 64, 64),  # launch
+    Layer(2048, 768, 2048),
+    Layer(512, 576, 576),
+    Layer(512, 2048, 2048),
+    Layer(2048, 2048, 2048, forward_only=True),  # peak
+)
+GPU_LAYERS = (
+    Layer(4096, 4096, 4096),
+    Layer(8192, 8192, 8192),  # peak
+    Layer(8, 8192, 8192, forward_only=True),
+    Layer(64, 64, 64),
+    Layer(2048, 1024, 4096),
+    Layer(8192, 4096, 14336),
+    Layer(4096, 8192, 1024),
+    Layer(1024, 2048, 2048),
+)
+
+USEFUL_RATIO = 0.5
+"""A reduced precision slower than half of fp32 is emulated: one point tells the planner so, more would only cost time."""
+
+WEIGHT_RING_BYTES = 64 * MIB
+"""Successive calls take turns among weights of this many bytes together, as the layers of a model do; no cache keeps them."""
+
+STREAM_BYTES = 256 * MIB
+"""Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
+
+
+def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Fields of MatmulPoint for each product of each layer in each dtype that the device runs at a useful speed."""
+    points: list[dict[str, Any]] = []
+    dtypes = _supported_dtypes(bench.device)
+    for i, layer in enumerate(layers):
+        for dtype in dtypes if i == 0 or bench.has_time() else ():
+            points += _measure_layer(bench, layer, dtype)
+        if i == 0:
+            forward = {point["dtype"]: bench.agree(point["time_s"]) for point in reversed(points)}
+            dtypes = [dtype for dtype in dtypes if forward[dtype] * USEFUL_RATIO <= forward["fp32"]]
+    return points
+
+
+def _supported_dtypes(device: torch.device) -> list[str]:
+    import torch
+
+    if device.type == "cpu":
+        return ["fp32", "bf16"]
+    if torch.version.hip:
+        return ["fp32", "fp16", "bf16"]
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+    return ["fp32", "tf32", "fp16", "bf16"] if ampere else ["fp32", "fp16"]
+
+
+def _measure_layer(bench: Bench, layer: Layer, dtype: str) -> list[dict[str, Any]]:
+    import torch
+
+    kind = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    m, k, n, forward_only = layer
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=bench.device).to(kind)  # zeros would flatter a GPU: less power, higher clocks
+
+    tokens, grad, weight = random(m, k), random(m, n), random(n, k)
+    copies = max(1, min(16, WEIGHT_RING_BYTES // (weight.numel() * weight.element_size())))
+    weights = [weight.clone() for _ in range(copies)]
+    turn = iter(range(10**9))
+    products: list[tuple[tuple[int, int, int], Callable[[], Any]]] = [
+        ((m, n, k), lambda: tokens @ weights[next(turn) % copies].t()),
+        ((m, k, n), lambda: grad @ weights[next(turn) % copies]),
+        ((n, k, m), lambda: grad.t() @ tokens),
+    ]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    points = [
+        {"dtype": dtype, "m": rows, "n": columns, "k": inner, "time_s": bench.median_s(call)}
+        for (rows, columns, inner), call in products[: 1 if forward_only else 3]
+    ]
+    torch.set_float32_matmul_precision(precision)
+    return points
+
+
+def measure_memory_bandwidth(bench: Bench, memory_bytes: int) -> float:
+    """Bytes read and written per second by elementwise operations: ``c = a + b`` and ``c *= s`` on tensors out of cache."""
+    import torch
+
+    size = int(min(STREAM_BYTES, max(64 * MIB, memory_bytes // 16)))
+    a, b, c = (torch.ones(size // 4, device=bench.device) for _ in range(3))
+    seconds = bench.median_s(lambda: torch.add(a, b, out=c)) + bench.median_s(lambda: c.mul_(1.0))
+    return 5 * size / seconds
+
+
+def peak_flops(points: Sequence[MatmulPoint]) -> PeakFlops:
+    """Best rate measured in each dtype.
+
+    Raises:
+        ProfileError: there is no fp32 product, which every measurement has.
+    """
+    rates: dict[str, float] = {}
+    for point in points:
+        rates[point.dtype] = max(rates.get(point.dtype, 0.0), 2 * point.m * point.n * point.k / point.time_s)
+    if "fp32" not in rates:
+        raise ProfileError("the profile has no fp32 matrix product", help="measure again: `meshwright profile`")
+    return PeakFlops(**rates)
+
+
+def fit_gemm(points: Sequence[MatmulPoint], memory_bandwidth: float, source: str) -> GemmFit:
+    """Roofline with the least squared relative error: both efficiencies from a grid, the launch time in closed form.
+
+    A grid, since the maximum makes the error neither smooth nor convex; the steps (1 % and 4 %) are below the noise.
+    """
+    peaks = peak_flops(points)
+    times = np.array([point.time_s for point in points])
+    compute_s = np.array([2 * p.m * p.n * p.k / (getattr(peaks, p.dtype) or 1.0) for p in points])
+    memory_s = np.array([_matmul_bytes(point) for point in points]) / memory_bandwidth
+    compute = np.linspace(0.2, 1.5, 131)[:, None, None]
+    memory = np.geomspace(1.5, 0.05, 86)[None, :, None]
+    roof_s = np.maximum(compute_s / compute, memory_s / memory)
+    launch_s = np.maximum(0.0, ((times - roof_s) / times**2).sum(-1) / (1 / times**2).sum())
+    errors = (roof_s + launch_s[..., None]) / times - 1
+    i, j = np.unravel_index(np.argmin((errors**2).sum(-1)), launch_s.shape)
+    return GemmFit(
+        launch_s=float(launch_s[i, j]),
+        compute_efficiency=float(compute[i, 0, 0]),
+        memory_efficiency=float(memory[0, j, 0]),
+        source=f"{source}: {len(points)} products, mean error {100 * np.abs(errors[i, j]).mean():.0f} %",
+    )
+
+
+def _matmul_bytes(point: MatmulPoint) -> int:
+    return DTYPE_BYTES[point.dtype] * (point.m * point.k + point.k * point.n + point.m * point.n)

@@ -1,0 +1,287 @@
+"""This machine as a cluster: measured in as many concurrent processes as training will use, and cached.
+
+The measurement runs in ranks that torchrun's elastic agent starts, all at once, because ranks of one machine slow one another
+down: they share memory bandwidth, caches, cores and the clock. What is kept is the Profile; ``cluster_from_profile`` turns
+it into a ClusterSpec each time, so that a better fit needs no new measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..schema.base import read_json
+from ..schema.catalogue import find_device
+from ..schema.cluster import DEFAULT_RESERVED_BYTES, ClusterSpec, Device, LinkLevel, NodeGroup
+from ..schema.errors import ConfigError, ProfileError
+from ..schema.profile import Machine, Profile
+from ..schema.units import GIB, format_seconds
+from .compute import fit_gemm, peak_flops
+from .links import fit_link, unused_link
+from .machine import available_memory, check_memory, identify, num_cores
+from .worker import Task
+
+METHOD_VERSION = 1
+"""Raised when measurements of an older method must not be used any more."""
+
+CPU_RESERVED_BYTES = GIB // 2
+"""Of a rank on a CPU: the interpreter and torch take 0.25-0.35 GiB, gloo's buffers and the allocator some of the rest."""
+
+Say = Callable[[str], None]
+
+_CATALOGUE_NAMES = {
+    "H100-80GB-HBM3": "H100-SXM-80GB",
+    "GH200-480GB": "GH200-96GB",  # torch names the memory of the Grace processor
+    "RTX-PRO-6000-Blackwell-Server-Edition": "RTX-PRO-6000-Server-96GB",
+}
+"""Names of torch.cuda.get_device_name that are not the catalogue's after their prefix is removed."""
+
+
+def measure_local(num_ranks: int | None = None, *, refresh: bool = False, on_progress: Say | None = None) -> ClusterSpec:
+    """This machine as a cluster of ``num_ranks`` devices.
+
+    The first call takes about ten seconds; later ones read ``$XDG_CACHE_HOME/meshwright`` (``~/.cache/meshwright``) and do not
+    import torch, as long as the hardware, the versions of torch and python, and the number of ranks are the same.
+
+    Args:
+        num_ranks: default one for each GPU, or for each core of a machine without GPUs.
+        refresh: measure even where there is a cached measurement.
+        on_progress: told in one line what is being done.
+
+    Raises:
+        ConfigError: the machine cannot carry that many ranks.
+        ProfileError: the measurement failed.
+    """
+    say = on_progress or (lambda _: None)
+    machine = identify(num_ranks)
+    path = _cache_file(machine)
+    cached = None if refresh else _cached(path, machine, say)
+    if cached is not None:
+        return cached
+    with _alone(path, say) as has_waited:
+        if has_waited and not refresh and (cached := _cached(path, machine, say)) is not None:
+            return cached
+        profile = measure_profile(machine, say)
+        _store(path, profile, say)
+    return cluster_from_profile(profile)
+
+
+def cluster_from_profile(profile: Profile) -> ClusterSpec:
+    """The cluster that a profile of one machine describes.
+
+    Raises:
+        ProfileError: the profile lacks a measurement that the description needs.
+    """
+    machine, ranks = profile.machine, profile.machine.num_devices
+    on_gpu = machine.backend == "nccl"
+    bandwidth, source = profile.memory_bandwidth_bytes_per_s, f"measured {profile.created[:10]} on {machine.device}"
+    architecture, name = "", f"{machine.device} / {ranks}"
+    if on_gpu:
+        name, architecture = _catalogue_name(machine.device)
+    device = Device(
+        name=name,
+        vendor="cpu" if not on_gpu else "amd" if machine.driver.startswith("rocm") else "nvidia",
+        architecture=architecture,
+        memory_bytes=profile.device_memory_bytes,
+        memory_bandwidth_bytes_per_s=bandwidth,
+        peak_flops_per_s=peak_flops(profile.matmuls),
+        gemm=fit_gemm(profile.matmuls, bandwidth, source),
+        source=f"{source}, {machine.driver}",
+    )
+    link = unused_link(machine.backend, bandwidth) if ranks == 1 else fit_link(profile.collectives, machine.backend, source)
+    host_memory = machine.host_memory_bytes if on_gpu else None
+    return ClusterSpec(
+        name="local",
+        groups=(NodeGroup(device=device, num_nodes=1, devices_per_node=ranks, host_memory_bytes=host_memory),),
+        levels=(LinkLevel(link=link, domain_size=ranks),),
+        reserved_bytes=DEFAULT_RESERVED_BYTES if on_gpu else CPU_RESERVED_BYTES,
+        profile=profile,
+    )
+
+
+def _catalogue_name(torch_name: str) -> tuple[str, str]:
+    """Name and architecture: the catalogue's where it has the GPU, else torch's name and nothing."""
+    bare = re.sub(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+", "", torch_name).replace(" ", "-")
+    try:
+        name, entry = find_device(_CATALOGUE_NAMES.get(bare, bare))
+    except ConfigError:  # a GPU the catalogue does not have is fully described by its measurement
+        return torch_name, ""
+    return name, entry.get("architecture", "")
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
+    """Measure this machine now.
+
+    Args:
+        effort: fields of ``worker.Task`` other than their defaults, to spend less or more time.
+
+    Raises:
+        ConfigError: too little memory is free.
+        ProfileError: a rank failed.
+    """
+    ranks, memory, start = machine.num_devices, available_memory(), time.perf_counter()
+    check_memory(memory, ranks)
+    say(f"measuring {machine.device} with {ranks} {'rank' if ranks == 1 else 'ranks'}: about ten seconds, once")
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        task = Task(
+            folder=folder,
+            launcher_pid=os.getpid(),
+            backend=machine.backend,
+            threads=max(1, num_cores() // ranks),
+            memory_bytes=memory // ranks,
+            **effort,
+        )
+        _launch(task, ranks)
+        results = [read_json(Path(folder) / f"rank{rank}.json") for rank in range(ranks)]
+    duration = time.perf_counter() - start
+    say(f"measured in {format_seconds(duration)}")
+    return Profile(
+        machine=machine,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        duration_s=duration,
+        memory_bandwidth_bytes_per_s=median(result["memory_bandwidth_bytes_per_s"] for result in results),
+        device_memory_bytes=min(result["device_memory_bytes"] for result in results),
+        matmuls=_merged([result["matmuls"] for result in results]),
+        collectives=_merged([result["collectives"] for result in results]),
+    )
+
+
+def _merged(by_rank: list[list[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
+    """The same points from every rank: the median over the ranks that have a time."""
+    merged = []
+    for points in zip(*by_rank, strict=True):
+        times = [point["time_s"] for point in points if point["time_s"] is not None]
+        merged.append({**points[0], "time_s": median(times)})
+    return tuple(merged)
+
+
+def _launch(task: Task, ranks: int) -> None:
+    """Run one worker a rank; a signal that ends the launch ends the ranks first and then does what it does without us."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # a look-up of this machine's name can take seconds, or fail
+        max_restarts=0,
+        monitor_interval=0.05,
+        logs_specs=DefaultLogsSpecs(log_dir=task.folder, redirects=Std.ALL),
+    )
+    arguments = ("-m", f"{__package__}.worker", json.dumps(asdict(task)))
+    received = None
+    try:
+        with _signals_restored(config.signals_to_handle.split(",")):
+            elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        lines = str(failure.message).strip().splitlines() or ["no message"]
+        details = (f"rank {rank} ended with exit code {failure.exitcode}", *(line.strip() for line in lines[-3:]))
+        raise ProfileError("measuring this machine failed", details=details) from None
+    except SignalException as signalled:
+        received = signalled.sigval
+    if received is not None:
+        signal.raise_signal(received)
+        raise ProfileError(f"measuring this machine was ended by {signal.Signals(received).name}")
+
+
+@contextmanager
+def _signals_restored(names: list[str]) -> Iterator[None]:
+    """Undo what the elastic agent does to a process that lives on: its signal handlers and its environment variable."""
+    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
+    variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        if variable is not None:
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = variable
+
+
+# --- cache --------------------------------------------------------------------------------------------------------
+
+
+def _cache_file(machine: Machine) -> Path | None:
+    """Where the profile of this identity is kept; None where the user has no home."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    identity = f"{METHOD_VERSION} {machine.model_dump_json()}"
+    return base / "meshwright" / f"local-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def _cached(path: Path | None, machine: Machine, say: Say) -> ClusterSpec | None:
+    """The cluster of a cached profile; None where there is none that can be used, which is said."""
+    if path is None or not path.exists():
+        return None
+    try:
+        profile = Profile.load(path)
+        if profile.machine == machine:
+            return cluster_from_profile(profile)
+        say(f"{path} is of another machine; measuring again")
+    except (ConfigError, ProfileError) as error:
+        say(f"cached measurement cannot be used; measuring again ({error.message})")
+    return None
+
+
+def _store(path: Path | None, profile: Profile, say: Say) -> None:
+    try:
+        if path is not None:
+            profile.save(path)
+    except ConfigError as error:
+        say(f"the measurement is not cached: {error.message}")
+
+
+@contextmanager
+def _alone(path: Path | None, say: Say) -> Iterator[bool]:
+    """Let one process measure at a time, as two would slow each other down; yields whether another one was waited for.
+
+    The lock goes with its process. Without a cache that can be written there is none, and everybody measures.
+    """
+    try:
+        if path is None:
+            raise OSError("there is no home directory")
+        import fcntl
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / "local.lock").open("w")
+    except (OSError, ImportError) as error:  # ImportError: no fcntl on Windows
+        say(f"measuring without a lock: {error}")
+        yield False
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_waited = False
+        except BlockingIOError:
+            say("another process measures this machine; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            has_waited = True
+        yield has_waited

@@ -1,0 +1,193 @@
+"""What this machine is, found out without importing torch: its identity, its cores and its memory.
+
+Limits of a container count as the machine: a cgroup of two cores and 8 GiB on a large server is a machine of that size.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from ..schema.errors import ConfigError
+from ..schema.profile import Machine
+from ..schema.units import GIB, format_bytes
+
+MIN_MEMORY_PER_RANK = GIB
+"""A rank holds torch (about 0.3 GiB) and measures on buffers of some hundred MiB."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def identify(num_ranks: int | None = None) -> Machine:
+    """Identity of this machine when ``num_ranks`` processes share it.
+
+    Args:
+        num_ranks: default one for each GPU; without GPUs one for each core, fewer where that leaves less than 2 GiB each.
+
+    Raises:
+        ConfigError: ``num_ranks`` is no count, or more than the machine's GPUs or memory can carry.
+    """
+    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 1):
+        raise ConfigError(f"the number of ranks must be a whole number of at least 1, not {num_ranks!r}")
+    gpus, driver = visible_gpus()
+    memory = total_memory()
+    if gpus:
+        ranks = len(gpus) if num_ranks is None else num_ranks
+        if ranks > len(gpus):
+            raise ConfigError(f"{ranks} ranks need {ranks} GPUs; this machine shows {len(gpus)}", help=f"local:{len(gpus)}")
+        device = ", ".join(dict.fromkeys(gpus[:ranks]))
+    else:
+        cores = num_cores()
+        ranks = max(1, min(cores, memory // (2 * GIB))) if num_ranks is None else num_ranks
+        device, driver = f"{cpu_name()}, {cores} cores", f"{ranks} ranks on {cores} cores"
+    check_memory(memory, ranks)
+    return Machine(
+        device=device,
+        num_devices=ranks,
+        host_memory_bytes=memory,
+        backend="nccl" if gpus else "gloo",
+        torch=version("torch"),
+        python=platform.python_version(),
+        driver=driver,
+    )
+
+
+def check_memory(memory_bytes: int, num_ranks: int) -> None:
+    """Refuse more ranks than the memory carries.
+
+    Raises:
+        ConfigError: less than ``MIN_MEMORY_PER_RANK`` for each.
+    """
+    if memory_bytes // num_ranks < MIN_MEMORY_PER_RANK:
+        fitting = memory_bytes // MIN_MEMORY_PER_RANK
+        raise ConfigError(
+            f"{num_ranks} ranks share {format_bytes(memory_bytes)} of host memory; each needs {format_bytes(MIN_MEMORY_PER_RANK)}",
+            help=f"use at most {fitting} ranks" if fitting else "free some memory",
+        )
+
+
+def visible_gpus() -> tuple[tuple[str, ...], str]:
+    """Names of the GPUs that torch will see, in its order, and the driver's version; empty without GPUs.
+
+    A ROCm build of torch has to be imported for the answer; a CUDA build is answered by nvidia-smi.
+    """
+    build = version("torch")
+    if "+cpu" in build:
+        return (), ""
+    if "+rocm" in build:
+        import torch
+
+        return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), f"rocm {torch.version.hip}"
+    rows = _nvidia_smi()
+    indices = _visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), [row[0] for row in rows])
+    return tuple(rows[i][1] for i in indices), rows[0][2] if rows else ""
+
+
+def _nvidia_smi() -> list[list[str]]:
+    """Rows of (uuid, name, driver); none where there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):  # a leftover program without its driver means: no GPU here
+        return []
+    rows = [[field.strip() for field in line.split(",")] for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == 3]
+
+
+def _visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
+    """CUDA's rule: entries are indices or beginnings of UUIDs, and the first wrong entry ends the list."""
+    if visible is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        by_uuid = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        index = int(entry) if re.fullmatch(r"[0-9]{1,6}", entry) else by_uuid[0] if by_uuid else -1
+        if not 0 <= index < len(uuids) or index in found:
+            break
+        found.append(index)
+    return found
+
+
+def cpu_name() -> str:
+    """Model name of the processor."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:  # not Linux
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine() or "cpu"
+
+
+def num_cores() -> int:
+    """Cores this process may use: its affinity, and whole cores of the cgroup's quota."""
+    cores: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [_quota(folder) for folder in _cgroup_folders("cpu")]
+    return max(1, int(min([cores, *(quota for quota in quotas if quota)])))
+
+
+def total_memory() -> int:
+    """Bytes of host memory: the machine's or the cgroup's limit."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had now without swapping."""
+    return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_limits())])
+
+
+def _memory_limits() -> list[tuple[int, int]]:
+    """(limit, used) of each cgroup around this process; page cache that the kernel gives back does not count as used."""
+    found = []
+    for folder in _cgroup_folders("memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+        if limit:
+            found.append((limit, max(0, used - (int(cache[1]) if cache else 0))))
+    return found
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores of a cgroup's quota; None without one."""
+    words = _text(folder / "cpu.max").split()
+    if len(words) == 2 and words[0].isdigit():
+        return int(words[0]) / int(words[1])
+    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Folders of this process's cgroup of a controller and of all that enclose it, version 2 and version 1."""
+    folders: dict[Path, None] = {}
+    for line in _text(_OWN_CGROUPS).splitlines():
+        _, controllers, own = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controller if controllers else _CGROUPS
+        inside = root / own.lstrip("/")
+        folders |= dict.fromkeys(folder for folder in (inside, *inside.parents) if folder.is_relative_to(root))
+    return list(folders)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:  # no such controller here
+        return ""
+

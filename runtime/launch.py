@@ -1,0 +1,216 @@
+"""Start one process per device of this node through torchrun's elastic agent, and say in one message why a job failed.
+
+On several nodes every node runs the same command; the agents meet at a rendezvous. Without a node rank they number themselves
+(backend c10d); with one, the plan's order of nodes holds (backend static).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..schema import ConfigError, MeshwrightError, Plan
+from .faults import RankDeath, explain
+from .machine import check_machine, local_group, num_cores
+from .worker import Job
+
+_SHUTDOWN_S = 5
+"""How long ranks may take to end after a signal, before they are killed."""
+
+_LOG_TAIL_LINES = 12
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_AGENT_LOGGER = "torch.distributed.elastic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes of a job meet; the default is a job of one node.
+
+    Attributes:
+        node_rank: position of this node in the plan's cluster; the endpoint must then be on node 0.
+        endpoint: ``HOST:PORT`` on one of the nodes, the same text on all.
+        run_id: any text that is the same on all nodes of the job and on no other job at the endpoint.
+        timeout_s: how long a node waits for the others.
+    """
+
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: str | None = None
+    run_id: str | None = None
+    timeout_s: int = 600
+
+    def __post_init__(self) -> None:
+        if self.nnodes > 1 and self.endpoint is None:
+            raise ConfigError(f"{self.nnodes} nodes need a place to meet", help="add --rdzv-endpoint HOST:PORT")
+        if self.endpoint is not None and not self.endpoint.rpartition(":")[2].isdigit():
+            raise ConfigError(f"rendezvous endpoint {self.endpoint!r} is not HOST:PORT")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"node rank {self.node_rank} is not in 0..{self.nnodes - 1}")
+
+
+def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> None:
+    """Run a job on this node's devices to its end; returns when every rank has ended well.
+
+    Call it from the main thread: signals to this process end the ranks. Log lines of the built-in training's ranks are
+    kept for the error message; a user's script writes to this process's own streams.
+
+    Raises:
+        RuntimeMismatchError: this machine is not what the plan is for.
+        MeshwrightError: a rank failed, a signal ended the job, or the nodes did not meet. No process is left behind.
+    """
+    rendezvous = rendezvous or Rendezvous()
+    group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank)
+    check_machine(plan, group)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, _agent_messages() as signalled, _own_signals():
+        job_path = Path(folder) / "job.json"
+        job.save(job_path)
+        redirects = Std.NONE if job.script else Std.ALL
+        config = _config(rendezvous, group.devices_per_node, DefaultLogsSpecs(f"{folder}/ranks", redirects=redirects))
+        run = elastic_launch(config, sys.executable)
+        try:
+            with _environment(_worker_environment(job, group.devices_per_node)):
+                run("-u", "-m", f"{__package__}.worker", str(job_path))
+        except ChildFailedError as error:
+            _end_process_groups(error.failures.values())
+            deaths = [_death(rank, failure, signalled, folder) for rank, failure in error.failures.items()]
+            raise explain(deaths, world_size=plan.layout.world_size) from None
+        except (SignalException, KeyboardInterrupt) as error:
+            name = error.sigval.name if isinstance(error, SignalException) else "SIGINT"
+            raise MeshwrightError(f"interrupted by {name}; every rank of this node was stopped") from None
+        except (RendezvousError, DistError) as error:
+            raise _rendezvous_error(rendezvous, error) from None
+
+
+def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs) -> LaunchConfig:
+    is_static = rendezvous.node_rank is not None and rendezvous.nnodes > 1
+    settings: dict[str, Any] = {"timeout": rendezvous.timeout_s}
+    if is_static:
+        settings["rank"] = rendezvous.node_rank
+    elif rendezvous.nnodes > 1:
+        settings["join_timeout"] = rendezvous.timeout_s
+    options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S}
+    known = {field.name for field in fields(LaunchConfig)}
+    return LaunchConfig(
+        min_nodes=rendezvous.nnodes,
+        max_nodes=rendezvous.nnodes,
+        nproc_per_node=nproc_per_node,
+        run_id=rendezvous.run_id or ("meshwright" if rendezvous.nnodes > 1 else uuid.uuid4().hex),
+        rdzv_backend="static" if is_static else "c10d",
+        rdzv_endpoint=rendezvous.endpoint or "localhost:0",
+        rdzv_configs=settings,
+        local_addr="localhost" if rendezvous.nnodes == 1 else None,
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=logs,
+        **{name: value for name, value in options.items() if name in known},  # torch 2.11 has no such option
+    )
+
+
+def _worker_environment(job: Job, ranks: int) -> dict[str, str]:
+    threads = str(max(1, num_cores() // ranks))
+    chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
+    return {**chosen, "MESHWRIGHT_PLAN": job.plan}
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables that the agent hands to the ranks; it copies this process's own."""
+    before = os.environ.copy()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Give back the signal handlers that the agent replaces."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _SignalledProcesses(logging.Handler):
+    """Collects the processes that the agent ends itself, from its log: ``Sending process %s closing signal %s``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.pids: set[int] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("Sending process") and isinstance(record.args, tuple):
+            self.pids.add(int(str(record.args[0])))
+
+
+@contextlib.contextmanager
+def _agent_messages() -> Iterator[set[int]]:
+    """Keep the agent's own messages off the terminal; yields the processes it says it ends."""
+    logger = logging.getLogger(_AGENT_LOGGER)
+    handler, propagate = _SignalledProcesses(), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield handler.pids
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+
+
+def _end_process_groups(failures: Iterator[ProcessFailure] | Any) -> None:
+    """Kill what a dead rank had started; each rank leads a process group of its own."""
+    for failure in failures:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(failure.pid, signal.SIGKILL)
+
+
+def _death(rank: int, failure: ProcessFailure, signalled: set[int], folder: str) -> RankDeath:
+    message = failure.error_file_data.get("message")
+    report = message if isinstance(message, dict) else {}
+    extra = report.get("extraInfo", {})
+    trace = extra.get("py_callstack", "").rstrip().splitlines() or _log_tail(Path(folder), failure.local_rank)
+    return RankDeath(
+        rank=rank,
+        exit_code=failure.exitcode,
+        ended_by_launcher=failure.pid in signalled,
+        time_s=float(extra.get("time_s", failure.timestamp)),
+        error=report.get("message", ""),
+        trace=tuple(trace[-_LOG_TAIL_LINES:]),
+        payload=extra.get("meshwright"),
+    )
+
+
+def _log_tail(folder: Path, local_rank: int) -> list[str]:
+    logs = sorted(folder.glob(f"ranks/*/attempt_0/{local_rank}/stderr.log"))
+    text = logs[0].read_text(encoding="utf-8", errors="replace") if logs else ""
+    return text.rstrip().splitlines()[-_LOG_TAIL_LINES:]
+
+
+def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> MeshwrightError:
+    lines = str(error).strip().splitlines() or [""]
+    return MeshwrightError(
+        f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint or 'localhost'}",
+        details=(f"{type(error).__name__}: {lines[0]}",),
+        help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id, and check the port is open",
+    )

@@ -1,0 +1,97 @@
+"""Peak memory of this rank since a baseline.
+
+CUDA: the caching allocator's own peaks (``max_memory_allocated``, ``max_memory_reserved``): exact, and what plans predict.
+CPU: torch counts nothing there, so it is the growth of the resident set: the highest resident set since the baseline minus the
+resident set at the baseline. The kernel keeps that highest value (VmHWM) and resets it on a write to
+``/proc/self/clear_refs``; where that is not allowed, the process's lifetime peak (``ru_maxrss``) stands in, which is an upper
+bound. Pages that were touched before the baseline and are used again do not count; code and buffers of libraries that load
+late do. Small models (below some tens of MiB) drown in that.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+MemorySource = Literal["cuda-allocator", "resident-growth", "lifetime-resident-growth"]
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+class MemoryMeter:
+    """Highest memory of this process since the meter was made; make it after imports and before the model.
+
+    Args:
+        device: the CUDA device whose allocator is asked, or the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._allocated = 0
+        self._reserved = 0
+        self._baseline = 0
+        self.source: MemorySource = "cuda-allocator"
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        gc.collect()
+        self.source = "resident-growth" if _reset_high_water() else "lifetime-resident-growth"
+        self._baseline = psutil.Process().memory_info().rss
+
+    def peak_allocated_bytes(self) -> int:
+        """Highest allocation so far, bytes."""
+        self._read()
+        return self._allocated
+
+    def peak_reserved_bytes(self) -> int:
+        """Highest reservation of the caching allocator so far; on a CPU there is none and it equals the allocation."""
+        self._read()
+        return self._reserved
+
+    def pause(self) -> None:
+        """Keep what was measured so far; what happens until `resume` does not count."""
+        self._read()
+
+    def resume(self) -> None:
+        """Measure again from here."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            _reset_high_water()
+
+    def _read(self) -> None:
+        if self._device.type == "cuda":
+            self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device))
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
+            return
+        high_water = _high_water_bytes() if self.source == "resident-growth" else _lifetime_peak_bytes()
+        self._allocated = self._reserved = max(self._allocated, high_water - self._baseline)
+
+
+def _reset_high_water() -> bool:
+    """Start VmHWM again from the present resident set; False where this system does not allow it."""
+    try:
+        _CLEAR_REFS.write_text("5")
+        _high_water_bytes()
+    except (OSError, LookupError):
+        return False
+    return True
+
+
+def _high_water_bytes() -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("no VmHWM in /proc/self/status")
+
+
+def _lifetime_peak_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

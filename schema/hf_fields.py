@@ -1,0 +1,301 @@
+"""Typed access to the content of a config.json, and what all families share: heads, windows, rotary embedding, runs.
+
+Every wrong value is a ConfigError that names the field and the value; nothing is repaired. A field that is absent takes
+the default of transformers' config class for that model_type (transformers 5.23); the sizes themselves have no default
+here, because a shape that was guessed is worse than an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import groupby
+from typing import Any, Literal, NoReturn, TypeVar, final
+
+from .errors import ConfigError
+from .model import Activation, Block, Embedding, Head, LayerRun, Rope
+
+MAX_SIZE = 10**9
+MAX_LAYERS = 10_000
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
+ROPE_SCALINGS: dict[str, Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]] = {
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # Phi-3's first spelling
+}
+_STRETCHED = ("llama3", "yarn", "longrope")
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@final
+class Fields:
+    """Fields of one JSON object; ``prefix`` is where it sits in the file, for messages."""
+
+    def __init__(self, content: Mapping[str, Any], prefix: str = "") -> None:
+        self._content = content
+        self._prefix = prefix
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there, null included."""
+        return name in self._content
+
+    def with_default(self, *names: str, value: object) -> Fields:
+        """Itself where one of ``names`` is there and not null; otherwise with ``value`` under the first."""
+        if any(self._content.get(name) is not None for name in names):
+            return self
+        return Fields({**self._content, names[0]: value}, self._prefix)
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise for the value of ``name``."""
+        raise ConfigError(f"{self._prefix}{name} = {shown(self._content.get(name))}: {why}")
+
+    def integer(self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
+        """A whole number under the first of ``names`` that is there; required where there is no default."""
+        name = next((name for name in names if name in self._content), None)
+        if name is None:
+            if default is None:
+                raise ConfigError(f"field `{self._prefix}{names[0]}` is missing")
+            return default
+        value = self._content[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.refuse(name, f"must be an integer from {minimum} to {maximum}")
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int | None:
+        """A whole number or null."""
+        if not self.has(name):
+            return default
+        return None if self._content[name] is None else self.integer(name, minimum=minimum)
+
+    def number(self, name: str, default: float) -> float:
+        """A positive finite number."""
+        if not self.has(name):
+            return default
+        value = self._content[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+            self.refuse(name, "must be a positive number")
+        return float(value)
+
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A positive finite number or null."""
+        if not self.has(name):
+            return default
+        return None if self._content[name] is None else self.number(name, 1.0)
+
+    def fraction(self, name: str, default: float) -> float:
+        """A number from 0 to 1; null is the default."""
+        value = self._content.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            self.refuse(name, "must be a number from 0 to 1")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._content.get(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, "must be true or false")
+        return value
+
+    def choice(self, name: str, table: Mapping[str, V], default: str) -> V:
+        """The value of ``table`` at the string under ``name``."""
+        value = self._content.get(name, default)
+        if not isinstance(value, str) or value not in table:
+            self.refuse(name, f"must be one of {', '.join(table)}")
+        return table[value]
+
+    def items(self, name: str, kind: type[K]) -> list[K] | None:
+        """A list of strings or integers; null or absent is None."""
+        value = self._content.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(x, kind) and not isinstance(x, bool) for x in value):
+            self.refuse(name, f"must be a list of {kind.__name__}")
+        return value
+
+    def section(self, name: str) -> Fields | None:
+        """The object under ``name``; null or absent is None."""
+        value = self._content.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            self.refuse(name, "must be an object")
+        return Fields(value, f"{self._prefix}{name}.")
+
+    def __bool__(self) -> bool:
+        return bool(self._content)
+
+
+def heads(
+    config: Fields, hidden_dim: int, *, kv_heads: int | None = None, head_dim: int | None = None
+) -> dict[str, Any]:
+    """kind, num_heads, num_kv_heads and head_dim.
+
+    Args:
+        kv_heads: default where num_key_value_heads is absent; None (and null in the file) is num_attention_heads.
+        head_dim: default where head_dim is absent; None (and null in the file) is hidden_size / num_attention_heads.
+    """
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.optional_integer("num_key_value_heads", kv_heads) or num_heads
+    width = config.optional_integer("head_dim", head_dim)
+    if num_heads % num_kv_heads:
+        config.refuse("num_attention_heads", f"must be a multiple of num_key_value_heads, which is {num_kv_heads}")
+    if width is None:
+        return {**full_heads(config, hidden_dim), "kind": _kind(num_heads, num_kv_heads), "num_kv_heads": num_kv_heads}
+    return {
+        "kind": _kind(num_heads, num_kv_heads),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": width,
+    }
+
+
+def full_heads(config: Fields, hidden_dim: int, name: str = "num_attention_heads") -> dict[str, Any]:
+    """As many key/value heads as heads, of hidden_size / num_attention_heads each."""
+    num_heads = config.integer(name, "num_attention_heads")
+    if hidden_dim % num_heads:
+        config.refuse(name, f"must divide the hidden size, {hidden_dim}, where there is no head_dim")
+    return {"kind": "mha", "num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": hidden_dim // num_heads}
+
+
+def _kind(num_heads: int, num_kv_heads: int) -> str:
+    return "mha" if num_heads == num_kv_heads else "gqa"
+
+
+def num_blocks(config: Fields) -> int:
+    """Decoder layers."""
+    return config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+
+def activation(config: Fields, name: str = "hidden_act", default: str = "silu") -> Activation:
+    """The activation in our spelling."""
+    return config.choice(name, ACTIVATIONS, default)
+
+
+def windows(
+    config: Fields, window: int | None, rule: Callable[[int], bool], local: str = "sliding_attention"
+) -> list[int | None]:
+    """Attention window of every layer: from ``layer_types``, or ``rule(layer_idx)`` where the file has none."""
+    count = num_blocks(config)
+    types = config.items("layer_types", str)
+    if types is None:
+        return [window if rule(idx) else None for idx in range(count)]
+    if len(types) != count:
+        raise ConfigError(f"layer_types has {len(types)} entries but num_hidden_layers = {count}")
+    for idx, kind in enumerate(types):
+        if kind not in (local, "full_attention"):
+            raise ConfigError(f"layer_types[{idx}] = {shown(kind)}: must be {local} or full_attention")
+    return [window if kind == local else None for kind in types]
+
+
+def runs(keys: Iterable[K], build: Callable[[K], Block]) -> tuple[LayerRun, ...]:
+    """Run-length list of blocks: one block is built for each distinct key, equal neighbours are joined."""
+    built: dict[K, Block] = {}
+    found = []
+    for key, group in groupby(keys):
+        if key not in built:
+            built[key] = build(key)
+        found.append(LayerRun(layer=built[key], count=sum(1 for _ in group)))
+    return tuple(found)
+
+
+def rope(config: Fields, max_seq_len: int, *, theta: float = 10000.0, theta_name: str = "rope_theta") -> Rope:
+    """Rotary embedding from ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before)."""
+    scaling = rope_section(config)
+    theta = config.number(theta_name, theta)
+    if scaling is None:
+        return Rope(theta=theta)
+    theta = scaling.number("rope_theta", theta)
+    kind = scaling.choice("rope_type" if scaling.has("rope_type") else "type", ROPE_SCALINGS, "default")
+    if kind == "none":
+        return Rope(theta=theta)
+    original = scaling.optional_integer("original_max_position_embeddings") or config.optional_integer(
+        "original_max_position_embeddings", max_seq_len if kind in _STRETCHED else None
+    )
+    # transformers, too, takes the ratio of the two lengths where the file names no factor
+    stretch = max_seq_len / original if original else 1.0
+    return Rope(
+        theta=theta,
+        scaling=kind,
+        factor=scaling.optional_number("factor") or stretch,
+        low_freq_factor=scaling.number("low_freq_factor", 1.0),
+        high_freq_factor=scaling.number("high_freq_factor", 4.0),
+        original_max_seq_len=original,
+    )
+
+
+def rope_section(config: Fields) -> Fields | None:
+    """The object with the rotary settings; of settings for each layer type the one of full attention."""
+    section = config.section("rope_scaling") or config.section("rope_parameters")
+    if section and section.has("full_attention"):
+        return section.section("full_attention")
+    return section or None
+
+
+def rotary_fraction(config: Fields, default: float = 1.0, name: str = "partial_rotary_factor") -> float:
+    """Part of each head that is rotated."""
+    section = rope_section(config)
+    outer = config.fraction(name, default)
+    return section.fraction("partial_rotary_factor", outer) if section else outer
+
+
+def rms_model(
+    config: Fields, blocks: tuple[LayerRun, ...], *, max_seq_len: int, norm_eps: float = 1e-6, tied: bool = False,
+    theta: float = 10000.0,
+) -> dict[str, Any]:
+    """Fields of a model with RMSNorm and rotary embedding; the keyword arguments are the config class's defaults."""
+    max_seq_len = config.integer("max_position_embeddings", default=max_seq_len)
+    tied = config.boolean("tie_word_embeddings", tied)
+    vocab_size = config.integer("vocab_size")
+    return {
+        "hidden_dim": config.integer("hidden_size"),
+        "layers": (
+            LayerRun(layer=Embedding(vocab_size=vocab_size)),
+            *blocks,
+            LayerRun(layer=Head(vocab_size=vocab_size, tied=tied)),
+        ),
+        "tie_embeddings": tied,
+        "max_seq_len": max_seq_len,
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
+        "rope": rope(config, max_seq_len, theta=theta),
+    }
+
+
+def layernorm_model(
+    config: Fields, hidden_dim: int, blocks: tuple[LayerRun, ...], *, tied: bool, num_positions: int = 0
+) -> dict[str, Any]:
+    """hidden_dim, layers and tie_embeddings of a model whose last norm is a LayerNorm with bias."""
+    vocab_size = config.integer("vocab_size")
+    tied = config.boolean("tie_word_embeddings", tied)
+    return {
+        "hidden_dim": hidden_dim,
+        "layers": (
+            LayerRun(layer=Embedding(vocab_size=vocab_size, num_positions=num_positions)),
+            *blocks,
+            LayerRun(layer=Head(vocab_size=vocab_size, tied=tied, norm="layernorm", norm_bias=True)),
+        ),
+        "tie_embeddings": tied,
+    }
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, and safe for integers that Python refuses to print."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+    return f"a {type(value).__name__}"
