@@ -51,7 +51,18 @@ def devices(json: JsonOption = False) -> None:
         if json:
             typer.echo(json_module.dumps(entries, indent=2))
             return
-        table = Table("device", "memory", "GB/s", "bf16 TFLOP/s", "fp16", "fp8", "in node", "between nodes", box=None, pad_edge=False)
+        table = Table(
+            "device",
+            "memory",
+            "GB/s",
+            "bf16 TFLOP/s",
+            "fp16",
+            "fp8",
+            "in node",
+            "between nodes",
+            box=None,
+            pad_edge=False,
+        )
         for column in table.columns[1:6]:
             column.justify = "right"
         for name, entry in entries.items():

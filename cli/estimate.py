@@ -25,7 +25,9 @@ def estimate(
     cluster: ClusterOption,
     global_batch_size: BatchOption,
     seq_len: SeqLenOption,
-    layout: Annotated[str, typer.Option(metavar="A=B,...", help="e.g. tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=full")],
+    layout: Annotated[
+        str, typer.Option(metavar="A=B,...", help="e.g. tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=full")
+    ],
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",

@@ -10,17 +10,23 @@ if TYPE_CHECKING:
     from ..schema import ClusterSpec, ModelSpec, Workload
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one."
+    ),
 ]
 ClusterOption = Annotated[
     str,
     typer.Option(
         "--cluster",
         metavar="CLUSTER",
-        help="GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or local:RANKS.",
+        help="GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, "
+        "local (this machine, measured) or local:RANKS.",
     ),
 ]
-BatchOption = Annotated[int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")]
+BatchOption = Annotated[
+    int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")
+]
 SeqLenOption = Annotated[int, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence.")]
 PrecisionOption = Annotated[
     str | None,

@@ -30,7 +30,9 @@ def plan(
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
     fix: Annotated[str, typer.Option(metavar="A=B,...", help="Layout fields to keep, e.g. tp=8,recompute=full.")] = "",
-    time_limit_s: Annotated[float, typer.Option(metavar="S", min=0.1, help="Stop the search then, with the best so far.")] = 60.0,
+    time_limit_s: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="Stop the search then, with the best so far.")
+    ] = 60.0,
     top: Annotated[int, typer.Option(metavar="K", min=0, max=50, help="Runner-ups to report.")] = 4,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
     json: JsonOption = False,

@@ -48,7 +48,7 @@ def plan_table(plan: Plan) -> Table:
             "[bold]search",
             search.status,
             f"gap {100 * search.gap:.2g} %",
-            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds or memory, {format_seconds(search.search_s)}",
+            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds, {format_seconds(search.search_s)}",
         )
     if plan.alternatives:
         table.add_section()
@@ -62,10 +62,14 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-def estimate_table(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: Estimate) -> Table:
+def estimate_table(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: Estimate
+) -> Table:
     """Layout, step time and its parts, throughput, memory and its parts against the budget."""
     title = f"{model.name} ({format_count(model.num_params)}) on {_cluster_title(cluster)}"
-    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False)
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False
+    )
     table.add_column(min_width=26, overflow="fold")
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -104,7 +108,12 @@ def _add_time(table: Table, estimate: Estimate) -> None:
             share = seconds / estimate.step_time_s
             table.add_row(f"  {title}", format_seconds(seconds), f"{100 * share:.1f} %", _bar(share))
     per_device = f"{estimate.tokens_per_s_per_device:,.0f} tokens/s per device"
-    table.add_row("[bold]throughput", f"{format_count(estimate.tokens_per_s)} tok/s", f"MFU {100 * estimate.mfu:.1f} %", per_device)
+    table.add_row(
+        "[bold]throughput",
+        f"{format_count(estimate.tokens_per_s)} tok/s",
+        f"MFU {100 * estimate.mfu:.1f} %",
+        per_device,
+    )
 
 
 def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
@@ -136,7 +145,9 @@ def _add_stages(table: Table, stages: tuple[Stage, ...], model: ModelSpec, estim
             continue
         cost = estimate.stages[s]
         memory = format_bytes(cost.memory_bytes.total)
-        table.add_row(f"  stage {s}", format_seconds(cost.forward_s + cost.backward_s), memory, _stage_layers(stage, model))
+        table.add_row(
+            f"  stage {s}", format_seconds(cost.forward_s + cost.backward_s), memory, _stage_layers(stage, model)
+        )
 
 
 def _stage_layers(stage: Stage, model: ModelSpec) -> str:

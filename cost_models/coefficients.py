@@ -62,7 +62,8 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
             return float(peak)
     available = [name for name, dtypes in _PEAKS.items() if any(getattr(device.peak_flops_per_s, d) for d in dtypes)]
     raise ConfigError(
-        f"{device.name} has no {precision} rate", help=f"use --precision {' or '.join(available)}" if available else None
+        f"{device.name} has no {precision} rate",
+        help=f"use --precision {' or '.join(available)}" if available else None,
     )
 
 
@@ -80,7 +81,8 @@ def device_rates(device: Device, precision: Precision) -> DeviceRates:
         attention_forward_flops_per_s=peak * (attention or c["attention"]["forward_efficiency"]),
         attention_backward_flops_per_s=peak * (attention or c["attention"]["backward_efficiency"]),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
-        elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
+        elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
+        * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
         host_operator_s=c["host"]["operator_s"],

@@ -67,7 +67,9 @@ def attention_s(
 def _elementwise_time(
     op: Elementwise, tokens: IntArray, tp: IntArray, sequence_parallel: IntArray, rates: DeviceRates, element_bytes: int
 ) -> OperatorTime:
-    split = {"column": tp, "row": tp, "none": np.ones_like(tp), "tokens": np.where(sequence_parallel == 1, tp, 1)}[op.shard]
+    split = {"column": tp, "row": tp, "none": np.ones_like(tp), "tokens": np.where(sequence_parallel == 1, tp, 1)}[
+        op.shard
+    ]
     bytes_per_element = element_bytes * tokens / split / rates.elementwise_bytes_per_s
     return OperatorTime(
         op.forward_kernels * rates.kernel_s + op.forward_elements * bytes_per_element,

@@ -52,7 +52,9 @@ class LayerCost:
         return self.forward_s + self.backward_s + self.recompute_s + self.tp_forward_s + self.tp_backward_s
 
 
-def layer_cost(layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec) -> LayerCost:
+def layer_cost(
+    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
     operators = layer_operators(layer, hidden_dim, workload.seq_len)
     times = _operator_times(operators, batch, workload, cluster)
@@ -102,12 +104,16 @@ def _recompute_s(operators: tuple[Operator, ...], times: list[OperatorTime], bat
     """Forward seconds repeated: all but the last product (nothing after it is needed) if full, no products if selective."""
     products = [time.forward_s for op, time in zip(operators, times, strict=True) if isinstance(op, Gemm)]
     elementwise = [
-        time.forward_s for op, time in zip(operators, times, strict=True) if not isinstance(op, Gemm) and op.name != "attention"
+        time.forward_s
+        for op, time in zip(operators, times, strict=True)
+        if not isinstance(op, Gemm) and op.name != "attention"
     ]
     full = sum((time.forward_s for time in times), start=np.zeros(len(batch))) - products[-1]
     selective = sum(elementwise, start=np.zeros(len(batch)))
     return np.select(
-        [batch.recompute == RECOMPUTES.index("full"), batch.recompute == RECOMPUTES.index("selective")], [full, selective], 0.0
+        [batch.recompute == RECOMPUTES.index("full"), batch.recompute == RECOMPUTES.index("selective")],
+        [full, selective],
+        0.0,
     )
 
 
@@ -115,16 +121,21 @@ def _tensor_parallel_s(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> tuple[FloatArray, FloatArray]:
     """Exposed communication of a layer: two pairs of all-gather and reduce-scatter (or two all-reduces) a block and pass."""
-    size = batch.micro_batch_size * workload.seq_len * hidden_dim * float(workload.compute_bytes)
+    elements = batch.micro_batch_size * workload.seq_len * hidden_dim
+    size = np.asarray(elements * workload.compute_bytes, dtype=np.float64)
     stride = np.ones_like(batch.tp)
     gather = collective_s("all_gather", size, batch.tp, stride, cluster)
     scatter = collective_s("reduce_scatter", size, batch.tp, stride, cluster)
     reduce = collective_s("all_reduce", size, batch.tp, stride, cluster)
     pair = np.where(batch.sequence_parallel == 1, gather + scatter, reduce)
     if isinstance(layer, Embedding):
-        return np.where(batch.sequence_parallel == 1, scatter, reduce), np.where(batch.sequence_parallel == 1, gather, 0.0)
+        return np.where(batch.sequence_parallel == 1, scatter, reduce), np.where(
+            batch.sequence_parallel == 1, gather, 0.0
+        )
     if isinstance(layer, Head):
-        return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(batch.sequence_parallel == 1, scatter, reduce)
+        return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(
+            batch.sequence_parallel == 1, scatter, reduce
+        )
     # Recompute repeats the forward communication: both pairs if full (but the last reduction), the gathers if selective.
     last = np.where(batch.sequence_parallel == 1, scatter, reduce)
     repeated = np.select(

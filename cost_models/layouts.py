@@ -65,6 +65,10 @@ class LayoutBatch:
             recompute=RECOMPUTES[self.recompute[idx]],
         )
 
+    def degrees(self, idx: int) -> tuple[int, int, int, int]:
+        """(dp_replicate, dp_shard, tp, pp) of one entry."""
+        return int(self.dp_replicate[idx]), int(self.dp_shard[idx]), int(self.tp[idx]), int(self.pp[idx])
+
     def select(self, keep: IntArray | NDArray[np.bool_]) -> Self:
         """The entries of a mask or of indices."""
         return type(self)(**{field.name: getattr(self, field.name)[keep] for field in fields(self)})

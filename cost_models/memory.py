@@ -74,7 +74,11 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
         "activations": step.in_flight * stage.activation_bytes,
         "logits": stage.logits * float(_LOGIT_BYTES[b]),
     }
-    update = {"gradients": gradients + unreduced, "activations": 0.0 * loss["activations"], "logits": 0.0 * loss["logits"]}
+    update = {
+        "gradients": gradients + unreduced,
+        "activations": 0.0 * loss["activations"],
+        "logits": 0.0 * loss["logits"],
+    }
     at_loss = sum(loss.values()) >= sum(update.values())
     return {
         "parameters": 4.0 * sharded,

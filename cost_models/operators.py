@@ -129,7 +129,9 @@ def _latent_attention(attention: LatentAttention, hidden_dim: int, context: floa
         *query,
         Gemm("kv_down", attention.kv_lora_rank + attention.qk_rope_head_dim, hidden_dim, "none"),
         Gemm("kv_up", kv_up, attention.kv_lora_rank, "column"),
-        Elementwise("rotary", 9 * heads * attention.qk_rope_head_dim, 9 * heads * attention.qk_rope_head_dim, 8, 8, "column"),
+        Elementwise(
+            "rotary", 9 * heads * attention.qk_rope_head_dim, 9 * heads * attention.qk_rope_head_dim, 8, 8, "column"
+        ),
         FusedAttention("attention", heads, attention.head_dim, attention.v_head_dim, context),
         Gemm("attention_out", hidden_dim, heads * attention.v_head_dim, "row"),
     )
@@ -140,7 +142,9 @@ def _dense(mlp: DenseMLP, hidden_dim: int, prefix: str, rows: int = 1, matrices:
     # Gated: silu (2F) and product (3F) forward, 9F backward; otherwise one activation, 2F and 3F.
     forward, backward = (5, 9) if mlp.gated else (2, 3)
     kernels = (2, 3) if mlp.gated else (1, 1)
-    activation = Elementwise(f"{prefix}activation", forward * mlp.ffn_dim * rows, backward * mlp.ffn_dim * rows, *kernels, "column")
+    activation = Elementwise(
+        f"{prefix}activation", forward * mlp.ffn_dim * rows, backward * mlp.ffn_dim * rows, *kernels, "column"
+    )
     return (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices),
         activation,

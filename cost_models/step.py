@@ -86,7 +86,9 @@ class SpaceCosts:
         forward = self.overlap * (cost.forward_s + cost.tp_forward_s)
         backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.tp_backward_s)
         gather_backward = np.where(b.zero_stage == 3, cost.gather_s, 0.0)
-        per_pass = np.maximum(cost.gather_s - forward, 0.0) + np.maximum(gather_backward + cost.reduce_s - backward, 0.0)
+        per_pass = np.maximum(cost.gather_s - forward, 0.0) + np.maximum(
+            gather_backward + cost.reduce_s - backward, 0.0
+        )
         passes = np.where(b.zero_stage >= 2, b.num_microbatches, 1)
         return np.asarray(passes * per_pass)
 
@@ -100,7 +102,9 @@ class SpaceCosts:
     def update_s(self, params: FloatArray | float, dp_shard: IntArray | int) -> FloatArray:
         """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank."""
         rates = device_rates(self.cluster.weakest_device, self.workload.precision)
-        return elementwise_update_s(np.asarray(params / dp_shard), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates)
+        return elementwise_update_s(
+            np.asarray(params / dp_shard), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates
+        )
 
     @cached_property
     def block_params(self) -> FloatArray:
@@ -160,12 +164,17 @@ class StageSums:
     contents: memory.StageContents
 
 
-def stage_memory_parts(costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray) -> dict[str, FloatArray]:
+def stage_memory_parts(
+    costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray
+) -> dict[str, FloatArray]:
     """Memory parts of stages ``stage_idx`` of layout ``idx``."""
     b = costs.batch
     flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx)
     shape = memory.StepShape(
-        dp_shard=b.dp_shard[idx], zero_stage=b.zero_stage[idx], num_microbatches=b.num_microbatches[idx], in_flight=flight
+        dp_shard=b.dp_shard[idx],
+        zero_stage=b.zero_stage[idx],
+        num_microbatches=b.num_microbatches[idx],
+        in_flight=flight,
     )
     return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
 
@@ -230,7 +239,7 @@ def _time_breakdown(
         tp=m * float(tp_forward[slowest] + tp_backward[slowest]),
         dp=float(dp),
         pp=m * transfer,
-        bubble=float(pipelined_s(busy, m) - m * busy[slowest]),
+        bubble=max(0.0, float(pipelined_s(busy, m) - m * busy[slowest])),  # rounding can leave -1e-16 for one stage
         optimizer=float(np.max(costs.update_s(contents.params, int(costs.batch.dp_shard[idx])))),
     )
     return parts, (forward + tp_forward, backward + recompute + tp_backward)

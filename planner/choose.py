@@ -39,27 +39,22 @@ def choose(result: SearchResult, batch: LayoutBatch) -> Candidate:
 
 def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
     """The best of every other combination of degrees, and the fastest that memory excluded."""
-    winner = batch.layout(chosen.idx)
-    seen = {_degrees(winner)}
+    seen = {batch.degrees(chosen.idx)}
     slower: list[Alternative] = []
     for candidate in result.fitting:
-        layout = batch.layout(candidate.idx)
-        if _degrees(layout) in seen or len(slower) == top:
+        if batch.degrees(candidate.idx) in seen or len(slower) == top:
             continue
-        seen.add(_degrees(layout))
+        seen.add(batch.degrees(candidate.idx))
+        layout = batch.layout(candidate.idx)
         slower.append(_alternative(layout, candidate.estimate, why_slower(candidate.estimate, chosen.estimate)))
     too_large: list[Alternative] = []
     for candidate in sorted(result.too_large, key=lambda c: c.estimate.step_time_s):
-        layout = batch.layout(candidate.idx)
-        if _degrees(layout) in seen or len(too_large) == 2:
+        if batch.degrees(candidate.idx) in seen or len(too_large) == min(top, 2):
             continue
-        seen.add(_degrees(layout))
+        seen.add(batch.degrees(candidate.idx))
+        layout = batch.layout(candidate.idx)
         too_large.append(_alternative(layout, candidate.estimate, why_too_large(candidate.estimate)))
     return (*slower, *too_large)
-
-
-def _degrees(layout: Layout) -> tuple[int, int, int, int]:
-    return layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp
 
 
 def _alternative(layout: Layout, estimate: Estimate, reason: str) -> Alternative:

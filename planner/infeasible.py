@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ..cost_models import memory
 from ..cost_models.step import lower_bounds
-from ..schema import ClusterSpec, ConfigError, InfeasibleError, LinkLevel, MeshwrightError, ModelSpec, SolverLimitError, Workload
+from ..schema import (
+    ClusterSpec,
+    ConfigError,
+    InfeasibleError,
+    LinkLevel,
+    MeshwrightError,
+    ModelSpec,
+    SolverLimitError,
+    Workload,
+)
 from ..schema.units import format_bytes
 from .search import SearchResult, expand, search
 from .space import build_space
@@ -22,16 +30,17 @@ def explain_infeasible(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], result: SearchResult
 ) -> MeshwrightError:
     """The error for a search that found nothing that fits."""
-    assert result.costs is not None
     costs = result.costs
     _, bound_bytes = lower_bounds(costs)
     budget = cluster.memory_budget_bytes
-    if np.any(memory.upper_bytes(bound_bytes, cluster) <= budget) and not result.too_large:
+    if result.stopped_early:
         return SolverLimitError(
             f"the time limit ended the search for {model.name} before any layout that fits",
             help="raise --time-limit-s, or fix some degrees with --fix",
         )
-    best = min((expand(costs, int(i)) for i in np.argsort(bound_bytes)[:20]), key=lambda c: c.estimate.peak_allocated_bytes)
+    best = min(
+        (expand(costs, int(i)) for i in np.argsort(bound_bytes)[:20]), key=lambda c: c.estimate.peak_allocated_bytes
+    )
     layout, needs = costs.batch.layout(best.idx), best.estimate.memory_interval_bytes.high
     parts = sorted(best.estimate.memory_bytes.model_dump().items(), key=lambda item: -item[1])
     device = cluster.weakest_device

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import hashlib
+import itertools
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +14,7 @@ from ..cost_models.step import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
 from ..schema.plan import Provenance
 from ..schema.rules import require_valid, why_not_runnable
+from ..schema.workload import Precision
 from .choose import alternatives, choose
 from .infeasible import explain_infeasible
 from .search import Candidate, OnProgress, expand, search
@@ -45,7 +47,7 @@ def plan(
     """
     fixed = dict(fixed or {})
     space = build_space(model, workload, cluster, fixed)
-    result = search(model, workload, cluster, space, time_limit_s=time_limit_s, on_progress=on_progress)
+    result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
     if not result.fitting:
         raise explain_infeasible(model, cluster, workload, fixed, result)
     chosen = choose(result, space.batch)
@@ -58,7 +60,7 @@ def plan(
         stages=_stages(chosen, layout),
         rank_map=tuple(range(layout.world_size)),
         estimate=chosen.estimate,
-        search=result.certificate,
+        search=result.certificate(chosen),
         alternatives=alternatives(result, space.batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed),
@@ -71,14 +73,12 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout:
     Raises:
         ConfigError: the layout breaks a rule; every broken one is named.
     """
-    require_valid(
-        model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
-    )
+    require_valid(model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
     batch = LayoutBatch.of([layout], workload.global_batch_size)
     return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate
 
 
-def default_precision(cluster: ClusterSpec) -> str:
+def default_precision(cluster: ClusterSpec) -> Precision:
     """bf16-mixed where the device has a bf16 rate, else fp16-mixed; fp32 on a CPU.
 
     Raises:
@@ -87,14 +87,15 @@ def default_precision(cluster: ClusterSpec) -> str:
     device = cluster.weakest_device
     if device.vendor == "cpu":
         return "fp32"
-    for precision, peak in (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"), ("fp32", "fp32")):
+    choices: tuple[tuple[Precision, str], ...] = (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"), ("fp32", "fp32"))
+    for precision, peak in choices:
         if getattr(device.peak_flops_per_s, peak) is not None:
             return precision
     raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")
 
 
 def _stages(chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
-    spans = zip(chosen.boundaries, chosen.boundaries[1:], strict=False)
+    spans = itertools.pairwise(chosen.boundaries)
     return tuple(Stage(first_layer_idx=i, num_layers=j - i, recompute=layout.recompute) for i, j in spans)
 
 
@@ -104,7 +105,9 @@ def _notes(
     notes = []
     if chosen.idx != fastest.idx:
         slower = chosen.estimate.step_time_s / fastest.estimate.step_time_s - 1
-        notes.append(f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler")
+        notes.append(
+            f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler"
+        )
     if cluster.is_mixed:
         notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
     if cluster.weakest_device.gemm is None:
@@ -116,9 +119,14 @@ def _notes(
 
 
 def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> Provenance:
-    inputs = [model.model_dump_json(), cluster.model_dump_json(), workload.model_dump_json(), repr(sorted(fixed.items()))]
+    inputs = [
+        model.model_dump_json(),
+        cluster.model_dump_json(),
+        workload.model_dump_json(),
+        repr(sorted(fixed.items())),
+    ]
     return Provenance(
         meshwright=version("meshwright"),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
     )

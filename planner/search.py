@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cost_models import memory
+from ..cost_models.layouts import IntArray
 from ..cost_models.step import SpaceCosts, contents_between, estimate_step, lower_bounds, stage_memory_parts
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
@@ -39,12 +40,28 @@ class Candidate:
 
 @dataclass
 class SearchResult:
-    """Expanded layouts that fit, best first; those that do not; and the certificate of the best."""
+    """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``."""
 
+    costs: SpaceCosts
     fitting: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
-    certificate: SearchCertificate | None = None
-    costs: SpaceCosts | None = None
+    bound_s: float = 0.0
+    search_s: float = 0.0
+    stopped_early: bool = False
+
+    def certificate(self, chosen: Candidate) -> SearchCertificate:
+        """How far from the best of the space ``chosen`` may be."""
+        objective = chosen.estimate.step_time_s
+        evaluated = len(self.fitting) + len(self.too_large)
+        return SearchCertificate(
+            status="feasible" if self.stopped_early else "optimal",
+            objective_s=objective,
+            bound_s=self.bound_s,
+            gap=(objective - self.bound_s) / objective,
+            evaluated=evaluated,
+            pruned=len(self.costs.batch) - evaluated,
+            search_s=self.search_s,
+        )
 
 
 def search(
@@ -54,22 +71,26 @@ def search(
     space: Space,
     *,
     time_limit_s: float,
+    runner_ups: int = 0,
     on_progress: OnProgress | None = None,
 ) -> SearchResult:
-    """Expand layouts best first. ``fitting`` is empty when nothing fits (or the limit came first)."""
+    """Expand layouts best first, then ``runner_ups`` more combinations of degrees for comparison.
+
+    ``fitting`` is empty when nothing fits, or when the time limit came first.
+    """
     start = time.perf_counter()
     costs = SpaceCosts.of(model, workload, cluster, space.batch)
     bound_s, bound_bytes = lower_bounds(costs)
     may_fit = memory.upper_bytes(bound_bytes, cluster) <= cluster.memory_budget_bytes
     order = np.flatnonzero(may_fit)[np.argsort(bound_s[may_fit], kind="stable")]
-    result = SearchResult(costs=costs)
-    incumbent, expanded, bound = np.inf, 0, float(bound_s[order[0]]) if len(order) else np.inf
-    for idx in order:
+    result = SearchResult(costs)
+    incumbent, bound = np.inf, np.inf
+    for expanded, idx in enumerate(order, start=1):
         bound = float(bound_s[idx])
-        if bound >= incumbent * (1 - REL_GAP) or time.perf_counter() - start > time_limit_s:
+        result.stopped_early = time.perf_counter() - start > time_limit_s
+        if bound >= incumbent * (1 - REL_GAP) or result.stopped_early:
             break
         candidate = expand(costs, int(idx))
-        expanded += 1
         (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
         if candidate.estimate.fits:
             incumbent = min(incumbent, candidate.estimate.step_time_s)
@@ -77,26 +98,28 @@ def search(
             on_progress(expanded, None if np.isinf(incumbent) else incumbent, bound)
     else:
         bound = incumbent
+    if result.fitting and not result.stopped_early:
+        _expand_runner_ups(result, order, runner_ups)
     result.too_large += _nearest_misses(costs, bound_s, ~may_fit, incumbent)
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
-    if result.fitting:
-        elapsed = time.perf_counter() - start
-        result.certificate = _certify(incumbent, bound, expanded, len(space.batch) - expanded, elapsed)
+    result.bound_s = min(bound, incumbent)
+    result.search_s = time.perf_counter() - start
     return result
 
 
-def _certify(incumbent: float, bound: float, evaluated: int, pruned: int, elapsed: float) -> SearchCertificate:
-    bound = min(bound, incumbent)
-    gap = (incumbent - bound) / incumbent
-    return SearchCertificate(
-        status="optimal" if gap <= REL_GAP else "feasible",
-        objective_s=incumbent,
-        bound_s=bound,
-        gap=gap,
-        evaluated=evaluated,
-        pruned=pruned,
-        search_s=elapsed,
-    )
+def _expand_runner_ups(result: SearchResult, order: IntArray, wanted: int) -> None:
+    """Expand the most promising layout of each combination of degrees not seen yet, until ``wanted`` more of them fit."""
+    batch = result.costs.batch
+    seen = {batch.degrees(c.idx) for c in (*result.fitting, *result.too_large)}
+    missing = wanted + 1 - len({batch.degrees(c.idx) for c in result.fitting})
+    for idx in order:
+        if missing <= 0:
+            return
+        if batch.degrees(int(idx)) not in seen:
+            seen.add(batch.degrees(int(idx)))
+            candidate = expand(result.costs, int(idx))
+            (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
+            missing -= candidate.estimate.fits
 
 
 def expand(costs: SpaceCosts, idx: int) -> Candidate:
@@ -113,7 +136,6 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> np.ndarray:
     """FITS [S, L+1, L+1]: the stage has a block, and the upper end of its memory is within ``cap_bytes``."""
     pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
-    first, last = np.minimum(first, last), last
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])
     has_block = blocks[last] > blocks[first]
@@ -122,7 +144,7 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> np.ndarray:
     contents = contents_between(costs, idx, first, last)
     parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None, None])
     total = np.broadcast_to(memory.total_bytes(parts), (pp, size, size))
-    return has_block & (memory.upper_bytes(total, costs.cluster) <= cap_bytes)
+    return np.asarray(has_block & (memory.upper_bytes(total, costs.cluster) <= cap_bytes))
 
 
 def _nearest_misses(costs: SpaceCosts, bound_s: np.ndarray, excluded: np.ndarray, incumbent: float) -> list[Candidate]:

@@ -42,8 +42,9 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
         ConfigError: nothing is left; the message names the rules that excluded the most.
     """
     columns = _enumerate(model, workload, cluster, fixed)
+    arrays: dict[str, Any] = dict(columns)
     facts = Facts(
-        **{name: columns[name] for name in ("dp_replicate", "dp_shard", "tp", "pp", "micro_batch_size", "zero_stage")},
+        **{name: arrays[name] for name in ("dp_replicate", "dp_shard", "tp", "pp", "micro_batch_size", "zero_stage")},
         **{name: fixed.get(name, 1) for name in ("cp", "ep", "etp", "num_model_chunks")},
         sequence_parallel=columns["sequence_parallel"],
         one_f_one_b=columns["schedule"] == SCHEDULES.index("1f1b"),
@@ -73,7 +74,7 @@ def _enumerate(
 ) -> dict[str, IntArray]:
     """Every combination of degrees whose product is the world size, with every other choice; columns [N]."""
     world = cluster.num_devices
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for tp in _choices(fixed, "tp", divisors(world)):
         for pp in _choices(fixed, "pp", [d for d in divisors(max(world // tp, 1)) if d <= model.num_blocks]):
             dp = max(world // (tp * pp), 1)
@@ -122,8 +123,9 @@ def _choices(fixed: Mapping[str, Any], name: str, otherwise: list[Any]) -> list[
 
 def _facts_of(facts: Facts, idx: int) -> Facts:
     """The facts of one layout, as numbers."""
-    values = {field.name: getattr(facts, field.name) for field in fields(facts)}
-    return Facts(**{name: int(v[idx]) if isinstance(v, np.ndarray) else v for name, v in values.items()})
+    values: dict[str, Any] = {field.name: getattr(facts, field.name) for field in fields(facts)}
+    numbers: dict[str, Any] = {name: int(v[idx]) if isinstance(v, np.ndarray) else v for name, v in values.items()}
+    return Facts(**numbers)
 
 
 def _nothing_left(

@@ -116,8 +116,10 @@ def write_atomically(path: str | Path, text: str) -> None:
 def _config_error(kind: str, error: ValidationError) -> ConfigError:
     items = error.errors(include_url=False, include_context=False)
     lines = tuple(_describe(item) for item in items if item["type"] != "default_factory_not_called")
-    return ConfigError(f"{kind}: {lines[0]}" if len(lines) == 1 else f"{kind} has {len(lines)} wrong fields",
-                       details=lines if len(lines) > 1 else ())
+    return ConfigError(
+        f"{kind}: {lines[0]}" if len(lines) == 1 else f"{kind} has {len(lines)} wrong fields",
+        details=lines if len(lines) > 1 else (),
+    )
 
 
 def _describe(item: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -136,7 +137,7 @@ class ClusterSpec(Frozen):
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
         sizes = [level.domain_size for level in self.levels]
-        for inner, outer in zip(sizes, sizes[1:], strict=False):
+        for inner, outer in itertools.pairwise(sizes):
             if outer <= inner or outer % inner:
                 raise ValueError(f"link domains must nest: {outer} devices do not hold whole domains of {inner}")
         if sizes[-1] != self.num_devices:
@@ -173,7 +174,9 @@ class ClusterSpec(Frozen):
     def weakest_device(self) -> Device:
         """What a layout that treats all ranks alike may count on: the least memory, bandwidth and peak of any group."""
         devices = [group.device for group in self.groups]
-        slowest = min(devices, key=lambda d: d.peak_flops_per_s.bf16 or d.peak_flops_per_s.fp16 or d.peak_flops_per_s.fp32 or 0)
+        slowest = min(
+            devices, key=lambda d: d.peak_flops_per_s.bf16 or d.peak_flops_per_s.fp16 or d.peak_flops_per_s.fp32 or 0
+        )
         return slowest.replace(
             memory_bytes=min(d.memory_bytes for d in devices),
             memory_bandwidth_bytes_per_s=min(d.memory_bandwidth_bytes_per_s for d in devices),

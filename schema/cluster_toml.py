@@ -103,9 +103,7 @@ def _cluster(data: dict[str, Any], stem: str) -> dict[str, Any]:
     }
 
 
-def _known_device(
-    i: int, group: NodeGroup, entry: Mapping[str, Any] | None
-) -> tuple[NodeGroup, Mapping[str, Any]]:
+def _known_device(i: int, group: NodeGroup, entry: Mapping[str, Any] | None) -> tuple[NodeGroup, Mapping[str, Any]]:
     if entry is None:
         raise ConfigError(
             f"groups[{i}]: the links of a device that the file itself describes are not known",

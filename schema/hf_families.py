@@ -178,10 +178,9 @@ def _gpt2(config: Fields) -> dict[str, Any]:
     hidden_dim = config.integer("n_embd", "hidden_size")
     shape = full_heads(config, hidden_dim, "n_head")
     attention = SoftmaxAttention(**shape, qkv_bias=True, out_bias=True, rope_fraction=0.0)
-    mlp = DenseMLP(
-        ffn_dim=config.optional_integer("n_inner") or 4 * hidden_dim,
-        gated=False, activation=activation(config, "activation_function", "gelu_new"), bias=True,
-    )
+    ffn_dim = config.optional_integer("n_inner") or 4 * hidden_dim
+    gelu = activation(config, "activation_function", "gelu_new")
+    mlp = DenseMLP(ffn_dim=ffn_dim, gated=False, activation=gelu, bias=True)
     block = Block(attention=attention, mlp=mlp, norm="layernorm", norm_bias=True)
     run = LayerRun(layer=block, count=config.integer("n_layer", "num_hidden_layers", maximum=MAX_LAYERS))
     max_seq_len = config.integer("n_positions", "max_position_embeddings", default=1024)
@@ -245,8 +244,9 @@ def _llama4(config: Fields) -> dict[str, Any]:
 
 
 def _llama4_text(config: Fields) -> dict[str, Any]:
-    shape = heads(config, config.integer("hidden_size"), kv_heads=8, head_dim=128)
     bias = config.boolean("attention_bias", False)
+    shape = heads(config, config.integer("hidden_size"), kv_heads=8, head_dim=128)
+    shape |= {"qkv_bias": bias, "out_bias": bias}
     qk_norm = config.boolean("use_qk_norm", True)
     rotated = _llama4_rotated(config)
     chunk = config.optional_integer("attention_chunk_size", 8192)
@@ -256,9 +256,9 @@ def _llama4_text(config: Fields) -> dict[str, Any]:
 
     def block(key: tuple[bool, int | None, bool]) -> Block:
         rotate, window, sparse = key
+        norm: Any = "weightless" if qk_norm and rotate else "none"
         attention = SoftmaxAttention(
-            **shape, window=window, chunked=window is not None, qkv_bias=bias, out_bias=bias,
-            qk_norm="weightless" if qk_norm and rotate else "none", rope_fraction=float(rotate),
+            **shape, window=window, chunked=window is not None, qk_norm=norm, rope_fraction=float(rotate)
         )
         return Block(attention=attention, mlp=moe if sparse else _swiglu(config, "intermediate_size_mlp", 16384))
 

@@ -253,7 +253,12 @@ def rotary_fraction(config: Fields, default: float = 1.0, name: str = "partial_r
 
 
 def rms_model(
-    config: Fields, blocks: tuple[LayerRun, ...], *, max_seq_len: int, norm_eps: float = 1e-6, tied: bool = False,
+    config: Fields,
+    blocks: tuple[LayerRun, ...],
+    *,
+    max_seq_len: int,
+    norm_eps: float = 1e-6,
+    tied: bool = False,
     theta: float = 10000.0,
 ) -> dict[str, Any]:
     """Fields of a model with RMSNorm and rotary embedding; the keyword arguments are the config class's defaults."""

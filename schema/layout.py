@@ -13,7 +13,7 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b"]
 
 
-def _default_zero_stage(data: dict[str, Any]) -> int:
+def _default_zero_stage(data: dict[str, Any]) -> Literal[0, 1, 3]:
     if data.get("dp_shard", 1) == 1:
         return 0
     return 1 if data.get("pp", 1) > 1 else 3
@@ -47,7 +47,9 @@ class Layout(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.dp_shard == 1) != (self.zero_stage == 0):
-            raise ValueError(f"zero_stage {self.zero_stage} with dp_shard {self.dp_shard}: a stage above 0 needs dp_shard > 1")
+            raise ValueError(
+                f"zero_stage {self.zero_stage} with dp_shard {self.dp_shard}: a stage above 0 needs dp_shard > 1"
+            )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1")
         return self

@@ -66,7 +66,9 @@ class SoftmaxAttention(Frozen):
         """Parameters: q, k, v and output projections, biases, query/key norms, sinks."""
         weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.out_bias * hidden_dim
-        norms = {"none": 0, "weightless": 0, "per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}[self.qk_norm]
+        norms = {"none": 0, "weightless": 0, "per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}[
+            self.qk_norm
+        ]
         return weights + biases + norms + self.sinks * self.num_heads
 
 
@@ -172,7 +174,9 @@ class MoE(Frozen):
     def num_dense_params(self, hidden_dim: int) -> int:
         """Router and shared experts: what every token goes through."""
         shared = self.shared.num_params(hidden_dim) if self.shared else 0
-        return hidden_dim * self.num_experts + self.router_bias * self.num_experts + shared + self.shared_gate * hidden_dim
+        return (
+            hidden_dim * self.num_experts + self.router_bias * self.num_experts + shared + self.shared_gate * hidden_dim
+        )
 
     def num_params(self, hidden_dim: int) -> int:
         """Parameters of router, shared and all routed experts."""

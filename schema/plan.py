@@ -127,8 +127,9 @@ class SearchCertificate(Frozen):
     """How far from the best of the searched space the answer may be, within the cost model.
 
     Attributes:
-        status: optimal (gap within tolerance) or feasible (a limit stopped the search).
-        gap: (objective - bound) / objective.
+        status: optimal: the whole space was bounded; feasible: a time limit stopped that.
+        objective_s: step time of the plan; bound_s: no layout of the space is faster.
+        gap: (objective - bound) / objective. An optimal plan has one too where a simpler layout was taken over a faster one.
         evaluated: layouts costed exactly; pruned: layouts that a bound or the memory excluded.
     """
 
@@ -188,7 +189,9 @@ class Plan(Document):
         if covered != list(range(self.model.num_layers)):
             raise ValueError(f"the stages must cover layers 0..{self.model.num_layers - 1} once and in order")
         if layout.world_size != self.cluster.num_devices:
-            raise ValueError(f"the layout has {layout.world_size} ranks, the cluster {self.cluster.num_devices} devices")
+            raise ValueError(
+                f"the layout has {layout.world_size} ranks, the cluster {self.cluster.num_devices} devices"
+            )
         if sorted(self.rank_map) != list(range(layout.world_size)):
             raise ValueError(f"rank_map must name each of the {layout.world_size} devices once")
         layout.num_microbatches(self.workload.global_batch_size)

@@ -59,7 +59,7 @@ class Rule(NamedTuple):
 
 
 def _all_divide(dims: tuple[int, ...], degree: IntLike) -> Any:
-    holds = degree == degree  # True, or an array of it  # noqa: PLR0124
+    holds = degree == degree  # True, or an array of it
     for dim in dims:
         holds = holds & (dim % degree == 0)
     return holds
@@ -155,9 +155,22 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def layout_facts(model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int) -> Facts:
+def layout_facts(
+    model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int
+) -> Facts:
     """The facts of one layout, as numbers."""
-    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size", "zero_stage")
+    degrees = (
+        "dp_replicate",
+        "dp_shard",
+        "cp",
+        "tp",
+        "pp",
+        "ep",
+        "etp",
+        "num_model_chunks",
+        "micro_batch_size",
+        "zero_stage",
+    )
     return Facts(
         **{name: getattr(layout, name) for name in degrees},
         sequence_parallel=int(layout.sequence_parallel),
@@ -175,7 +188,9 @@ def broken_rules(facts: Facts) -> tuple[str, ...]:
     return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in RULES if not rule.holds(facts))
 
 
-def require_valid(model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int) -> None:
+def require_valid(
+    model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int
+) -> None:
     """Raise unless every rule holds.
 
     Raises:

@@ -16,13 +16,14 @@ Constraints
 
 Among the splits with the least (O) the one with the least sum of squared stage times is taken: it is the most even one.
 
-Method: dynamic programming over (stage, boundary), exact. best[s][j] is the least objective of stages 0..s-1 holding layers
-0..j-1, and best[s+1][j] = min_i combine(best[s][i], BUSY(i..j-1)) over FITS[s,i,j]; O(S L^2) array operations.
+Method: dynamic programming over (stage, boundary), exact. best[s][j] is the least objective of stages 0..s-1 that hold
+layers 0..j-1, and best[s+1][j] = min_i combine(best[s][i], BUSY(i..j-1)) over FITS[s,i,j]: S array operations on [L+1, L+1].
 Source: the classic linear partition recurrence (Kernighan, J. ACM 18(1), 1971).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -101,11 +102,11 @@ def check(instance: Instance, boundaries: tuple[int, ...]) -> float:
         ValueError: the split breaks (C1) or (C2); the message names which.
     """
     expected_ends = (0, instance.num_layers)
-    increasing = all(i < j for i, j in zip(boundaries, boundaries[1:], strict=False))
+    increasing = all(i < j for i, j in itertools.pairwise(boundaries))
     if len(boundaries) != instance.num_stages + 1 or (boundaries[0], boundaries[-1]) != expected_ends or not increasing:
         raise ValueError(f"contiguous (C1): boundaries {boundaries}")
     slowest = 0.0
-    for s, (i, j) in enumerate(zip(boundaries, boundaries[1:], strict=False)):
+    for s, (i, j) in enumerate(itertools.pairwise(boundaries)):
         if not instance.fits[s, i, j]:
             raise ValueError(f"memory (C2): stage {s} cannot hold layers {i}..{j - 1}")
         slowest = max(slowest, float(sum(instance.busy_s[i:j])))

@@ -1,0 +1,135 @@
+"""The step model: parts sum to the whole, bounds are bounds, and hand arithmetic holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshwright.cost_models import memory
+from meshwright.cost_models.operators import attended_tokens, model_flops_per_token
+from meshwright.cost_models.step import SpaceCosts, lower_bounds
+from meshwright.planner import estimate
+from meshwright.planner.search import expand
+from meshwright.planner.space import build_space
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema.units import GIB
+
+CASES = [
+    ("smollm2-135m", "8xA100-SXM-80GB", 64, 2048),
+    ("llama-3.1-8b", "16xH100-SXM-80GB", 64, 4096),
+    ("mixtral-8x7b", "32xA100-SXM-80GB", 64, 4096),
+    ("gpt3-175b", "64xA100-SXM-80GB", 64, 2048),
+]
+
+
+@pytest.mark.parametrize(("model", "cluster", "batch", "seq_len"), CASES)
+def test_bounds_never_exceed_the_expanded_cost(model: str, cluster: str, batch: int, seq_len: int) -> None:
+    spec, machine = ModelSpec.named(model), ClusterSpec.parse(cluster)
+    workload = Workload(seq_len=seq_len, global_batch_size=batch)
+    space = build_space(spec, workload, machine, {})
+    costs = SpaceCosts.of(spec, workload, machine, space.batch)
+    bound_s, bound_bytes = lower_bounds(costs)
+    for idx in np.random.default_rng(0).choice(len(space.batch), size=min(60, len(space.batch)), replace=False):
+        found = expand(costs, int(idx)).estimate
+        assert bound_s[idx] <= found.step_time_s * (1 + 1e-9)
+        assert bound_bytes[idx] <= found.peak_allocated_bytes + 16  # whole bytes of seven parts
+        if space.batch.pp[idx] == 1:
+            assert bound_s[idx] == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    micro=st.sampled_from([1, 2]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+)
+def test_parts_sum_to_the_whole(tp: int, pp: int, micro: int, recompute: str) -> None:
+    layout = Layout(tp=tp, pp=pp, dp_shard=32 // tp // pp, micro_batch_size=micro, recompute=recompute)
+    workload = Workload(seq_len=4096, global_batch_size=512)
+    found = estimate(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("32xH100-SXM-80GB"), workload, layout)
+    assert found.breakdown_s.total == pytest.approx(found.step_time_s, rel=1e-12)
+    assert found.memory_bytes.total == found.peak_allocated_bytes
+    assert max(stage.memory_bytes.total for stage in found.stages) == found.peak_allocated_bytes
+    assert found.tokens_per_s == pytest.approx(512 * 4096 / found.step_time_s)
+    assert found.step_time_interval_s.low <= found.step_time_s <= found.step_time_interval_s.high
+
+
+def test_states_equal_hand_arithmetic() -> None:
+    """zero 3 over 8 ranks: 4 B parameters, 4 B gradients, 8 B AdamW states per parameter, an eighth of each."""
+    spec = ModelSpec.named("llama-3.1-8b")
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    found = estimate(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload, Layout(dp_shard=8, recompute="full"))
+    parts = found.memory_bytes
+    assert (parts.parameters, parts.gradients, parts.optimizer) == pytest.approx(
+        (spec.num_params / 2, spec.num_params / 2, spec.num_params), rel=1e-6
+    )
+
+
+def test_tensor_parallel_divides_states() -> None:
+    spec = ModelSpec.named("llama-3.1-8b")
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    found = estimate(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload, Layout(tp=8))
+    norms = (2 * 32 + 1) * 4096
+    expected = 4 * ((spec.num_params - norms) / 8 + norms)
+    assert found.memory_bytes.parameters == pytest.approx(expected, rel=1e-9)
+
+
+def test_tied_embedding_is_held_twice_under_a_pipeline() -> None:
+    spec = ModelSpec.named("smollm2-135m")
+    assert spec.tie_embeddings
+    workload = Workload(seq_len=2048, global_batch_size=64)
+    found = estimate(spec, ClusterSpec.parse("2xA100-SXM-80GB"), workload, Layout(pp=2))
+    held = sum(stage.memory_bytes.parameters for stage in found.stages)
+    assert held == pytest.approx(4 * (spec.num_params + spec.vocab_size * spec.hidden_dim), rel=1e-9)
+
+
+def test_flops_follow_six_n() -> None:
+    """6 FLOPs per weight of a product and token, plus causal attention once: forward 2*2*s/2*D, backward 2.5 times that."""
+    spec = ModelSpec.named("llama-2-7b")
+    layers = tuple((run.layer, run.count) for run in spec.layers)
+    products = spec.num_params - spec.vocab_size * spec.hidden_dim - (2 * 32 + 1) * 4096
+    attention = 32 * 3.5 * 4 * 4096 * attended_tokens(4096, None)
+    assert model_flops_per_token(layers, spec.hidden_dim, 4096) == pytest.approx(6 * products + attention, rel=1e-12)
+
+
+@pytest.mark.parametrize(("seq_len", "window"), [(16, None), (16, 4), (7, 16), (5, 1)])
+def test_attended_tokens_equals_a_count(seq_len: int, window: int | None) -> None:
+    counted = sum(min(i + 1, window or seq_len) for i in range(seq_len)) / seq_len
+    assert attended_tokens(seq_len, window) == pytest.approx(counted)
+
+
+def test_recompute_trades_memory_for_time() -> None:
+    spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    found = [estimate(spec, machine, workload, Layout(dp_shard=8, recompute=r)) for r in ("none", "selective", "full")]
+    times = [e.step_time_s for e in found]
+    activations = [e.memory_bytes.activations for e in found]
+    assert times == sorted(times)
+    assert times[2] > 1.15 * times[0]
+    assert activations == sorted(activations, reverse=True)
+
+
+def test_in_flight_microbatches() -> None:
+    assert memory.in_flight(1, 8, 4, np.arange(4)).tolist() == [4, 3, 2, 1]
+    assert memory.in_flight(1, 2, 4, np.arange(4)).tolist() == [2, 2, 2, 1]
+    assert memory.in_flight(0, 8, 4, np.arange(4)).tolist() == [8, 8, 8, 8]
+
+
+def test_pipeline_bubble_is_the_textbook_one() -> None:
+    """Equal stages wait (pp - 1) / m of their busy time; the head makes ours a little unequal."""
+    spec, machine = ModelSpec.named("llama-3.1-70b"), ClusterSpec.parse("32xH100-SXM-80GB")
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    found = estimate(spec, machine, workload, Layout(tp=8, pp=4, recompute="full"))
+    parts = found.breakdown_s
+    busy = parts.compute + parts.recompute + parts.tp + parts.pp
+    assert parts.bubble / busy == pytest.approx(3 / 64, rel=0.05)
+
+
+def test_memory_upper_end_is_what_decides() -> None:
+    spec, workload = ModelSpec.named("llama-3.1-8b"), Workload(seq_len=4096, global_batch_size=64)
+    machine = ClusterSpec.parse("8xH100-SXM-80GB")
+    found = estimate(spec, machine, workload, Layout(dp_shard=8))
+    assert found.budget_bytes == machine.weakest_device.memory_bytes - int(2.5 * GIB)
+    assert found.fits == (found.memory_interval_bytes.high <= found.budget_bytes)

@@ -1,0 +1,194 @@
+"""plan(): equal to exhaustive enumeration, within memory by hand arithmetic, monotone, and honest about limits."""
+
+from __future__ import annotations
+
+import pytest
+from meshwright.cost_models.step import SpaceCosts
+from meshwright.planner import default_precision, estimate, plan
+from meshwright.planner.choose import SAME_TIME_FRACTION
+from meshwright.planner.search import expand
+from meshwright.planner.space import build_space, divisors
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpec, Plan, Workload
+
+SMALL = [
+    ("smollm2-135m", "4xA100-SXM-80GB", 16, 2048),
+    ("llama-3.2-1b", "8xRTX4090", 32, 2048),
+    ("llama-3.1-8b", "8xH100-SXM-80GB", 16, 8192),
+    ("llama-2-13b", "8xA100-SXM-40GB", 24, 4096),
+    ("qwen2.5-7b", "6xH100-SXM-80GB", 12, 4096),
+    ("mixtral-8x7b", "16xH100-SXM-80GB", 32, 4096),
+]
+
+PAIRS = [
+    *SMALL,
+    ("gpt2", "1xT4", 8, 1024),
+    ("pythia-12b", "8xH100-SXM-80GB", 64, 2048),
+    ("smollm2-1.7b", "2xL40S", 16, 2048),
+    ("llama-3.2-1b", "1xH200-SXM-141GB", 8, 4096),
+    ("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192),
+    ("llama-3.1-70b", "32xA100-SXM-80GB", 64, 4096),
+    ("llama-3.1-405b", "512xH100-SXM-80GB", 256, 8192),
+    ("gpt3-175b", "128xA100-SXM-80GB", 256, 2048),
+    ("nemotron-4-340b", "768xH100-SXM-80GB", 768, 4096),
+    ("qwen3-32b", "16xB200-SXM-180GB", 64, 8192),
+    ("qwen3-235b-a22b", "256xH200-SXM-141GB", 256, 4096),
+    ("gemma-2-9b", "16xA100-SXM-80GB", 32, 4096),
+    ("gpt-oss-120b", "64xH100-SXM-80GB", 128, 4096),
+    ("deepseek-v2-lite", "8xH100-SXM-80GB", 64, 4096),
+    ("llama-4-scout", "128xH100-SXM-80GB", 128, 8192),
+    ("mistral-7b", "8xMI300X", 64, 8192),
+]
+
+
+def make(model: str, cluster: str, batch: int, seq_len: int) -> Plan:
+    machine = ClusterSpec.parse(cluster)
+    workload = Workload(seq_len=seq_len, global_batch_size=batch, precision=default_precision(machine))
+    return plan(ModelSpec.named(model), machine, workload)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -> None:
+    found = make(*case)
+    space = build_space(found.model, found.workload, found.cluster, {})
+    costs = SpaceCosts.of(found.model, found.workload, found.cluster, space.batch)
+    everything = [expand(costs, idx).estimate for idx in range(len(space.batch))]
+    best = min(e.step_time_s for e in everything if e.fits)
+    assert found.search is not None
+    assert found.search.status == "optimal"
+    assert found.search.bound_s == pytest.approx(best, rel=2e-4)  # the search's own relative gap is 1e-4
+    assert found.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION)
+    assert found.search.gap <= SAME_TIME_FRACTION + 1e-4
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_plans_fit_by_hand_arithmetic_on_states(case: tuple[str, str, int, int]) -> None:
+    """fp32 parameters, gradients and AdamW states of each stage over its ranks, nothing else, against the device's memory."""
+    found = make(*case)
+    layout = found.layout
+    layers = list(found.model.iter_layers())
+    for stage in found.stages:
+        params = sum(layers[idx].num_params(found.model.hidden_dim) for idx in stage.layer_idxs)
+        states = params / layout.tp / layout.dp_shard * (4 + 8)
+        gradients = params / layout.tp * 4 / (layout.dp_shard if layout.zero_stage >= 1 else 1)
+        assert states + gradients <= found.cluster.weakest_device.memory_bytes
+    assert found.estimate.fits
+    assert layout.world_size == found.cluster.num_devices
+    assert 0 < found.estimate.mfu < 1
+
+
+@pytest.mark.parametrize("case", SMALL[:3], ids=lambda c: c[0])
+def test_plan_survives_a_json_round_trip(case: tuple[str, str, int, int], tmp_path) -> None:
+    found = make(*case)
+    found.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == found
+
+
+def test_plan_is_deterministic() -> None:
+    first, second = make(*SMALL[2]), make(*SMALL[2])
+    assert first.layout == second.layout
+    assert first.estimate == second.estimate
+    assert first.alternatives == second.alternatives
+
+
+def test_more_memory_is_never_slower() -> None:
+    machine = ClusterSpec.parse("8xA100-SXM-40GB")
+    group = machine.groups[0]
+    larger = machine.replace(
+        groups=(group.replace(device=group.device.replace(memory_bytes=2 * group.device.memory_bytes)),)
+    )
+    spec, workload = ModelSpec.named("llama-2-7b"), Workload(seq_len=4096, global_batch_size=64)
+    assert plan(spec, larger, workload).search.bound_s <= plan(spec, machine, workload).search.bound_s
+
+
+def test_fixed_fields_are_kept() -> None:
+    machine = ClusterSpec.parse("16xH100-SXM-80GB")
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    fixed = {"tp": 4, "pp": 2, "recompute": "full", "micro_batch_size": 2}
+    found = plan(ModelSpec.named("llama-3.1-8b"), machine, workload, fixed=fixed)
+    assert {name: getattr(found.layout, name) for name in fixed} == fixed
+
+
+@pytest.mark.parametrize(
+    ("fixed", "rule"),
+    [
+        ({"tp": 3}, "world_size"),
+        ({"tp": 16}, "tp_in_scaleup_domain"),
+        ({"pp": 2, "zero_stage": 3, "dp_shard": 8}, "zero_under_pipeline"),
+        ({"cp": 2}, "world_size"),
+        ({"micro_batch_size": 7}, "batch_divides"),
+    ],
+)
+def test_impossible_fix_names_the_rule(fixed: dict[str, int], rule: str) -> None:
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    with pytest.raises(ConfigError, match=rf"\[{rule}\]"):
+        plan(ModelSpec.named("llama-2-7b"), ClusterSpec.parse("16xH100-SXM-80GB"), workload, fixed=fixed)
+
+
+def test_infeasible_names_memory_and_a_size_that_fits() -> None:
+    spec, workload = ModelSpec.named("llama-3.1-70b"), Workload(seq_len=4096, global_batch_size=256)
+    with pytest.raises(InfeasibleError) as caught:
+        plan(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload)
+    assert "[memory (C2)]" in str(caught.value)
+    advice = caught.value.help
+    assert advice is not None
+    devices = int(advice.split()[1])
+    assert plan(spec, ClusterSpec.parse(f"{devices}xH100-SXM-80GB"), workload).estimate.fits
+
+
+def test_alternatives_differ_and_say_why() -> None:
+    found = make(*SMALL[2])
+    degrees = [(a.layout.dp_replicate, a.layout.dp_shard, a.layout.tp, a.layout.pp) for a in found.alternatives]
+    assert len(set(degrees)) == len(degrees) >= 4
+    assert all("%" in a.reason or "does not fit" in a.reason for a in found.alternatives)
+    slower = [a for a in found.alternatives if "does not fit" not in a.reason]
+    assert [a.step_time_s for a in slower] == sorted(a.step_time_s for a in slower)
+
+
+def test_time_limit_returns_an_incumbent_and_an_honest_gap() -> None:
+    spec, machine = ModelSpec.named("llama-3.1-405b"), ClusterSpec.parse("16384xH100-SXM-80GB")
+    workload = Workload(seq_len=8192, global_batch_size=2048)
+    complete = plan(spec, machine, workload)
+    try:
+        hurried = plan(spec, machine, workload, time_limit_s=complete.search.search_s / 3)
+    except Exception as error:  # noqa: BLE001 - on a slow machine the limit may come before any answer
+        assert "time limit" in str(error)
+        return
+    assert hurried.search.bound_s <= complete.search.bound_s * (1 + 1e-9)
+    assert hurried.search.objective_s >= complete.search.bound_s
+
+
+def test_estimate_of_the_chosen_layout_is_the_plans_estimate() -> None:
+    found = make(*SMALL[3])
+    assert estimate(found.model, found.cluster, found.workload, found.layout) == found.estimate
+
+
+def test_estimate_refuses_a_layout_of_another_size() -> None:
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    with pytest.raises(ConfigError, match=r"\[world_size\]"):
+        estimate(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB"), workload, Layout(tp=4))
+
+
+def test_mixed_cluster_is_planned_as_its_weakest_device(tmp_path) -> None:
+    path = tmp_path / "mixed.toml"
+    path.write_text(
+        """
+        name = "mixed"
+        [[groups]]
+        device = "A100-SXM-80GB"
+        num_nodes = 1
+        devices_per_node = 8
+        [[groups]]
+        device = "A100-SXM-40GB"
+        num_nodes = 1
+        devices_per_node = 8
+        """
+    )
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    found = plan(ModelSpec.named("llama-2-7b"), ClusterSpec.parse(str(path)), workload)
+    assert found.estimate.budget_bytes < 40 * 2**30
+    assert any("mixed" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 12, 97, 360, 16384])
+def test_divisors(n: int) -> None:
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
