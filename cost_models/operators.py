@@ -71,9 +71,15 @@ class Elementwise:
 Operator = Gemm | FusedAttention | Elementwise
 
 
-def attended_tokens(seq_len: int, window: int | None) -> float:
-    """Mean number of tokens a causal query sees: (s+1)/2, or with a window w < s: w - w*(w-1)/(2*s)."""
+def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) -> float:
+    """Mean number of tokens a causal query sees: (s+1)/2, or with a window w < s: w - w*(w-1)/(2*s); in chunks of w: (w+1)/2.
+
+    A last chunk that is not full counts by its own length.
+    """
     w = min(window or seq_len, seq_len)
+    if chunked:
+        full, rest = divmod(seq_len, w)
+        return (full * w * (w + 1) + rest * (rest + 1)) / (2 * seq_len)
     return w - w * (w - 1) / (2 * seq_len)
 
 
@@ -103,7 +109,8 @@ def _logits(vocab_size: int, hidden_dim: int) -> tuple[Operator, ...]:
 
 
 def _attention(attention: SoftmaxAttention | LatentAttention, hidden_dim: int, seq_len: int) -> tuple[Operator, ...]:
-    context = attended_tokens(seq_len, attention.window)
+    chunked = isinstance(attention, SoftmaxAttention) and attention.chunked
+    context = attended_tokens(seq_len, attention.window, chunked=chunked)
     if isinstance(attention, LatentAttention):
         return _latent_attention(attention, hidden_dim, context)
     q, kv = attention.q_dim, attention.kv_dim

@@ -76,6 +76,8 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a text file: byte {error.start} is not UTF-8") from None
+    except ValueError as error:  # a NUL in the path
+        raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
 
 
 def read_json(path: str | Path) -> Any:
@@ -88,8 +90,9 @@ def read_json(path: str | Path) -> Any:
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}",
             help="the file may be truncated; write it again" if error.pos >= len(text.rstrip()) - 1 else None,
         ) from None
-    except RecursionError:
-        raise ConfigError(f"{path} is not usable JSON: nested too deeply") from None
+    except (RecursionError, ValueError) as error:  # a ValueError is an integer of thousands of digits
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{path} is not usable JSON: {reason}") from None
 
 
 def write_atomically(path: str | Path, text: str) -> None:

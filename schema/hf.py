@@ -31,9 +31,11 @@ def model_fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | 
         ConfigError: the file cannot be read, is not a JSON object, lacks a field, has a value that cannot be, or is of
             an architecture that is not supported.
     """
-    path = None if isinstance(config, Mapping) else _config_path(config)
-    content = config if isinstance(config, Mapping) else _read(path)
-    where = "config" if path is None else str(path)
+    if isinstance(config, Mapping):
+        content, path, where = config, None, "config"
+    else:
+        path = _config_path(config)
+        content, where = read_json(path), str(path)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} is not a model's config.json: it holds a {type(content).__name__}, not an object")
     try:
@@ -50,14 +52,6 @@ def _config_path(config: str | Path) -> Path:
         return path / "config.json" if path.is_dir() else path
     except OSError as error:  # a name longer than the file system allows
         raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None
-
-
-def _read(path: Path | None) -> Any:
-    assert path is not None
-    try:
-        return read_json(path)
-    except ValueError as error:  # a NUL in the path, or an integer of more digits than Python converts
-        raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
 
 
 def _name(content: Mapping[str, Any], path: Path | None) -> str | None:

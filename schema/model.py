@@ -6,6 +6,7 @@ Parameter counts are exact; they are compared with the real models in tests/unit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -403,7 +404,7 @@ class ModelSpec(Frozen):
     @classmethod
     def resolve(cls, text: str) -> Self:
         """What a user types for MODEL: a catalogue name, a ``config.json``, or a folder that holds one."""
-        path = Path(text)
-        if path.exists() or text.endswith(".json") or "/" in text:
-            return cls.from_hf(path)
+        # os.path.exists, because Path.exists raises for names that no file can have (too long, NUL).
+        if os.path.exists(text) or text.endswith(".json") or "/" in text:  # noqa: PTH110
+            return cls.from_hf(text)
         return cls.named(text)

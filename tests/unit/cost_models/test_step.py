@@ -94,10 +94,12 @@ def test_flops_follow_six_n() -> None:
     assert model_flops_per_token(layers, spec.hidden_dim, 4096) == pytest.approx(6 * products + attention, rel=1e-12)
 
 
-@pytest.mark.parametrize(("seq_len", "window"), [(16, None), (16, 4), (7, 16), (5, 1)])
+@pytest.mark.parametrize(("seq_len", "window"), [(16, None), (16, 4), (7, 16), (5, 1), (10, 4)])
 def test_attended_tokens_equals_a_count(seq_len: int, window: int | None) -> None:
-    counted = sum(min(i + 1, window or seq_len) for i in range(seq_len)) / seq_len
-    assert attended_tokens(seq_len, window) == pytest.approx(counted)
+    sliding = sum(min(i + 1, window or seq_len) for i in range(seq_len)) / seq_len
+    chunked = sum(i % (window or seq_len) + 1 for i in range(seq_len)) / seq_len
+    assert attended_tokens(seq_len, window) == pytest.approx(sliding)
+    assert attended_tokens(seq_len, window, chunked=True) == pytest.approx(chunked)
 
 
 def test_recompute_trades_memory_for_time() -> None:

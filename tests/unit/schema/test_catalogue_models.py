@@ -9,7 +9,7 @@ from meshwright.schema.model import Block, ModelSpec, SoftmaxAttention
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
-# Parameters as the publisher's safetensors headers count them (the hub's model pages), unless said otherwise.
+# Parameters as published with the weights (safetensors headers count them), unless said otherwise.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -39,13 +39,15 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "gemma-2-9b": 9_241_705_984,
     "olmoe-1b-7b": 6_919_161_856,
+    "gpt-oss-20b": 20_914_757_184,  # parameter_size of the MXFP4 files
+    "gpt-oss-120b": 116_829_156_672,  # the same
     "deepseek-v2-lite": 15_706_484_224,
     # The checkpoint holds 671,026,419,200 without MTP: e_score_correction_bias (256 in each of 58 MoE layers) is among
     # its tensors, but it is set by a rule and not by a gradient, and transformers has it as a buffer.
     "deepseek-v3": 671_026_419_200 - 58 * 256,
 }
 
-# Totals that are published in rounded form only: (billions, tolerance of the rounding).
+# Totals that are published in rounded form: (billions, tolerance of the rounding).
 ROUNDED = {
     "gpt3-175b": (175.0, 0.5),  # Brown et al. 2020, table 2.1
     "llama-4-scout": (109.0, 1.5),  # model card, with a vision encoder of 0.9 B that is left out here
