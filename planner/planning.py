@@ -12,6 +12,7 @@ from typing import Any
 from ..cost_models.layouts import LayoutBatch
 from ..cost_models.step import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
+from ..schema.layout import check_fields
 from ..schema.plan import Provenance
 from ..schema.rules import require_valid, why_not_runnable
 from ..schema.workload import Precision
@@ -45,7 +46,7 @@ def plan(
         InfeasibleError: layouts exist, but none fits the memory; names what binds and the smallest change found that fits.
         SolverLimitError: the time limit came before any layout that fits.
     """
-    fixed = dict(fixed or {})
+    fixed = check_fields(fixed or {})
     space = build_space(model, workload, cluster, fixed)
     result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
     if not result.fitting:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from .base import Frozen
 from .errors import ConfigError
@@ -100,6 +101,23 @@ class Layout(Frozen):
         return " ".join(parts)
 
 
+def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Some fields of a Layout, each valid by itself: what `plan` is asked to keep.
+
+    Raises:
+        ConfigError: a name is unknown or a value out of range.
+    """
+    for name, value in fields.items():
+        info = Layout.model_fields.get(name)
+        if info is None:
+            raise ConfigError(f"unknown layout field {name!r}", help="one of " + ", ".join(Layout.model_fields))
+        try:
+            TypeAdapter(Annotated[info.annotation, *info.metadata]).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"{name} = {value!r}: {error.errors()[0]['msg']}") from None
+    return dict(fields)
+
+
 def parse_assignments(text: str) -> dict[str, Any]:
     """``name=value,name=value`` as fields of a Layout; integers and true/false become what they say.
 
@@ -111,16 +129,14 @@ def parse_assignments(text: str) -> dict[str, Any]:
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
             raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
-        if name not in Layout.model_fields:
-            raise ConfigError(f"unknown layout field {name!r}", help="one of " + ", ".join(Layout.model_fields))
         if name in fields:
             raise ConfigError(f"layout field {name!r} is given twice")
         fields[name] = _parse_value(name, value)
-    return fields
+    return check_fields(fields)
 
 
 def _parse_value(name: str, value: str) -> Any:
-    if name in ("schedule", "recompute"):
+    if name in ("schedule", "recompute") or name not in Layout.model_fields:
         return value
     if name == "sequence_parallel":
         if value not in ("true", "false"):

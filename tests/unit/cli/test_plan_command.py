@@ -1,0 +1,82 @@
+"""The commands that need no GPU, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from meshwright.cli.main import app
+from meshwright.schema import Estimate, Plan
+from typer.testing import CliRunner
+
+README_PLAN = ["plan", "llama-3.1-70b", "--cluster", "256xH100-SXM-80GB", "--global-batch-size", "1024", "--seq-len", "8192"]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_plan_prints_one_table_and_writes_the_plan(tmp_path) -> None:
+    result = CliRunner().invoke(app, README_PLAN)
+    assert result.exit_code == 0, result.output
+    for expected in ("layout", "step time", "throughput", "MFU", "memory per device", "activations", "search", "runner-ups"):
+        assert expected in result.stdout
+    assert result.stderr.strip().splitlines()[-1] == "wrote plan.json; next: meshwright apply plan.json"
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.layout.world_size == 256
+    assert str(plan.layout).split()[0] in result.stdout
+
+
+def test_plan_json_is_the_plan(tmp_path) -> None:
+    result = CliRunner().invoke(app, [*README_PLAN, "--json"])
+    printed = json.loads(result.stdout)
+    assert printed == json.loads((tmp_path / "plan.json").read_text())
+    assert {"layout", "estimate", "search", "alternatives", "provenance"} <= printed.keys()
+    assert {"status", "objective_s", "bound_s", "gap", "evaluated", "pruned", "search_s"} == printed["search"].keys()
+
+
+def test_pipelined_plan_lists_its_stages() -> None:
+    result = CliRunner().invoke(app, [*README_PLAN, "--fix", "tp=8,pp=4"])
+    assert result.exit_code == 0, result.output
+    assert all(f"stage {s}" in result.stdout for s in range(4))
+    assert "embedding, " in result.stdout
+    assert ", head" in result.stdout
+
+
+def test_estimate_json_is_an_estimate() -> None:
+    args = ["estimate", *README_PLAN[1:], "--layout", "tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=selective"]
+    result = CliRunner().invoke(app, [*args, "--json"])
+    assert result.exit_code == 0, result.output
+    found = Estimate(**json.loads(result.stdout))
+    assert len(found.stages) == 4
+    assert CliRunner().invoke(app, args).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["models", "devices"])
+def test_catalogue_commands_list_their_entries(command) -> None:
+    table = CliRunner().invoke(app, [command])
+    entries = json.loads(CliRunner().invoke(app, [command, "--json"]).stdout)
+    assert table.exit_code == 0
+    assert len(entries) > 30
+    names = [entry["name"] for entry in entries] if command == "models" else list(entries)
+    assert all(name in table.stdout for name in names)
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["estimate"], ["apply"], ["models"], ["devices"]])
+def test_help_of_every_command(command) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], README_PLAN, ["plan", "--help"]])
+def test_planning_does_not_import_torch(args) -> None:
+    code = (
+        "import sys\nfrom meshwright.cli.main import app\n"
+        f"try:\n    app({args!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
