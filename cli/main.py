@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .apply import apply
+from .apply import ApplyCommand, apply
 from .catalogue import devices, models
 from .estimate import estimate
 from .plan import plan
@@ -18,8 +18,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(estimate)
-# What follows a script's name belongs to the script, options included.
-app.command(context_settings={"allow_interspersed_args": False})(apply)
+app.command(cls=ApplyCommand)(apply)
 app.command()(models)
 app.command()(devices)
 

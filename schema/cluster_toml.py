@@ -31,7 +31,7 @@ from typing import Any
 
 from .base import read_text
 from .catalogue import find_device
-from .cluster import Device, Link, LinkLevel, NodeGroup
+from .cluster import ClusterSpec, Device, Link, LinkLevel, NodeGroup
 from .cluster_levels import catalogue_device, catalogue_link, derived_levels
 from .errors import ConfigError
 from .units import GIB
@@ -64,9 +64,11 @@ def cluster_from_file(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, and int() of more than 4300 digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     try:
-        return _cluster(data, Path(path).stem)
+        fields = _cluster(data, Path(path).stem)
+        ClusterSpec(**fields)  # here, so that what it refuses is reported with the file's name
     except ConfigError as error:
         raise _inside(path, error) from None
+    return fields
 
 
 def file_mode(path: str) -> int | None:

@@ -112,7 +112,7 @@ def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         if info is None:
             raise ConfigError(f"unknown layout field {name!r}", help="one of " + ", ".join(Layout.model_fields))
         try:
-            field: Any = Annotated[info.annotation, info]
+            field: Any = Annotated[info.annotation, *info.metadata, "without its default"]
             TypeAdapter(field).validate_python(value)
         except ValidationError as error:
             raise ConfigError(f"{name} = {value!r}: {error.errors()[0]['msg']}") from None

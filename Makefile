@@ -1,0 +1,54 @@
+# make demo   plan a small published model for this machine and train it with that plan
+# make test   run the test suite
+# make check  lint and types
+# Each works by itself from a clean checkout. Python 3.11 or newer is all it needs.
+
+PYTHON ?= python3
+# One torch that the runtime is tested on; elsewhere e.g. TORCH="torch==2.12.1".
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers planner runtime cli -type f ! -name '*.pyc')
+
+DEMO_MODEL ?= smollm2-135m
+DEMO_STEPS ?= 36
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/installed
+	mkdir -p demo
+	$(BIN)/meshwright plan $(DEMO_MODEL) --cluster local --global-batch-size 8 --seq-len 128 --out demo/plan.json
+	$(BIN)/meshwright apply demo/plan.json --steps $(DEMO_STEPS) --metrics demo/metrics.jsonl
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(foreach folder,schema cost_models solvers planner,-p meshwright.$(folder))
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo
+
+$(VENV)/torch:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshwright needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	rm -rf build
+	$(PIP) .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/torch $(SOURCES)
+	rm -rf build
+	$(PIP) ".[test]"
+	touch $@ $(VENV)/installed
+
+$(VENV)/installed-check: $(VENV)/torch $(SOURCES)
+	rm -rf build
+	$(PIP) ".[check]"
+	touch $@ $(VENV)/installed $(VENV)/installed-test

@@ -1,0 +1,171 @@
+"""Layouts, rules, documents and errors: validation, round trips, messages."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, Layout, MeshwrightError, ModelSpec, Profile, Workload
+from meshwright.schema.base import read_json, write_atomically
+from meshwright.schema.layout import check_fields
+from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
+from meshwright.schema.rules import RULES, Facts, broken_rules, layout_facts, model_facts, require_valid, why_not_runnable
+from meshwright.schema.units import format_bytes, format_count, format_seconds
+
+degrees = st.sampled_from([1, 2, 3, 4, 8])
+layouts = st.builds(
+    Layout,
+    dp_replicate=degrees,
+    dp_shard=degrees,
+    tp=degrees,
+    pp=degrees,
+    micro_batch_size=degrees,
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+
+
+@given(layouts)
+def test_layout_survives_json_and_text(layout: Layout) -> None:
+    assert Layout.model_validate_json(layout.model_dump_json()) == layout
+    fields = layout.model_dump()
+    text = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in fields.items())
+    assert Layout.parse(text) == layout
+    assert layout.replace(tp=layout.tp) == layout
+
+
+@given(layouts, st.sampled_from([8, 24, 64, 96]), st.sampled_from([1024, 1000]))
+def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: int) -> None:
+    model, workload = ModelSpec.named("qwen2.5-7b"), Workload(seq_len=seq_len, global_batch_size=batch)
+    facts = layout_facts(model, workload, layout, world_size=layout.world_size, scaleup_domain=8)
+    columns = {
+        name: np.array([getattr(facts, name)] * 3)
+        for name in ("dp_replicate", "dp_shard", "tp", "pp", "micro_batch_size", "zero_stage", "sequence_parallel", "one_f_one_b")
+    }
+    arrays = Facts(
+        **columns,
+        **dict.fromkeys(("cp", "ep", "etp", "num_model_chunks"), 1),
+        world_size=layout.world_size,
+        scaleup_domain=8,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        **model_facts(model),
+    )
+    for rule in RULES:
+        assert np.all(np.asarray(rule.holds(arrays)) == bool(rule.holds(facts))), rule.name
+    if broken_rules(facts):
+        with pytest.raises(ConfigError):
+            require_valid(model, workload, layout, world_size=layout.world_size, scaleup_domain=8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        (Layout(tp=16), "heads_per_tp"),
+        (Layout(tp=8), "kv_heads_per_tp"),
+        (Layout(pp=32, schedule="gpipe"), "layers_per_stage"),
+        (Layout(pp=4, micro_batch_size=32), "microbatches_fill_pipeline"),
+        (Layout(pp=2, dp_shard=2, zero_stage=2), "zero_under_pipeline"),
+        (Layout(cp=2), "axes_of_this_version"),
+        (Layout(dp_shard=48), "batch_divides"),
+    ],
+)
+def test_each_rule_says_its_name_and_reason(layout: Layout, rule: str) -> None:
+    model, workload = ModelSpec.named("qwen2.5-7b"), Workload(seq_len=1024, global_batch_size=64)
+    facts = layout_facts(model, workload, layout, world_size=layout.world_size, scaleup_domain=16)
+    assert any(f"[{rule}]" in reason for reason in broken_rules(facts))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tp": 0}, {"tp": -1}, {"dp_shard": 2, "zero_stage": 0}, {"zero_stage": 3}, {"recompute": "some"}, {"warp": 1}]
+)
+def test_impossible_layout_is_a_config_error(fields) -> None:
+    with pytest.raises(ConfigError):
+        Layout(**fields)
+
+
+def test_check_fields_allows_what_needs_others() -> None:
+    assert check_fields({"zero_stage": 3}) == {"zero_stage": 3}
+
+
+def test_nouns_are_frozen_and_hashable() -> None:
+    layout = Layout(tp=2)
+    with pytest.raises(Exception, match="frozen"):
+        layout.tp = 4
+    assert len({layout, Layout(tp=2), Layout(tp=4)}) == 2
+    assert len({ModelSpec.named("gpt2"), ModelSpec.named("gpt2")}) == 1
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "deepseek-v3", "gemma-2-9b"])
+def test_models_and_clusters_survive_json(name: str) -> None:
+    model, cluster = ModelSpec.named(name), ClusterSpec.parse("2x8xH100-SXM-80GB/ib200")
+    assert ModelSpec.model_validate_json(model.model_dump_json()) == model
+    assert ClusterSpec.model_validate_json(cluster.model_dump_json()) == cluster
+
+
+def test_profile_survives_its_file(tmp_path) -> None:
+    machine = Machine(device="x", num_devices=2, host_memory_bytes=1, backend="gloo", torch="2.13.0", python="3.11")
+    profile = Profile(
+        machine=machine,
+        created="2026-01-01",
+        duration_s=1.0,
+        memory_bandwidth_bytes_per_s=1e10,
+        device_memory_bytes=10**9,
+        matmuls=(MatmulPoint(dtype="fp32", m=1, n=2, k=3, time_s=1e-3),),
+        collectives=(CollectivePoint(op="all_reduce", group_size=2, size_bytes=1024, time_s=1e-4),),
+    )
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_atomically(tmp_path / "missing" / "x.json", "{}")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_atomically(tmp_path / "folder", "{}")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"{", b"", b"[" * 5000, b"1" * 9000])
+def test_unreadable_json_is_a_config_error(content: bytes, tmp_path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ConfigError):
+        read_json(tmp_path / "x.json")
+
+
+def test_error_message_and_pickle_keep_every_part() -> None:
+    error = InfeasibleError("no plan fits", details=("needs 2", "largest: 1"), help="use more")
+    assert str(error) == "no plan fits\n  needs 2\n  largest: 1\n  help: use more"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), type(copy), copy.exit_code) == (str(error), InfeasibleError, 1)
+    assert issubclass(ConfigError, MeshwrightError)
+    assert ConfigError.exit_code == 2
+
+
+def test_why_not_runnable_names_the_parts() -> None:
+    assert why_not_runnable(ModelSpec.named("llama-3.1-8b"), 8192) == ()
+    assert why_not_runnable(ModelSpec.named("mixtral-8x7b"), 4096) == ("experts",)
+    assert any("latent" in reason for reason in why_not_runnable(ModelSpec.named("deepseek-v3"), 4096))
+    assert why_not_runnable(ModelSpec.named("mistral-7b"), 4096) == ()
+    assert any("window" in reason for reason in why_not_runnable(ModelSpec.named("mistral-7b"), 8192))
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (format_bytes(3 * 2**30), "3.0 GiB"),
+        (format_bytes(512), "512 B"),
+        (format_seconds(0.0123), "12.3 ms"),
+        (format_seconds(4.561), "4.56 s"),
+        (format_seconds(7400), "2 h 03 min"),
+        (format_count(70_553_706_496), "70.6 B"),
+        (format_count(12), "12"),
+    ],
+)
+def test_numbers_for_the_screen(shown: str, expected: str) -> None:
+    assert shown == expected
