@@ -1,7 +1,8 @@
 """Matrix products and memory bandwidth of one device: measuring them, and the roofline through the measurements.
 
-The roofline is that of ``schema.cluster.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk FLOPs, B the
-bytes of both operands and the result, P the best rate measured in the same dtype and W the measured memory bandwidth.
+The roofline is that of ``schema.cluster.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk
+FLOPs, B the bytes of both operands and the result, P the best rate measured in the same dtype and W the measured memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..schema.cluster import GemmFit, PeakFlops
 from ..schema.errors import ProfileError
@@ -21,11 +23,13 @@ if TYPE_CHECKING:
 
     from .timing import Bench
 
+FloatArray = NDArray[np.float64]
+
 DTYPE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 class Layer(NamedTuple):
-    """A linear layer: ``[m,k] x [k,n]`` forward; ``[m,n] x [n,k]`` and ``[n,m] x [m,k]`` backward unless ``forward_only``."""
+    """A linear layer: ``[m,k] x [k,n]`` forward, and unless ``forward_only`` ``[m,n] x [n,k]``, ``[n,m] x [m,k]`` backward."""
 
     m: int
     k: int
@@ -35,19 +39,19 @@ class Layer(NamedTuple):
 
 CPU_LAYERS = (
     Layer(512, 576, 1536),  # first, so that a slow machine has at least one typical layer
-    Layer(1024, 1024, 1024),
-    Layer(8, 2048, 2048, forward_only=True),  # bound by memory: the weight is read once for eight tokens
     Layer(16, 64, 64),  # launch
-    Layer(2048, 768, 2048),
+    Layer(8, 2048, 2048, forward_only=True),  # bound by memory: the weight is read once for eight tokens
+    Layer(1024, 1024, 1024),
+    Layer(2048, 576, 1536, forward_only=True),
     Layer(512, 576, 576),
     Layer(512, 2048, 2048),
-    Layer(2048, 2048, 2048, forward_only=True),  # peak
+    Layer(1024, 2048, 2048, forward_only=True),  # peak
 )
 GPU_LAYERS = (
     Layer(4096, 4096, 4096),
-    Layer(8192, 8192, 8192),  # peak
-    Layer(8, 8192, 8192, forward_only=True),
     Layer(64, 64, 64),
+    Layer(8, 8192, 8192, forward_only=True),
+    Layer(8192, 8192, 8192),  # peak
     Layer(2048, 1024, 4096),
     Layer(8192, 4096, 14336),
     Layer(4096, 8192, 1024),
@@ -55,12 +59,12 @@ GPU_LAYERS = (
 )
 
 USEFUL_RATIO = 0.5
-"""A reduced precision slower than half of fp32 is emulated: one point tells the planner so, more would only cost time."""
+"""A reduced precision slower than half of fp32 is emulated: one layer tells the planner so, more would cost time."""
 
 WEIGHT_RING_BYTES = 64 * MIB
-"""Successive calls take turns among weights of this many bytes together, as the layers of a model do; no cache keeps them."""
+"""Successive calls take turns among weights of so many bytes, as the layers of a model do: no cache keeps them."""
 
-STREAM_BYTES = 256 * MIB
+STREAM_BYTES = 128 * MIB
 """Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
 
 
@@ -69,8 +73,9 @@ def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any
     points: list[dict[str, Any]] = []
     dtypes = _supported_dtypes(bench.device)
     for i, layer in enumerate(layers):
-        for dtype in dtypes if i == 0 or bench.has_time() else ():
-            points += _measure_layer(bench, layer, dtype)
+        for dtype in dtypes:
+            if i == 0 or bench.has_time():
+                points += _measure_layer(bench, layer, dtype)
         if i == 0:
             forward = {point["dtype"]: bench.agree(point["time_s"]) for point in reversed(points)}
             dtypes = [dtype for dtype in dtypes if forward[dtype] * USEFUL_RATIO <= forward["fp32"]]
@@ -117,7 +122,7 @@ def _measure_layer(bench: Bench, layer: Layer, dtype: str) -> list[dict[str, Any
 
 
 def measure_memory_bandwidth(bench: Bench, memory_bytes: int) -> float:
-    """Bytes read and written per second by elementwise operations: ``c = a + b`` and ``c *= s`` on tensors out of cache."""
+    """Bytes read and written per second by elementwise operations out of cache: ``c = a + b`` and ``c *= s``."""
     import torch
 
     size = int(min(STREAM_BYTES, max(64 * MIB, memory_bytes // 16)))
@@ -141,25 +146,32 @@ def peak_flops(points: Sequence[MatmulPoint]) -> PeakFlops:
 
 
 def fit_gemm(points: Sequence[MatmulPoint], memory_bandwidth: float, source: str) -> GemmFit:
-    """Roofline with the least squared relative error: both efficiencies from a grid, the launch time in closed form.
+    """Roofline with the least mean error ``|log(predicted / measured)|``, found on a grid and then on a finer one.
 
-    A grid, since the maximum makes the error neither smooth nor convex; the steps (1 % and 4 %) are below the noise.
+    Absolute and logarithmic, so that no point counts for its size, too fast counts like too slow, and a point that another
+    process disturbed does not bend the rest. A grid, since the maximum makes the error neither smooth nor convex.
     """
     peaks = peak_flops(points)
     times = np.array([point.time_s for point in points])
     compute_s = np.array([2 * p.m * p.n * p.k / (getattr(peaks, p.dtype) or 1.0) for p in points])
     memory_s = np.array([_matmul_bytes(point) for point in points]) / memory_bandwidth
-    compute = np.linspace(0.2, 1.5, 131)[:, None, None]
-    memory = np.geomspace(1.5, 0.05, 86)[None, :, None]
-    roof_s = np.maximum(compute_s / compute, memory_s / memory)
-    launch_s = np.maximum(0.0, ((times - roof_s) / times**2).sum(-1) / (1 / times**2).sum())
-    errors = (roof_s + launch_s[..., None]) / times - 1
-    i, j = np.unravel_index(np.argmin((errors**2).sum(-1)), launch_s.shape)
+
+    def best(launch: FloatArray, compute: FloatArray, memory: FloatArray) -> tuple[float, float, float, float]:
+        grid = np.ix_(launch, compute, memory)
+        roof_s = np.maximum(compute_s / grid[1][..., None], memory_s / grid[2][..., None])
+        errors = np.abs(np.log((grid[0][..., None] + roof_s) / times)).mean(-1)
+        i, j, k = np.unravel_index(np.argmin(errors), errors.shape)
+        return float(launch[i]), float(compute[j]), float(memory[k]), float(errors[i, j, k])
+
+    coarse = np.geomspace(times.min() / 16, times.min(), 13), np.geomspace(0.2, 1.5, 41), np.geomspace(1.5, 0.05, 41)
+    launch, compute, memory, _ = best(*coarse)
+    finer = np.geomspace(0.8, 1.25, 19)
+    launch, compute, memory, error = best(launch * finer, np.minimum(1.5, compute * finer), np.minimum(1.5, memory * finer))
     return GemmFit(
-        launch_s=float(launch_s[i, j]),
-        compute_efficiency=float(compute[i, 0, 0]),
-        memory_efficiency=float(memory[0, j, 0]),
-        source=f"{source}: {len(points)} products, mean error {100 * np.abs(errors[i, j]).mean():.0f} %",
+        launch_s=launch,
+        compute_efficiency=compute,
+        memory_efficiency=memory,
+        source=f"{source}: {len(points)} products, mean error {100 * error:.0f} %",
     )
 
 

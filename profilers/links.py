@@ -29,18 +29,18 @@ SIZES = (256 * KIB, 8 * MIB, 16 * KIB, 2 * MIB, 32 * MIB)
 def measure_collectives(bench: Bench, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
     """Fields of CollectivePoint for each operation and size; ``time_s`` is None on a rank that had no partner (p2p).
 
-    The functional forms are measured, which DTensor uses: their new output buffer is part of the time, as it is in training.
+    The functional forms are measured, which DTensor uses: their new output buffer is part of the time, as in training.
     """
     import torch.distributed as dist
 
     group_size = dist.get_world_size()
     points: list[dict[str, Any]] = []
     for i, size in enumerate(sizes):
-        if i >= 2 and not bench.has_time():
-            break
         count = max(1, size // 4 // group_size) * group_size
         calls = _calls(bench.device, count)
         for op in OPS:
+            if i >= 2 and not bench.has_time():
+                return points
             seconds = bench.median_s(calls[op])
             paired = op != "p2p" or dist.get_rank() ^ 1 < group_size
             # one rank sends and then receives: a message takes half of it
@@ -55,7 +55,9 @@ def _calls(device: torch.device, count: int) -> dict[CollectiveOp, Callable[[], 
 
     functional, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
     size, rank = dist.get_world_size(), dist.get_rank()
-    group = dist.group.WORLD.group_name
+    world = dist.group.WORLD
+    assert world is not None, "measured inside an initialised process group"
+    group = world.group_name
     full, part = torch.zeros(count, device=device), torch.zeros(count // size, device=device)
     splits, partner = [count // size] * size, rank ^ 1
 
@@ -85,14 +87,15 @@ def bus_factor(op: CollectiveOp, group_size: int) -> float:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Latency (s) and rate (bytes/s) of ``t = latency + bytes / rate`` with the least squared relative error, both >= 0.
+    """Latency (s) and rate (bytes/s) of ``t = latency + bytes / rate``: least squared relative error, neither negative.
 
-    Relative, so that a small message counts as much as a large one. Where the unconstrained latency is negative it is 0;
-    where the times do not grow with the size, the rate is that of the largest message.
+    Relative, so that a small message counts as much as a large one. A latency that would be negative is 0; where the
+    times do not grow with the size, the rate is that of the largest message.
     """
     size, time = np.asarray(sizes, dtype=float), np.asarray(times, dtype=float)
     rows = np.stack([1 / time, size / time], axis=1)
-    latency, slope = np.linalg.lstsq(rows * [1, 1 / size.max()], np.ones_like(time), rcond=None)[0] * [1, 1 / size.max()]
+    scale = np.array([1, 1 / size.max()])
+    latency, slope = np.linalg.lstsq(rows * scale, np.ones_like(time), rcond=None)[0] * scale
     if latency < 0:
         latency, slope = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
     if slope <= 0:
@@ -129,7 +132,7 @@ def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"]
 
 
 def unused_link(backend: Literal["nccl", "gloo"], memory_bandwidth: float) -> Link:
-    """A placeholder for a single rank, which sends nothing: a copy within its memory (one read, one write), no latency."""
+    """A placeholder for a single rank, which sends nothing: a copy within its memory (read and write), no latency."""
     return Link(
         name=f"local-{backend}",
         kind="scale-up",

@@ -1,8 +1,8 @@
-"""This machine as a cluster: measured in as many concurrent processes as training will use, and cached.
+"""The machine at hand as a cluster: measured in as many concurrent processes as training will use, and cached.
 
-The measurement runs in ranks that torchrun's elastic agent starts, all at once, because ranks of one machine slow one another
-down: they share memory bandwidth, caches, cores and the clock. What is kept is the Profile; ``cluster_from_profile`` turns
-it into a ClusterSpec each time, so that a better fit needs no new measurement.
+The measurement runs in ranks that torchrun's elastic agent starts, all at once, because ranks of one machine slow one
+another down: they share memory bandwidth, caches, cores and the clock. What is kept is the Profile;
+``cluster_from_profile`` makes a ClusterSpec of it each time, so that a better fit needs no new measurement.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from ..schema.profile import Machine, Profile
 from ..schema.units import GIB, format_seconds
 from .compute import fit_gemm, peak_flops
 from .links import fit_link, unused_link
-from .machine import available_memory, check_memory, identify, num_cores
+from .machine import available_memory, busy_fraction, check_memory, identify, num_cores
 from .worker import Task
 
 METHOD_VERSION = 1
 """Raised when measurements of an older method must not be used any more."""
 
 CPU_RESERVED_BYTES = GIB // 2
-"""Of a rank on a CPU: the interpreter and torch take 0.25-0.35 GiB, gloo's buffers and the allocator some of the rest."""
+"""Of a rank on a CPU: the interpreter and torch take about 0.3 GiB, gloo's buffers and the allocator some of the rest."""
+
+MAX_BUSY_FRACTION = 0.2
 
 Say = Callable[[str], None]
 
@@ -51,11 +53,13 @@ _CATALOGUE_NAMES = {
 """Names of torch.cuda.get_device_name that are not the catalogue's after their prefix is removed."""
 
 
-def measure_local(num_ranks: int | None = None, *, refresh: bool = False, on_progress: Say | None = None) -> ClusterSpec:
-    """This machine as a cluster of ``num_ranks`` devices.
+def measure_local(
+    num_ranks: int | None = None, *, refresh: bool = False, on_progress: Callable[[str], None] | None = None
+) -> ClusterSpec:
+    """The machine at hand as a cluster of ``num_ranks`` devices.
 
-    The first call takes about ten seconds; later ones read ``$XDG_CACHE_HOME/meshwright`` (``~/.cache/meshwright``) and do not
-    import torch, as long as the hardware, the versions of torch and python, and the number of ranks are the same.
+    The first call takes about ten seconds; later ones read ``$XDG_CACHE_HOME/meshwright`` (``~/.cache/meshwright``) and
+    do not import torch, as long as hardware, torch, python and the number of ranks are the same.
 
     Args:
         num_ranks: default one for each GPU, or for each core of a machine without GPUs.
@@ -102,7 +106,8 @@ def cluster_from_profile(profile: Profile) -> ClusterSpec:
         gemm=fit_gemm(profile.matmuls, bandwidth, source),
         source=f"{source}, {machine.driver}",
     )
-    link = unused_link(machine.backend, bandwidth) if ranks == 1 else fit_link(profile.collectives, machine.backend, source)
+    backend, measured = machine.backend, profile.collectives
+    link = unused_link(backend, bandwidth) if ranks == 1 else fit_link(measured, backend, source)
     host_memory = machine.host_memory_bytes if on_gpu else None
     return ClusterSpec(
         name="local",
@@ -139,6 +144,8 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
     ranks, memory, start = machine.num_devices, available_memory(), time.perf_counter()
     check_memory(memory, ranks)
     say(f"measuring {machine.device} with {ranks} {'rank' if ranks == 1 else 'ranks'}: about ten seconds, once")
+    if (busy := busy_fraction()) > MAX_BUSY_FRACTION:
+        say(f"other work uses {100 * busy:.0f} % of the cores: the figures will be too low; `refresh` when it is quiet")
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         task = Task(
             folder=folder,
@@ -148,8 +155,11 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
             memory_bytes=memory // ranks,
             **effort,
         )
-        _launch(task, ranks)
-        results = [read_json(Path(folder) / f"rank{rank}.json") for rank in range(ranks)]
+        received = _launch(task, ranks)
+        results = [] if received else [read_json(Path(folder) / f"rank{rank}.json") for rank in range(ranks)]
+    if received is not None:
+        signal.raise_signal(received)
+        raise ProfileError(f"measuring this machine was ended by {signal.Signals(received).name}")
     duration = time.perf_counter() - start
     say(f"measured in {format_seconds(duration)}")
     return Profile(
@@ -172,8 +182,12 @@ def _merged(by_rank: list[list[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
     return tuple(merged)
 
 
-def _launch(task: Task, ranks: int) -> None:
-    """Run one worker a rank; a signal that ends the launch ends the ranks first and then does what it does without us."""
+def _launch(task: Task, ranks: int) -> signal.Signals | None:
+    """Run one worker a rank; a signal ends the ranks and is returned, to do what it would have done without us.
+
+    Raises:
+        ProfileError: a rank failed.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -191,7 +205,6 @@ def _launch(task: Task, ranks: int) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=task.folder, redirects=Std.ALL),
     )
     arguments = ("-m", f"{__package__}.worker", json.dumps(asdict(task)))
-    received = None
     try:
         with _signals_restored(config.signals_to_handle.split(",")):
             elastic_launch(config, sys.executable)(*arguments)
@@ -201,10 +214,8 @@ def _launch(task: Task, ranks: int) -> None:
         details = (f"rank {rank} ended with exit code {failure.exitcode}", *(line.strip() for line in lines[-3:]))
         raise ProfileError("measuring this machine failed", details=details) from None
     except SignalException as signalled:
-        received = signalled.sigval
-    if received is not None:
-        signal.raise_signal(received)
-        raise ProfileError(f"measuring this machine was ended by {signal.Signals(received).name}")
+        return signalled.sigval
+    return None
 
 
 @contextmanager

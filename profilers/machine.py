@@ -31,7 +31,7 @@ def identify(num_ranks: int | None = None) -> Machine:
     """Identity of this machine when ``num_ranks`` processes share it.
 
     Args:
-        num_ranks: default one for each GPU; without GPUs one for each core, fewer where that leaves less than 2 GiB each.
+        num_ranks: default one for each GPU; without GPUs one for each core, fewer where they had less than 2 GiB each.
 
     Raises:
         ConfigError: ``num_ranks`` is no count, or more than the machine's GPUs or memory can carry.
@@ -43,7 +43,7 @@ def identify(num_ranks: int | None = None) -> Machine:
     if gpus:
         ranks = len(gpus) if num_ranks is None else num_ranks
         if ranks > len(gpus):
-            raise ConfigError(f"{ranks} ranks need {ranks} GPUs; this machine shows {len(gpus)}", help=f"local:{len(gpus)}")
+            raise ConfigError(f"{ranks} ranks need as many GPUs, here are {len(gpus)}", help=f"local:{len(gpus)}")
         device = ", ".join(dict.fromkeys(gpus[:ranks]))
     else:
         cores = num_cores()
@@ -69,10 +69,16 @@ def check_memory(memory_bytes: int, num_ranks: int) -> None:
     """
     if memory_bytes // num_ranks < MIN_MEMORY_PER_RANK:
         fitting = memory_bytes // MIN_MEMORY_PER_RANK
+        each = format_bytes(MIN_MEMORY_PER_RANK)
         raise ConfigError(
-            f"{num_ranks} ranks share {format_bytes(memory_bytes)} of host memory; each needs {format_bytes(MIN_MEMORY_PER_RANK)}",
+            f"{num_ranks} ranks share {format_bytes(memory_bytes)} of host memory; each needs {each}",
             help=f"use at most {fitting} ranks" if fitting else "free some memory",
         )
+
+
+def busy_fraction() -> float:
+    """Share of the machine's cores that other work uses now, 0..1, watched for a fifth of a second."""
+    return float(psutil.cpu_percent(interval=0.2)) / 100
 
 
 def visible_gpus() -> tuple[tuple[str, ...], str]:
@@ -86,7 +92,8 @@ def visible_gpus() -> tuple[tuple[str, ...], str]:
     if "+rocm" in build:
         import torch
 
-        return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), f"rocm {torch.version.hip}"
+        names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return names, f"rocm {torch.version.hip}"
     rows = _nvidia_smi()
     indices = _visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), [row[0] for row in rows])
     return tuple(rows[i][1] for i in indices), rows[0][2] if rows else ""
@@ -138,16 +145,16 @@ def num_cores() -> int:
 
 def total_memory() -> int:
     """Bytes of host memory: the machine's or the cgroup's limit."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+    return int(min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())]))
 
 
 def available_memory() -> int:
     """Bytes of host memory that can be had now without swapping."""
-    return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_limits())])
+    return int(min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_limits())]))
 
 
 def _memory_limits() -> list[tuple[int, int]]:
-    """(limit, used) of each cgroup around this process; page cache that the kernel gives back does not count as used."""
+    """(limit, used) of each cgroup around this process; page cache that can be dropped does not count as used."""
     found = []
     for folder in _cgroup_folders("memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
@@ -171,7 +178,7 @@ def _cgroup_folders(controller: str) -> list[Path]:
     """Folders of this process's cgroup of a controller and of all that enclose it, version 2 and version 1."""
     folders: dict[Path, None] = {}
     for line in _text(_OWN_CGROUPS).splitlines():
-        _, controllers, own = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, own = ([*line.split(":", 2), "", ""])[:3]
         if controllers and controller not in controllers.split(","):
             continue
         root = _CGROUPS / controller if controllers else _CGROUPS

@@ -1,0 +1,7 @@
+"""Lets tests import the helpers that several folders share: hand-made plans, small jobs."""
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "parity"), str(TESTS / "unit" / "runtime")]
