@@ -54,6 +54,7 @@ def read_inputs(
     """
     from ..planner import default_precision
     from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
+    from .progress import reading_cluster
 
     spec = ModelSpec.resolve(model)
     if spec.embedding.num_positions and seq_len > spec.embedding.num_positions:
@@ -61,7 +62,8 @@ def read_inputs(
             f"seq_len {seq_len} exceeds the {spec.embedding.num_positions} learned positions of {spec.name}",
             help=f"use --seq-len {spec.embedding.num_positions} or less",
         )
-    machine = ClusterSpec.parse(cluster)
+    with reading_cluster(cluster):
+        machine = ClusterSpec.parse(cluster)
     workload = Workload(
         seq_len=seq_len,
         global_batch_size=global_batch_size,

@@ -7,6 +7,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
+def reading_cluster(text: str) -> Iterator[None]:
+    """A spinner while a cluster is described, which takes some seconds where it has to be measured."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"cluster {text}: a machine is measured once, in about ten seconds"):
+        yield
+
+
+@contextmanager
 def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, float], None] | None]:
     """A bar with incumbent, bound and gap while layouts are expanded; None when quiet."""
     if quiet:

@@ -80,7 +80,8 @@ def measure_local(
         if has_waited and not refresh and (cached := _cached(path, machine, say)) is not None:
             return cached
         profile = measure_profile(machine, say)
-        _store(path, profile, say)
+        if profile.foreign_load_fraction <= MAX_BUSY_FRACTION:
+            _store(path, profile, say)
     return cluster_from_profile(profile)
 
 
@@ -145,7 +146,7 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
     check_memory(memory, ranks)
     say(f"measuring {machine.device} with {ranks} {'rank' if ranks == 1 else 'ranks'}: about ten seconds, once")
     if (busy := busy_fraction()) > MAX_BUSY_FRACTION:
-        say(f"other work uses {100 * busy:.0f} % of the cores: the figures will be too low; `refresh` when it is quiet")
+        say(f"other work uses {100 * busy:.0f} % of the cores: the figures will be too low, and are not kept")
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         task = Task(
             folder=folder,
@@ -166,6 +167,7 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
         machine=machine,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         duration_s=duration,
+        foreign_load_fraction=min(busy, 1.0),
         memory_bandwidth_bytes_per_s=median(result["memory_bandwidth_bytes_per_s"] for result in results),
         device_memory_bytes=min(result["device_memory_bytes"] for result in results),
         matmuls=_merged([result["matmuls"] for result in results]),

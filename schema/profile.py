@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from .base import Document, Frozen
 
@@ -43,11 +43,17 @@ class Machine(Frozen):
 
 
 class Profile(Document):
-    """Measurements of one machine."""
+    """Measurements of one machine.
+
+    Attributes:
+        foreign_load_fraction: part of the cores that other work used when the measurement began; above some tenths the figures
+            are too low.
+    """
 
     machine: Machine
     created: str
     duration_s: PositiveFloat
+    foreign_load_fraction: float = Field(default=0.0, ge=0, le=1)
     memory_bandwidth_bytes_per_s: PositiveFloat
     device_memory_bytes: PositiveInt
     matmuls: tuple[MatmulPoint, ...] = ()

@@ -27,7 +27,8 @@ def silent(_: str) -> None:
 
 @pytest.fixture(scope="session")
 def profile() -> Profile:
-    return measure_profile(machine.identify(2), silent, **QUICK)
+    # The load of this moment must not decide what the tests of the cache see.
+    return measure_profile(machine.identify(2), silent, **QUICK).replace(foreign_load_fraction=0.0)
 
 
 @pytest.fixture
@@ -48,6 +49,13 @@ def measured(profile, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(local, "measure_profile", instead)
     return calls
+
+
+def test_measurement_of_a_busy_machine_is_not_kept(profile, cache, monkeypatch):
+    busy = profile.replace(foreign_load_fraction=0.5)
+    monkeypatch.setattr(local, "measure_profile", lambda wanted, say: busy.replace(machine=wanted))
+    assert measure_local(2).num_devices == 2
+    assert list(cache.glob("local-*.json")) == []
 
 
 def only_file(cache: Path) -> Path:
