@@ -3,59 +3,77 @@
 Widths as in schema/model.py. Three kinds of tensors: `whole` ones have their full width on every tensor-parallel rank (the
 gathered inputs of column-parallel products), `tp` ones are split by heads or feed-forward width, `tokens` ones are split along
 the sequence under sequence parallelism. Source: the tensors our decoder saves, counted with saved_tensors_hooks on unique storages
-(tests/unit/runtime/test_saved_activations.py).
+(tests/unit/runtime/test_saved_tensors.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 
 from ..schema.layout import Recompute
-from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from ..schema.model import DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from .operators import Layer
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Elements per token: on every rank, split over tp, split over tp with sequence parallelism; fp32 values per token."""
+    """Elements per token: on every rank, split over tp, split over tp with sequence parallelism; fp32 ones split and not split."""
 
     whole: float = 0.0
     tp: float = 0.0
     tokens: float = 0.0
     tp_fp32: float = 0.0
+    fp32: float = 0.0
 
     def __add__(self, other: Saved) -> Saved:
-        return Saved(
-            self.whole + other.whole, self.tp + other.tp, self.tokens + other.tokens, self.tp_fp32 + other.tp_fp32
-        )
+        return Saved(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the saved tensors depend on besides the layer.
+
+    Attributes:
+        compute_bytes: of one element.
+        unfused_norm: RMSNorm is several kernels (torch on a CPU).
+        score_width: tokens in a row of an attention score matrix that is kept; 0 for fused attention.
+    """
+
+    compute_bytes: int
+    unfused_norm: bool
+    score_width: int
 
 
 @cache
-def saved_elements(layer: Layer, hidden_dim: int, seq_len: int, recompute: Recompute, attention_math: bool) -> Saved:
+def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels) -> Saved:
     """What ``layer`` keeps per token from its forward to its backward pass (logits are counted apart)."""
     if isinstance(layer, Embedding):
         return Saved()
     if isinstance(layer, Head):
-        return Saved(whole=hidden_dim, tokens=hidden_dim)  # input of the final norm, input of the projection
+        return _norm(hidden_dim, how) + Saved(whole=hidden_dim)
     if isinstance(layer, MTPHead):
-        inner = saved_elements(layer.block, hidden_dim, seq_len, recompute, attention_math)
+        inner = saved_elements(layer.block, hidden_dim, recompute, how)
         return inner + Saved(whole=2 * hidden_dim, tokens=2 * hidden_dim)
     if recompute == "full":
         return Saved(tokens=hidden_dim)
     saved = _attention(layer.attention, hidden_dim, recompute) + _mlp(layer.mlp, hidden_dim, recompute)
-    if attention_math and recompute == "none":
-        saved += Saved(tp=2 * layer.attention.num_heads * seq_len)  # scores after the mask, and after the softmax
     if recompute == "selective":
         return saved + Saved(tokens=hidden_dim)  # the block's input; the norms run again
-    return saved + _norms(layer, hidden_dim)
+    if how.score_width:
+        saved += Saved(
+            tp=2 * layer.attention.num_heads * how.score_width
+        )  # scores after the mask, and after the softmax
+    for _ in range(layer.num_norms):
+        saved += _norm(hidden_dim, how)
+    # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
+    return saved + Saved(whole=min(layer.num_norms, 2) * hidden_dim)
 
 
-def _norms(block: Block, hidden_dim: int) -> Saved:
-    # Each norm keeps its input (residual stream) and its output, which column-parallel products gather.
-    inputs = 2 if block.num_norms == 4 else block.num_norms
-    extra = 2 * hidden_dim if block.num_norms == 4 else 0  # post-norms keep what they normalise
-    return Saved(tokens=inputs * hidden_dim + extra, whole=inputs * hidden_dim)
+def _norm(width: int, how: Kernels) -> Saved:
+    """Input, 1 / rms of each token, and where the norm is not one kernel its normalised input in fp32 besides."""
+    unfused = width * (8 - how.compute_bytes) / how.compute_bytes if how.unfused_norm else 0.0
+    return Saved(tokens=width + unfused, fp32=1)
 
 
 def _attention(attention: SoftmaxAttention | LatentAttention, hidden_dim: int, recompute: Recompute) -> Saved:
@@ -82,7 +100,7 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute) -> Saved:
 
 
 def _dense(mlp: DenseMLP, recompute: Recompute) -> Saved:
-    # Gated: gate, up, silu(gate), product; else: before and after the activation. Selective keeps the products with weights.
+    # Gated: gate, up and silu(gate) * up; else before and after the activation. Selective does without the last one.
     if recompute == "selective":
         return Saved(tp=(2 if mlp.gated else 1) * mlp.ffn_dim)
-    return Saved(tp=(4 if mlp.gated else 2) * mlp.ffn_dim)
+    return Saved(tp=(3 if mlp.gated else 2) * mlp.ffn_dim)

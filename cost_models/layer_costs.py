@@ -12,7 +12,7 @@ import numpy as np
 
 from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, Embedding, Head
-from .activations import Saved, saved_elements
+from .activations import Kernels, Saved, saved_elements
 from .coefficients import coefficients, device_rates
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
@@ -65,7 +65,7 @@ def layer_cost(
     forward, backward = _with_host(times, forward, backward, batch, workload, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
     gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
-    kept, working = _activation_bytes(layer, hidden_dim, batch, workload)
+    kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
     return LayerCost(forward, backward, recompute, tp_forward, tp_backward, gather, reduce, num_params, kept, working)
 
 
@@ -176,11 +176,15 @@ def _data_parallel_s(
 
 
 def _activation_bytes(
-    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload
+    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> tuple[FloatArray, FloatArray]:
     """Bytes kept from forward to backward under each layout's recompute, and the working set of the backward pass."""
-    math = workload.attention == "math"
-    choices = [saved_elements(layer, hidden_dim, workload.seq_len, recompute, math) for recompute in RECOMPUTES]
+    how = Kernels(
+        compute_bytes=workload.compute_bytes,
+        unfused_norm=cluster.weakest_device.vendor == "cpu",
+        score_width=workload.seq_len if workload.attention == "math" else 0,
+    )
+    choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
     # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.
@@ -191,4 +195,5 @@ def _saved_bytes(saved: Saved, batch: LayoutBatch, workload: Workload) -> FloatA
     tokens = batch.micro_batch_size * workload.seq_len
     along_sequence = np.where(batch.sequence_parallel == 1, batch.tp, 1)
     elements = saved.whole + saved.tp / batch.tp + saved.tokens / along_sequence
-    return np.asarray(tokens * (workload.compute_bytes * elements + 4 * saved.tp_fp32 / batch.tp), dtype=np.float64)
+    fp32 = saved.tp_fp32 / batch.tp + saved.fp32 / along_sequence
+    return np.asarray(tokens * (workload.compute_bytes * elements + 4 * fp32), dtype=np.float64)

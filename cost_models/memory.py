@@ -1,18 +1,20 @@
 """Bytes on one device of one pipeline stage, by the phase of the step in which the peak falls.
 
-A stage holds P parameters per tensor-parallel rank, of which R sit in embedding and head (the root unit of fully_shard) and
-U in the largest block. With N = dp_shard, b the bytes of the compute dtype, m micro-batches, i of them in flight:
+A stage holds P parameters per tensor-parallel rank; U are in its largest block, R in its largest unit outside the blocks
+(embedding, or norm and head). With N = dp_shard, b the bytes of the compute dtype, m micro-batches, i of them in flight:
 
     parameters   4 P / N                       fp32 masters (under fp32 they are the parameters)
     optimizer    o P / N                       o = 8 for AdamW
     gradients    zero 0: 4 P    zero 1: 4 P / N, and 4 P while more than one micro-batch accumulates    zero 2, 3: 4 P / N
-    unsharded    zero 0: b P if mixed precision    zero 1, 2: b P    zero 3: b (R + 2 U), this block and the prefetched one
+    unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: b (R + 2 U), this block and the next
     activations  i * (kept by the stage's layers)
-    logits       T V / tp * bytes per logit on the stage with the head
-    temporary    working set of one layer, gather and reduce buffers, workspace
+    logits       b T V / tp on the stage with the head, turned into their gradient in place
+    temporary    working set of one layer, gradients and fp32 reduction buffer of one unit, workspace
 
-Phase `loss`: the last micro-batch's backward begins: activations and logits, gradients of earlier micro-batches (m > 1).
-Phase `update`: activations are gone, all gradients are there. The peak is the larger one; its parts are reported.
+fully_shard is there whenever ranks share data parallelism or parameters are cast; without it nothing is gathered or reduced.
+Phase `loss`: the last micro-batch's backward begins; activations, logits, copies and gradients of earlier micro-batches are there.
+Phase `update`: activations and copies are gone, all gradients are there. The peak is the larger one; its parts are reported.
+Source: runtime/data_parallel.py, runtime/loss.py and torch's fully_shard; measured by benchmarks/apply_accuracy.py.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from .coefficients import coefficients
 Array = Any
 """A float or a float array; all arguments of one call broadcast together."""
 
-_LOGIT_BYTES = {4: 12, 2: 14}
-"""Bytes per logit alive when the loss is differentiated: the logits, their fp32 form where they are not fp32, log-softmax,
-gradient."""
+LOSS_CHUNK_BYTES = 3 * 4 * 2**24
+"""fp32 logits that the loss works on at a time, with what it makes of them (runtime/loss.py: CHUNK_ELEMENTS)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class StageContents:
 class StepShape:
     """The choices of the layout that memory depends on; ints or arrays."""
 
+    dp_replicate: Array
     dp_shard: Array
     zero_stage: Array
     num_microbatches: Array
@@ -65,35 +67,31 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
     b = workload.compute_bytes
     sharded = stage.params / step.dp_shard
-    gradients = 4.0 * np.where(step.zero_stage == 0, stage.params, sharded)
+    copies = (step.dp_shard * step.dp_replicate > 1) | (workload.precision != "fp32")
     accumulates = step.num_microbatches > 1
+    gradients = 4.0 * np.where(step.zero_stage == 0, stage.params, sharded)
     unreduced = np.where((step.zero_stage == 1) & accumulates, 4.0 * stage.params, 0.0)
-    buffers = np.where(step.dp_shard > 1, (b + 8.0) * np.maximum(stage.block_params, stage.root_params), 0.0)
+    unit = np.maximum(stage.block_params, stage.root_params)
+    gathered = np.where(step.zero_stage == 3, stage.root_params + 2 * stage.block_params, stage.params)
     loss = {
         "gradients": np.where(accumulates, gradients + unreduced, 0.0),
+        "unsharded": np.where(copies, b * gathered, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
-        "logits": stage.logits * float(_LOGIT_BYTES[b]),
+        "logits": np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0),
     }
     update = {
         "gradients": gradients + unreduced,
+        "unsharded": np.where(copies, b * stage.root_params, 0.0),
         "activations": 0.0 * loss["activations"],
         "logits": 0.0 * loss["logits"],
     }
-    at_loss = sum(loss.values()) >= sum(update.values())
+    at_loss = total_bytes(loss) >= total_bytes(update)
     return {
         "parameters": 4.0 * sharded,
         "optimizer": float(workload.optimizer_bytes) * sharded,
-        "unsharded": _unsharded(stage, step, workload),
-        "temporary": stage.working_bytes + buffers + _workspace_bytes(cluster),
+        "temporary": stage.working_bytes + np.where(copies, b + 4.0, b) * unit + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
-
-
-def _unsharded(stage: StageContents, step: StepShape, workload: Workload) -> Array:
-    b = workload.compute_bytes
-    mixed = workload.precision != "fp32"
-    kept = np.where((step.zero_stage > 0) | mixed, b * stage.params, 0.0)
-    return np.where(step.zero_stage == 3, b * (stage.root_params + 2 * stage.block_params), kept)
 
 
 def _workspace_bytes(cluster: ClusterSpec) -> float:

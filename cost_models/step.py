@@ -118,6 +118,11 @@ class SpaceCosts:
         return tuple(k for k, kind in enumerate(self.kinds) if not isinstance(kind, Block))
 
     @cached_property
+    def root_params(self) -> FloatArray:
+        """Parameters of the largest unit outside the blocks per tensor-parallel rank [N]."""
+        return np.asarray(np.max([self.by_kind[k].num_params for k in self.root_kinds], axis=0))
+
+    @cached_property
     def working_bytes(self) -> FloatArray:
         """Largest working set of a layer [N]."""
         return np.asarray(np.max([cost.working_bytes for cost in self.by_kind], axis=0))
@@ -140,28 +145,17 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
     params = costs.total("num_params") / b.pp
     time = pipelined_lower_bound_s(busy, b.num_microbatches, b.pp) + exposed + costs.update_s(params, b.dp_shard)
-    root = sum(costs.counts[k] * costs.by_kind[k].num_params for k in costs.root_kinds)
     contents = memory.StageContents(
         params=params,
-        root_params=np.where(b.pp == 1, root, 0.0),
+        root_params=np.where(b.pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
         activation_bytes=costs.total("activation_bytes") / b.pp,
         working_bytes=costs.working_bytes,
         logits=np.where(b.pp == 1, costs.logits, 0.0),
     )
     fewest = memory.in_flight(b.schedule, b.num_microbatches, b.pp, b.pp - 1)
-    shape = memory.StepShape(
-        dp_shard=b.dp_shard, zero_stage=b.zero_stage, num_microbatches=b.num_microbatches, in_flight=fewest
-    )
-    return time, memory.total_bytes(memory.stage_memory(contents, shape, costs.workload, costs.cluster))
-
-
-@dataclass(frozen=True)
-class StageSums:
-    """What each stage of one layout adds up to; arrays [pp] (or [pp, ...] while a split is being searched)."""
-
-    busy_s: FloatArray
-    contents: memory.StageContents
+    parts = memory.stage_memory(contents, _step_shape(b, fewest), costs.workload, costs.cluster)
+    return time, memory.total_bytes(parts)
 
 
 def stage_memory_parts(
@@ -170,13 +164,17 @@ def stage_memory_parts(
     """Memory parts of stages ``stage_idx`` of layout ``idx``."""
     b = costs.batch
     flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx)
-    shape = memory.StepShape(
-        dp_shard=b.dp_shard[idx],
-        zero_stage=b.zero_stage[idx],
-        num_microbatches=b.num_microbatches[idx],
-        in_flight=flight,
+    return memory.stage_memory(contents, _step_shape(b, flight, idx), costs.workload, costs.cluster)
+
+
+def _step_shape(batch: LayoutBatch, in_flight: IntArray, at: int | slice = slice(None)) -> memory.StepShape:
+    return memory.StepShape(
+        dp_replicate=batch.dp_replicate[at],
+        dp_shard=batch.dp_shard[at],
+        zero_stage=batch.zero_stage[at],
+        num_microbatches=batch.num_microbatches[at],
+        in_flight=in_flight,
     )
-    return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
 
 
 def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> memory.StageContents:
@@ -191,7 +189,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
     head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
     return memory.StageContents(
         params=span(params),
-        root_params=span(params * is_root),
+        root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
         block_params=costs.block_params[idx],
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
         working_bytes=costs.working_bytes[idx],
