@@ -136,13 +136,9 @@ def _tensor_parallel_s(
         return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(
             batch.sequence_parallel == 1, scatter, reduce
         )
-    # Recompute repeats the forward communication: both pairs if full (but the last reduction), the gathers if selective.
+    # Both kinds of recompute repeat the forward communication but the last reduction, which nothing in the backward pass reads.
     last = np.where(batch.sequence_parallel == 1, scatter, reduce)
-    repeated = np.select(
-        [batch.recompute == RECOMPUTES.index("full"), batch.recompute == RECOMPUTES.index("selective")],
-        [2 * pair - last, np.where(batch.sequence_parallel == 1, 2 * gather, 0.0)],
-        0.0,
-    )
+    repeated = np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, 2 * pair - last)
     return 2 * pair, 2 * pair + repeated
 
 

@@ -5,11 +5,13 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
 
     parameters   4 P / N                       fp32 masters (under fp32 they are the parameters)
     optimizer    o P / N                       o = 8 for AdamW
-    gradients    zero 0: 4 P    zero 1: 4 P / N, and 4 P while more than one micro-batch accumulates    zero 2, 3: 4 P / N
+    gradients    zero 0: 4 P    zero 1: 4 P / N, and 4 P while micro-batches accumulate (always so under a pipeline)
+                 zero 2, 3: 4 P / N
     unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: b (R + 2 U), this block and the next
     activations  i * (kept by the stage's layers)
     logits       b T V / tp on the stage with the head, turned into their gradient in place
-    temporary    working set of one layer, gradients and fp32 reduction buffer of one unit, workspace
+    temporary    working set of one layer, gradients and fp32 reduction buffer of one unit, workspace; under a pipeline the
+                 receive buffers of all m micro-batches, hidden states from one side and gradients from the other
 
 fully_shard is there whenever ranks share data parallelism or parameters are cast; without it nothing is gathered or reduced.
 Phase `loss`: the last micro-batch's backward begins; activations, logits, copies and gradients of earlier micro-batches are there.
@@ -45,6 +47,7 @@ class StageContents:
     activation_bytes: Array
     working_bytes: Array
     logits: Array
+    boundary_bytes: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class StepShape:
     zero_stage: Array
     num_microbatches: Array
     in_flight: Array
+    num_neighbours: Array
 
 
 def in_flight(schedule_is_1f1b: Array, num_microbatches: Array, pp: Array, stage_idx: Array) -> Array:
@@ -68,7 +72,7 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     b = workload.compute_bytes
     sharded = stage.params / step.dp_shard
     copies = (step.dp_shard * step.dp_replicate > 1) | (workload.precision != "fp32")
-    accumulates = step.num_microbatches > 1
+    accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     gradients = 4.0 * np.where(step.zero_stage == 0, stage.params, sharded)
     unreduced = np.where((step.zero_stage == 1) & accumulates, 4.0 * stage.params, 0.0)
     unit = np.maximum(stage.block_params, stage.root_params)
@@ -85,11 +89,12 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
         "activations": 0.0 * loss["activations"],
         "logits": 0.0 * loss["logits"],
     }
+    received = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
     at_loss = total_bytes(loss) >= total_bytes(update)
     return {
         "parameters": 4.0 * sharded,
         "optimizer": float(workload.optimizer_bytes) * sharded,
-        "temporary": stage.working_bytes + np.where(copies, b + 4.0, b) * unit + _workspace_bytes(cluster),
+        "temporary": stage.working_bytes + np.where(copies, b + 4.0, b) * unit + received + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
 

@@ -66,10 +66,15 @@ class SpaceCosts:
     def transfer_s(self) -> FloatArray:
         """Seconds one micro-batch's activations take to the next stage (and their gradients back) [N]."""
         b = self.batch
-        size = b.micro_batch_size * self.workload.seq_len * self.model.hidden_dim * float(self.workload.compute_bytes)
-        size = size / np.where(b.sequence_parallel == 1, b.tp, 1)
         stride = b.tp * b.dp_shard * b.dp_replicate
-        return np.asarray(np.where(b.pp > 1, p2p_s(size, stride, self.cluster), 0.0))
+        return np.asarray(np.where(b.pp > 1, p2p_s(self.boundary_bytes, stride, self.cluster), 0.0))
+
+    @cached_property
+    def boundary_bytes(self) -> FloatArray:
+        """Bytes of one micro-batch's hidden states between blocks on one rank [N]."""
+        b = self.batch
+        whole = b.micro_batch_size * self.workload.seq_len * self.model.hidden_dim * float(self.workload.compute_bytes)
+        return np.asarray(whole / np.where(b.sequence_parallel == 1, b.tp, 1))
 
     @cached_property
     def overlap(self) -> float:
@@ -152,9 +157,12 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
         activation_bytes=costs.total("activation_bytes") / b.pp,
         working_bytes=costs.working_bytes,
         logits=np.where(b.pp == 1, costs.logits, 0.0),
+        boundary_bytes=costs.boundary_bytes,
     )
     fewest = memory.in_flight(b.schedule, b.num_microbatches, b.pp, b.pp - 1)
-    parts = memory.stage_memory(contents, _step_shape(b, fewest), costs.workload, costs.cluster)
+    parts = memory.stage_memory(
+        contents, _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1)), costs.workload, costs.cluster
+    )
     return time, memory.total_bytes(parts)
 
 
@@ -164,16 +172,21 @@ def stage_memory_parts(
     """Memory parts of stages ``stage_idx`` of layout ``idx``."""
     b = costs.batch
     flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx)
-    return memory.stage_memory(contents, _step_shape(b, flight, idx), costs.workload, costs.cluster)
+    num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
+    shape = _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
+    return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
 
 
-def _step_shape(batch: LayoutBatch, in_flight: IntArray, at: int | slice = slice(None)) -> memory.StepShape:
+def _step_shape(
+    batch: LayoutBatch, in_flight: IntArray, *, num_neighbours: IntArray, at: int | slice = slice(None)
+) -> memory.StepShape:
     return memory.StepShape(
         dp_replicate=batch.dp_replicate[at],
         dp_shard=batch.dp_shard[at],
         zero_stage=batch.zero_stage[at],
         num_microbatches=batch.num_microbatches[at],
         in_flight=in_flight,
+        num_neighbours=num_neighbours,
     )
 
 
@@ -194,6 +207,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
         working_bytes=costs.working_bytes[idx],
         logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
+        boundary_bytes=costs.boundary_bytes[idx],
     )
 
 
