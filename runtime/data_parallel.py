@@ -1,0 +1,101 @@
+"""Data parallelism by FSDP2's `fully_shard`, for every zero_stage and for mixed precision.
+
+One mechanism for all of it, because it composes with tensor and pipeline parallelism and keeps parameter names:
+
+| layout                               | what happens                                                                          |
+|--------------------------------------|---------------------------------------------------------------------------------------|
+| dp_shard > 1, zero_stage 3           | parameters are gathered for each block's forward and again for its backward pass      |
+| zero_stage 2                         | gathered from forward to backward; gradients reduce-scattered after each micro-batch  |
+| zero_stage 1                         | gathered once a step; whole gradients are kept and reduced after the last micro-batch |
+| dp_replicate > 1, dp_shard = 1       | a mesh (dp_replicate, 1): nothing is sharded, gradients are all-reduced once a step   |
+| dp_replicate > 1, dp_shard > 1       | HSDP: sharded inside, all-reduced across                                              |
+| no data parallelism, mixed precision | a mesh (1): only the cast of parameters and the fp32 reduction buffers remain         |
+| no data parallelism, fp32            | nothing                                                                               |
+
+Why the cast is FSDP's and not autocast: the same operators then run in the same precision whatever the layout (autocast computes
+norms in fp32 and would keep the residual stream in fp32), gradients accumulate in fp32, and master parameters are fp32.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ..schema.errors import RuntimeMismatchError
+from ..schema.plan import Plan
+from ..schema.workload import Precision
+from .mesh import ParallelMesh
+from .models.decoder import Decoder
+
+_DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "fp16-mixed": torch.float16,
+}
+FP16_LOSS_SCALE = 2.0**12
+"""By it the loss is multiplied under fp16-mixed, and gradients divided, so that small ones do not round to zero."""
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """Dtype of matrix products and activations.
+
+    Raises:
+        RuntimeMismatchError: the precision is not supported yet.
+    """
+    precision = plan.workload.precision
+    if precision not in _DTYPES:
+        raise RuntimeMismatchError(
+            f"precision {precision} cannot be executed by this version", help="plan with --precision bf16-mixed"
+        )
+    return _DTYPES[precision]
+
+
+def loss_scale(plan: Plan) -> float:
+    """What the loss is multiplied by for the backward pass; a power of two, so that it changes no digit of fp32 and bf16."""
+    return FP16_LOSS_SCALE if plan.workload.precision == "fp16-mixed" else 1.0
+
+
+def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
+    """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place."""
+    dtype = compute_dtype(plan)
+    if mesh.dp_degree == 1 and dtype == torch.float32:
+        return
+    if mesh.tp is not None:
+        # Tensor-parallel modules return views of DTensors; nothing here changes an activation in place before its hooks ran.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
+    reshard = plan.layout.zero_stage == 3
+    for block in stage.model.layers.values():
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    for modules in _outer_units(stage):
+        # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
+        keep = stage.lm_head in modules
+        fully_shard(modules, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and not keep)
+    # The root owns what is left (all of embedding, norm and head when tied: two units may not share a parameter), and a
+    # pipeline stage must be called through a sharded module.
+    fully_shard(stage, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
+    """What is gathered together besides blocks."""
+    embedding, norm, head = stage.model.embed_tokens, stage.model.norm, stage.lm_head
+    if stage.spec.tie_embeddings and embedding is not None and head is not None:
+        return []
+    units: list[list[nn.Module]] = []
+    if embedding is not None:
+        units.append([embedding])
+    if norm is not None and head is not None:
+        units.append([norm, head])
+    return units
+
+
+def before_backward(stage: Decoder, plan: Plan, *, is_last: bool) -> None:
+    """Tell FSDP whether this micro-batch ends the step: below zero_stage 2 gradients wait for it, and parameters stay gathered."""
+    if isinstance(stage, FSDPModule) and plan.layout.zero_stage < 2:
+        stage.set_is_last_backward(is_last)
+        stage.set_requires_gradient_sync(is_last)
+        stage.set_reshard_after_backward(is_last)

@@ -1,0 +1,153 @@
+"""The ranks of a plan as one DeviceMesh with named axes.
+
+The ranks that differ only in one axis form its process groups. Axes of size 1 are left out of the mesh, so that they cost nothing,
+except ``dp_shard``: `fully_shard` works over it also where it only casts or replicates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..schema.errors import RuntimeMismatchError
+from ..schema.layout import Layout
+from ..schema.plan import Plan
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, slowest first: the order in which a plan counts its ranks."""
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """Where this process stands in the plan.
+
+    Attributes:
+        device_mesh: the used axes; its entries are ranks of the default process group (devices of the plan).
+        layout: the degrees.
+        rank: the plan's rank that this process runs (not its rank in the default group: ``plan.rank_map`` lies between).
+        tied_group: first and last pipeline stage of this process's column, where both hold a tied embedding and are not the same.
+    """
+
+    device_mesh: DeviceMesh
+    layout: Layout
+    rank: int
+    tied_group: dist.ProcessGroup | None = None
+
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        """Position along every axis, also those of size 1."""
+        rest, result = self.rank, {}
+        for axis in reversed(AXES):
+            rest, result[axis] = divmod(rest, getattr(self.layout, axis))
+        return result
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline stage of this process."""
+        return self.coordinates["pp"]
+
+    @property
+    def tp_rank(self) -> int:
+        """Position among the ranks that share each layer."""
+        return self.coordinates["tp"]
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the global batch this process reads, of ``dp_degree``."""
+        return self.coordinates["dp_replicate"] * int(self.layout.dp_shard) + self.coordinates["dp_shard"]
+
+    @property
+    def dp_degree(self) -> int:
+        """Shares of the global batch."""
+        return int(self.layout.dp)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process computes the loss."""
+        return self.pp_rank + 1 == int(self.layout.pp)
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """1-D (dp_shard), or 2-D (dp_replicate, dp_shard) with replicas."""
+        if self.layout.dp_replicate > 1:
+            return self.device_mesh["dp_replicate", "dp_shard"]
+        return self.device_mesh["dp_shard"]
+
+    @cached_property
+    def tp(self) -> DeviceMesh | None:
+        """Ranks that share each layer; None without tensor parallelism."""
+        return self.device_mesh["tp"] if self.layout.tp > 1 else None
+
+    @cached_property
+    def pp(self) -> DeviceMesh | None:
+        """Ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by stage."""
+        return self.device_mesh["pp"] if self.layout.pp > 1 else None
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """All ranks: every one learns the loss of the global batch."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+
+def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
+    """Create the process groups of a plan; to be called by all ranks of an initialised default group of the plan's size.
+
+    Raises:
+        RuntimeMismatchError: the plan's rank_map orders devices in a way that torch cannot.
+    """
+    layout = plan.layout
+    require_ascending(layout, plan.rank_map)
+    devices = _by_axis(layout, plan.rank_map)
+    used = [axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard"]
+    device_mesh = DeviceMesh(
+        device_type, devices.reshape([getattr(layout, axis) for axis in used]), mesh_dim_names=tuple(used)
+    )
+    tied_group = None
+    if plan.model.tie_embeddings and layout.pp > 1:
+        columns = devices.flatten(1)
+        tied_group = _own_group([[int(columns[0, i]), int(columns[-1, i])] for i in range(columns.shape[1])])
+    return ParallelMesh(device_mesh, layout, plan.rank_map.index(dist.get_rank()), tied_group)
+
+
+def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:
+    """[pp, dp_replicate, dp_shard, cp, tp]: rank in the default group."""
+    return torch.tensor(rank_map).reshape([getattr(layout, axis) for axis in AXES])
+
+
+def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
+    """Refuse maps in which devices do not ascend along dp_shard or tp.
+
+    torch sorts the ranks of every group, so that DTensor would place shards by mesh position but gather them by rank. Which axis
+    is innermost is free, and so is the order of pipeline stages and of replicas.
+
+    Raises:
+        RuntimeMismatchError: with the axis.
+    """
+    for axis in ("dp_shard", "tp"):
+        steps = _by_axis(layout, rank_map).diff(dim=AXES.index(axis))
+        if (steps < 0).any():
+            raise RuntimeMismatchError(
+                f"rank_map {rank_map}: devices must ascend along {axis}",
+                help=f"sort the devices of each {axis} group; the ranks of a group are interchangeable",
+            )
+
+
+def _own_group(ranks: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of ``ranks`` that this process is in; every process creates all of them, as torch requires."""
+    own = None
+    for members in ranks:
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            own = group
+    return own

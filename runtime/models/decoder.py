@@ -1,0 +1,225 @@
+"""A Llama-family decoder in plain PyTorch, built from a ModelSpec.
+
+Parameter names are those of transformers' Llama, so that Hugging Face checkpoints map one to one, and they stay the same on a
+pipeline stage, which simply lacks the other stages' layers.
+
+Shapes: B micro-batch, S sequence, D hidden_dim, H heads, K kv heads, C head_dim, F ffn_dim, V vocabulary. Under tensor
+parallelism H, K, F and V are this rank's share, and with sequence parallelism the S between blocks is as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...schema.errors import RuntimeMismatchError
+from ...schema.model import Block, DenseMLP, ModelSpec, SoftmaxAttention
+from ...schema.rules import why_not_runnable
+from ..loss import VocabShard, cross_entropy
+from .rotary import Rotary, rotate
+
+AttentionKind = Literal["flash", "math"]
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last dimension.
+
+    Attributes:
+        weight_grad: how the gradient of a DTensor weight is spread over tp. The norm itself works on local tensors, because
+            dispatching every activation through DTensor costs more than the norm.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.weight_grad: Sequence[Placement] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] to the same shape."""
+        weight: Tensor = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=self.weight_grad)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head or grouped-query attention with rotary positions."""
+
+    def __init__(self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary, eps: float, kind: AttentionKind) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.rotary = rotary
+        self.kind = kind
+        self.q_proj = nn.Linear(hidden_dim, spec.q_dim, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.q_dim, hidden_dim, bias=spec.out_bias)
+        has_norm = spec.qk_norm == "per_head"
+        self.q_norm = RMSNorm(spec.head_dim, eps) if has_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, eps) if has_norm else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        query, key, value = (self._heads(proj(hidden)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        cos, sin = self.rotary.tables(query.shape[2], query.device, query.dtype)
+        out = self._attend(rotate(query, cos, sin), rotate(key, cos, sin), value)
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
+        groups = query.shape[1] // key.shape[1]
+        # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would
+        # hold [S, S] matrices, which costs more than repeating the heads.
+        native = query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+        if groups > 1 and not native:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if self.kind == "math" else nullcontext()
+        with backend:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)
+
+
+class _SiluProduct(torch.autograd.Function):
+    """``silu(gate) * up`` that keeps its inputs only; autograd would also keep silu(gate), a quarter of the part's activations."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad_output * up, gate), grad_output * F.silu(gate)
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, hidden_dim: int, spec: DenseMLP) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias)
+        self.up_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias)
+        self.down_proj = nn.Linear(spec.ffn_dim, hidden_dim, bias=spec.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        product: Tensor = _SiluProduct.apply(self.gate_proj(hidden), self.up_proj(hidden))  # type: ignore[no-untyped-call]
+        result: Tensor = self.down_proj(product)
+        return result
+
+
+class DecoderBlock(nn.Module):
+    """Attention and feed-forward, each behind an RMSNorm and a residual."""
+
+    def __init__(self, model: ModelSpec, spec: Block, rotary: Rotary, kind: AttentionKind) -> None:
+        super().__init__()
+        assert isinstance(spec.attention, SoftmaxAttention)
+        assert isinstance(spec.mlp, DenseMLP)
+        self.input_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
+        self.self_attn = SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
+        self.post_attention_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
+        self.mlp = SwiGLU(model.hidden_dim, spec.mlp)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
+        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return result
+
+
+class DecoderTrunk(nn.Module):
+    """Embedding, blocks and final norm; a pipeline stage lacks those of other stages."""
+
+    def __init__(self, spec: ModelSpec, kind: AttentionKind) -> None:
+        super().__init__()
+        assert spec.rope is not None
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.hidden_dim)
+        blocks = [layer for layer in spec.iter_layers() if isinstance(layer, Block)]
+        rotaries = {dim: Rotary(spec.rope, dim) for dim in {block.attention.head_dim for block in blocks}}
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderBlock(spec, block, rotaries[block.attention.head_dim], kind) for i, block in enumerate(blocks)}
+        )
+        self.norm: RMSNorm | None = RMSNorm(spec.hidden_dim, spec.norm_eps)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Tokens [B, S] (first stage) or hidden states [B, S, D] to hidden states [B, S, D]."""
+        hidden = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
+        for block in self.layers.values():
+            hidden = block(hidden)
+        return hidden if self.norm is None else self.norm(hidden)
+
+
+class Decoder(nn.Module):
+    """The model, or after `keep` the layers of one pipeline stage.
+
+    Attributes:
+        vocab_shard: which part of the vocabulary ``lm_head`` computes; None for all of it.
+    """
+
+    def __init__(self, spec: ModelSpec, *, attention: AttentionKind = "flash") -> None:
+        """The whole model with torch's default weights; see `init_weights`.
+
+        Raises:
+            RuntimeMismatchError: the decoder lacks something the model has.
+        """
+        lacking = why_not_runnable(spec, seq_len=1)  # windows depend on the workload: `parallelize` checks them
+        if lacking:
+            raise RuntimeMismatchError(f"this version cannot run {spec.name}", details=lacking)
+        super().__init__()
+        self.spec = spec
+        self.vocab_shard: VocabShard | None = None
+        self.model = DecoderTrunk(spec, attention)
+        self.lm_head: nn.Linear | None = nn.Linear(spec.hidden_dim, spec.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the head use the embedding's parameter, where the model ties them and this stage has both.
+
+        To be called after whatever gives modules new parameters: tensor parallelism, ``to_empty``.
+        """
+        if self.spec.tie_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def keep(self, layer_idxs: range) -> None:
+        """Drop all layers but these, counted as in ``ModelSpec.iter_layers``: 0 is the embedding, the last one the head."""
+        if 0 not in layer_idxs:
+            self.model.embed_tokens = None
+        for name in list(self.model.layers):
+            if int(name) + 1 not in layer_idxs:
+                del self.model.layers[name]
+        if self.spec.num_layers - 1 not in layer_idxs:
+            self.model.norm = None
+            self.lm_head = None
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Run this stage's layers.
+
+        Args:
+            inputs: tokens [B, S] on the first stage, else hidden states [B, S, D].
+            targets: tokens [B, S] that should come next; only the last stage reads them.
+
+        Returns:
+            Hidden states [B, S, D] before the last stage; there the mean loss [1], or logits [B, S, V] without targets. The loss
+            is taken here so that logits are gone before anything else is allocated, and never kept by a pipeline schedule.
+        """
+        hidden: Tensor = self.model(inputs)
+        if self.lm_head is None:
+            return hidden
+        logits: Tensor = self.lm_head(hidden)
+        return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
+

@@ -1,0 +1,62 @@
+"""Initial weights that depend on the seed and on a parameter's name only, never on the layout."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+STD = 0.02
+"""Standard deviation of all weights. Source: ``initializer_range`` of the published Llama, Qwen and Mistral configs."""
+
+
+@torch.no_grad()
+def init_weights(module: nn.Module, seed: int) -> None:
+    """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases 0.
+
+    Each weight comes from a generator of its own on its device, and a shard is cut from the whole tensor; only one whole
+    tensor exists at a time. CPU and CUDA generators differ, so equal weights need equal device types.
+    """
+    tied = getattr(getattr(module, "spec", None), "tie_embeddings", False)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 1:
+            value = 0.0 if name.endswith("bias") else 1.0
+            local_tensor(parameter).fill_(value)
+            continue
+        # A tied head that stands alone on the last pipeline stage must start as the embedding does.
+        source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        generator = torch.Generator(parameter.device).manual_seed(parameter_seed(seed, source))
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        whole.normal_(0.0, STD, generator=generator)
+        local_tensor(parameter).copy_(local_part(whole, parameter))
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """63 bits from a seed and a parameter's name."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor (sharing its storage); a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of ``whole`` that this rank holds of ``like``.
+
+    Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard.
+    """
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        dim = getattr(like.placements[axis], "dim", None)  # strided shards are no Shard in every version; both have dim
+        if dim is None:
+            continue
+        chunks = whole.chunk(mesh.size(axis), dim=dim)
+        rank = mesh.get_local_rank(axis)
+        whole = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole

@@ -1,0 +1,64 @@
+"""The optimizer of a plan, and gradient clipping that is exact over all axes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .models.init import local_tensor
+from .parallel_model import ParallelModel
+
+
+def build_optimizer(
+    model: ParallelModel, *, learning_rate: float, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)
+) -> torch.optim.Optimizer:
+    """AdamW or SGD (no momentum), as the plan's workload says; norms and biases are not decayed.
+
+    The parameters of one model are either all plain or all DTensors on one mesh, so that the fused update applies.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if model.plan.workload.optimizer == "sgd":
+        # DTensor has no fused SGD, and the foreach one would hold a decayed copy of all gradients.
+        return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+
+
+@torch.no_grad()
+def clip_gradients(model: ParallelModel, max_norm: float) -> float:
+    """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+    The norm is sqrt(sum of squares) over every element of the model once: a rank counts its local part of a parameter only if it
+    is the first along each axis that holds copies of it. One sum over all ranks; no part is gathered.
+
+    Returns:
+        The norm before scaling, the same on every rank.
+    """
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    counted = [local_tensor(g) for name, g in gradients.items() if _is_counted(model, name, g)]
+    square = torch.zeros((), dtype=torch.float32, device=model.device)
+    if counted:
+        square = nn.utils.get_total_norm(counted).square().to(model.device)
+    if model.plan.layout.world_size > 1:
+        dist.all_reduce(square, group=model.mesh.loss_group)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local_tensor(g) for g in gradients.values()], scale)
+    return norm.item()
+
+
+def _is_counted(model: ParallelModel, name: str, gradient: Tensor) -> bool:
+    mesh = model.mesh
+    if mesh.tied_group is not None and name == "lm_head.weight":
+        return False  # the first stage counts the tied embedding
+    copies = {"dp_replicate", "dp_shard", "tp"}
+    if isinstance(gradient, DTensor):
+        names = gradient.device_mesh.mesh_dim_names or ()
+        copies -= {axis for axis, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()}
+    return all(mesh.coordinates[axis] == 0 for axis in copies)

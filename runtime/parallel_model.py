@@ -1,0 +1,129 @@
+"""ParallelModel: this rank's part of a model that is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import DTensor
+
+from ..schema.errors import RuntimeMismatchError
+from ..schema.plan import Plan
+from .data_parallel import before_backward, loss_scale
+from .mesh import ParallelMesh
+from .models.decoder import Decoder
+from .models.init import local_tensor
+from .pipeline_parallel import reduce_tied_gradients, run_schedule
+
+
+class ParallelModel:
+    """What `parallelize` returns.
+
+    Attributes:
+        plan: what is executed.
+        mesh: where this rank stands.
+        module: this rank's pipeline stage (the whole model without a pipeline), sharded.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: ParallelMesh,
+        module: Decoder,
+        device: torch.device,
+        schedule: PipelineScheduleSingle | None = None,
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.module = module
+        self.device = device
+        self._schedule = schedule
+
+    @property
+    def model_part(self) -> nn.Module:
+        """What `torch.distributed.checkpoint.state_dict` takes; its names are those of the whole model."""
+        return self.module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank, whole or sharded."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank with their names in the whole model."""
+        return self.module.named_parameters()
+
+    def forward_backward(self, tokens: Tensor) -> float:
+        """Add the gradient of the mean loss over the global batch to the parameters' gradients; once a step.
+
+        Args:
+            tokens: [num_microbatches * micro_batch_size, seq_len + 1]: this rank's share of the global batch, the same on all
+                ranks of one `mesh.dp_rank`. Each token but the first is the target of those before it.
+
+        Returns:
+            The mean loss over the global batch, on every rank.
+
+        Raises:
+            RuntimeMismatchError: the shape is not the plan's.
+        """
+        tokens = self._checked(tokens).to(self.device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self._schedule is not None:
+            loss = run_schedule(self._schedule, self.mesh, self.plan, inputs, targets)
+        else:
+            loss = self._accumulate(inputs, targets)
+        self._finish_gradients()
+        return self._global_mean(loss)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of this stage by name; all ranks of the stage must call it."""
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
+        # A replicated DTensor's full tensor is the local one: copy it, or clipping would change the result.
+        return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()}
+
+    def _checked(self, tokens: Tensor) -> Tensor:
+        layout = self.plan.layout
+        expected = (self.plan.num_microbatches * layout.micro_batch_size, self.plan.workload.seq_len + 1)
+        if tuple(tokens.shape) != expected:
+            raise RuntimeMismatchError(
+                f"tokens of shape {tuple(tokens.shape)}, the plan takes {expected}: num_microbatches "
+                f"{self.plan.num_microbatches} x micro_batch_size {layout.micro_batch_size}, seq_len + 1"
+            )
+        return tokens
+
+    def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """All micro-batches in a row; the mean loss [] of this rank's share."""
+        count, scale = self.plan.num_microbatches, loss_scale(self.plan)
+        total = torch.zeros((), device=self.device)
+        for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+            before_backward(self.module, self.plan, is_last=i == count - 1)
+            loss = self.module(x, y).sum() / count
+            (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def _finish_gradients(self) -> None:
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            # DTensor leaves gradients as its operators made them: those of norms under sequence parallelism are parts of a sum,
+            # others may be whole where the parameter is split.
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if loss_scale(self.plan) != 1:
+            torch._foreach_mul_(self._local_gradients(), 1 / loss_scale(self.plan))
+        reduce_tied_gradients(self.module, self.mesh)
+
+    def _local_gradients(self) -> list[Tensor]:
+        return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+
+    def _global_mean(self, loss: Tensor) -> float:
+        """Mean over the ranks that computed a loss: one of each tp group of the last stage."""
+        counts = self.mesh.is_last_stage and self.mesh.tp_rank == 0
+        share = loss / self.mesh.dp_degree if counts else torch.zeros_like(loss)
+        if self.plan.layout.world_size > 1:
+            dist.all_reduce(share, group=self.mesh.loss_group)
+        return share.item()

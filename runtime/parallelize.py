@@ -1,0 +1,95 @@
+"""A model and a plan made into this rank's part of a training job."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..schema.errors import RuntimeMismatchError
+from ..schema.plan import Plan
+from ..schema.rules import require_valid, why_not_runnable
+from .data_parallel import compute_dtype, shard_data_parallel
+from .mesh import build_mesh
+from .models.decoder import Decoder
+from .models.init import init_weights
+from .parallel_model import ParallelModel
+from .pipeline_parallel import build_schedule
+from .recompute import apply_recompute
+from .tensor_parallel import apply_tensor_parallel
+
+
+def parallelize(
+    model: nn.Module | None, plan: Plan, *, device: torch.device | None = None, seed: int = 0
+) -> ParallelModel:
+    """Spread a model over the running torch.distributed job as the plan says.
+
+    Args:
+        model: None to build the plan's model with initial weights that depend on ``seed`` only; or a `Decoder`, taken over with
+            its weights (the same ones on every rank) and no longer usable afterwards.
+        plan: its layout must have as many ranks as the default process group.
+        device: of this rank; unset, the plan's kind of device (the current one).
+        seed: of the initial weights.
+
+    Raises:
+        ConfigError: the plan breaks a rule that layouts must satisfy.
+        RuntimeMismatchError: this version or this job cannot execute the plan, or the model is not the plan's.
+    """
+    _check(model, plan)
+    device = device or _default_device(plan)
+    mesh = build_mesh(plan, device.type)
+    stage, stage_plan = _take_over(model, plan), plan.stages[mesh.pp_rank]
+    stage.keep(stage_plan.layer_idxs)
+    if model is not None:
+        stage.to(device, torch.float32)
+    apply_tensor_parallel(stage, mesh, plan)
+    apply_recompute(stage, stage_plan.recompute)
+    shard_data_parallel(stage, mesh, plan)
+    if model is None:
+        stage.to_empty(device=device)
+        stage.tie()
+        init_weights(stage, seed)
+    schedule = build_schedule(stage, mesh, plan, device) if mesh.pp is not None else None
+    return ParallelModel(plan, mesh, stage, device, schedule)
+
+
+def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:
+    if isinstance(model, Decoder):
+        return model
+    with torch.device("meta"):
+        return Decoder(plan.model, attention=plan.workload.attention)
+
+
+def _default_device(plan: Plan) -> torch.device:
+    if plan.cluster.weakest_device.vendor == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _check(model: nn.Module | None, plan: Plan) -> None:
+    if model is not None and not isinstance(model, Decoder):
+        raise RuntimeMismatchError(
+            f"cannot spread a {type(model).__name__}: this version takes meshwright.runtime.Decoder (Llama-family models), "
+            "or None to build the plan's model",
+            help="build Decoder(plan.model); its parameter names are those of transformers' Llama, so load_state_dict takes them",
+        )
+    # Name and source say where a spec is from, not what it is.
+    if model is not None and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
+        raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
+    lacking = why_not_runnable(plan.model, plan.workload.seq_len)
+    if lacking:
+        raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
+    compute_dtype(plan)
+    if not dist.is_initialized():
+        raise RuntimeMismatchError(
+            "there is no torch.distributed job", help="start with `meshwright apply`, or under torchrun call init_process_group()"
+        )
+    ranks, needed = dist.get_world_size(), plan.layout.world_size
+    if ranks != needed:
+        raise RuntimeMismatchError(f"the plan is for {needed} ranks, this job has {ranks}", help=f"start {needed} processes")
+    cluster = plan.cluster
+    require_valid(
+        plan.model, plan.workload, plan.layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
+    )

@@ -1,0 +1,68 @@
+"""Activation recomputation, one checkpoint for each block.
+
+full keeps only a block's input. selective also keeps what is expensive to compute again: the outputs of matrix products and of
+attention (not of the last product, which no backward pass reads).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..schema.layout import Recompute
+from .models.decoder import Decoder
+
+_aten = torch.ops.aten
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def apply_recompute(stage: Decoder, recompute: Recompute) -> None:
+    """Checkpoint every block of a stage, in place.
+
+    The block's ``forward`` is replaced on the instance: parameter names stay, and hooks of `fully_shard` run outside, so that
+    a recomputation does not gather parameters once more.
+    """
+    if recompute == "none":
+        return
+    for block in stage.model.layers.values():
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if recompute == "selective":
+            options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def _count_products(block: nn.Module) -> int:
+    return sum(isinstance(module, nn.Linear) for module in block.modules())
+
+
+def _selective_contexts(num_products: int) -> Any:
+    return create_selective_checkpoint_contexts(_keep_products(num_products))  # type: ignore[no-untyped-call]
+
+
+def _keep_products(num_products: int) -> Callable[..., CheckpointPolicy]:
+    """A policy for one pass through a block and its recomputation."""
+    seen = {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if op not in PRODUCTS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[ctx.is_recompute] += 1
+        is_last = seen[ctx.is_recompute] == num_products
+        return CheckpointPolicy.PREFER_RECOMPUTE if is_last else CheckpointPolicy.MUST_SAVE
+
+    return policy

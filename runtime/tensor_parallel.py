@@ -1,0 +1,86 @@
+"""Tensor parallelism by DTensor: column- and row-wise layers, a split vocabulary, and sequence parallelism.
+
+Activations between blocks are plain local tensors: [B, S, D] on every rank, or with sequence parallelism [B, S / tp, D]. Inside a
+region the input is a DTensor, so that the gradients of q, k and v (or gate and up) are added before they are reduced, once.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ..schema.plan import Plan
+from .loss import VocabShard
+from .mesh import ParallelMesh
+from .models.decoder import Decoder, DecoderBlock, RMSNorm
+from .models.init import local_tensor
+
+
+def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
+    """Split a stage's layers over tp, in place; nothing to do when tp is 1. All parameters become DTensors."""
+    if mesh.tp is None:
+        return
+    hidden = Shard(1) if plan.layout.sequence_parallel else Replicate()
+    for block in stage.model.layers.values():
+        assert isinstance(block, DecoderBlock)
+        _split_block(block, mesh.tp, hidden)
+    width = -(-plan.model.vocab_size // mesh.tp.size())  # DTensor cuts as torch.chunk does
+    shard = VocabShard(offset=width * mesh.tp_rank, group=mesh.tp.get_group())
+    if stage.model.embed_tokens is not None:
+        _split_embedding(stage.model.embed_tokens, mesh.tp, shard, hidden)
+    if stage.model.norm is not None and stage.lm_head is not None:
+        _replicate_norm(stage.model.norm, mesh.tp, hidden)
+        # The logits stay split: the loss works on this rank's columns.
+        _apply(stage.lm_head, mesh.tp, ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1)))
+        stage.vocab_shard = shard
+    stage.tie()
+
+
+def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None:
+    to_region = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
+    plan: dict[str, ParallelStyle] = {"self_attn": to_region, "mlp": to_region}
+    plan |= {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    plan |= {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+    plan |= {name: RowwiseParallel(output_layouts=hidden) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    _apply(block, tp, plan)
+    for norm in (block.input_layernorm, block.post_attention_layernorm):
+        _replicate_norm(norm, tp, hidden)
+    for head_norm in (block.self_attn.q_norm, block.self_attn.k_norm):
+        if head_norm is not None:
+            _replicate_norm(head_norm, tp, Shard(2))  # each rank sees its own heads
+
+
+def _split_embedding(embedding: nn.Embedding, tp: DeviceMesh, shard: VocabShard, hidden: Placement) -> None:
+    """Rows of the vocabulary over tp.
+
+    Not RowwiseParallel: under it DTensor computes the gradient of the whole table on every rank.
+    """
+    embedding.weight = nn.Parameter(distribute_tensor(embedding.weight.data, tp, [Shard(0)], src_data_rank=None))
+
+    def forward(tokens: Tensor) -> Tensor:
+        weight = local_tensor(embedding.weight)
+        idx, is_local = shard.local_idx(tokens, width=len(weight))
+        rows = F.embedding(idx, weight) * is_local[..., None]
+        return DTensor.from_local(rows, tp, [Partial()], run_check=False).redistribute(placements=[hidden]).to_local()
+
+    embedding.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _apply(module: nn.Module, tp: DeviceMesh, plan: ParallelStyle | dict[str, ParallelStyle]) -> None:
+    # Without a source rank each rank cuts its own copy: nothing is sent, and it works on the meta device.
+    parallelize_module(module, tp, plan, src_data_rank=None)
+
+
+def _replicate_norm(norm: RMSNorm, tp: DeviceMesh, activations: Placement) -> None:
+    """A whole weight on every rank, whose gradient is a sum over ranks where each sees a part of the activations."""
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, tp, [Replicate()], src_data_rank=None))
+    norm.weight_grad = [Partial() if activations.is_shard() else Replicate()]

@@ -1,0 +1,209 @@
+"""Every parallel axis against one rank: the same loss, gradients, gradient norm and training steps.
+
+Why the tolerances are not zero (fp32): sums are taken in another order (over ranks, micro-batches, columns of a split product). One
+unit in the last place of a loss near 4.6 is 4.8e-7, and losses were seen to differ by two; gradients here are at most 0.5, and were
+seen to differ by 1.2e-7. From the second step on Adam divides by the root of tiny squares, which magnifies differences of the
+gradients of rare tokens (seen: 2.3e-6 of the norm). bf16 and fp16 are compared with fp32, so that their own rounding is in the
+tolerance (seen: loss 7.7e-5 at first and 2.2e-3 after two steps, gradients 2.7e-3, norm 5e-4 and 3.9e-2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Case, Outcome, run_group
+from meshwright.schema import Layout, Plan, Workload
+from meshwright.schema.model import Rope
+from plans import make_plan, tiny_model
+
+LOSS_TOLERANCE = 1.5e-6
+GRADIENT_TOLERANCE = 5e-7
+NORM_TOLERANCE = 1e-6  # relative: six digits
+LATER_NORM_TOLERANCE = 1e-5
+MIXED_LOSS_TOLERANCE = 3e-4  # bf16 keeps 8 bits: 4e-3 a logit, averaged over 128 tokens
+MIXED_LATER_LOSS_TOLERANCE = 6e-3
+MIXED_GRADIENT_TOLERANCE = 5e-3
+MIXED_NORM_TOLERANCE = 2e-3
+MIXED_LATER_NORM_TOLERANCE = 0.08
+
+WORKLOAD = Workload(seq_len=16, global_batch_size=8, precision="fp32")
+BF16 = WORKLOAD.replace(precision="bf16-mixed")
+SIX = WORKLOAD.replace(global_batch_size=6)
+SGD = WORKLOAD.replace(optimizer="sgd")
+FP16 = WORKLOAD.replace(precision="fp16-mixed")
+MODELS = {
+    "plain": tiny_model(),
+    "rich": tiny_model(
+        qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True, rope=Rope(theta=1e4, scaling="linear", factor=2.0)
+    ),
+    "tied": tiny_model(tied=True),
+    "mha": tiny_model(num_kv_heads=4, vocab_size=98),
+    # Names of their own, because their references have other workloads.
+    "sgd": tiny_model(),
+    "six": tiny_model(),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A layout, the model it is tried on, and what differs from the default plan."""
+
+    name: str
+    layout: Layout
+    model: str = "plain"
+    workload: Workload = WORKLOAD
+    blocks_per_stage: tuple[int, ...] | None = None
+    rank_map: tuple[int, ...] | None = None
+    own_model: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        return make_plan(
+            MODELS[self.model],
+            self.layout,
+            workload=self.workload,
+            blocks_per_stage=self.blocks_per_stage,
+            rank_map=self.rank_map,
+        )
+
+
+REFERENCES = tuple(
+    Setup(name, Layout(micro_batch_size=2), model=name, workload={"sgd": SGD, "six": SIX}.get(name, WORKLOAD)) for name in MODELS
+)
+ONE = (
+    Setup("full", Layout(micro_batch_size=8, recompute="full"), model="rich"),
+    Setup("selective", Layout(micro_batch_size=2, recompute="selective"), model="rich"),
+    Setup("math attention", Layout(micro_batch_size=4), workload=WORKLOAD.replace(attention="math")),
+    Setup("bf16", Layout(micro_batch_size=4), workload=BF16),
+    Setup("fp16", Layout(micro_batch_size=4), workload=FP16),
+)
+TWO = (
+    Setup("zero 1", Layout(dp_shard=2, zero_stage=1, micro_batch_size=2)),
+    Setup("zero 2", Layout(dp_shard=2, zero_stage=2, micro_batch_size=2), model="rich"),
+    Setup("zero 3", Layout(dp_shard=2, micro_batch_size=2)),
+    Setup("zero 3 tied", Layout(dp_shard=2, micro_batch_size=2), model="tied"),
+    Setup("zero 3 selective", Layout(dp_shard=2, micro_batch_size=2, recompute="selective"), model="rich"),
+    Setup("zero 3 full", Layout(dp_shard=2, micro_batch_size=2, recompute="full")),
+    Setup("zero 3 bf16", Layout(dp_shard=2, micro_batch_size=2), workload=BF16),
+    Setup("zero 1 bf16", Layout(dp_shard=2, zero_stage=1, micro_batch_size=2), workload=BF16, model="tied"),
+    Setup("replicas", Layout(dp_replicate=2, micro_batch_size=2), rank_map=(1, 0)),
+    Setup("replicas bf16", Layout(dp_replicate=2, micro_batch_size=2), workload=BF16),
+    Setup("tp", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="rich"),
+    Setup("tp tied", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="tied"),
+    Setup("own model, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="rich", own_model=True),
+    Setup("own model, tp", Layout(tp=2, micro_batch_size=4), model="tied", own_model=True),
+    Setup("own model, pp", Layout(pp=2, micro_batch_size=2), model="tied", own_model=True),
+    Setup("sgd zero 2", Layout(dp_shard=2, zero_stage=2, micro_batch_size=2), model="sgd", workload=SGD),
+    Setup("sgd tp", Layout(tp=2, micro_batch_size=4), model="sgd", workload=SGD),
+    Setup("tp sp", Layout(tp=2, micro_batch_size=4), model="rich"),
+    Setup("tp sp tied", Layout(tp=2, micro_batch_size=4), model="tied"),
+    Setup("tp sp selective", Layout(tp=2, micro_batch_size=4, recompute="selective"), model="rich"),
+    Setup("tp sp full", Layout(tp=2, micro_batch_size=4, recompute="full")),
+    Setup("tp sp bf16", Layout(tp=2, micro_batch_size=4), workload=BF16),
+    Setup("tp sp fp16", Layout(tp=2, micro_batch_size=4), workload=FP16),
+    Setup("pp", Layout(pp=2, micro_batch_size=2), model="rich"),
+    Setup("pp gpipe", Layout(pp=2, micro_batch_size=2, schedule="gpipe"), rank_map=(1, 0)),
+    Setup("pp uneven", Layout(pp=2, micro_batch_size=1), blocks_per_stage=(4, 1)),
+    Setup("pp tied", Layout(pp=2, micro_batch_size=2), model="tied"),
+    Setup("pp selective", Layout(pp=2, micro_batch_size=2, recompute="selective")),
+    Setup("pp bf16", Layout(pp=2, micro_batch_size=2), workload=BF16, model="tied"),
+)
+THREE = (
+    Setup("zero 3, uneven shards", Layout(dp_shard=3), model="six", workload=SIX),
+    Setup("pp 3", Layout(pp=3, micro_batch_size=2), model="six", workload=SIX, rank_map=(2, 0, 1)),
+)
+FOUR = (
+    Setup("hsdp", Layout(dp_replicate=2, dp_shard=2)),
+    Setup("tp zero 3", Layout(tp=2, dp_shard=2), model="rich", rank_map=(0, 2, 1, 3)),
+    Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1), model="tied"),
+    Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="rich"),
+    Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="tied", rank_map=(1, 3, 0, 2)),
+    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="rich", blocks_per_stage=(1, 4)),
+    Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="tied"),
+    Setup("pp 4", Layout(pp=4), model="tied", rank_map=(1, 3, 0, 2)),
+    Setup("tp 4", Layout(tp=4), model="mha"),
+)
+EIGHT = (
+    Setup("3d", Layout(pp=2, tp=2, dp_shard=2), model="tied", rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
+    Setup("3d bf16", Layout(pp=2, tp=2, dp_shard=2, recompute="selective", schedule="gpipe"), model="rich", workload=BF16),
+)
+
+
+def run(setups: tuple[Setup, ...], folder: Path) -> dict[str, list[Outcome]]:
+    cases = [Case(setup.name, setup.plan, own_model=setup.own_model) for setup in setups]
+    return run_group(setups[0].layout.world_size, cases, folder)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """One rank, fp32, by model."""
+    return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
+
+
+@pytest.fixture(scope="module", params=[ONE, TWO, THREE, FOUR, EIGHT], ids=lambda setups: f"{setups[0].layout.world_size} ranks")
+def group(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[Setup, ...], dict[str, list[Outcome]]]:
+    setups: tuple[Setup, ...] = request.param
+    return setups, run(setups, tmp_path_factory.mktemp("ranks"))
+
+
+def test_layouts_train_as_one_rank_does(
+    group: tuple[tuple[Setup, ...], dict[str, list[Outcome]]], references: dict[str, Outcome]
+) -> None:
+    setups, outcomes = group
+    problems = [
+        f"{setup.name}: {problem}"
+        for setup in setups
+        for problem in differences(outcomes[setup.name], references[setup.model], mixed=setup.workload.precision != "fp32")
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def differences(ranks: list[Outcome], reference: Outcome, *, mixed: bool) -> list[str]:
+    """Where the ranks' outcomes leave the reference by more than the tolerance."""
+    problems = []
+    names = set()
+    for rank, outcome in enumerate(ranks):
+        if outcome.losses != ranks[0].losses or outcome.norms != ranks[0].norms:
+            problems.append(f"rank {rank} reports losses {outcome.losses}, rank 0 {ranks[0].losses}")
+        for name, gradient in outcome.gradients.items():
+            # A pipeline's last stage has a copy of a tied embedding under the head's name.
+            source = name if name in reference.gradients else "model.embed_tokens.weight"
+            names.add(source)
+            error = (gradient - reference.gradients[source]).abs().max().item()
+            if not error <= (MIXED_GRADIENT_TOLERANCE if mixed else GRADIENT_TOLERANCE):
+                problems.append(f"rank {rank}: gradient of {name} is off by {error:.1e}")
+    if names != set(reference.gradients):
+        problems.append(f"no gradient for {set(reference.gradients) - names}")
+    for step, (loss, expected) in enumerate(zip(ranks[0].losses, reference.losses, strict=True)):
+        mixed_tolerance = MIXED_LATER_LOSS_TOLERANCE if step else MIXED_LOSS_TOLERANCE
+        if not abs(loss - expected) <= (mixed_tolerance if mixed else LOSS_TOLERANCE):
+            problems.append(f"loss of step {step} is {loss:.7f}, expected {expected:.7f}")
+    for step, (norm, expected) in enumerate(zip(ranks[0].norms, reference.norms, strict=True)):
+        mixed_tolerance = MIXED_LATER_NORM_TOLERANCE if step else MIXED_NORM_TOLERANCE
+        tolerance = mixed_tolerance if mixed else LATER_NORM_TOLERANCE if step else NORM_TOLERANCE
+        if not abs(norm - expected) <= tolerance * expected:
+            problems.append(f"gradient norm of step {step} is {norm:.7f}, expected {expected:.7f}")
+    return problems
+
+
+def test_a_failing_rank_ends_the_group(tmp_path: Path) -> None:
+    broken = Setup("broken", Layout(dp_shard=2, micro_batch_size=2)).plan
+    wrong_size = Case("wrong size", Setup("one", Layout(micro_batch_size=4)).plan)
+    with pytest.raises(AssertionError, match="the plan is for 1 ranks, this job has 2"):
+        run_group(2, [Case("broken", broken, num_steps=1), wrong_size], tmp_path)
+
+
+def test_a_group_that_does_not_end_is_stopped(tmp_path: Path) -> None:
+    endless = Case("endless", Setup("endless", Layout(dp_shard=2, micro_batch_size=2)).plan, num_steps=10**9)
+    with pytest.raises(AssertionError, match=r"(?s)exit codes \[-9, -9\].*most recent call first.*forward_backward"):
+        run_group(2, [endless], tmp_path, timeout_s=8.0)
+
+
+def test_gradients_of_the_reference_are_not_trivial(references: dict[str, Outcome]) -> None:
+    for outcome in references.values():
+        assert all(torch.isfinite(gradient).all() and gradient.abs().max() > 1e-5 for gradient in outcome.gradients.values())

@@ -1,0 +1,100 @@
+"""The decoder against transformers, and what it does without a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from meshwright.runtime import Decoder
+from meshwright.runtime.models.init import init_weights, parameter_seed
+from meshwright.schema import ModelSpec, RuntimeMismatchError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "llama with llama3 rope": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama with linear rope": transformers.LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "llama with biases, tied": transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
+    "mistral": transformers.MistralConfig(**SIZES, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_agree_with_transformers(name: str) -> None:
+    torch.manual_seed(0)
+    config = CONFIGS[name]
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    for parameter in theirs.parameters():  # theirs starts with zero biases and unit norms, which would hide mistakes
+        torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 0.5, 0.2)
+    spec = ModelSpec.from_hf({**config.to_dict(), "architectures": [type(theirs).__name__]})
+    ours = Decoder(spec)
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.randint(0, 97, (2, 24))
+    with torch.no_grad():
+        expected, actual = theirs(tokens).logits, ours(tokens)
+    # Not zero: rms_norm and the rotation are evaluated in another order.
+    assert (actual - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert sum(parameter.numel() for parameter in ours.parameters()) == spec.num_params
+
+
+def test_attention_kinds_agree() -> None:
+    spec = ModelSpec.from_hf({**CONFIGS["llama"].to_dict(), "architectures": ["LlamaForCausalLM"]})
+    flash, math = Decoder(spec), Decoder(spec, attention="math")
+    math.load_state_dict(flash.state_dict())
+    tokens = torch.randint(0, 97, (2, 24))
+    torch.testing.assert_close(flash(tokens), math(tokens))
+
+
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
+    spec = ModelSpec.from_hf({**CONFIGS["qwen2"].to_dict(), "architectures": ["Qwen2ForCausalLM"]})
+    whole, stage = Decoder(spec), Decoder(spec)
+    stage.keep(range(2, 5))
+    init_weights(whole, seed=3)
+    init_weights(stage, seed=3)
+    names = dict(stage.named_parameters())
+    assert set(names) < set(dict(whole.named_parameters()))
+    assert {name.split(".")[2] for name in names if "layers" in name} == {"1", "2"}
+    for name, parameter in whole.named_parameters():
+        if name in names:
+            assert torch.equal(parameter, names[name])
+    assert parameter_seed(3, "a") != parameter_seed(4, "a") != parameter_seed(4, "b")
+    weight = whole.model.layers["0"].mlp.up_proj.weight
+    assert abs(weight.std().item() - 0.02) < 2e-3
+    assert whole.model.layers["0"].self_attn.q_proj.bias.abs().max() == 0
+
+
+def test_stages_in_a_row_are_the_model() -> None:
+    spec = ModelSpec.from_hf({**CONFIGS["qwen3"].to_dict(), "architectures": ["Qwen3ForCausalLM"]})
+    whole, first, last = Decoder(spec), Decoder(spec), Decoder(spec)
+    for stage, layers in ((first, range(2)), (last, range(2, 5))):
+        stage.keep(layers)
+        stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
+    tokens = torch.randint(0, 97, (2, 24))
+    assert torch.equal(last(first(tokens)), whole(tokens))
+
+
+def test_model_with_experts_is_refused() -> None:
+    with pytest.raises(RuntimeMismatchError, match="experts"):
+        Decoder(ModelSpec.named("mixtral-8x7b"))

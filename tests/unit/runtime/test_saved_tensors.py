@@ -1,0 +1,111 @@
+"""What one decoder block keeps for its backward pass: the figures that the memory model is built on."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from meshwright.runtime import Decoder
+from meshwright.runtime.recompute import apply_recompute
+from meshwright.schema import ModelSpec
+from meshwright.schema.layout import Recompute
+from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, Rope, SoftmaxAttention
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+B, S, D, H, K, C, F = 2, 64, 32, 4, 2, 16, 112
+SPEC = ModelSpec(
+    name="block",
+    architecture="LlamaForCausalLM",
+    hidden_dim=D,
+    layers=(
+        LayerRun(layer=Embedding(vocab_size=16)),
+        LayerRun(
+            layer=Block(
+                attention=SoftmaxAttention(kind="gqa", num_heads=H, num_kv_heads=K, head_dim=C), mlp=DenseMLP(ffn_dim=F)
+            )
+        ),
+        LayerRun(layer=Head(vocab_size=16)),
+    ),
+    tie_embeddings=False,
+    max_seq_len=S,
+    rope=Rope(),
+)
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers every storage that an operator returns, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.sizes[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
+        return result
+
+    def alive_bytes(self) -> int:
+        gc.collect()
+        return sum(size for storage, size in self.sizes.items() if not storage.expired())
+
+
+def expected_bytes(recompute: Recompute, dtype: torch.dtype, device: str) -> int:
+    """Input and saved tensors of one block, with its output left out (it is the next block's input)."""
+    if recompute == "full":
+        return B * S * D * dtype.itemsize
+    if recompute == "selective":
+        # input; q, k, v and attention output; output projection; gate and up; log-sum-exp of each head in fp32
+        return B * S * ((2 * D + 2 * H * C + 2 * K * C + 2 * F) * dtype.itemsize + 4 * H)
+    # input and middle of the residual stream, both norms' outputs; q, k, v, attention output; gate, up and their product
+    width = 4 * D + 2 * H * C + 2 * K * C + 3 * F
+    norms = 2 * 4  # 1 / rms of each token in fp32
+    if device == "cpu":  # not one kernel there: the normalised input is kept as well, and instead of a bf16 input its fp32 copy
+        norms += 2 * D * (4 if dtype == torch.float32 else 2 * 4 - dtype.itemsize)
+    return B * S * (width * dtype.itemsize + 4 * H + norms)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_keeps_what_the_memory_model_says(recompute: Recompute, dtype: torch.dtype) -> None:
+    device = "cuda" if torch.cuda.is_available() and dtype == torch.bfloat16 else "cpu"
+    decoder = Decoder(SPEC).to(device, dtype)
+    apply_recompute(decoder, recompute)
+    block = decoder.model.layers["0"]
+    block(torch.randn(B, S, D, device=device, dtype=dtype))  # makes the rotary tables, which all blocks share
+    leaf = torch.randn(B, S, D, device=device, dtype=dtype, requires_grad=True)
+    parameters = {StorageWeakRef(parameter.untyped_storage()) for parameter in decoder.parameters()}
+    with Allocations() as allocations:
+        hidden = leaf * 1
+        output = block(hidden)
+        del hidden
+    for storage in parameters | {StorageWeakRef(output.untyped_storage())}:
+        allocations.sizes.pop(storage, None)
+    slack = 0 if device == "cpu" else 1024  # CUDA attention also keeps the state of a random generator
+    assert abs(allocations.alive_bytes() - expected_bytes(recompute, dtype, device)) <= slack
+    output.sum().backward()
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 6)])
+def test_last_product_is_never_recomputed(recompute: Recompute, again: int) -> None:
+    decoder = Decoder(SPEC)
+    apply_recompute(decoder, recompute)
+    output = decoder.model.layers["0"](torch.randn(B, S, D, requires_grad=True))
+    with Products() as products:
+        output.sum().backward()
+    assert products.count == 14 + again
