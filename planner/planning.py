@@ -113,7 +113,7 @@ def _notes(
         notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
     if cluster.weakest_device.gemm is None:
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only: times are +-40 %")
-    lacking = why_not_runnable(model, workload.seq_len)
+    lacking = why_not_runnable(model, workload)
     if lacking:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
     return tuple(notes)

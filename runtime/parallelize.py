@@ -78,7 +78,7 @@ def _check(model: nn.Module | None, plan: Plan) -> None:
     # Name and source say where a spec is from, not what it is.
     if model is not None and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
-    lacking = why_not_runnable(plan.model, plan.workload.seq_len)
+    lacking = why_not_runnable(plan.model, plan.workload)
     if lacking:
         raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
     compute_dtype(plan)

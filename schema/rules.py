@@ -43,6 +43,7 @@ class Facts:
     head_counts: tuple[int, ...]
     kv_head_counts: tuple[int, ...]
     ffn_dims: tuple[int, ...]
+    vocab_size: int
 
     @property
     def num_microbatches(self) -> IntLike:
@@ -102,6 +103,11 @@ RULES: tuple[Rule, ...] = (
         lambda f: f"feed-forward width {_not_dividing(f.ffn_dims, f.tp)} does not divide by tp {f.tp}",
     ),
     Rule(
+        "vocabulary_per_tp",
+        lambda f: (f.tp - 1) * -(-f.vocab_size // f.tp) < f.vocab_size,
+        lambda f: f"a vocabulary of {f.vocab_size} in pieces of {-(-f.vocab_size // f.tp)} leaves none for the last of tp {f.tp}",
+    ),
+    Rule(
         "sequence_per_tp",
         lambda f: (f.sequence_parallel == 0) | (f.seq_len % (f.cp * f.tp) == 0),
         lambda f: f"seq_len {f.seq_len} does not divide by cp x tp = {f.cp * f.tp} (sequence parallel)",
@@ -152,6 +158,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
         "head_counts": tuple(sorted({block.attention.num_heads for block in blocks})),
         "kv_head_counts": tuple(sorted({block.attention.num_kv_heads for block in blocks})),
         "ffn_dims": tuple(sorted(ffn_dims)),
+        "vocab_size": model.vocab_size,
     }
 
 
@@ -202,9 +209,11 @@ def require_valid(
         raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
 
 
-def why_not_runnable(model: ModelSpec, seq_len: int) -> tuple[str, ...]:
-    """What the runtime of this version lacks for a model; empty when it can train it."""
+def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
+    """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
     reasons = []
+    if workload is not None and workload.precision == "fp8":
+        reasons.append("fp8")
     if model.rope is None or model.rope.scaling not in ("none", "linear", "llama3"):
         reasons.append(f"position embedding {model.rope.scaling if model.rope else 'learned'}")
     if any(run.layer.kind == "mtp" for run in model.layers):
@@ -219,8 +228,8 @@ def why_not_runnable(model: ModelSpec, seq_len: int) -> tuple[str, ...]:
             odd = attention.sinks or attention.logit_softcap or attention.qk_norm in ("full", "weightless")
             if odd or attention.rope_fraction != 1:
                 reasons.append("attention sinks, soft caps, partial rotary or whole-width query/key norms")
-            if attention.window is not None and attention.window < seq_len:
-                reasons.append(f"an attention window of {attention.window} below the sequence length {seq_len}")
+            if workload is not None and attention.window is not None and attention.window < workload.seq_len:
+                reasons.append(f"an attention window of {attention.window} below the sequence length {workload.seq_len}")
         if not isinstance(mlp, DenseMLP):
             reasons.append("experts")
         elif not mlp.gated or mlp.activation != "silu":

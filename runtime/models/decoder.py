@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         Raises:
             RuntimeMismatchError: the decoder lacks something the model has.
         """
-        lacking = why_not_runnable(spec, seq_len=1)  # windows depend on the workload: `parallelize` checks them
+        lacking = why_not_runnable(spec)  # what depends on the workload is checked by `parallelize`
         if lacking:
             raise RuntimeMismatchError(f"this version cannot run {spec.name}", details=lacking)
         super().__init__()

@@ -148,11 +148,13 @@ def test_error_message_and_pickle_keep_every_part() -> None:
 
 
 def test_why_not_runnable_names_the_parts() -> None:
-    assert why_not_runnable(ModelSpec.named("llama-3.1-8b"), 8192) == ()
-    assert why_not_runnable(ModelSpec.named("mixtral-8x7b"), 4096) == ("experts",)
-    assert any("latent" in reason for reason in why_not_runnable(ModelSpec.named("deepseek-v3"), 4096))
-    assert why_not_runnable(ModelSpec.named("mistral-7b"), 4096) == ()
-    assert any("window" in reason for reason in why_not_runnable(ModelSpec.named("mistral-7b"), 8192))
+    assert why_not_runnable(ModelSpec.named("llama-3.1-8b"), Workload(seq_len=8192, global_batch_size=1)) == ()
+    assert why_not_runnable(ModelSpec.named("mixtral-8x7b")) == ("experts",)
+    assert any("latent" in reason for reason in why_not_runnable(ModelSpec.named("deepseek-v3")))
+    mistral = ModelSpec.named("mistral-7b")
+    assert why_not_runnable(mistral, Workload(seq_len=4096, global_batch_size=1)) == ()
+    assert any("window" in r for r in why_not_runnable(mistral, Workload(seq_len=8192, global_batch_size=1)))
+    assert why_not_runnable(mistral, Workload(seq_len=4096, global_batch_size=1, precision="fp8")) == ("fp8",)
 
 
 @pytest.mark.parametrize(
