@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import tempfile
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand
 
-from ..schema import ConfigError, Plan
+from ..schema import ConfigError, MeshwrightError, Plan
 from ..schema.units import format_bytes, format_count, format_seconds
+from .errors import exit_on_error
 
 _LOG_LINES = 20
 """Lines of progress for a whole run where standard error is not a terminal."""
@@ -49,7 +52,9 @@ def apply(
     plan: Annotated[Path, typer.Argument(help="Plan file, from `meshwright plan --out`.", show_default=False)],
     script: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCRIPT ARGS...]", help="Your own script; MESHWRIGHT_PLAN names the plan in its environment."),
+        typer.Argument(
+            metavar="SCRIPT ARGS", help="Your own script; MESHWRIGHT_PLAN names the plan in its environment."
+        ),
     ] = None,
     *,
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 20,
@@ -59,36 +64,45 @@ def apply(
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="At its highest: linear warm-up, then a cosine.")] = 3e-4,
     checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints; shared by all nodes.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. Default: one at the end.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints. Default: one at the end.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
     nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
-    node_rank: Annotated[int | None, typer.Option(help="Place of this node in the plan's cluster, if it matters.")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Place of this node in the plan's cluster, if it matters.")
+    ] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT where the nodes meet.")] = None,
     rdzv_id: Annotated[str | None, typer.Option(help="Name of the job at that place.")] = None,
     collective_timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another.")] = 600.0,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a step, and a last one, on stdout.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="One JSON object a step, and a last one, on stdout.")
+    ] = False,
 ) -> None:
     """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
-    from ..runtime.launch import Rendezvous, launch
-    from ..runtime.options import TrainOptions
-    from ..runtime.train import check_options
-    from ..runtime.worker import Job
+    with exit_on_error():
+        from ..runtime.launch import Rendezvous, launch
+        from ..runtime.options import TrainOptions
+        from ..runtime.train import check_options
+        from ..runtime.worker import Job
 
-    loaded = Plan.load(plan)
-    rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
-    options = TrainOptions(
-        steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every, resume=resume,
-    )  # fmt: skip
-    job = Job(plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, script=tuple(script or ()))
-    if script:
-        _refuse_training_options(script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output)
-        launch(loaded, job, rendezvous=rendezvous)
-        return
-    check_options(loaded, options)
-    with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
-        launch(loaded, job.replace(report=str(report)), rendezvous=rendezvous)
+        loaded = Plan.load(plan)
+        rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
+        options = TrainOptions(
+            steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every, resume=resume,
+        )  # fmt: skip
+        job = Job(plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, script=tuple(script or ()))
+        if script:
+            _refuse_training_options(script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output)
+            launch(loaded, job, rendezvous=rendezvous)
+            return
+        check_options(loaded, options)
+        with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
+            launch(loaded, job.replace(report=str(report)), rendezvous=rendezvous)
 
 
 def _refuse_training_options(script: str, *values: object) -> None:
@@ -107,9 +121,7 @@ def _report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) ->
     """A file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
     from ..runtime.metrics import MetricsWriter, follow
 
-    if metrics is not None and not append:
-        metrics.unlink(missing_ok=True)
-    writer, screen, finished = MetricsWriter(metrics), _Screen(steps), threading.Event()
+    writer, screen, finished = MetricsWriter(metrics, append=append), _Screen(steps), threading.Event()
 
     def handle(record: dict[str, Any]) -> None:
         writer.write(record)
@@ -122,6 +134,10 @@ def _report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) ->
         reader = pool.submit(_for_each, handle, follow(path, finished))
         try:
             yield path
+        except MeshwrightError:
+            finished.set()
+            reader.result()  # raises what the run was ended for, where it was this
+            raise
         finally:
             finished.set()
         reader.result()
@@ -130,8 +146,13 @@ def _report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) ->
 
 
 def _for_each(handle: Callable[[dict[str, Any]], None], records: Iterator[dict[str, Any]]) -> None:
-    for record in records:
-        handle(record)
+    """Handle each record; if that fails (a full disk, a closed pipe) end the run."""
+    try:
+        for record in records:
+            handle(record)
+    except OSError as error:
+        _thread.interrupt_main()
+        raise MeshwrightError(f"cannot write the metrics of the run: {error.strerror}") from None
 
 
 class _Screen:
@@ -172,8 +193,8 @@ class _Screen:
         if self._comparison is None:
             return
         predicted, measured, ratio = (self._comparison[name] for name in ("predicted", "measured", "ratio"))
-        counted = measured["steps"] - measured["warmup_steps"]
-        table = Table(title=f"predicted and measured, median of {counted} steps", title_justify="left")
+        title = f"predicted and measured, median of {measured['steps'] - measured['warmup_steps']} steps"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
         table.add_column("")
         for name in ("predicted", "measured", "measured / predicted"):
             table.add_column(name, justify="right")

@@ -8,6 +8,7 @@ from .apply import ApplyCommand, apply
 from .catalogue import devices, models
 from .estimate import estimate
 from .plan import plan
+from .validate import validate
 
 app = typer.Typer(
     name="meshwright",
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(estimate)
 app.command(cls=ApplyCommand)(apply)
+app.command()(validate)
 app.command()(models)
 app.command()(devices)
 

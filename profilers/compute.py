@@ -166,7 +166,9 @@ def fit_gemm(points: Sequence[MatmulPoint], memory_bandwidth: float, source: str
     coarse = np.geomspace(times.min() / 16, times.min(), 13), np.geomspace(0.2, 1.5, 41), np.geomspace(1.5, 0.05, 41)
     launch, compute, memory, _ = best(*coarse)
     finer = np.geomspace(0.8, 1.25, 19)
-    launch, compute, memory, error = best(launch * finer, np.minimum(1.5, compute * finer), np.minimum(1.5, memory * finer))
+    launch, compute, memory, error = best(
+        launch * finer, np.minimum(1.5, compute * finer), np.minimum(1.5, memory * finer)
+    )
     return GemmFit(
         launch_s=launch,
         compute_efficiency=compute,

@@ -197,4 +197,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError:  # no such controller here
         return ""
-

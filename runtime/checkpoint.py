@@ -1,13 +1,13 @@
 """Checkpoints of a training run: model, optimizer states and step, readable under any other layout.
 
-torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are those of
-the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed when it is
-whole, so what is called ``step-...`` can always be loaded.
+torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are
+those of the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed
+when it is whole, so what is called ``step-...`` can always be loaded.
 
 Loading runs no code from the files. torch reads the index with plain ``pickle`` and non-tensor values with
-``torch.load(weights_only=False)``, and both would run whatever a forged file says: here the index goes through an unpickler
-that admits only the classes an index is made of, and no non-tensor values are stored at all (hyper-parameters come from the
-run's options, the step from a JSON file).
+``torch.load(weights_only=False)``, and both would run whatever a forged file says: here the index goes through an
+unpickler that admits only the classes an index is made of, and no non-tensor values are stored at all (hyper-parameters
+come from the run's options, the step from a JSON file).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
@@ -32,18 +33,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..schema import ConfigError, MeshwrightError, ModelSpec
 from ..schema.base import Document
 
 if TYPE_CHECKING:
-    from .parallelize import ParallelModel
+    from .parallel_model import ParallelModel
 
 KEPT_CHECKPOINTS = 2
 """The newest checkpoints that stay; older ones are deleted once a newer one is whole."""
 
 _INFO_FILE = "checkpoint.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8})")
+_TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 _INDEX_CLASSES = {
@@ -102,7 +106,7 @@ def save_checkpoint(
         _prepare(partial)
     dist.barrier()
     try:
-        dcp.save(_state(model, optimizer), storage_writer=dcp.FileSystemWriter(partial))
+        save(_state(model, optimizer), storage_writer=FileSystemWriter(partial))
     except CheckpointException as error:
         raise _describe(f"cannot write the checkpoint {folder}", error) from None
     if is_first:
@@ -125,27 +129,39 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
             f"the checkpoint {folder} is of another model: {info.model.name} with {info.model.num_params} parameters; "
             f"the plan's is {model.plan.model.name} with {model.plan.model.num_params}",
         )
-    state = _state(model, optimizer)
+    current, state = _current(model, optimizer), _state(model, optimizer)
     try:
-        dcp.load(state, storage_reader=SafeReader(folder), planner=_TensorsOnly())
+        load(state, storage_reader=SafeReader(folder), planner=_TensorsOnly())
     except CheckpointException as error:
         raise _describe(f"cannot read the checkpoint {folder}", error) from None
-    set_model_state_dict(model.model_part, state["model"])
-    groups = _optimizer_state(model, optimizer, part="param_groups.")
-    set_optimizer_state_dict(model.model_part, optimizer, {**groups, **state["optimizer"]}, options=_FLAT)
+    loaded = {
+        part: {name: state[part].get(_stored_name(name, model), value) for name, value in values.items()}
+        for part, values in current.items()
+    }
+    set_model_state_dict(model.model_part, loaded["model"])
+    set_optimizer_state_dict(model.model_part, optimizer, loaded["optimizer"], options=_FLAT)
     return info
 
 
-def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Parameters, optimizer states and hyper-parameters of this rank by name."""
     return {
         "model": get_model_state_dict(model.model_part),
-        "optimizer": _optimizer_state(model, optimizer, part="state."),
+        "optimizer": get_optimizer_state_dict(model.model_part, optimizer, options=_FLAT),
     }
 
 
-def _optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, *, part: str) -> dict[str, Any]:
-    flat = get_optimizer_state_dict(model.model_part, optimizer, options=_FLAT)
-    return {name: value for name, value in flat.items() if name.startswith(part)}
+def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """What is stored of `_current`: the tensors, under the names of the model without a pipeline."""
+    return {
+        part: {_stored_name(name, model): value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        for part, values in _current(model, optimizer).items()
+    }
+
+
+def _stored_name(name: str, model: ParallelModel) -> str:
+    """A tied output projection is the embedding, which the last pipeline stage holds under the projection's name."""
+    return name.replace(*_TIED_NAMES) if model.plan.model.tie_embeddings else name
 
 
 def _prepare(partial: Path) -> None:
@@ -174,7 +190,7 @@ def _describe(message: str, error: CheckpointException) -> MeshwrightError:
     return MeshwrightError(message, details=(f"rank {rank}: {type(cause).__name__}: {lines[-1]}",))
 
 
-class SafeReader(dcp.FileSystemReader):
+class SafeReader(FileSystemReader):
     """Reads a checkpoint from files whose content is not trusted.
 
     Raises:
@@ -193,7 +209,7 @@ class SafeReader(dcp.FileSystemReader):
         return self._index
 
 
-class _TensorsOnly(dcp.DefaultLoadPlanner):
+class _TensorsOnly(DefaultLoadPlanner):
     """Refuses non-tensor values: torch would unpickle them without restriction."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

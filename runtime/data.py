@@ -1,7 +1,8 @@
 """Byte-level training data: every text file under the given paths as one long stream of tokens 0..255.
 
-Sequence ``i`` of step ``s`` is ``seq_len + 1`` bytes of that stream, from a place that depends on (seed, s, i) and on nothing
-else: two layouts with the same global batch see the same sequences, and a run that resumes at step ``s`` needs no state.
+Sequence ``i`` of step ``s`` is ``seq_len + 1`` bytes of that stream, from a place that depends on (seed, s, i) and on
+nothing else: two layouts with the same global batch see the same sequences, and a run that resumes at step ``s`` needs no
+state.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class TextCorpus:
 def find_text(paths: Sequence[str | Path] = ()) -> TextCorpus:
     """The text files at ``paths``; with no path the Python standard library's own sources.
 
-    Folders are searched to their full depth in sorted order; hidden files, empty files and files with a NUL byte in their
-    first 8 KiB are left out.
+    Folders are searched to their full depth in sorted order; hidden files, empty files and files with a NUL byte in
+    their first 8 KiB are left out.
 
     Raises:
         ConfigError: a path does not exist or cannot be read, or there is no text in any of them.
@@ -115,7 +116,7 @@ def _text_size(path: Path) -> int:
 
 
 class TokenBatches:
-    """This rank's part of every global batch.
+    """The part of every global batch that one data-parallel rank trains on.
 
     Args:
         corpus: where the bytes are from.

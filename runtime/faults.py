@@ -1,16 +1,16 @@
 """Which rank is at fault when a job fails.
 
-When a rank dies its peers soon fail too, in the middle of a collective, and the launcher ends those that are left: of all these
-deaths one is the cause. Looked at in this order: a rank killed by a signal that the launcher did not send; a rank with an
-exception of its own; a rank that aborted; a rank that had to be killed because it no longer answered, where the others
-report only that they waited for it; a rank that lost a connection. Within a kind the earliest.
+When a rank dies its peers soon fail too, in the middle of a collective, and the launcher ends those that are left: of
+all these deaths one is the cause. Looked at in this order: a rank killed by a signal that the launcher did not send; a
+rank with an exception of its own; a rank that aborted; a rank that had to be killed because it no longer answered, where
+the others report only that they waited for it; a rank that lost a connection. Within a kind the earliest.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -19,9 +19,10 @@ from ..schema import MeshwrightError
 from ..schema import errors as our_errors
 
 _TRACE_LINES = 12
+_TITLE_CHARACTERS = 200
 
 _LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket closed|recvd? 0 bytes|"
+    r"connection (was )?(likely )?(closed|reset|refused)|closed by peer|broken pipe|socket closed|DistNetworkError|"
     r"remote process exited|ncclRemoteError|ncclSystemError|connectFullMesh",
     re.IGNORECASE,
 )
@@ -50,6 +51,7 @@ class RankDeath:
         error: one line, ``TypeError: ...``; empty where the process could not report.
         trace: traceback or the last lines of its log.
         payload: fields of a MeshwrightError.
+        was_suspended: the launcher found it suspended and killed it.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankDeath:
     error: str = ""
     trace: tuple[str, ...] = ()
     payload: Mapping[str, Any] | None = None
+    was_suspended: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -75,11 +78,12 @@ class RankDeath:
         return Kind.KILLED if self.exit_code < 0 else Kind.RAISED
 
 
-def explain(deaths: Iterable[RankDeath], *, world_size: int) -> MeshwrightError:
+def explain(deaths: Iterable[RankDeath], *, world_size: int, ended_well: Sequence[int] = ()) -> MeshwrightError:
     """The error of a job that failed: one rank, what happened to it, the last lines it wrote.
 
     Args:
         deaths: of the ranks of this node, those ended by the launcher included.
+        ended_well: ranks of this node that had already ended without an error.
     """
     deaths = tuple(deaths)
     own = sorted((d for d in deaths if not d.ended_by_launcher), key=lambda d: (d.kind, d.time_s)) or list(deaths)
@@ -90,11 +94,20 @@ def explain(deaths: Iterable[RankDeath], *, world_size: int) -> MeshwrightError:
     if cause.payload is not None:
         return _rebuild(cause.payload)
     title = f"rank {cause.rank} of {world_size} {_ending(cause)}"
+    if cause.kind in (Kind.WAITED, Kind.LOST_PEER):
+        early = (f"rank {_listed(ended_well)} had already ended, without an error",) if ended_well else ()
+        return MeshwrightError(
+            title, details=early, help="the cause is on another rank or node: see the messages there"
+        )
     details = tuple(cause.trace[-_TRACE_LINES:])
-    others = [str(d.rank) for d in own[1:] if d.kind in (Kind.WAITED, Kind.LOST_PEER)]
-    if others and cause.kind < Kind.WAITED:
-        details = (*details, f"rank {', '.join(others)} then lost the connection to it")
+    others = [d.rank for d in own[1:] if d.kind in (Kind.WAITED, Kind.LOST_PEER)]
+    if others:
+        details = (*details, f"rank {_listed(others)} then lost the connection to it")
     return MeshwrightError(title, details=details, help=_advice(cause))
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))
 
 
 def _explain_silent(silent: RankDeath, witness: RankDeath, world_size: int) -> MeshwrightError:
@@ -106,13 +119,16 @@ def _explain_silent(silent: RankDeath, witness: RankDeath, world_size: int) -> M
 
 
 def _ending(death: RankDeath) -> str:
+    reported = f": {death.error[:_TITLE_CHARACTERS]}" if death.error else ""
     if death.kind is Kind.WAITED:
-        return f"waited in vain for another rank: {death.error}" if death.error else "waited in vain for another rank"
+        return f"waited in vain for another rank{reported}"
     if death.kind is Kind.LOST_PEER:
-        return f"lost the connection to another rank: {death.error}" if death.error else "lost the connection to another rank"
+        return f"lost the connection to another rank{reported}"
+    if death.was_suspended:
+        return "was suspended (a stop signal?) and was killed"
     if death.exit_code < 0:
         return f"was killed by signal {-death.exit_code} ({_signal_name(-death.exit_code)})"
-    return f"failed: {death.error}" if death.error else f"ended with exit code {death.exit_code}"
+    return f"failed{reported}" if reported else f"ended with exit code {death.exit_code}"
 
 
 def _signal_name(number: int) -> str:
@@ -120,12 +136,10 @@ def _signal_name(number: int) -> str:
 
 
 def _advice(death: RankDeath) -> str | None:
-    if death.exit_code == -signal.SIGKILL:
+    if death.exit_code == -signal.SIGKILL and not death.was_suspended:
         return "someone killed it, or the kernel did for want of memory: see `dmesg | tail`"
     if "OutOfMemoryError" in death.error or "out of memory" in death.error.lower():
         return "plan again with a smaller memory budget, or with recompute=full or a smaller micro_batch_size fixed"
-    if death.kind in (Kind.WAITED, Kind.LOST_PEER):
-        return "the cause is on another rank or node: see the messages there"
     return None
 
 

@@ -1,7 +1,7 @@
 """Start one process per device of this node through torchrun's elastic agent, and say in one message why a job failed.
 
-On several nodes every node runs the same command; the agents meet at a rendezvous. Without a node rank they number themselves
-(backend c10d); with one, the plan's order of nodes holds (backend static).
+On several nodes every node runs the same command; the agents meet at a rendezvous. Without a node rank they number
+themselves (backend c10d); with one, the plan's order of nodes holds (backend static).
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -32,7 +35,12 @@ from .worker import Job
 _SHUTDOWN_S = 5
 """How long ranks may take to end after a signal, before they are killed."""
 
-_LOG_TAIL_LINES = 12
+_SUSPENDED_S = 5.0
+"""How long a rank may be suspended (SIGSTOP) before the job is ended; its peers would wait for the collectives' timeout."""
+
+_LOG_TAIL_LINES = 200
+"""Lines of a rank's log that are searched for the kind of its failure; fewer are shown."""
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _AGENT_LOGGER = "torch.distributed.elastic"
 
@@ -82,13 +90,20 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
         redirects = Std.NONE if job.script else Std.ALL
         config = _config(rendezvous, group.devices_per_node, DefaultLogsSpecs(f"{folder}/ranks", redirects=redirects))
         run = elastic_launch(config, sys.executable)
+        suspended: set[int] = set()
         try:
-            with _environment(_worker_environment(job, group.devices_per_node)):
+            with _environment(_worker_environment(job, group.devices_per_node)), _no_suspended_ranks(suspended):
                 run("-u", "-m", f"{__package__}.worker", str(job_path))
         except ChildFailedError as error:
             _end_process_groups(error.failures.values())
-            deaths = [_death(rank, failure, signalled, folder) for rank, failure in error.failures.items()]
-            raise explain(deaths, world_size=plan.layout.world_size) from None
+            logs = Path(folder)
+            deaths = [
+                _death(rank, failure, logs, by_launcher=failure.pid in signalled, suspended=failure.pid in suspended)
+                for rank, failure in error.failures.items()
+            ]
+            ranks = range(plan.layout.world_size) if rendezvous.nnodes == 1 else ()
+            ended_well = [rank for rank in ranks if rank not in error.failures]
+            raise explain(deaths, world_size=plan.layout.world_size, ended_well=ended_well) from None
         except (SignalException, KeyboardInterrupt) as error:
             name = error.sigval.name if isinstance(error, SignalException) else "SIGINT"
             raise MeshwrightError(f"interrupted by {name}; every rank of this node was stopped") from None
@@ -178,33 +193,67 @@ def _agent_messages() -> Iterator[set[int]]:
         logger.removeHandler(handler)
 
 
-def _end_process_groups(failures: Iterator[ProcessFailure] | Any) -> None:
+@contextlib.contextmanager
+def _no_suspended_ranks(killed: set[int]) -> Iterator[None]:
+    """Kill ranks that stay suspended, so that the agent ends the job; adds them to ``killed``."""
+    finished = threading.Event()
+    watcher = threading.Thread(target=_watch_suspended, args=(finished, killed), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        watcher.join()
+
+
+def _watch_suspended(finished: threading.Event, killed: set[int]) -> None:
+    since: dict[psutil.Process, float] = {}
+    while not finished.wait(1.0):
+        now = time.monotonic()
+        stopped = [child for child in psutil.Process().children() if _is_suspended(child)]
+        since = {child: since.get(child, now) for child in stopped}
+        for child, start in since.items():
+            if now - start >= _SUSPENDED_S:
+                killed.add(child.pid)
+                child.kill()
+
+
+def _is_suspended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end_process_groups(failures: Iterable[ProcessFailure]) -> None:
     """Kill what a dead rank had started; each rank leads a process group of its own."""
     for failure in failures:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(failure.pid, signal.SIGKILL)
 
 
-def _death(rank: int, failure: ProcessFailure, signalled: set[int], folder: str) -> RankDeath:
+def _death(rank: int, failure: ProcessFailure, folder: Path, *, by_launcher: bool, suspended: bool) -> RankDeath:
     message = failure.error_file_data.get("message")
     report = message if isinstance(message, dict) else {}
     extra = report.get("extraInfo", {})
-    trace = extra.get("py_callstack", "").rstrip().splitlines() or _log_tail(Path(folder), failure.local_rank)
+    trace = extra.get("py_callstack", "").rstrip().splitlines() or _log_tail(folder, failure.local_rank)
     return RankDeath(
         rank=rank,
         exit_code=failure.exitcode,
-        ended_by_launcher=failure.pid in signalled,
+        ended_by_launcher=by_launcher,
         time_s=float(extra.get("time_s", failure.timestamp)),
         error=report.get("message", ""),
         trace=tuple(trace[-_LOG_TAIL_LINES:]),
         payload=extra.get("meshwright"),
+        was_suspended=suspended,
     )
 
 
 def _log_tail(folder: Path, local_rank: int) -> list[str]:
     logs = sorted(folder.glob(f"ranks/*/attempt_0/{local_rank}/stderr.log"))
     text = logs[0].read_text(encoding="utf-8", errors="replace") if logs else ""
-    return text.rstrip().splitlines()[-_LOG_TAIL_LINES:]
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")]
+    return lines[-_LOG_TAIL_LINES:]
 
 
 def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> MeshwrightError:
@@ -212,5 +261,5 @@ def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> MeshwrightErr
     return MeshwrightError(
         f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint or 'localhost'}",
         details=(f"{type(error).__name__}: {lines[0]}",),
-        help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id, and check the port is open",
+        help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
     )

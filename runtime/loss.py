@@ -68,7 +68,9 @@ class _CrossEntropy(torch.autograd.Function):
         lse, target_logit = stats if shard is None else _over_vocabulary(stats, shard.group)
         ctx.save_for_backward(logits, idx, is_local, lse)
         ctx.used = False
-        loss: Tensor = (lse - target_logit).mean(dim=0, keepdim=True)  # no view: FSDP puts hooks on what a stage returns
+        loss: Tensor = (lse - target_logit).mean(
+            dim=0, keepdim=True
+        )  # no view: FSDP puts hooks on what a stage returns
         return loss
 
     @staticmethod

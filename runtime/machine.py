@@ -24,13 +24,13 @@ def local_group(plan: Plan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
         node_rank: position of this node in the cluster; needed only where the nodes differ.
 
     Raises:
-        RuntimeMismatchError: the job has another number of nodes than the plan, or nodes differ and no position is given.
+        RuntimeMismatchError: the job and the plan differ in nodes, or nodes differ and no position is given.
     """
     cluster = plan.cluster
     if nnodes != cluster.num_nodes:
         raise RuntimeMismatchError(
-            f"the plan is for {cluster.num_nodes} nodes with {plan.layout.world_size} ranks in all, this job has {nnodes}",
-            details=(f"cluster of the plan: {cluster.name}, layout {plan.layout}",),
+            f"the plan is for {plan.layout.world_size} ranks on {cluster.num_nodes} nodes; this job has {nnodes} nodes",
+            details=(f"cluster of the plan: {cluster.name}; layout: {plan.layout}",),
             help=f"run `meshwright apply` on {cluster.num_nodes} nodes with --nnodes {cluster.num_nodes}, or plan again"
             + (" with --cluster local" if nnodes == 1 else f" for {nnodes} nodes"),
         )
@@ -86,8 +86,8 @@ def check_device(plan: Plan, group: NodeGroup, device: torch.device) -> None:
         )
     if found.total_memory < planned.memory_bytes * (1 - _MEMORY_TOLERANCE):
         raise RuntimeMismatchError(
-            f"the plan counts on {format_bytes(planned.memory_bytes)} of memory for each {planned.name}; {device} of this "
-            f"machine ({found.name}) has {format_bytes(found.total_memory)}",
+            f"the plan counts on {format_bytes(planned.memory_bytes)} of memory on each {planned.name}; "
+            f"{device} of this machine ({found.name}) has {format_bytes(found.total_memory)}",
             details=(f"predicted peak: {format_bytes(plan.estimate.peak_reserved_bytes)}",),
             help="plan again for this GPU, e.g. with --cluster local",
         )
@@ -129,7 +129,7 @@ def _check_host(plan: Plan, group: NodeGroup) -> None:
     needed, memory = ranks * plan.estimate.peak_allocated_bytes, psutil.virtual_memory().total
     if needed > memory:
         raise RuntimeMismatchError(
-            f"the plan's {ranks} ranks are predicted to need {format_bytes(needed)}; this machine has {format_bytes(memory)}",
+            f"the plan's {ranks} ranks need {format_bytes(needed)}; this machine has {format_bytes(memory)}",
             help="plan again with --cluster local",
         )
 

@@ -1,11 +1,11 @@
 """Peak memory of this rank since a baseline.
 
-CUDA: the caching allocator's own peaks (``max_memory_allocated``, ``max_memory_reserved``): exact, and what plans predict.
-CPU: torch counts nothing there, so it is the growth of the resident set: the highest resident set since the baseline minus the
-resident set at the baseline. The kernel keeps that highest value (VmHWM) and resets it on a write to
-``/proc/self/clear_refs``; where that is not allowed, the process's lifetime peak (``ru_maxrss``) stands in, which is an upper
-bound. Pages that were touched before the baseline and are used again do not count; code and buffers of libraries that load
-late do. Small models (below some tens of MiB) drown in that.
+CUDA: the caching allocator's own peaks (``max_memory_allocated``, ``max_memory_reserved``): exact, and what plans
+predict. CPU: torch counts nothing there, so it is the growth of the resident set: the highest resident set since the
+baseline minus the resident set at the baseline. The kernel keeps that highest value (VmHWM) and resets it on a write to
+``/proc/self/clear_refs``; where that is not allowed, the process's lifetime peak (``ru_maxrss``) stands in, an upper
+bound. Code and buffers of libraries that load only later count as well, some tens of MiB, and so does memory that the C
+allocator keeps: models of a few MiB drown in that.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class MemoryMeter:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
+        _load_libraries()
         gc.collect()
         self.source = "resident-growth" if _reset_high_water() else "lifetime-resident-growth"
         self._baseline = psutil.Process().memory_info().rss
@@ -73,6 +74,15 @@ class MemoryMeter:
             return
         high_water = _high_water_bytes() if self.source == "resident-growth" else _lifetime_peak_bytes()
         self._allocated = self._reserved = max(self._allocated, high_water - self._baseline)
+
+
+def _load_libraries() -> None:
+    """One tiny training step: pages in the code and the buffers that every process has once, whatever its model."""
+    with torch.random.fork_rng(devices=()):
+        layer = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        torch.nn.functional.cross_entropy(layer(torch.ones(64, 64)), torch.zeros(64, dtype=torch.int64)).backward()
+        optimizer.step()
 
 
 def _reset_high_water() -> bool:

@@ -1,4 +1,4 @@
-"""What a run reports: one JSON object a step, and a last one that sets the measurements beside the plan's prediction."""
+"""What a run reports: one JSON object a step, and a last one with the measurements beside the plan's prediction."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TextIO, TypedDict
 
 from ..schema import ConfigError, Plan
 from .memory import MemorySource
 
 WARMUP_STEPS = 2
-"""Steps at the start of a run that do not count in the measured step time: allocators, autotuning and caches fill in them."""
+"""Steps at the start of a run that do not count in the measured step time: allocators and caches fill in them."""
 
 
 class StepRecord(TypedDict):
@@ -38,18 +38,21 @@ class RankPeak(TypedDict):
 
 
 class MetricsWriter:
-    """Appends JSON lines to a file, each whole when it is written.
+    """Writes JSON lines to a file, each whole when it is written.
 
     Args:
         path: None writes nothing.
+        append: keep what the file holds.
 
     Raises:
         ConfigError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, *, append: bool = False) -> None:
+        self._file: TextIO | None = None
         try:
-            self._file = Path(path).open("a", encoding="utf-8") if path is not None else None
+            if path is not None:
+                self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
@@ -71,7 +74,8 @@ def summarise(
     """The last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
 
     Args:
-        step_times_s: seconds of every step of this run, in order; the first `WARMUP_STEPS` are left out where more follow.
+        step_times_s: seconds of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not
+            count.
         peaks: one entry per rank.
     """
     warmup = WARMUP_STEPS if len(step_times_s) > WARMUP_STEPS else 0

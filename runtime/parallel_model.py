@@ -111,7 +111,11 @@ class ParallelModel:
             gradient = parameter.grad
             # DTensor leaves gradients as its operators made them: those of norms under sequence parallelism are parts of a sum,
             # others may be whole where the parameter is split.
-            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+            if (
+                isinstance(gradient, DTensor)
+                and isinstance(parameter, DTensor)
+                and gradient.placements != parameter.placements
+            ):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         if loss_scale(self.plan) != 1:
             torch._foreach_mul_(self._local_gradients(), 1 / loss_scale(self.plan))

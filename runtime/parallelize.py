@@ -84,11 +84,14 @@ def _check(model: nn.Module | None, plan: Plan) -> None:
     compute_dtype(plan)
     if not dist.is_initialized():
         raise RuntimeMismatchError(
-            "there is no torch.distributed job", help="start with `meshwright apply`, or under torchrun call init_process_group()"
+            "there is no torch.distributed job",
+            help="start with `meshwright apply`, or under torchrun call init_process_group()",
         )
     ranks, needed = dist.get_world_size(), plan.layout.world_size
     if ranks != needed:
-        raise RuntimeMismatchError(f"the plan is for {needed} ranks, this job has {ranks}", help=f"start {needed} processes")
+        raise RuntimeMismatchError(
+            f"the plan is for {needed} ranks, this job has {ranks}", help=f"start {needed} processes"
+        )
     cluster = plan.cluster
     require_valid(
         plan.model, plan.workload, plan.layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain

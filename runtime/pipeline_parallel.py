@@ -25,7 +25,9 @@ def build_schedule(stage: Decoder, mesh: ParallelMesh, plan: Plan, device: torch
     layout, batch = plan.layout, plan.layout.micro_batch_size
     seq_len = plan.workload.seq_len // (layout.tp if layout.sequence_parallel else 1)
     tokens = torch.empty(batch, plan.workload.seq_len, dtype=torch.long, device="meta")
-    hidden = torch.empty(batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True)
+    hidden = torch.empty(
+        batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True
+    )
     # Known shapes spare the trial run by which the stages would otherwise tell each other.
     pipeline_stage = PipelineStage(
         stage,

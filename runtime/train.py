@@ -21,7 +21,8 @@ from .memory import MemoryMeter
 from .metrics import MetricsWriter, RankPeak, StepRecord, summarise
 from .optimizer import build_optimizer, clip_gradients
 from .options import TrainOptions
-from .parallelize import ParallelModel, parallelize
+from .parallel_model import ParallelModel
+from .parallelize import parallelize
 
 T = TypeVar("T")
 
@@ -33,10 +34,13 @@ def check_options(plan: Plan, options: TrainOptions) -> TextCorpus:
         ConfigError: no text, too little of it, a vocabulary without all bytes, or checkpoint options that contradict.
     """
     if plan.model.vocab_size < BYTE_VOCAB_SIZE:
-        raise ConfigError(f"the data has {BYTE_VOCAB_SIZE} kinds of byte, {plan.model.name} a vocabulary of {plan.model.vocab_size}")
+        raise ConfigError(
+            f"the data has {BYTE_VOCAB_SIZE} kinds of byte, {plan.model.name} a vocabulary of {plan.model.vocab_size}"
+        )
     if options.checkpoint_dir is None and (options.checkpoint_every or options.resume):
         raise ConfigError("--checkpoint-every and --resume need a folder", help="add --checkpoint-dir DIR")
-    if options.checkpoint_dir is not None and not options.resume and (found := list_checkpoints(options.checkpoint_dir)):
+    found = list_checkpoints(options.checkpoint_dir) if options.checkpoint_dir and not options.resume else ()
+    if found:
         raise ConfigError(
             f"{options.checkpoint_dir} already holds {found[-1].name}",
             help="add --resume to go on from it, or give another --checkpoint-dir",
@@ -47,7 +51,7 @@ def check_options(plan: Plan, options: TrainOptions) -> TextCorpus:
 
 
 def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0) -> None:
-    """Train the plan's model from scratch or from a checkpoint; every rank of the job calls it, under torchrun's variables.
+    """Train the plan's model from scratch or from a checkpoint; each rank of a torchrun job calls it.
 
     Args:
         report: file that logical rank 0's process appends one JSON object a step to, and one with the comparison.
@@ -119,7 +123,8 @@ class _Run:
         step_time_s = self._now_s() - start_s
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise MeshwrightError(
-                f"the loss is {loss} and the gradient norm {grad_norm} at step {step}", help="use a lower --learning-rate"
+                f"the loss is {loss} and the gradient norm {grad_norm} at step {step}",
+                help="use a lower --learning-rate",
             )
         self.step_times_s.append(step_time_s)
         self.writer.write(

@@ -105,7 +105,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vocabulary_per_tp",
         lambda f: (f.tp - 1) * -(-f.vocab_size // f.tp) < f.vocab_size,
-        lambda f: f"a vocabulary of {f.vocab_size} in pieces of {-(-f.vocab_size // f.tp)} leaves none for the last of tp {f.tp}",
+        lambda f: (
+            f"a vocabulary of {f.vocab_size} in pieces of {-(-f.vocab_size // f.tp)} leaves none for the last of tp {f.tp}"
+        ),
     ),
     Rule(
         "sequence_per_tp",
@@ -229,7 +231,9 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
             if odd or attention.rope_fraction != 1:
                 reasons.append("attention sinks, soft caps, partial rotary or whole-width query/key norms")
             if workload is not None and attention.window is not None and attention.window < workload.seq_len:
-                reasons.append(f"an attention window of {attention.window} below the sequence length {workload.seq_len}")
+                reasons.append(
+                    f"an attention window of {attention.window} below the sequence length {workload.seq_len}"
+                )
         if not isinstance(mlp, DenseMLP):
             reasons.append("experts")
         elif not mlp.gated or mlp.activation != "silu":

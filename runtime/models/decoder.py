@@ -53,7 +53,9 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Causal multi-head or grouped-query attention with rotary positions."""
 
-    def __init__(self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary, eps: float, kind: AttentionKind) -> None:
+    def __init__(
+        self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary, eps: float, kind: AttentionKind
+    ) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.rotary = rotary
@@ -152,7 +154,10 @@ class DecoderTrunk(nn.Module):
         blocks = [layer for layer in spec.iter_layers() if isinstance(layer, Block)]
         rotaries = {dim: Rotary(spec.rope, dim) for dim in {block.attention.head_dim for block in blocks}}
         self.layers = nn.ModuleDict(
-            {str(i): DecoderBlock(spec, block, rotaries[block.attention.head_dim], kind) for i, block in enumerate(blocks)}
+            {
+                str(i): DecoderBlock(spec, block, rotaries[block.attention.head_dim], kind)
+                for i, block in enumerate(blocks)
+            }
         )
         self.norm: RMSNorm | None = RMSNorm(spec.hidden_dim, spec.norm_eps)
 
@@ -222,4 +227,3 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.lm_head(hidden)
         return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
-

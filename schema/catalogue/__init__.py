@@ -29,7 +29,9 @@ def link_entries() -> dict[str, dict[str, Any]]:
 @cache
 def model_names() -> tuple[str, ...]:
     """Names of the shipped models, sorted."""
-    return tuple(sorted(p.name.removesuffix(".json") for p in _ROOT.joinpath("models").iterdir() if p.name.endswith(".json")))
+    return tuple(
+        sorted(p.name.removesuffix(".json") for p in _ROOT.joinpath("models").iterdir() if p.name.endswith(".json"))
+    )
 
 
 def load_model(name: str) -> dict[str, Any]:

@@ -52,7 +52,9 @@ class Outcome:
     stage: int = 0
 
 
-def run_group(world_size: int, cases: list[Case], folder: Path, *, timeout_s: float = 120.0) -> dict[str, list[Outcome]]:
+def run_group(
+    world_size: int, cases: list[Case], folder: Path, *, timeout_s: float = 120.0
+) -> dict[str, list[Outcome]]:
     """Execute all cases one after the other on ``world_size`` ranks.
 
     Returns:
@@ -63,7 +65,10 @@ def run_group(world_size: int, cases: list[Case], folder: Path, *, timeout_s: fl
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "meshwright.runtime"])
-    ranks = [context.Process(target=_rank_main, args=(rank, world_size, cases, folder, timeout_s)) for rank in range(world_size)]
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, world_size, cases, folder, timeout_s))
+        for rank in range(world_size)
+    ]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + timeout_s

@@ -69,7 +69,11 @@ def tiny_model(
 def cpu_cluster(num_devices: int) -> ClusterSpec:
     """One node of CPU ranks."""
     device = Device(
-        name="cpu", vendor="cpu", memory_bytes=8 * 10**9, memory_bandwidth_bytes_per_s=1e10, peak_flops_per_s=PeakFlops(fp32=5e10)
+        name="cpu",
+        vendor="cpu",
+        memory_bytes=8 * 10**9,
+        memory_bandwidth_bytes_per_s=1e10,
+        peak_flops_per_s=PeakFlops(fp32=5e10),
     )
     efficiency = LinkEfficiency(p2p=1, all_reduce=1, all_gather=1, reduce_scatter=1, all_to_all=1)
     link = Link(
@@ -96,9 +100,7 @@ def make_plan(
     rank_map: tuple[int, ...] | None = None,
 ) -> Plan:
     """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
-    counts = blocks_per_stage or tuple(
-        (model.num_blocks + i) // layout.pp for i in range(layout.pp)
-    )
+    counts = blocks_per_stage or tuple((model.num_blocks + i) // layout.pp for i in range(layout.pp))
     return Plan(
         model=model,
         cluster=cpu_cluster(layout.world_size),

@@ -71,7 +71,8 @@ class Setup:
 
 
 REFERENCES = tuple(
-    Setup(name, Layout(micro_batch_size=2), model=name, workload={"sgd": SGD, "six": SIX}.get(name, WORKLOAD)) for name in MODELS
+    Setup(name, Layout(micro_batch_size=2), model=name, workload={"sgd": SGD, "six": SIX}.get(name, WORKLOAD))
+    for name in MODELS
 )
 ONE = (
     Setup("full", Layout(micro_batch_size=8, recompute="full"), model="rich"),
@@ -128,7 +129,9 @@ FOUR = (
 )
 EIGHT = (
     Setup("3d", Layout(pp=2, tp=2, dp_shard=2), model="tied", rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
-    Setup("3d bf16", Layout(pp=2, tp=2, dp_shard=2, recompute="selective", schedule="gpipe"), model="rich", workload=BF16),
+    Setup(
+        "3d bf16", Layout(pp=2, tp=2, dp_shard=2, recompute="selective", schedule="gpipe"), model="rich", workload=BF16
+    ),
 )
 
 
@@ -143,7 +146,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.fixture(scope="module", params=[ONE, TWO, THREE, FOUR, EIGHT], ids=lambda setups: f"{setups[0].layout.world_size} ranks")
+@pytest.fixture(
+    scope="module", params=[ONE, TWO, THREE, FOUR, EIGHT], ids=lambda setups: f"{setups[0].layout.world_size} ranks"
+)
 def group(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tuple[Setup, ...], dict[str, list[Outcome]]]:
@@ -158,7 +163,9 @@ def test_layouts_train_as_one_rank_does(
     problems = [
         f"{setup.name}: {problem}"
         for setup in setups
-        for problem in differences(outcomes[setup.name], references[setup.model], mixed=setup.workload.precision != "fp32")
+        for problem in differences(
+            outcomes[setup.name], references[setup.model], mixed=setup.workload.precision != "fp32"
+        )
     ]
     assert not problems, "\n".join(problems)
 
@@ -206,4 +213,6 @@ def test_a_group_that_does_not_end_is_stopped(tmp_path: Path) -> None:
 
 def test_gradients_of_the_reference_are_not_trivial(references: dict[str, Outcome]) -> None:
     for outcome in references.values():
-        assert all(torch.isfinite(gradient).all() and gradient.abs().max() > 1e-5 for gradient in outcome.gradients.values())
+        assert all(
+            torch.isfinite(gradient).all() and gradient.abs().max() > 1e-5 for gradient in outcome.gradients.values()
+        )

@@ -46,7 +46,11 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_only_cli_prints(path: Path) -> None:
     if path.relative_to(ROOT).parts[0] == "cli":
         return
-    calls = [n.func.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    calls = [
+        n.func.id
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    ]
     assert "print" not in calls
 
 

@@ -11,7 +11,16 @@ from meshwright.cli.main import app
 from meshwright.schema import Estimate, Plan
 from typer.testing import CliRunner
 
-README_PLAN = ["plan", "llama-3.1-70b", "--cluster", "256xH100-SXM-80GB", "--global-batch-size", "1024", "--seq-len", "8192"]
+README_PLAN = [
+    "plan",
+    "llama-3.1-70b",
+    "--cluster",
+    "256xH100-SXM-80GB",
+    "--global-batch-size",
+    "1024",
+    "--seq-len",
+    "8192",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +31,16 @@ def in_empty_folder(tmp_path, monkeypatch):
 def test_plan_prints_one_table_and_writes_the_plan(tmp_path) -> None:
     result = CliRunner().invoke(app, README_PLAN)
     assert result.exit_code == 0, result.output
-    for expected in ("layout", "step time", "throughput", "MFU", "memory per device", "activations", "search", "runner-ups"):
+    for expected in (
+        "layout",
+        "step time",
+        "throughput",
+        "MFU",
+        "memory per device",
+        "activations",
+        "search",
+        "runner-ups",
+    ):
         assert expected in result.stdout
     assert result.stderr.strip().splitlines()[-1] == "wrote plan.json; next: meshwright apply plan.json"
     plan = Plan.load(tmp_path / "plan.json")

@@ -150,7 +150,7 @@ def test_time_limit_returns_an_incumbent_and_an_honest_gap() -> None:
     complete = plan(spec, machine, workload)
     try:
         hurried = plan(spec, machine, workload, time_limit_s=complete.search.search_s / 3)
-    except Exception as error:  # noqa: BLE001 - on a slow machine the limit may come before any answer
+    except Exception as error:
         assert "time limit" in str(error)
         return
     assert hurried.search.bound_s <= complete.search.bound_s * (1 + 1e-9)

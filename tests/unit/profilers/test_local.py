@@ -308,7 +308,11 @@ def test_roofline_through_exact_times_is_found():
 def test_quietest_keeps_each_points_shortest_time():
     first = [{"n": 1, "time_s": 3.0}, {"n": 1, "time_s": 1.0}, {"n": 2, "time_s": None}]
     second = [{"n": 1, "time_s": 2.0}, {"n": 1, "time_s": 5.0}]
-    assert timing.quietest([first, second]) == [{"n": 1, "time_s": 2.0}, {"n": 1, "time_s": 1.0}, {"n": 2, "time_s": None}]
+    assert timing.quietest([first, second]) == [
+        {"n": 1, "time_s": 2.0},
+        {"n": 1, "time_s": 1.0},
+        {"n": 2, "time_s": None},
+    ]
 
 
 def test_single_rank_has_a_link_that_is_never_used(profile):

@@ -34,7 +34,9 @@ CONFIGS = {
     "llama with linear rope": transformers.LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     ),
-    "llama with biases, tied": transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama with biases, tied": transformers.LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
     "qwen2": transformers.Qwen2Config(**SIZES),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
     "mistral": transformers.MistralConfig(**SIZES, head_dim=16),
@@ -45,7 +47,9 @@ CONFIGS = {
 def test_logits_agree_with_transformers(name: str) -> None:
     torch.manual_seed(0)
     config = CONFIGS[name]
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    ).eval()
     for parameter in theirs.parameters():  # theirs starts with zero biases and unit norms, which would hide mistakes
         torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 0.5, 0.2)
     spec = ModelSpec.from_hf({**config.to_dict(), "architectures": [type(theirs).__name__]})

@@ -65,7 +65,9 @@ def expected_bytes(recompute: Recompute, dtype: torch.dtype, device: str) -> int
     # input and middle of the residual stream, both norms' outputs; q, k, v, attention output; gate, up and their product
     width = 4 * D + 2 * H * C + 2 * K * C + 3 * F
     norms = 2 * 4  # 1 / rms of each token in fp32
-    if device == "cpu":  # not one kernel there: the normalised input is kept as well, and instead of a bf16 input its fp32 copy
+    if (
+        device == "cpu"
+    ):  # not one kernel there: the normalised input is kept as well, and instead of a bf16 input its fp32 copy
         norms += 2 * D * (4 if dtype == torch.float32 else 2 * 4 - dtype.itemsize)
     return B * S * (width * dtype.itemsize + 4 * H + norms)
 

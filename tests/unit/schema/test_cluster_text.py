@@ -165,7 +165,9 @@ def test_file_without_toml_in_its_name_is_read(tmp_path):
 
 
 def test_file_without_levels_takes_them_from_the_catalogue(tmp_path):
-    text = '[[groups]]\ndevice = "H100"\nnum_nodes = 4\n[[groups]]\ndevice = "A100"\nnum_nodes = 2\ndevices_per_node = 4\n'
+    text = (
+        '[[groups]]\ndevice = "H100"\nnum_nodes = 4\n[[groups]]\ndevice = "A100"\nnum_nodes = 2\ndevices_per_node = 4\n'
+    )
     cluster = parse_file(tmp_path, text, "mixed.toml")
     assert cluster.name == "mixed"
     assert levels_of(cluster) == [("nvlink3", 4), ("ib200", 40)]  # the weaker links, the domain that is in both nodes
@@ -283,7 +285,9 @@ TOML_VALUES = st.one_of(
     st.integers().map(str),
     st.floats().map(lambda value: str(value)),
     st.booleans().map(lambda value: str(value).lower()),
-    st.sampled_from(['"H100"', '"ib400"', '""', "[]", "[[1]]", "{}", "2026-01-01", "{ p2p = 1 }", "9" * 500, '{ name = "x" }']),
+    st.sampled_from(
+        ['"H100"', '"ib400"', '""', "[]", "[[1]]", "{}", "2026-01-01", "{ p2p = 1 }", "9" * 500, '{ name = "x" }']
+    ),
 )
 KEYS = st.sampled_from(
     ["name", "reserved_gib", "reserved_bytes", "bandwidth_matrix", "groups", "levels", "device", "num_nodes", "domain_size",

@@ -8,11 +8,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, Layout, MeshwrightError, ModelSpec, Profile, Workload
+from meshwright.schema import (
+    ClusterSpec,
+    ConfigError,
+    InfeasibleError,
+    Layout,
+    MeshwrightError,
+    ModelSpec,
+    Profile,
+    Workload,
+)
 from meshwright.schema.base import read_json, write_atomically
 from meshwright.schema.layout import check_fields
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
-from meshwright.schema.rules import RULES, Facts, broken_rules, layout_facts, model_facts, require_valid, why_not_runnable
+from meshwright.schema.rules import (
+    RULES,
+    Facts,
+    broken_rules,
+    layout_facts,
+    model_facts,
+    require_valid,
+    why_not_runnable,
+)
 from meshwright.schema.units import format_bytes, format_count, format_seconds
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])
@@ -43,7 +60,16 @@ def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: 
     facts = layout_facts(model, workload, layout, world_size=layout.world_size, scaleup_domain=8)
     columns = {
         name: np.array([getattr(facts, name)] * 3)
-        for name in ("dp_replicate", "dp_shard", "tp", "pp", "micro_batch_size", "zero_stage", "sequence_parallel", "one_f_one_b")
+        for name in (
+            "dp_replicate",
+            "dp_shard",
+            "tp",
+            "pp",
+            "micro_batch_size",
+            "zero_stage",
+            "sequence_parallel",
+            "one_f_one_b",
+        )
     }
     arrays = Facts(
         **columns,
@@ -80,7 +106,8 @@ def test_each_rule_says_its_name_and_reason(layout: Layout, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"tp": 0}, {"tp": -1}, {"dp_shard": 2, "zero_stage": 0}, {"zero_stage": 3}, {"recompute": "some"}, {"warp": 1}]
+    "fields",
+    [{"tp": 0}, {"tp": -1}, {"dp_shard": 2, "zero_stage": 0}, {"zero_stage": 3}, {"recompute": "some"}, {"warp": 1}],
 )
 def test_impossible_layout_is_a_config_error(fields) -> None:
     with pytest.raises(ConfigError):

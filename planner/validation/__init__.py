@@ -1,0 +1,22 @@
+"""Our predictions against published measurements: read a table of runs, predict every row, score.
+
+rows.py reads, models.py + machines.py + inputs.py turn a row into our nouns, predict.py estimates in batches, score.py compares.
+"""
+
+from .inputs import RunInputs, Skip, run_inputs
+from .predict import Prediction, predict
+from .rows import RunRow, read_groups, read_runs
+from .score import score_groups, score_sources
+
+__all__ = [
+    "Prediction",
+    "RunInputs",
+    "RunRow",
+    "Skip",
+    "predict",
+    "read_groups",
+    "read_runs",
+    "run_inputs",
+    "score_groups",
+    "score_sources",
+]

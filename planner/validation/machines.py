@@ -1,0 +1,133 @@
+"""A row's cluster: the device by name or class, the network between nodes from what the table says about it."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from typing import NamedTuple
+
+from ...schema import ClusterSpec, ConfigError, LinkLevel
+from ...schema.catalogue import find_device
+from ...schema.cluster import Link, NodeGroup
+from ...schema.cluster_levels import catalogue_device, catalogue_link, derived_levels
+from ...schema.units import GB, GIB
+from .rows import RunRow
+
+MEMORY_TOLERANCE = 0.1
+"""A stated memory this far from the catalogue's is another variant of the device; nearer, the catalogue is more exact."""
+
+DEVICES = {
+    "a800-sxm-80gb": "A100-SXM-80GB",  # an A100 with fewer NVLinks, see SCALE_UP
+    "a800": "A100-SXM-80GB",
+    "a100": "A100-SXM-80GB",
+    "a100-80gb": "A100-SXM-80GB",
+    "a100-40gb": "A100-SXM-40GB",
+    "h100": "H100-SXM-80GB",
+    "h100-80gb": "H100-SXM-80GB",
+    "h800": "H800-SXM-80GB",
+    "gh200": "GH200-96GB",
+    "b200": "B200-SXM-180GB",
+    "b200-180gb": "B200-SXM-180GB",
+    "gb200": "GB200-186GB",
+    "rtx-4090-24gb": "RTX4090-24GB",
+    "mi250x-gcd-64gb": "MI250X-GCD",
+}
+"""Names of tables that are neither names nor aliases of the catalogue."""
+
+NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB", "mi350x": "MI355X-288GB"}
+"""Devices that the catalogue lacks, and the nearest one it has: rows that take one say so."""
+
+SCALE_UP = {"a800-sxm-80gb": "nvlink4-h800", "a800": "nvlink4-h800"}
+"""Eight NVLinks, 200 GB/s each way, as on the H800."""
+
+NETWORKS: tuple[tuple[str, str], ...] = (
+    (r"efa\b.*(p6|v4)", "efa-v4"),
+    (r"efa\b.*(p4d|\b400 gb)", "efa-v1"),
+    (r"efa\b", "efa-v2"),
+    (r"tcp\(?x", "tcpxo"),
+    (r"slingshot", "slingshot11"),
+    (r"omni-?path", "ib100"),
+    (r"roce", "roce400"),
+    (r"ndr|connectx-7|cx-?7|infiniband 400|ib 400|infiniband 50 gb/s|rdma 400|400 ?gb/s per gpu", "ib400"),
+    (r"hdr|ib 200|infiniband 200", "ib200"),
+    (r"edr|100gbe infiniband", "ib100"),
+    (r"ethernet.*\b10 ?gb?|\b10g", "eth10"),
+    (r"\b100 ?gb?.*ethernet|ethernet.*\b100 ?gb?", "eth100"),
+)
+"""Words of a description -> the link whose latencies and efficiencies apply; the first match counts."""
+
+_PER_DEVICE = re.compile(r"(\d+) ?Gb(?:/s|ps)? per GPU")
+_PER_NODE = re.compile(r"(?:(\d+) ?x ?(?:[A-Z]\S+ )?)?(\d+) ?Gb(?:/s|ps) per node")
+_NICS = re.compile(r"(\d+) ?x ?(\d+) ?Gb(?:/s|ps)?\b")
+
+
+class RowCluster(NamedTuple):
+    """A row's cluster and where it only comes close."""
+
+    spec: ClusterSpec
+    approximated: tuple[str, ...]
+
+
+def cluster_of(row: RunRow) -> RowCluster | str:
+    """The cluster of a row, or why it cannot be built."""
+    if row.n_gpus is None:
+        return "cluster: number of devices not stated"
+    return _cluster(row.gpu_type, row.gpu_class, row.n_gpus, row.gpus_per_node, row.inter_interconnect, row.gpu_mem_gib)
+
+
+@cache
+def _cluster(
+    gpu_type: str, gpu_class: str, n_gpus: int, per_node: int | None, inter: str, memory_gib: float | None
+) -> RowCluster | str:
+    found = _device_name(gpu_type) or _device_name(gpu_class)
+    if found is None:
+        return "cluster: device not in the catalogue"
+    name, entry = find_device(found)
+    device, approximated = catalogue_device(name, entry), []
+    if gpu_type.lower() in NEAREST_DEVICES:
+        approximated.append("device")
+    if memory_gib and abs(memory_gib * GIB / device.memory_bytes - 1) > MEMORY_TOLERANCE:
+        device = device.replace(memory_bytes=int(memory_gib * GIB))
+    node = math.gcd(n_gpus, min(per_node or entry["devices_per_node"], n_gpus))
+    group = NodeGroup(device=device, num_nodes=n_gpus // node, devices_per_node=node)
+    scale_up = SCALE_UP.get(gpu_type.lower(), entry["scaleup"])
+    levels = derived_levels([(group, {**entry, "scaleup": scale_up})])
+    if levels[-1].link.kind == "scale-out":
+        link = network(inter, devices_per_node=per_node or entry["devices_per_node"], default=entry["scaleout"])
+        levels = (*levels[:-1], LinkLevel(link=link, domain_size=n_gpus))
+    return RowCluster(ClusterSpec(name=f"{n_gpus}x{name}", groups=(group,), levels=levels), tuple(approximated))
+
+
+def _device_name(text: str) -> str | None:
+    key = text.lower()
+    wanted = NEAREST_DEVICES.get(key) or DEVICES.get(key, text)
+    try:
+        return find_device(wanted)[0]
+    except ConfigError:
+        return None
+
+
+def network(text: str, *, devices_per_node: int, default: str) -> Link:
+    """The link between nodes that a description means; the device's usual one where it says nothing usable.
+
+    The rate is what one device gets: "4x HDR = 800 Gb/s per node" of eight devices is 100 Gb/s each.
+    """
+    words = text.lower()
+    key = next((key for pattern, key in NETWORKS if re.search(pattern, words)), None)
+    link = catalogue_link(key or default)
+    gbit = _gbit_per_device(text, devices_per_node)
+    if gbit is None or link.shared_by != "device" or key in ("efa-v2", "efa-v4"):
+        return link  # a nominal rate of EFA is the catalogue's own
+    return link.replace(bandwidth_bytes_per_s=gbit * GB / 8)
+
+
+def _gbit_per_device(text: str, devices_per_node: int) -> float | None:
+    """Gb/s of one device where the text states it, by the device, by the node or by its NICs; None where it does not."""
+    if match := _PER_DEVICE.search(text):
+        return float(match[1])
+    if match := _PER_NODE.search(text):
+        return int(match[1] or 1) * float(match[2]) / devices_per_node
+    if match := _NICS.search(text):
+        return int(match[1]) * float(match[2]) / devices_per_node
+    return None

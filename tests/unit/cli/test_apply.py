@@ -1,0 +1,189 @@
+"""``meshwright apply`` as its users start it: a process of its own, with ranks below it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import typer
+from meshwright.cli.apply import ApplyCommand, apply
+from meshwright.runtime.checkpoint import list_checkpoints
+from meshwright.runtime.machine import num_cores
+from meshwright.schema import Layout, Plan
+from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan
+from typer.testing import CliRunner
+
+COMMAND = (sys.executable, "-m", "meshwright.cli", "apply")
+START_S = 60
+
+needs_two_cores = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
+
+
+def saved(plan: Plan, folder: Path) -> str:
+    path = folder / "plan.json"
+    plan.save(path)
+    return str(path)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, messages = process.communicate(timeout=START_S)
+    return process.returncode, output, messages
+
+
+def training_ranks(parent: subprocess.Popen[str], metrics: Path) -> list[psutil.Process]:
+    """The processes below a run that has done its first step."""
+    end = time.monotonic() + START_S
+    while not (metrics.exists() and metrics.read_text()) and parent.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    assert metrics.exists(), finish(parent)
+    return psutil.Process(parent.pid).children(recursive=True)
+
+
+def in_process(*arguments: str) -> tuple[int, str]:
+    """Exit code and messages of what is refused before anything starts."""
+    app = typer.Typer()
+    app.command(cls=ApplyCommand)(apply)
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.stderr
+
+
+def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
+    plan, metrics = small_plan(), tmp_path / "metrics.jsonl"
+    options = ("--steps", "12", "--learning-rate", "0.02", "--metrics", str(metrics), "--json")
+    code, output, messages = finish(start(*options, saved(plan, tmp_path)))
+    assert code == 0, messages
+    records = [json.loads(line) for line in output.splitlines()]
+    assert records == read_lines(metrics)
+    assert [record["step"] for record in records[:-1]] == list(range(1, 13))
+    assert losses(records)[-1] < losses(records)[0] - 0.5
+    assert set(records[0]) >= {"step", "loss", "grad_norm", "step_time_s", "tokens_per_s", "peak_allocated_bytes"}
+    assert records[-1]["predicted"]["step_time_s"] == plan.estimate.step_time_s
+    assert (
+        records[-1]["measured"]["peak_allocated_bytes"] == records[-1]["measured"]["ranks"][0]["peak_allocated_bytes"]
+    )
+    assert "step 12/12" in messages
+    assert "measured / predicted" in messages
+
+
+@needs_two_cores
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoint_resumes_under_another_layout(tmp_path: Path, tied: bool) -> None:
+    """Two data-parallel ranks save, two pipeline stages go on; the sums of fp32 gradients differ in their last bits only."""
+    folder = tmp_path / "checkpoints"
+    common = ("--steps", "6", "--learning-rate", "0.01", "--checkpoint-dir", str(folder), "--json")
+    first = small_plan(Layout(dp_replicate=2), tied=tied)
+    code, output, messages = finish(start(*common, "--checkpoint-every", "2", saved(first, tmp_path)))
+    assert code == 0, messages
+    whole = losses([json.loads(line) for line in output.splitlines()])
+    kept = list_checkpoints(folder)
+    assert [path.name for path in kept] == ["step-00000004", "step-00000006"]
+    kept[-1].rename(folder / "aside")
+    second = small_plan(Layout(pp=2), tied=tied)
+    code, output, messages = finish(start(*common, "--resume", saved(second, tmp_path)))
+    assert code == 0, messages
+    assert losses([json.loads(line) for line in output.splitlines()]) == pytest.approx(whole[4:], abs=1e-5)
+
+
+@needs_two_cores
+@pytest.mark.parametrize(
+    ("sent", "to", "message"),
+    [
+        (signal.SIGKILL, "rank", "rank 1 of 2 was killed by signal 9 (SIGKILL)"),
+        (signal.SIGINT, "parent", "interrupted by SIGINT; every rank of this node was stopped"),
+        (signal.SIGTERM, "parent", "interrupted by SIGTERM; every rank of this node was stopped"),
+        (signal.SIGKILL, "parent", ""),
+    ],
+)
+def test_signal_ends_the_whole_job(tmp_path: Path, sent: signal.Signals, to: str, message: str) -> None:
+    metrics, plan = tmp_path / "metrics.jsonl", small_plan(Layout(dp_replicate=2))
+    run = start("--steps", "1000000", "--metrics", str(metrics), saved(plan, tmp_path))
+    ranks = training_ranks(run, metrics)
+    assert len(ranks) == 2
+    by_rank = {rank.environ()["RANK"]: rank for rank in ranks}
+    (by_rank["1"] if to == "rank" else run).send_signal(sent)
+    code, output, messages = finish(run)
+    assert_gone(ranks)
+    assert code == (-signal.SIGKILL if sent == signal.SIGKILL and to == "parent" else 1)
+    assert output == ""
+    errors = [line for line in messages.splitlines() if not line.startswith(("step", "  "))]
+    assert errors == ([f"error: {message}"] if message else [])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the disk that is always full")
+def test_full_disk_ends_the_run(tmp_path: Path) -> None:
+    code, _, messages = finish(start("--steps", "1000000", "--metrics", "/dev/full", saved(small_plan(), tmp_path)))
+    assert code == 1
+    assert "error: cannot write the metrics of the run: No space left on device" in messages
+
+
+@needs_two_cores
+def test_two_nodes_meet_and_train_together(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    plan = saved(plan_elsewhere(num_nodes=2), tmp_path)
+    options = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "pair", "--steps", "3", "--json")
+    nodes = [start(*options, "--node-rank", str(node), plan) for node in range(2)]
+    results = [finish(node) for node in nodes]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert len(results[0][1].splitlines()) == 4
+    assert results[1][1] == ""
+
+
+def test_options_end_at_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script, jobs = tmp_path / "train.py", []
+    script.touch()
+    monkeypatch.setattr("meshwright.runtime.launch.launch", lambda plan, job, rendezvous: jobs.append(job))
+    plan = saved(small_plan(), tmp_path)
+    assert in_process(plan, "--collective-timeout-s", "7", str(script), "--steps", "3", "--", "x") == (0, "")
+    assert in_process("--collective-timeout-s=7", plan, str(script), "--help") == (0, "")
+    assert [job.script[1:] for job in jobs] == [("--steps", "3", "--", "x"), ("--help",)]
+    assert [job.timeout_s for job in jobs] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "code", "message"),
+    [
+        (plan_elsewhere(device="H100-SXM-80GB"), (), 1, "the plan is for 2 x H100-SXM-80GB in each node"),
+        (plan_elsewhere(num_nodes=2), (), 1, "2 ranks on 2 nodes; this job has 1 nodes"),
+        (small_plan(), ("--steps", "0"), 2, "steps = 0"),
+        (small_plan(), ("--data", "/nowhere"), 2, "no such data file or folder: /nowhere"),
+        (small_plan(), ("--resume",), 2, "--checkpoint-every and --resume need a folder"),
+        (small_plan(), ("--nnodes", "2"), 2, "2 nodes need a place to meet"),
+        (small_plan(vocab_size=97), (), 2, "256 kinds of byte, tiny a vocabulary of 97"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(
+    tmp_path: Path, plan: Plan, options: Sequence[str], code: int, message: str
+) -> None:
+    seen = in_process(saved(plan, tmp_path), *options)
+    assert seen[0] == code
+    assert f"error: {message}" in seen[1] or message in seen[1]
+
+
+@pytest.mark.parametrize("arguments", [("nowhere.py",), ("--json", __file__)])
+def test_script_that_cannot_run_is_refused(tmp_path: Path, arguments: Sequence[str]) -> None:
+    code, message = in_process(saved(small_plan(), tmp_path), *arguments)
+    assert code == 2
+    assert message.startswith("error: ")
+
+
+def test_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-00000005"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").touch()
+    code, message = in_process(saved(small_plan(), tmp_path), "--checkpoint-dir", str(folder.parent))
+    assert code == 2
+    assert "already holds step-00000005" in message

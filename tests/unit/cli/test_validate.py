@@ -1,0 +1,110 @@
+"""`meshwright validate` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from meshwright.cli.validate import validate
+from typer.testing import CliRunner
+
+HEADER = (
+    "id,split,source_set,decision_group,framework,gpu_type,n_gpus,model,model_family,layers,hidden,heads,ffn,"
+    "vocab,seq_len,global_batch,micro_batch,dp,tp,pp,recompute_class,precision_class,offload,iter_time_s,"
+    "status"
+)
+ROWS = (
+    "a,dev,one,g,Megatron-LM,A100-SXM-80GB,8,gpt,GPT,24,2048,16,8192,51200,2048,64,2,4,2,1,none,fp16,none,2.0,ok",
+    "b,dev,one,g,Megatron-LM,A100-SXM-80GB,8,gpt,GPT,24,2048,16,8192,51200,2048,64,1,8,1,1,full,fp16,none,3.0,ok",
+    "c,other,two,,Megatron-LM,A100-SXM-80GB,8,gpt,GPT,24,2048,16,8192,51200,2048,64,1,8,1,1,full,fp16,cpu,3.0,ok",
+)
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(validate)
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join((HEADER, *ROWS)) + "\n")
+    return path
+
+
+@pytest.fixture
+def groups(tmp_path) -> Path:
+    path = tmp_path / "groups.csv"
+    path.write_text("decision_group,n_rows\ng,2\n")
+    return path
+
+
+def invoke(*args: object):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_tables_name_sources_scores_and_skip_reasons(runs, groups) -> None:
+    result = invoke(runs, "--groups", groups)
+    assert result.exit_code == 0, result.output
+    for expected in ("one", "two", "MAPE", "bias", "false alarms", "not modelled: offload", "regret"):
+        assert expected in result.stdout
+    assert "next: meshwright validate" in result.stderr
+
+
+def test_json_has_a_row_for_every_input_row(runs, groups) -> None:
+    result = invoke(runs, "--groups", groups, "--json")
+    document = json.loads(result.stdout)
+    assert list(document) == ["rows", "sources", "groups"]
+    assert [row["id"] for row in document["rows"]] == ["a", "b", "c"]
+    needed = {"id", "step_time_s", "peak_allocated_bytes", "peak_reserved_bytes", "fits", "skipped"}
+    assert all(needed <= row.keys() for row in document["rows"])
+    assert document["rows"][0]["step_time_s"] > 0
+    assert document["rows"][2]["skipped"] == "not modelled: offload"
+    assert document["sources"]["one"]["time"]["count"] == 2
+    assert document["groups"]["g"]["regret"] >= 0
+
+
+@pytest.mark.parametrize(("option", "kept"), [(("--source", "one"), ["a", "b"]), (("--split", "other"), ["c"])])
+def test_unselected_rows_stay_in_the_json(runs, option, kept) -> None:
+    document = json.loads(invoke(runs, *option, "--json").stdout)
+    selected = [row["id"] for row in document["rows"] if row["skipped"] != "not selected by --source or --split"]
+    assert selected == kept
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--source", "three"), "no rows of --source three"),
+        (("--split", "test"), "it has: dev, other"),
+        (("--source", "one", "--split", "other"), "both"),
+        (("--groups", "none.csv"), "cannot read none.csv"),
+    ],
+)
+def test_wrong_options_end_in_one_message(runs, args, message) -> None:
+    result = invoke(runs, *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_malformed_table_ends_in_one_message(tmp_path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEADER}\n{ROWS[0].replace('2048', 'x')}\n")
+    result = invoke(path)
+    assert result.exit_code == 2
+    assert "line 2 column hidden: 'x' is not a number" in result.stderr
+
+
+def test_plot_without_matplotlib_says_what_to_install(runs, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = invoke(runs, "--plot", tmp_path / "out.png")
+    assert result.exit_code == 2
+    assert "meshwright[plot]" in result.stderr
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_plot_is_written(runs, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    result = invoke(runs, "--plot", tmp_path / "out.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out.png").stat().st_size > 0

@@ -1,0 +1,141 @@
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from meshwright.runtime import ParallelModel, build_optimizer, parallelize
+from meshwright.runtime.checkpoint import SafeReader, list_checkpoints, load_checkpoint, save_checkpoint
+from meshwright.runtime.options import TrainOptions
+from meshwright.schema import ConfigError, MeshwrightError
+from small_jobs import losses, small_plan, train_here
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(seed: int = 0, **model: bool) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    parallel = parallelize(None, small_plan(**model), seed=seed)
+    optimizer = build_optimizer(parallel, learning_rate=1e-2)
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(seed))
+    parallel.forward_backward(tokens)
+    optimizer.step()
+    optimizer.zero_grad()
+    return parallel, optimizer
+
+
+def everything(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    return [parameter.detach().clone() for parameter in model.parameters()] + [state.clone() for state in states]
+
+
+class Forged:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("tied", [False, True])
+def test_loaded_state_is_what_was_saved(tmp_path: Path, tied: bool) -> None:
+    model, optimizer = trained(seed=1, tied=tied)
+    folder = save_checkpoint(tmp_path, model, optimizer, step=7, seed=3)
+    other_model, other_optimizer = trained(seed=2, tied=tied)
+    info = load_checkpoint(folder, other_model, other_optimizer)
+    assert (info.step, info.seed) == (7, 3)
+    pairs = zip(everything(model, optimizer), everything(other_model, other_optimizer), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+    assert [g["lr"] for g in other_optimizer.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+
+@pytest.mark.usefixtures("group")
+def test_last_two_whole_checkpoints_stay(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    (tmp_path / ".step-00000009.partial").mkdir()
+    (tmp_path / "step-00000008").mkdir()  # of a save that was cut short elsewhere: it lacks its last file
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, model, optimizer, step=step, seed=0)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.usefixtures("group")
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, *trained(), step=1, seed=0)
+    with pytest.raises(ConfigError, match="is of another model"):
+        load_checkpoint(folder, *trained(tied=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_forged_index_is_refused_and_not_run(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    folder = save_checkpoint(tmp_path, model, optimizer, step=1, seed=0)
+    harmed = tmp_path / "harmed"
+    (folder / ".metadata").write_bytes(pickle.dumps(Forged(harmed)))
+    with pytest.raises(ConfigError, match=r"is not the index of a checkpoint: it names (posix|nt)\.mkdir"):
+        load_checkpoint(folder, model, optimizer)
+    assert not harmed.exists()
+    with pytest.raises(BaseException):  # noqa: B017 - what torch's own reader makes of it: it runs it, then fails
+        dcp.load({}, storage_reader=dcp.FileSystemReader(folder))
+    assert harmed.exists()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("in_model", [True, False])
+def test_forged_value_is_refused_and_not_run(tmp_path: Path, in_model: bool) -> None:
+    model, optimizer = trained()
+    folder = save_checkpoint(tmp_path, model, optimizer, step=1, seed=0)
+    index, harmed = SafeReader(folder).read_metadata(), tmp_path / "harmed"
+    name = next(name for name in index.state_dict_metadata if name.startswith("model.") == in_model)
+    (folder / ".metadata").unlink()
+    dcp.save({name: Forged(harmed)}, storage_writer=dcp.FileSystemWriter(folder, overwrite=True))
+    forged = SafeReader(folder).read_metadata()
+    index.state_dict_metadata[name] = forged.state_dict_metadata[name]
+    index.storage_data.update(forged.storage_data)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(MeshwrightError, match="checkpoint"):
+        load_checkpoint(folder, model, optimizer)
+    assert not harmed.exists()
+
+
+@pytest.mark.usefixtures("group")
+def test_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, *trained(), step=1, seed=0)
+    index = SafeReader(folder).read_metadata()
+    next(iter(index.storage_data.values())).relative_path = "../../secret"
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ConfigError, match="points outside its folder"):
+        SafeReader(folder)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps([1, 2])])
+def test_damaged_index_is_named(tmp_path: Path, content: bytes) -> None:
+    folder = save_checkpoint(tmp_path, *trained(), step=1, seed=0)
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(ConfigError, match="is not the index of a checkpoint"):
+        SafeReader(folder)
+
+
+def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan()
+    options = TrainOptions(steps=5, learning_rate=1e-2, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=2)
+    whole = losses(train_here(monkeypatch, plan, options, tmp_path / "whole.jsonl"))
+    newest = list_checkpoints(tmp_path / "c")[-1]
+    newest.rename(newest.with_name("elsewhere"))
+    resumed = train_here(monkeypatch, plan, options.replace(resume=True), tmp_path / "resumed.jsonl")
+    assert [record["step"] for record in resumed[:-1]] == [5]
+    assert losses(resumed) == whole[4:]
+    with pytest.raises(ConfigError, match="--steps 5 leaves none"):
+        train_here(monkeypatch, plan, options.replace(resume=True), tmp_path / "again.jsonl")
+    dist.destroy_process_group()

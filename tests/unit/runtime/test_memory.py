@@ -1,0 +1,45 @@
+import pytest
+import torch
+from meshwright.runtime import memory
+from meshwright.runtime.memory import MemoryMeter
+from meshwright.schema.units import MIB
+
+CPU = torch.device("cpu")
+SLACK = 8 * MIB  # what else the process allocates meanwhile, and whole pages
+
+
+def allocate_and_free(size: int) -> None:
+    torch.ones(size, dtype=torch.uint8)
+
+
+def test_peak_is_what_was_allocated_even_after_it_is_freed() -> None:
+    meter = MemoryMeter(CPU)
+    allocate_and_free(100 * MIB)
+    assert abs(meter.peak_allocated_bytes() - 100 * MIB) < SLACK
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    before = torch.ones(100 * MIB, dtype=torch.uint8)
+    meter = MemoryMeter(CPU)
+    assert meter.peak_allocated_bytes() < SLACK
+    assert before.numel() == 100 * MIB
+
+
+def test_pause_leaves_out_what_happens_meanwhile() -> None:
+    meter = MemoryMeter(CPU)
+    if meter.source != "resident-growth":
+        pytest.skip("this system does not let a process reset its high-water mark")
+    allocate_and_free(40 * MIB)
+    meter.pause()
+    allocate_and_free(200 * MIB)
+    meter.resume()
+    assert abs(meter.peak_allocated_bytes() - 40 * MIB) < SLACK
+
+
+def test_lifetime_peak_stands_in_where_the_mark_cannot_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_reset_high_water", lambda: False)
+    meter = MemoryMeter(CPU)
+    allocate_and_free(100 * MIB)
+    assert meter.source == "lifetime-resident-growth"
+    assert meter.peak_allocated_bytes() > 100 * MIB - SLACK
+    assert meter.peak_reserved_bytes() == meter.peak_allocated_bytes()
