@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-from ..schema import Device
+from ..schema import Device, Workload
 from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
 from ..schema.workload import Precision
@@ -34,11 +34,8 @@ class DeviceRates(NamedTuple):
         attention_forward_flops_per_s, attention_backward_flops_per_s: fused attention, causal FLOPs counted once.
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
-        host_operator_s: dispatch of one operator.
-        host_adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
     """
 
-    peak_flops_per_s: float
     gemm_flops_per_s: float
     attention_forward_flops_per_s: float
     attention_backward_flops_per_s: float
@@ -46,8 +43,28 @@ class DeviceRates(NamedTuple):
     elementwise_bytes_per_s: float
     launch_s: float
     kernel_s: float
-    host_operator_s: float
-    host_adds: bool
+
+
+class HostCosts(NamedTuple):
+    """Seconds the host needs, by the workload's engine.
+
+    Attributes:
+        operator_s: dispatch of one operator.
+        collective_s: one tensor-parallel collective.
+        fsdp_unit_s: one fully sharded layer, forward plus backward.
+        adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
+    """
+
+    operator_s: float
+    collective_s: float
+    fsdp_unit_s: float
+    adds: bool
+
+
+def host_costs(device: Device, workload: Workload) -> HostCosts:
+    """Host overheads of the workload's engine."""
+    c = coefficients()["host"][workload.engine]
+    return HostCosts(c["operator_s"], c["collective_s"], c["fsdp_unit_s"], adds=device.vendor == "cpu")
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -67,24 +84,43 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
     )
 
 
-def device_rates(device: Device, precision: Precision) -> DeviceRates:
+def device_rates(device: Device, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one)."""
-    c = coefficients()
-    fit = device.gemm or GemmFit(**c["gemm"])
-    peak = peak_flops_per_s(device, precision)
+    c, fit = coefficients(), _gemm_fit(device)
+    peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
+    forward, backward = _attention_flops_per_s(device, workload)
+    # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
-    # A CPU's peak and bandwidth are measured on this very code path, so only a GPU's data sheet is scaled.
-    attention = fit.compute_efficiency if is_cpu else None
     return DeviceRates(
-        peak_flops_per_s=peak,
-        gemm_flops_per_s=peak * fit.compute_efficiency,
-        attention_forward_flops_per_s=peak * (attention or c["attention"]["forward_efficiency"]),
-        attention_backward_flops_per_s=peak * (attention or c["attention"]["backward_efficiency"]),
+        gemm_flops_per_s=peak
+        * fit.compute_efficiency
+        * _sustained(device)
+        * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
+        attention_forward_flops_per_s=forward,
+        attention_backward_flops_per_s=backward,
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
         * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
-        host_operator_s=c["host"]["operator_s"],
-        host_adds=is_cpu,
     )
+
+
+def _gemm_fit(device: Device) -> GemmFit:
+    return device.gemm or GemmFit(**coefficients()["gemm"])
+
+
+def _sustained(device: Device) -> float:
+    return float(coefficients()["sustained"].get(device.architecture, 1.0))
+
+
+def _attention_flops_per_s(device: Device, workload: Workload) -> tuple[float, float]:
+    """Forward and backward rate of fused attention; fp8 training runs it in bf16."""
+    peak = peak_flops_per_s(device, "bf16-mixed" if workload.precision == "fp8" else workload.precision)
+    if device.vendor == "cpu":
+        rate = peak * _gemm_fit(device).compute_efficiency
+        return rate, rate
+    c, slowed = coefficients()["attention"], peak * _sustained(device)
+    if device.architecture in ("hopper", "blackwell") and workload.engine != "megatron":
+        return peak * c["fa2_on_newer_forward"], peak * c["fa2_on_newer_backward"]
+    return slowed * c["forward_efficiency"], slowed * c["backward_efficiency"]

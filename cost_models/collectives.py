@@ -8,7 +8,8 @@ do not already share:
 
 for all-gather and reduce-scatter of S bytes in total; all-reduce is one of each; all-to-all the same with S the
 buffer of one rank. Levels work at the same time on different chunks, so the slowest one decides; latencies add.
-A flat ring over nodes would be 5 to 13 times too slow (design.md section 3).
+A flat ring over nodes would be 5 to 13 times too slow. The latency of an all-reduce grows with log2 of the ranks (trees); between
+nodes all-gather and reduce-scatter have rings only, whose latency grows with the nodes.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def collective_s(
         fanout = members / inner
         moved = _PASSES[op] * size * (fanout - 1) / fanout / inner
         bandwidth_s = np.maximum(bandwidth_s, moved / _bandwidth(level, op, cluster))
-        hops = np.log2(fanout)
         latency = level.link.collective_latency_s
-        latency_s = latency_s + np.where(fanout > 1, latency.base + latency.per_hop * hops, 0.0)
+        is_ring = op != "all_reduce" and level.link.kind == "scale-out"
+        steps_s = fanout * level.link.latency_s if is_ring else latency.per_hop * np.log2(fanout)
+        latency_s = latency_s + np.where(fanout > 1, latency.base + steps_s, 0.0)
         inner = np.maximum(members, inner)
     return np.asarray(np.where(group > 1, latency_s + bandwidth_s, 0.0), dtype=np.float64)
 

@@ -13,11 +13,11 @@ import numpy as np
 from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, Embedding, Head
 from .activations import Kernels, Saved, saved_elements
-from .coefficients import coefficients, device_rates
+from .coefficients import device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
-from .operators import Gemm, Layer, Operator, layer_operators
+from .operators import Elementwise, Gemm, Layer, Operator, layer_operators
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,20 @@ def layer_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
-    operators = layer_operators(layer, hidden_dim, workload.seq_len)
+    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=workload.attention == "math")
     times = _operator_times(operators, batch, workload, cluster)
-    forward = sum((time.forward_s for time in times), start=np.zeros(len(batch)))
-    backward = sum((time.backward_s for time in times), start=np.zeros(len(batch)))
-    recompute = _recompute_s(operators, times, batch) if isinstance(layer, Block) else np.zeros(len(batch))
-    tp_forward, tp_backward = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
-    forward, backward = _with_host(times, forward, backward, batch, workload, cluster)
+    tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
+    compute = _compute_s(layer, operators, times, tp_s, batch, workload, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
     gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
-    return LayerCost(forward, backward, recompute, tp_forward, tp_backward, gather, reduce, num_params, kept, working)
+    return LayerCost(*compute, *tp_s, gather, reduce, num_params, kept, working)
 
 
 def _operator_times(
     operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> list[OperatorTime]:
-    rates = device_rates(cluster.weakest_device, workload.precision)
+    rates = device_rates(cluster.weakest_device, workload)
     tokens = batch.micro_batch_size * workload.seq_len
     return [
         operator_time(op, tokens, batch.tp, batch.sequence_parallel, rates=rates, compute_bytes=workload.compute_bytes)
@@ -80,41 +77,50 @@ def _operator_times(
     ]
 
 
-def _with_host(
+def _compute_s(
+    layer: Layer,
+    operators: tuple[Operator, ...],
     times: list[OperatorTime],
-    forward: FloatArray,
-    backward: FloatArray,
+    tp_s: tuple[FloatArray, FloatArray],
     batch: LayoutBatch,
     workload: Workload,
     cluster: ClusterSpec,
-) -> tuple[FloatArray, FloatArray]:
-    """Add the host's dispatch on a CPU; on an accelerator the slower of host and device decides."""
-    host = coefficients()["host"]
-    rates = device_rates(cluster.weakest_device, workload.precision)
-    dtensor = np.where(batch.tp > 1, host["dtensor_layer_s"] / 2, 0.0)
-    fsdp = np.where(batch.dp_shard > 1, host["fsdp_unit_s"] / 2, 0.0)
-    dispatch_forward = sum(t.forward_dispatches for t in times) * rates.host_operator_s + dtensor + fsdp
-    dispatch_backward = sum(t.backward_dispatches for t in times) * rates.host_operator_s + dtensor + fsdp
-    if rates.host_adds:
-        return forward + dispatch_forward, backward + dispatch_backward
-    return np.maximum(forward, dispatch_forward), np.maximum(backward, dispatch_backward)
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Forward, backward and recompute seconds with the host's dispatch.
 
-
-def _recompute_s(operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch) -> FloatArray:
-    """Forward seconds repeated: all but the last product (nothing after it is needed) if full, no products if selective."""
-    products = [time.forward_s for op, time in zip(operators, times, strict=True) if isinstance(op, Gemm)]
-    elementwise = [
-        time.forward_s
-        for op, time in zip(operators, times, strict=True)
-        if not isinstance(op, Gemm) and op.name != "attention"
-    ]
-    full = sum((time.forward_s for time in times), start=np.zeros(len(batch))) - products[-1]
-    selective = sum(elementwise, start=np.zeros(len(batch)))
-    return np.select(
-        [batch.recompute == RECOMPUTES.index("full"), batch.recompute == RECOMPUTES.index("selective")],
-        [full, selective],
-        0.0,
+    On an accelerator the host runs ahead: a pass takes the longer of its dispatch and of kernels plus collectives.
+    """
+    host = host_costs(cluster.weakest_device, workload)
+    zero = np.zeros(len(batch))
+    forward = sum((time.forward_s for time in times), start=zero)
+    backward = sum((time.backward_s for time in times), start=zero)
+    recompute, repeated = _recompute(operators, times, batch) if isinstance(layer, Block) else (zero, zero)
+    collectives = np.where(batch.tp > 1, 4 if isinstance(layer, Block) else 1, 0)
+    per_pass = collectives * host.collective_s + np.where(batch.dp_shard > 1, host.fsdp_unit_s / 2, 0.0)
+    host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
+    host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
+    host_recompute = repeated * host.operator_s
+    if host.adds:
+        return forward + host_forward, backward + host_backward, recompute + host_recompute
+    tp_forward, tp_backward = tp_s
+    return (
+        np.maximum(forward, host_forward - tp_forward),
+        np.maximum(backward, host_backward + host_recompute - recompute - tp_backward),
+        recompute,
     )
+
+
+def _recompute(
+    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch
+) -> tuple[FloatArray, FloatArray]:
+    """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective."""
+    last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
+    full = [time for idx, time in enumerate(times) if idx != last_product]
+    cheap = [time for op, time in zip(operators, times, strict=True) if isinstance(op, Elementwise)]
+    is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
+    seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
+    dispatches = [float(sum(time.forward_dispatches for time in chosen)) for chosen in (full, cheap)]
+    return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)
 
 
 def _tensor_parallel_s(

@@ -89,7 +89,9 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
         "activations": 0.0 * loss["activations"],
         "logits": 0.0 * loss["logits"],
     }
-    received = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
+    # torch's pipelining allocates receive buffers for every micro-batch once; others only for those in flight.
+    waiting = step.num_microbatches if workload.engine == "fsdp2" else np.minimum(step.in_flight, 2)
+    received = step.num_neighbours * waiting * stage.boundary_bytes
     at_loss = total_bytes(loss) >= total_bytes(update)
     return {
         "parameters": 4.0 * sharded,

@@ -10,11 +10,12 @@ causal attention takes 2*T*c*(dk + dv) per head for c attended tokens on average
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from .coefficients import coefficients
 
 Shard = Literal["column", "row", "none", "tokens"]
 Layer = Embedding | Block | Head | MTPHead
@@ -84,18 +85,30 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
 
 
 @cache
-def layer_operators(layer: Layer, hidden_dim: int, seq_len: int) -> tuple[Operator, ...]:
-    """Operators of one layer, forward order."""
+def layer_operators(layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False) -> tuple[Operator, ...]:
+    """Operators of one layer, forward order; ``unfused`` attention computes and stores whole [heads, seq, seq] scores."""
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
     if isinstance(layer, Head):
         return (_norm("final_norm", hidden_dim, "tokens"), *_logits(layer.vocab_size, hidden_dim))
     if isinstance(layer, MTPHead):
         projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
-        return (projection, *layer_operators(layer.block, hidden_dim, seq_len))
+        return (projection, *layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused))
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens") for i in range(layer.num_norms))
     residuals = Elementwise("residual_adds", 6 * hidden_dim, 6 * hidden_dim, 2, 2, "tokens")
-    return (*norms, *_attention(layer.attention, hidden_dim, seq_len), *_mlp(layer.mlp, hidden_dim), residuals)
+    attention = _attention(layer.attention, hidden_dim, seq_len)
+    if unfused:
+        attention = tuple(part for op in attention for part in _unfused(op, seq_len))
+    return (*norms, *attention, *_mlp(layer.mlp, hidden_dim), residuals)
+
+
+def _unfused(op: Operator, seq_len: int) -> tuple[Operator, ...]:
+    """Attention without a fused kernel: every token against all others, and passes over the score matrix."""
+    if not isinstance(op, FusedAttention):
+        return (op,)
+    c, width = coefficients()["attention"], op.num_heads * seq_len
+    forward, backward = c["score_passes_forward"] * width, c["score_passes_backward"] * width
+    return (replace(op, context=float(seq_len)), Elementwise("scores", forward, backward, 7, 9, "column"))
 
 
 def _norm(name: str, width: int, shard: Shard) -> Elementwise:

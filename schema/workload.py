@@ -10,6 +10,7 @@ from .base import Frozen
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
+Engine = Literal["fsdp2", "megatron", "deepspeed"]
 
 
 class Workload(Frozen):
@@ -21,6 +22,7 @@ class Workload(Frozen):
         precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32.
         optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
+        engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
 
     seq_len: PositiveInt
@@ -28,6 +30,7 @@ class Workload(Frozen):
     precision: Precision = "bf16-mixed"
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
+    engine: Engine = "fsdp2"
 
     @property
     def tokens_per_step(self) -> int:

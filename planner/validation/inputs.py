@@ -67,6 +67,14 @@ PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32",
 }  # fmt: skip
 
+ENGINE: tuple[Default, ...] = (
+    Default(
+        "torchtitan|llm-foundry|fms-fsdp|.*FSDP|LitGPT", "fsdp2", "torch's fully sharded data parallelism and kernels"
+    ),
+    Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
+    Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
+)
+
 MAX_HIDDEN_ATTENTION = 0.10
 """Without context parallelism in the model, a sequence is cut into cp shorter ones: at most this share of the FLOPs may vanish."""
 
@@ -241,6 +249,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         seq_len=-(-(row.seq_len or 1) // cp),
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
+        engine=default_of(row.framework, ENGINE),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 
