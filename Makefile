@@ -18,7 +18,7 @@ DEMO_STEPS ?= 36
 
 demo: $(VENV)/installed
 	mkdir -p demo
-	$(BIN)/meshwright plan $(DEMO_MODEL) --cluster local --global-batch-size 8 --seq-len 128 --out demo/plan.json
+	$(BIN)/meshwright plan $(DEMO_MODEL) --cluster local --global-batch-size 4 --seq-len 128 --out demo/plan.json
 	$(BIN)/meshwright apply demo/plan.json --steps $(DEMO_STEPS) --metrics demo/metrics.jsonl
 
 test: $(VENV)/installed-test

@@ -201,7 +201,7 @@ class _Screen:
         for title, key, show in (
             ("step time", "step_time_s", format_seconds),
             ("tokens/s", "tokens_per_s", format_count),
-            ("peak memory", "peak_allocated_bytes", format_bytes),
+            ("peak memory", "peak_reserved_bytes", format_bytes),
         ):
             table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
         self._console.print(table)

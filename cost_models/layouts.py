@@ -26,6 +26,7 @@ class LayoutBatch:
     dp_shard: IntArray
     tp: IntArray
     pp: IntArray
+    num_model_chunks: IntArray
     micro_batch_size: IntArray
     num_microbatches: IntArray
     zero_stage: IntArray
@@ -42,7 +43,15 @@ class LayoutBatch:
         columns = {
             **{
                 name: [getattr(layout, name) for layout in layouts]
-                for name in ("dp_replicate", "dp_shard", "tp", "pp", "micro_batch_size", "zero_stage")
+                for name in (
+                    "dp_replicate",
+                    "dp_shard",
+                    "tp",
+                    "pp",
+                    "num_model_chunks",
+                    "micro_batch_size",
+                    "zero_stage",
+                )
             },
             "num_microbatches": [layout.num_microbatches(global_batch_size) for layout in layouts],
             "sequence_parallel": [int(layout.sequence_parallel) for layout in layouts],
@@ -58,6 +67,7 @@ class LayoutBatch:
             dp_shard=int(self.dp_shard[idx]),
             tp=int(self.tp[idx]),
             pp=int(self.pp[idx]),
+            num_model_chunks=int(self.num_model_chunks[idx]),
             micro_batch_size=int(self.micro_batch_size[idx]),
             schedule=SCHEDULES[self.schedule[idx]],
             zero_stage=int(self.zero_stage[idx]),  # type: ignore[arg-type]

@@ -10,8 +10,10 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
     unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: b (R + 2 U), this block and the next
     activations  i * (kept by the stage's layers)
     logits       b T V / tp on the stage with the head, turned into their gradient in place
-    temporary    working set of one layer, gradients and fp32 reduction buffer of one unit, workspace; under a pipeline the
+    temporary    working set of one layer, gradients and fp32 reduction buffers of one unit, workspace; under a pipeline the
                  receive buffers of all m micro-batches, hidden states from one side and gradients from the other
+
+Engines other than fsdp2 keep their copies and one gradient buffer for the whole step and reduce in place.
 
 fully_shard is there whenever ranks share data parallelism or parameters are cast; without it nothing is gathered or reduced.
 Phase `loss`: the last micro-batch's backward begins; activations, logits, copies and gradients of earlier micro-batches are there.
@@ -62,43 +64,70 @@ class StepShape:
     num_neighbours: Array
 
 
-def in_flight(schedule_is_1f1b: Array, num_microbatches: Array, pp: Array, stage_idx: Array) -> Array:
-    """Micro-batches whose activations a stage holds at once: min(m, pp - stage) under 1f1b, m under gpipe."""
-    return np.where(schedule_is_1f1b == 1, np.minimum(num_microbatches, pp - stage_idx), num_microbatches)
+def in_flight(
+    schedule_is_1f1b: Array, num_microbatches: Array, pp: Array, stage_idx: Array, num_model_chunks: Array = 1
+) -> Array:
+    """Micro-batches whose activations a stage holds at once.
+
+    min(m, pp - stage) under 1f1b, m under gpipe; interleaved over v chunks the warm-up is 2 (pp - stage - 1) + (v - 1) pp + 1
+    chunks, each a v-th of the stage (arXiv:2104.04473 section 2.2).
+    """
+    v = num_model_chunks
+    warm_up = np.where(v > 1, (2 * (pp - stage_idx - 1) + (v - 1) * pp + 1) / v, pp - stage_idx)
+    return np.where(schedule_is_1f1b == 1, np.minimum(num_microbatches, warm_up), num_microbatches)
 
 
 def stage_memory(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
-    b = workload.compute_bytes
+    b, ours = workload.compute_bytes, workload.engine == "fsdp2"
     sharded = stage.params / step.dp_shard
     copies = (step.dp_shard * step.dp_replicate > 1) | (workload.precision != "fp32")
-    accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
-    gradients = 4.0 * np.where(step.zero_stage == 0, stage.params, sharded)
-    unreduced = np.where((step.zero_stage == 1) & accumulates, 4.0 * stage.params, 0.0)
-    unit = np.maximum(stage.block_params, stage.root_params)
-    gathered = np.where(step.zero_stage == 3, stage.root_params + 2 * stage.block_params, stage.params)
+    gathered = b * np.where(step.zero_stage == 3, stage.root_params + 2 * stage.block_params, stage.params)
+    kept, final = _gradients(stage, step, ours=ours)
     loss = {
-        "gradients": np.where(accumulates, gradients + unreduced, 0.0),
-        "unsharded": np.where(copies, b * gathered, 0.0),
+        "gradients": kept,
+        "unsharded": np.where(copies, gathered, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
         "logits": np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0),
     }
     update = {
-        "gradients": gradients + unreduced,
-        "unsharded": np.where(copies, b * stage.root_params, 0.0),
+        "gradients": final,
+        "unsharded": np.where(copies, b * stage.root_params if ours else gathered, 0.0),
         "activations": 0.0 * loss["activations"],
         "logits": 0.0 * loss["logits"],
     }
-    # torch's pipelining allocates receive buffers for every micro-batch once; others only for those in flight.
-    waiting = step.num_microbatches if workload.engine == "fsdp2" else np.minimum(step.in_flight, 2)
-    received = step.num_neighbours * waiting * stage.boundary_bytes
     at_loss = total_bytes(loss) >= total_bytes(update)
     return {
         "parameters": 4.0 * sharded,
         "optimizer": float(workload.optimizer_bytes) * sharded,
-        "temporary": stage.working_bytes + np.where(copies, b + 4.0, b) * unit + received + _workspace_bytes(cluster),
+        "temporary": stage.working_bytes + _buffers(stage, step, copies, workload) + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
+
+
+def _gradients(stage: StageContents, step: StepShape, *, ours: bool) -> tuple[Array, Array]:
+    """Bytes of gradients when the last backward pass begins, and when it has ended.
+
+    Other engines than fsdp2 hold one fp32 buffer for the whole time: all of it below zero_stage 2, else this rank's shard.
+    """
+    whole, sharded = 4.0 * stage.params, 4.0 * stage.params / step.dp_shard
+    if not ours:
+        buffer = np.where(step.zero_stage >= 2, sharded, whole)
+        return buffer, buffer
+    accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
+    reduced = np.where(step.zero_stage == 0, whole, sharded)
+    unreduced = np.where((step.zero_stage == 1) & accumulates, whole, 0.0)
+    return np.where(accumulates, reduced + unreduced, 0.0), reduced + unreduced
+
+
+def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Workload) -> Array:
+    """Gradients of one unit in the compute dtype, input and output of its fp32 reduction; receive buffers of a pipeline."""
+    b = workload.compute_bytes
+    unit = np.maximum(stage.block_params, stage.root_params)
+    reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit if workload.engine == "fsdp2" else b * unit
+    # torch's pipelining allocates receive buffers for every micro-batch once; others only for those in flight.
+    waiting = step.num_microbatches if workload.engine == "fsdp2" else np.minimum(step.in_flight, 2)
+    return reduction + step.num_neighbours * waiting * stage.boundary_bytes
 
 
 def _workspace_bytes(cluster: ClusterSpec) -> float:
@@ -116,10 +145,11 @@ def breakdown(parts: dict[str, Array]) -> MemoryBreakdown:
 
 
 def reserved_over_allocated(cluster: ClusterSpec) -> float:
-    """Slack of the caching allocator; a CPU has none."""
-    return 1.0 if cluster.weakest_device.vendor == "cpu" else float(coefficients()["memory"]["reserved_over_allocated"])
+    """Slack of the caching allocator, or of the C library's on a CPU."""
+    is_cpu = cluster.weakest_device.vendor == "cpu"
+    return float(coefficients()["memory"]["resident_over_allocated_cpu" if is_cpu else "reserved_over_allocated"])
 
 
 def upper_bytes(allocated: Array, cluster: ClusterSpec) -> Array:
     """Upper end of the interval of reserved memory: what must be within the budget."""
-    return allocated * reserved_over_allocated(cluster) * (1 + coefficients()["interval"]["memory"])
+    return allocated * reserved_over_allocated(cluster) * coefficients()["interval"]["memory"][1]

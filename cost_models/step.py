@@ -64,10 +64,11 @@ class SpaceCosts:
 
     @cached_property
     def transfer_s(self) -> FloatArray:
-        """Seconds one micro-batch's activations take to the next stage (and their gradients back) [N]."""
+        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N]."""
         b = self.batch
         stride = b.tp * b.dp_shard * b.dp_replicate
-        return np.asarray(np.where(b.pp > 1, p2p_s(self.boundary_bytes, stride, self.cluster), 0.0))
+        once = p2p_s(self.boundary_bytes, stride, self.cluster)
+        return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
     @cached_property
     def boundary_bytes(self) -> FloatArray:
@@ -149,7 +150,11 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     busy = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
     exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
     params = costs.total("num_params") / b.pp
-    time = pipelined_lower_bound_s(busy, b.num_microbatches, b.pp) + exposed + costs.update_s(params, b.dp_shard)
+    time = (
+        pipelined_lower_bound_s(busy, b.num_microbatches, b.pp, b.num_model_chunks)
+        + exposed
+        + costs.update_s(params, b.dp_shard)
+    )
     contents = memory.StageContents(
         params=params,
         root_params=np.where(b.pp == 1, costs.root_params, 0.0),
@@ -159,7 +164,7 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
         logits=np.where(b.pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
     )
-    fewest = memory.in_flight(b.schedule, b.num_microbatches, b.pp, b.pp - 1)
+    fewest = memory.in_flight(b.schedule, b.num_microbatches, b.pp, b.pp - 1, b.num_model_chunks)
     parts = memory.stage_memory(
         contents, _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1)), costs.workload, costs.cluster
     )
@@ -171,7 +176,7 @@ def stage_memory_parts(
 ) -> dict[str, FloatArray]:
     """Memory parts of stages ``stage_idx`` of layout ``idx``."""
     b = costs.batch
-    flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx)
+    flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx])
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     shape = _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
     return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
@@ -251,7 +256,9 @@ def _time_breakdown(
         tp=m * float(tp_forward[slowest] + tp_backward[slowest]),
         dp=float(dp),
         pp=m * transfer,
-        bubble=max(0.0, float(pipelined_s(busy, m) - m * busy[slowest])),  # rounding can leave -1e-16 for one stage
+        bubble=max(
+            0.0, float(pipelined_s(busy, m, costs.batch.num_model_chunks[idx]) - m * busy[slowest])
+        ),  # rounding can leave -1e-16 for one stage
         optimizer=float(np.max(costs.update_s(contents.params, int(costs.batch.dp_shard[idx])))),
     )
     return parts, (forward + tp_forward, backward + recompute + tp_backward)
@@ -263,7 +270,7 @@ def _assemble(
     workload, cluster, model = costs.workload, costs.cluster, costs.model
     interval = coefficients()["interval"]
     device = cluster.weakest_device
-    spread = interval["time_measured_device" if device.gemm else "time_data_sheet"]
+    fastest, slowest = interval["time_cpu" if device.vendor == "cpu" else "time_accelerator"]
     time, allocated = breakdown_s.total, stages[fullest].memory_bytes.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
@@ -271,13 +278,13 @@ def _assemble(
     upper = float(memory.upper_bytes(allocated, cluster))
     return Estimate(
         step_time_s=time,
-        step_time_interval_s=Interval(low=time * (1 - spread), high=time * (1 + spread)),
+        step_time_interval_s=Interval(low=time * fastest, high=time * slowest),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
         mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=int(allocated * memory.reserved_over_allocated(cluster)),
-        memory_interval_bytes=Interval(low=allocated * (1 - interval["memory"]), high=upper),
+        memory_interval_bytes=Interval(low=allocated * interval["memory"][0], high=upper),
         budget_bytes=cluster.memory_budget_bytes,
         fits=upper <= cluster.memory_budget_bytes,
         breakdown_s=breakdown_s,

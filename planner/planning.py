@@ -112,7 +112,7 @@ def _notes(
     if cluster.is_mixed:
         notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
     if cluster.weakest_device.gemm is None:
-        notes.append(f"{cluster.weakest_device.name} is known from its data sheet only: times are +-40 %")
+        notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
     lacking = why_not_runnable(model, workload)
     if lacking:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))

@@ -44,8 +44,11 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
     columns = _enumerate(model, workload, cluster, fixed)
     arrays: dict[str, Any] = dict(columns)
     facts = Facts(
-        **{name: arrays[name] for name in ("dp_replicate", "dp_shard", "tp", "pp", "micro_batch_size", "zero_stage")},
-        **{name: fixed.get(name, 1) for name in ("cp", "ep", "etp", "num_model_chunks")},
+        **{
+            name: arrays[name]
+            for name in ("dp_replicate", "dp_shard", "tp", "pp", "num_model_chunks", "micro_batch_size", "zero_stage")
+        },
+        **{name: fixed.get(name, 1) for name in ("cp", "ep", "etp")},
         sequence_parallel=columns["sequence_parallel"],
         one_f_one_b=columns["schedule"] == SCHEDULES.index("1f1b"),
         world_size=cluster.num_devices,
@@ -108,6 +111,7 @@ def _with_choices(grid: IntArray, workload: Workload, fixed: Mapping[str, Any]) 
         "dp_shard": dp_shard,
         "tp": tp,
         "pp": pp,
+        "num_model_chunks": np.full_like(pp, fixed.get("num_model_chunks", 1)),
         "micro_batch_size": micro,
         "zero_stage": zero,
         "sequence_parallel": sequence_parallel.astype(np.int64),

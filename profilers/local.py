@@ -32,10 +32,18 @@ from ..schema.profile import Machine, Profile
 from ..schema.units import GIB, format_seconds
 from .compute import fit_gemm, peak_flops
 from .links import fit_link, unused_link
-from .machine import available_memory, busy_fraction, check_memory, identify, num_cores
+from .machine import (
+    available_memory,
+    busy_fraction,
+    check_memory,
+    cpu_rank_environment,
+    environment,
+    identify,
+    num_cores,
+)
 from .worker import Task
 
-METHOD_VERSION = 1
+METHOD_VERSION = 2
 """Raised when measurements of an older method must not be used any more."""
 
 CPU_RESERVED_BYTES = GIB // 2
@@ -208,7 +216,8 @@ def _launch(task: Task, ranks: int) -> signal.Signals | None:
     )
     arguments = ("-m", f"{__package__}.worker", json.dumps(asdict(task)))
     try:
-        with _signals_restored(config.signals_to_handle.split(",")):
+        memory = cpu_rank_environment() if task.backend == "gloo" else {}
+        with _signals_restored(config.signals_to_handle.split(",")), environment(memory):
             elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..schema import ConfigError, MeshwrightError, Plan
+from ..profilers.machine import cpu_rank_environment, environment, num_cores
+from ..schema import ConfigError, MeshwrightError, NodeGroup, Plan
 from .faults import RankDeath, explain
-from .machine import check_machine, local_group, num_cores
+from .machine import check_machine, local_group
 from .worker import Job
 
 _SHUTDOWN_S = 5
@@ -92,7 +93,7 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
         run = elastic_launch(config, sys.executable)
         suspended: set[int] = set()
         try:
-            with _environment(_worker_environment(job, group.devices_per_node)), _no_suspended_ranks(suspended):
+            with environment(_worker_environment(job, group)), _no_suspended_ranks(suspended):
                 run("-u", "-m", f"{__package__}.worker", str(job_path))
         except ChildFailedError as error:
             _end_process_groups(error.failures.values())
@@ -136,23 +137,11 @@ def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs)
     )
 
 
-def _worker_environment(job: Job, ranks: int) -> dict[str, str]:
-    threads = str(max(1, num_cores() // ranks))
+def _worker_environment(job: Job, group: NodeGroup) -> dict[str, str]:
+    threads = str(max(1, num_cores() // group.devices_per_node))
     chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
-    return {**chosen, "MESHWRIGHT_PLAN": job.plan}
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that the agent hands to the ranks; it copies this process's own."""
-    before = os.environ.copy()
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
+    memory = cpu_rank_environment() if group.device.vendor == "cpu" else {}
+    return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import re
 import psutil
 import torch
 
+from ..profilers.machine import num_cores
 from ..schema import NodeGroup, Plan, RuntimeMismatchError
 from ..schema.units import format_bytes
 
@@ -111,11 +112,6 @@ def _words(name: str) -> list[str]:
     """Lower-case words of a GPU's name; ``RTX4090`` is ``rtx 4090``, sizes in GB are left out."""
     words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx", "rtx "))
     return [word for word in words if word and not re.fullmatch(r"\d+gb", word)]
-
-
-def num_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_host(plan: Plan, group: NodeGroup) -> None:

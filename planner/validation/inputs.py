@@ -92,7 +92,6 @@ SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
 """Reason and condition; a feature that the cost model learns loses its line here (and gains one in `_layout`)."""
 
 APPROXIMATE: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
-    ("vpp", lambda r: r.vpp not in ("", "1")),  # taken as one chunk a stage
     ("cp", lambda r: (r.cp or 1) > 1),  # taken as data parallelism over cp shorter sequences
     ("pure bf16", lambda r: "PURE" in r.sharding or (r.task.startswith("finetune") and "LitGPT" in r.framework)),
     ("mxfp8", lambda r: r.precision_class == "mxfp8"),  # the rate of fp8
@@ -191,6 +190,7 @@ def _layout(row: RunRow, assumed: _Assumed) -> Layout:
         dp_shard=group,
         tp=tp,
         pp=pp,
+        num_model_chunks=int(row.vpp or 1) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
         zero_stage=stage if group > 1 else 0,
         sequence_parallel=tp > 1 and _sequence_parallel(row, assumed),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models import memory
 from meshwright.cost_models.operators import attended_tokens, model_flops_per_token
+from meshwright.cost_models.pipeline import pipelined_lower_bound_s, pipelined_s
 from meshwright.cost_models.step import SpaceCosts, lower_bounds
 from meshwright.planner import estimate
 from meshwright.planner.search import expand
@@ -135,3 +136,42 @@ def test_memory_upper_end_is_what_decides() -> None:
     found = estimate(spec, machine, workload, Layout(dp_shard=8))
     assert found.budget_bytes == machine.weakest_device.memory_bytes - int(2.5 * GIB)
     assert found.fits == (found.memory_interval_bytes.high <= found.budget_bytes)
+
+
+def test_interleaving_divides_the_bubble_and_keeps_more_in_flight() -> None:
+    """Narayanan et al., arXiv:2104.04473 section 2.2: the bubble is (pp - 1) / (m v); Megatron's warm-up counts."""
+    stages = np.full(4, 2.0)
+    assert pipelined_s(stages, 8, 1) == pytest.approx((8 + 3) * 2.0)
+    assert pipelined_s(stages, 8, 2) == pytest.approx((8 + 3 / 2) * 2.0)
+    assert pipelined_lower_bound_s(8.0, 8, 4, 2) == pytest.approx(pipelined_s(stages, 8, 2))
+    # pp 4, 2 chunks: 2 * (4 - s - 1) + 4 + 1 chunk passes warm up stage s
+    assert memory.in_flight(1, 64, 4, np.arange(4), 2).tolist() == [5.5, 4.5, 3.5, 2.5]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.integers(1, 64), st.integers(1, 4))
+def test_pipeline_bound_is_below_every_split(stage_s: list[float], m: int, v: int) -> None:
+    bound = pipelined_lower_bound_s(sum(stage_s), m, len(stage_s), v)
+    assert bound <= pipelined_s(np.array(stage_s), m, v) * (1 + 1e-12)
+
+
+def test_engines_differ_in_what_they_hold() -> None:
+    """Megatron holds one whole fp32 gradient buffer below zero 2 and its bf16 parameters: 2 P + 4 P + 12 P / N."""
+    spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
+    workload = Workload(seq_len=4096, global_batch_size=8)
+    layout = Layout(dp_shard=8, zero_stage=1, recompute="full")
+    ours = estimate(spec, machine, workload, layout).memory_bytes
+    theirs = estimate(spec, machine, workload.replace(engine="megatron"), layout).memory_bytes
+    assert theirs.gradients == pytest.approx(4 * spec.num_params, rel=1e-6)
+    assert theirs.unsharded == pytest.approx(2 * spec.num_params, rel=1e-6)
+    assert theirs.parameters + theirs.optimizer == pytest.approx(12 * spec.num_params / 8, rel=1e-6)
+    assert ours.gradients < theirs.gradients
+
+
+def test_unfused_attention_costs_time_and_memory() -> None:
+    spec, machine = ModelSpec.named("gpt2-xl"), ClusterSpec.parse("8xA100-SXM-80GB")
+    workload = Workload(seq_len=1024, global_batch_size=64)
+    fused = estimate(spec, machine, workload, Layout(dp_replicate=8))
+    unfused = estimate(spec, machine, workload.replace(attention="math"), Layout(dp_replicate=8))
+    assert unfused.step_time_s > fused.step_time_s
+    assert unfused.memory_bytes.activations > fused.memory_bytes.activations

@@ -168,9 +168,17 @@ def test_row_that_cannot_be_predicted_says_why(changes, reason) -> None:
 
 def test_stand_ins_and_defaults_are_named() -> None:
     found = inputs_of(
-        vpp="4", framework="NeMo/Megatron-Core", recompute_class="unknown", sharding_class="", seq_parallel=""
+        cp=2,
+        seq_len=1024,
+        dp=2,
+        vpp="4",
+        framework="NeMo/Megatron-Core",
+        recompute_class="unknown",
+        sharding_class="",
+        seq_parallel="",
     )
-    assert found.approximated == ("vpp",)
+    assert found.approximated == ("cp",)
+    assert found.layout.num_model_chunks == (4 if found.layout.pp > 1 else 1)
     assert set(found.assumed) == {"sharding=zero1", "sequence_parallel=True", "recompute=none"}
     assert (found.layout.zero_stage, found.layout.sequence_parallel, found.layout.recompute) == (1, True, "none")
 
