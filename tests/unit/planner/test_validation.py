@@ -167,16 +167,8 @@ def test_row_that_cannot_be_predicted_says_why(changes, reason) -> None:
 
 
 def test_stand_ins_and_defaults_are_named() -> None:
-    found = inputs_of(
-        cp=2,
-        seq_len=1024,
-        dp=2,
-        vpp="4",
-        framework="NeMo/Megatron-Core",
-        recompute_class="unknown",
-        sharding_class="",
-        seq_parallel="",
-    )
+    unstated = {"recompute_class": "unknown", "sharding_class": "", "seq_parallel": ""}
+    found = inputs_of(cp=2, seq_len=1024, dp=2, vpp="4", framework="NeMo/Megatron-Core", **unstated)
     assert found.approximated == ("cp",)
     assert found.layout.num_model_chunks == (4 if found.layout.pp > 1 else 1)
     assert set(found.assumed) == {"sharding=zero1", "sequence_parallel=True", "recompute=none"}
