@@ -57,9 +57,9 @@ class Document(Frozen):
         if not isinstance(data, dict) or "schema_version" not in data:
             raise ConfigError(f"{path} is not a {kind} file: it has no schema_version")
         version = data["schema_version"]
-        if not isinstance(version, int) or isinstance(version, bool) or version > SCHEMA_VERSION:
+        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= SCHEMA_VERSION:
             raise ConfigError(
-                f"{path} has schema version {version!r}; this meshwright reads up to {SCHEMA_VERSION}",
+                f"{path} has schema version {version!r}; this meshwright reads 1 to {SCHEMA_VERSION}",
                 help="install a newer meshwright, or write the file again with this one",
             )
         try:

@@ -122,6 +122,7 @@ def test_truncated_plan_is_refused(tmp_path) -> None:
     [
         ({"schema_version": 99}, "schema version 99"),
         ({"schema_version": "one"}, "schema version"),
+        ({"schema_version": 0}, "schema version 0"),
         ({"surprise": 1}, "surprise"),
         ({"rank_map": [0]}, "rank_map"),
         ({"layout": {"tp": 3}}, "layout"),
