@@ -43,7 +43,8 @@ def collective_s(
     latency_s = np.zeros_like(bandwidth_s)
     inner = np.ones_like(group)
     for level in cluster.levels:
-        members = np.clip(level.domain_size // stride, 1, group)
+        # Groups that do not fill whole domains straddle them: only a common divisor is sure to stay inside.
+        members = np.gcd(np.maximum(level.domain_size // stride, 1), group)
         fanout = members / inner
         moved = _PASSES[op] * size * (fanout - 1) / fanout / inner
         bandwidth_s = np.maximum(bandwidth_s, moved / _bandwidth(level, op, cluster))
@@ -55,13 +56,13 @@ def collective_s(
     return np.asarray(np.where(group > 1, latency_s + bandwidth_s, 0.0), dtype=np.float64)
 
 
-def p2p_s(size_bytes: FloatArray, stride: IntArray, cluster: ClusterSpec) -> FloatArray:
-    """Seconds to send ``size_bytes`` [N] to the rank ``stride`` [N] devices away."""
+def p2p_s(size_bytes: FloatArray, distance: IntArray, cluster: ClusterSpec) -> FloatArray:
+    """Seconds to send ``size_bytes`` [N] between ranks within ``distance`` [N] of one another: over the slowest link there."""
     seconds = np.full(size_bytes.shape, np.inf)
     for level in reversed(cluster.levels):
         link = level.link
         here = link.latency_s + size_bytes / (_per_device(level, cluster) * link.efficiency.p2p)
-        seconds = np.where(stride < level.domain_size, here, seconds)
+        seconds = np.where(distance < level.domain_size, here, seconds)
     return seconds
 
 
@@ -71,5 +72,5 @@ def _bandwidth(level: LinkLevel, op: Op, cluster: ClusterSpec) -> float:
 
 def _per_device(level: LinkLevel, cluster: ClusterSpec) -> float:
     """Line rate one device gets when all devices of its node use the link at once, bytes/s."""
-    sharing = cluster.devices_per_node if level.link.shared_by == "node" else 1
+    sharing = cluster.largest_node if level.link.shared_by == "node" else 1
     return level.link.bandwidth_bytes_per_s / sharing

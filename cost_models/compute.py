@@ -1,4 +1,4 @@
-"""Seconds of operators on a device: the calibrated roofline t = launch + max(F / (P*e_c), B / (W*e_m)), design.md section 3.
+"""Seconds of operators on a device: the calibrated roofline t = launch + max(F / (P*e_c), B / (W*e_m)), docs/method.md.
 
 All functions are vectorised over layouts: ``tokens`` and ``tp`` are arrays [N] and so are the results.
 """
@@ -70,7 +70,7 @@ def _elementwise_time(
     split = {"column": tp, "row": tp, "none": np.ones_like(tp), "tokens": np.where(sequence_parallel == 1, tp, 1)}[
         op.shard
     ]
-    bytes_per_element = element_bytes * tokens / split / rates.elementwise_bytes_per_s
+    bytes_per_element = (op.element_bytes or element_bytes) * tokens / split / rates.elementwise_bytes_per_s
     return OperatorTime(
         op.forward_kernels * rates.kernel_s + op.forward_elements * bytes_per_element,
         op.backward_kernels * rates.kernel_s + op.backward_elements * bytes_per_element,

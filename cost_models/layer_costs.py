@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema import ClusterSpec, Workload
-from ..schema.model import Block, Embedding, Head
+from ..schema.model import Block, Embedding, Head, MTPHead
 from .activations import Kernels, Saved, saved_elements
 from .coefficients import device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
-from .operators import Elementwise, Gemm, Layer, Operator, layer_operators
+from .memory import has_copies
+from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,11 @@ def _compute_s(
     zero = np.zeros(len(batch))
     forward = sum((time.forward_s for time in times), start=zero)
     backward = sum((time.backward_s for time in times), start=zero)
-    recompute, repeated = _recompute(operators, times, batch) if isinstance(layer, Block) else (zero, zero)
-    collectives = np.where(batch.tp > 1, 4 if isinstance(layer, Block) else 1, 0)
-    per_pass = collectives * host.collective_s + np.where(batch.dp_shard > 1, host.fsdp_unit_s / 2, 0.0)
+    has_block = isinstance(layer, Block | MTPHead)
+    keeps_attention = workload.attention == "flash"
+    recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
+    collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
+    per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s
@@ -111,12 +114,16 @@ def _compute_s(
 
 
 def _recompute(
-    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch
+    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, keeps_attention: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective."""
+    """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective.
+
+    Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py).
+    """
     last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
     full = [time for idx, time in enumerate(times) if idx != last_product]
-    cheap = [time for op, time in zip(operators, times, strict=True) if isinstance(op, Elementwise)]
+    kept = (Gemm, FusedAttention) if keeps_attention else (Gemm,)
+    cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
     dispatches = [float(sum(time.forward_dispatches for time in chosen)) for chosen in (full, cheap)]

@@ -5,7 +5,7 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
 
     parameters   4 P / N                       fp32 masters (under fp32 they are the parameters)
     optimizer    o P / N                       o = 8 for AdamW
-    gradients    zero 0: 4 P    zero 1: 4 P / N, and 4 P while micro-batches accumulate (always so under a pipeline)
+    gradients    zero 0: 4 P    zero 1: 4 P / N, or 4 P where micro-batches accumulate (always so under a pipeline)
                  zero 2, 3: 4 P / N
     unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: b (R + 2 U), this block and the next
     activations  i * (kept by the stage's layers)
@@ -64,6 +64,11 @@ class StepShape:
     num_neighbours: Array
 
 
+def has_copies(layout: Any, workload: Workload) -> Array:
+    """Whether parameters are gathered or cast by fully_shard; ``layout`` has dp_replicate and dp_shard, numbers or arrays."""
+    return (layout.dp_shard * layout.dp_replicate > 1) | (workload.precision != "fp32")
+
+
 def in_flight(
     schedule_is_1f1b: Array, num_microbatches: Array, pp: Array, stage_idx: Array, num_model_chunks: Array = 1
 ) -> Array:
@@ -81,7 +86,7 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
     b, ours = workload.compute_bytes, workload.engine == "fsdp2"
     sharded = stage.params / step.dp_shard
-    copies = (step.dp_shard * step.dp_replicate > 1) | (workload.precision != "fp32")
+    copies = has_copies(step, workload)
     gathered = b * np.where(step.zero_stage == 3, stage.root_params + 2 * stage.block_params, stage.params)
     kept, final = _gradients(stage, step, ours=ours)
     loss = {
@@ -115,9 +120,9 @@ def _gradients(stage: StageContents, step: StepShape, *, ours: bool) -> tuple[Ar
         buffer = np.where(step.zero_stage >= 2, sharded, whole)
         return buffer, buffer
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
-    reduced = np.where(step.zero_stage == 0, whole, sharded)
-    unreduced = np.where((step.zero_stage == 1) & accumulates, whole, 0.0)
-    return np.where(accumulates, reduced + unreduced, 0.0), reduced + unreduced
+    # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.
+    final = np.where((step.zero_stage == 0) | ((step.zero_stage == 1) & accumulates), whole, sharded)
+    return np.where(accumulates, final, 0.0), final
 
 
 def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Workload) -> Array:

@@ -59,7 +59,11 @@ BACKWARD_ATTENTION_RATIO = 2.5
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Memory-bound kernels: elements read and written per token, and how many kernels that takes."""
+    """Memory-bound kernels: elements read and written per token, and how many kernels that takes.
+
+    Attributes:
+        element_bytes: of one element; None is the compute dtype's.
+    """
 
     name: str
     forward_elements: float
@@ -67,6 +71,7 @@ class Elementwise:
     forward_kernels: int
     backward_kernels: int
     shard: Shard
+    element_bytes: int | None = None
 
 
 Operator = Gemm | FusedAttention | Elementwise
@@ -92,8 +97,9 @@ def layer_operators(layer: Layer, hidden_dim: int, seq_len: int, *, unfused: boo
     if isinstance(layer, Head):
         return (_norm("final_norm", hidden_dim, "tokens"), *_logits(layer.vocab_size, hidden_dim))
     if isinstance(layer, MTPHead):
+        norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens") for i in range(3))
         projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
-        return (projection, *layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused))
+        return (*norms, projection, *layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused))
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens") for i in range(layer.num_norms))
     residuals = Elementwise("residual_adds", 6 * hidden_dim, 6 * hidden_dim, 2, 2, "tokens")
     attention = _attention(layer.attention, hidden_dim, seq_len)
@@ -116,8 +122,8 @@ def _norm(name: str, width: int, shard: Shard) -> Elementwise:
 
 
 def _logits(vocab_size: int, hidden_dim: int) -> tuple[Operator, ...]:
-    # Forward: cast to fp32, log-softmax, pick; backward: softmax minus one-hot, cast back. In 2-byte elements.
-    loss = Elementwise("cross_entropy", 7 * vocab_size, 9 * vocab_size, 3, 3, "column")
+    # Forward: cast to fp32, log-softmax, pick; backward: softmax minus one-hot, cast back. Most of it in fp32.
+    loss = Elementwise("cross_entropy", 3.5 * vocab_size, 4.5 * vocab_size, 3, 3, "column", element_bytes=4)
     return (Gemm("logits", vocab_size, hidden_dim, "column"), loss)
 
 
@@ -190,5 +196,5 @@ def model_flops_per_token(layers: tuple[tuple[Layer, int], ...], hidden_dim: int
             if isinstance(op, Gemm):
                 total += count * 6 * op.n * op.k * op.rows_per_token
             elif isinstance(op, FusedAttention):
-                total += count * (1 + BACKWARD_ATTENTION_RATIO) * op.forward_flops_per_token
+                total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
     return total

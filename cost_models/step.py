@@ -17,7 +17,7 @@ from ..schema.model import Block, Head
 from ..schema.plan import Interval, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
-from .collectives import p2p_s
+from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
@@ -66,8 +66,8 @@ class SpaceCosts:
     def transfer_s(self) -> FloatArray:
         """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N]."""
         b = self.batch
-        stride = b.tp * b.dp_shard * b.dp_replicate
-        once = p2p_s(self.boundary_bytes, stride, self.cluster)
+        # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
+        once = p2p_s(self.boundary_bytes, b.tp * b.dp_shard * b.dp_replicate * b.pp - 1, self.cluster)
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
     @cached_property
@@ -85,25 +85,39 @@ class SpaceCosts:
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
         """Exposed gathering and reduction of one layer over the whole step, each kind [K] of [N]."""
-        return tuple(self._dp_exposed(cost) for cost in self.by_kind)
+        return tuple(self._dp_exposed(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))
 
-    def _dp_exposed(self, cost: LayerCost) -> FloatArray:
+    def _dp_exposed(self, kind: Layer, cost: LayerCost) -> FloatArray:
         b = self.batch
         forward = self.overlap * (cost.forward_s + cost.tp_forward_s)
         backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.tp_backward_s)
-        gather_backward = np.where(b.zero_stage == 3, cost.gather_s, 0.0)
-        per_pass = np.maximum(cost.gather_s - forward, 0.0) + np.maximum(
-            gather_backward + cost.reduce_s - backward, 0.0
-        )
-        passes = np.where(b.zero_stage >= 2, b.num_microbatches, 1)
-        return np.asarray(passes * per_pass)
+        if self.workload.engine == "fsdp2":
+            # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
+            backward = np.where(b.pp > 1, 0.0, backward)
+        # The head stays gathered: its backward pass follows at once.
+        gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
+        in_forward = np.maximum(cost.gather_s - forward, 0.0)
+        in_backward = np.maximum(gather_backward + cost.reduce_s - backward, 0.0)
+        return np.asarray(self._passes * (in_forward + in_backward))
+
+    @cached_property
+    def _passes(self) -> IntArray:
+        """How often in a step parameters are gathered and gradients reduced [N]."""
+        return np.asarray(np.where(self.batch.zero_stage >= 2, self.batch.num_microbatches, 1))
 
     @cached_property
     def dp_edges_s(self) -> FloatArray:
-        """What nothing can hide: the first gather and the last reduction of each pass [N]."""
-        first = self.by_kind[int(self.kind_of_layer[0])]
-        passes = np.where(self.batch.zero_stage >= 2, self.batch.num_microbatches, 1)
-        return np.asarray(self.overlap * passes * (first.gather_s + first.reduce_s))
+        """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients."""
+        idx = int(self.kind_of_layer[0])
+        first, exposed = self.by_kind[idx], self.dp_exposed_by_kind[idx]
+        edges = np.maximum(self.overlap * self._passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
+        if not self.model.tie_embeddings:
+            return np.asarray(edges)
+        b = self.batch
+        share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.dp_shard
+        distance = b.tp * b.dp_shard * b.dp_replicate * (b.pp - 1)
+        both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.cluster)
+        return np.asarray(edges + np.where(b.pp > 1, both, 0.0))
 
     def update_s(self, params: FloatArray | float, dp_shard: IntArray | int) -> FloatArray:
         """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank."""
@@ -111,6 +125,11 @@ class SpaceCosts:
         return elementwise_update_s(
             np.asarray(params / dp_shard), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates
         )
+
+    def once_per_layer_s(self, idx: int) -> FloatArray:
+        """What each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
+        exposed = np.array([seconds[idx] for seconds in self.dp_exposed_by_kind])[self.kind_of_layer]
+        return exposed + self.update_s(self.per_layer("num_params", idx), self.batch.dp_shard[idx])
 
     @cached_property
     def block_params(self) -> FloatArray:

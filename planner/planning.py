@@ -113,6 +113,8 @@ def _notes(
         notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
     if cluster.weakest_device.gemm is None:
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
+    if cluster.bandwidth_matrix is not None:
+        notes.append("the bandwidth matrix is not used yet: links count with the bandwidth of their level")
     lacking = why_not_runnable(model, workload)
     if lacking:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cost_models import memory
-from ..cost_models.layouts import IntArray
+from ..cost_models.layouts import FloatArray, IntArray
 from ..cost_models.step import SpaceCosts, contents_between, estimate_step, lower_bounds, stage_memory_parts
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
@@ -31,11 +31,12 @@ OnProgress = Callable[[int, float | None, float], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One expanded layout; ``idx`` in the space, stage boundaries, estimate."""
+    """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``."""
 
     idx: int
     boundaries: tuple[int, ...]
     estimate: Estimate
+    bound_s: float
 
 
 @dataclass
@@ -57,7 +58,7 @@ class SearchResult:
             status="feasible" if self.stopped_early else "optimal",
             objective_s=objective,
             bound_s=self.bound_s,
-            gap=(objective - self.bound_s) / objective,
+            gap=max(0.0, (objective - self.bound_s) / objective),
             evaluated=evaluated,
             pruned=len(self.costs.batch) - evaluated,
             search_s=self.search_s,
@@ -87,10 +88,12 @@ def search(
     incumbent, bound = np.inf, np.inf
     for expanded, idx in enumerate(order, start=1):
         bound = float(bound_s[idx])
-        result.stopped_early = time.perf_counter() - start > time_limit_s
-        if bound >= incumbent * (1 - REL_GAP) or result.stopped_early:
+        if bound >= incumbent * (1 - REL_GAP):
             break
-        candidate = expand(costs, int(idx))
+        if time.perf_counter() - start > time_limit_s:
+            result.stopped_early = True
+            break
+        candidate = expand(costs, int(idx), bound_s=bound)
         (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
         if candidate.estimate.fits:
             incumbent = min(incumbent, candidate.estimate.step_time_s)
@@ -98,16 +101,17 @@ def search(
             on_progress(expanded, None if np.isinf(incumbent) else incumbent, bound)
     else:
         bound = incumbent
+    # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
+    result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if result.fitting and not result.stopped_early:
-        _expand_runner_ups(result, order, runner_ups)
+        _expand_runner_ups(result, order, bound_s, runner_ups)
     result.too_large += _nearest_misses(costs, bound_s, ~may_fit, incumbent)
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
-    result.bound_s = min(bound, incumbent)
     result.search_s = time.perf_counter() - start
     return result
 
 
-def _expand_runner_ups(result: SearchResult, order: IntArray, wanted: int) -> None:
+def _expand_runner_ups(result: SearchResult, order: IntArray, bound_s: FloatArray, wanted: int) -> None:
     """Expand the most promising layout of each combination of degrees not seen yet, until ``wanted`` more of them fit."""
     batch = result.costs.batch
     seen = {batch.degrees(c.idx) for c in (*result.fitting, *result.too_large)}
@@ -117,19 +121,33 @@ def _expand_runner_ups(result: SearchResult, order: IntArray, wanted: int) -> No
             return
         if batch.degrees(int(idx)) not in seen:
             seen.add(batch.degrees(int(idx)))
-            candidate = expand(result.costs, int(idx))
+            candidate = expand(result.costs, int(idx), bound_s=float(bound_s[idx]))
             (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
             missing -= candidate.estimate.fits
 
 
-def expand(costs: SpaceCosts, idx: int) -> Candidate:
-    """Cut the layers of layout ``idx`` into stages and cost them; without memory limits where no split is within them."""
+def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
+    """Cut the layers of layout ``idx`` into stages and cost them; without memory limits where no split is within them.
+
+    Two cuts are tried: the even one for the pipeline (stage_split's objective), and one that also counts what a stage adds to the
+    step once, its exposed communication and its update, spread over the micro-batches. The faster one that fits is taken.
+
+    Args:
+        bound_s: of the layout for perfectly balanced stages; the result's bound is raised to the least possible slowest stage.
+    """
     fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     busy = costs.per_layer("busy_s", idx)
-    solution = stage_split.solve(stage_split.Instance(busy, fits))
-    if solution.status is Status.INFEASIBLE:
-        solution = stage_split.solve(stage_split.Instance(busy, _stage_fits(costs, idx, cap_bytes=np.inf)))
-    return Candidate(idx, solution.boundaries, estimate_step(costs, idx, solution.boundaries))
+    even = stage_split.solve(stage_split.Instance(busy, fits))
+    if even.status is Status.INFEASIBLE:
+        anywhere = stage_split.solve(stage_split.Instance(busy, _stage_fits(costs, idx, cap_bytes=np.inf)))
+        return Candidate(idx, anywhere.boundaries, estimate_step(costs, idx, anywhere.boundaries), bound_s)
+    pp, m, v = (int(getattr(costs.batch, name)[idx]) for name in ("pp", "num_microbatches", "num_model_chunks"))
+    once = stage_split.solve(stage_split.Instance(busy + costs.once_per_layer_s(idx) / m, fits))
+    estimates = {cut.boundaries: estimate_step(costs, idx, cut.boundaries) for cut in (even, once)}
+    best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
+    # The slowest stage takes at least even.objective_s; the bound had total / pp for it.
+    raised = bound_s + (m - 1 / v) * max(0.0, even.objective_s - float(busy.sum()) / pp)
+    return Candidate(idx, best, estimates[best], raised)
 
 
 def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> np.ndarray:

@@ -100,7 +100,11 @@ def _with_choices(grid: IntArray, workload: Workload, fixed: Mapping[str, Any]) 
     zero, recompute = np.tile(options, (len(grid), 1)).T
     dp_replicate, dp_shard, tp, pp, micro = repeated.T
     possible = (dp_shard > 1) == (zero > 0)
-    sequence_parallel = np.where(fixed.get("sequence_parallel", True), tp > 1, False) & (workload.seq_len % tp == 0)
+    if "sequence_parallel" in fixed:
+        sequence_parallel = np.full(tp.shape, fixed["sequence_parallel"], dtype=bool)
+        possible &= ~sequence_parallel | (tp > 1)
+    else:
+        sequence_parallel = (tp > 1) & (workload.seq_len % tp == 0)
     microbatches = workload.global_batch_size // (dp_replicate * dp_shard * micro)
     # 1f1b holds no more than gpipe and takes as long; gpipe is for batches too small to fill the pipeline.
     schedule = np.where((microbatches >= pp) | (pp == 1), SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
@@ -136,6 +140,13 @@ def _nothing_left(
     model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], reasons: list[tuple[int, str]]
 ) -> ConfigError:
     wanted = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    if not reasons:
+        reasons = [
+            (
+                1,
+                "zero_stage above 0 needs dp_shard > 1 and dp_shard > 1 needs it; sequence_parallel needs tp > 1   [layout]",
+            )
+        ]
     if wanted:
         help_ = "loosen --fix"
     else:

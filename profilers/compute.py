@@ -141,7 +141,7 @@ def peak_flops(points: Sequence[MatmulPoint]) -> PeakFlops:
     for point in points:
         rates[point.dtype] = max(rates.get(point.dtype, 0.0), 2 * point.m * point.n * point.k / point.time_s)
     if "fp32" not in rates:
-        raise ProfileError("the profile has no fp32 matrix product", help="measure again: `meshwright profile`")
+        raise ProfileError("the profile has no fp32 matrix product", help="measure again with `--cluster local`")
     return PeakFlops(**rates)
 
 

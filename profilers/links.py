@@ -115,7 +115,7 @@ def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"]
     for op in OPS:
         mine = [point for point in points if point.op == op]
         if not mine:
-            raise ProfileError(f"the profile has no measurement of {op}", help="measure again: `meshwright profile`")
+            raise ProfileError(f"the profile has no measurement of {op}", help="measure again with `--cluster local`")
         latency, rate = fit_line([point.size_bytes for point in mine], [point.time_s for point in mine])
         lines[op] = latency, rate * bus_factor(op, mine[0].group_size)
     best = max(bandwidth for _, bandwidth in lines.values())

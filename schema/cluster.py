@@ -161,9 +161,9 @@ class ClusterSpec(Frozen):
         return sum(group.num_nodes for group in self.groups)
 
     @property
-    def devices_per_node(self) -> int:
-        """Devices of the smallest node: no group of ranks larger than this stays inside every node."""
-        return min(group.devices_per_node for group in self.groups)
+    def largest_node(self) -> int:
+        """Devices of the largest node: as many may share what a node has once."""
+        return max(group.devices_per_node for group in self.groups)
 
     @property
     def is_mixed(self) -> bool:
@@ -174,10 +174,15 @@ class ClusterSpec(Frozen):
     def weakest_device(self) -> Device:
         """What a layout that treats all ranks alike may count on: the least memory, bandwidth and peak of any group."""
         devices = [group.device for group in self.groups]
+        peaks: dict[str, float | None] = {}
+        for dtype in PeakFlops.model_fields:
+            rates = [getattr(device.peak_flops_per_s, dtype) for device in devices]
+            peaks[dtype] = None if None in rates else min(rates)
         slowest = min(
             devices, key=lambda d: d.peak_flops_per_s.bf16 or d.peak_flops_per_s.fp16 or d.peak_flops_per_s.fp32 or 0
         )
         return slowest.replace(
+            peak_flops_per_s=PeakFlops(**peaks),
             memory_bytes=min(d.memory_bytes for d in devices),
             memory_bandwidth_bytes_per_s=min(d.memory_bandwidth_bytes_per_s for d in devices),
         )

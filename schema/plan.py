@@ -128,8 +128,9 @@ class SearchCertificate(Frozen):
 
     Attributes:
         status: optimal: the whole space was bounded; feasible: a time limit stopped that.
-        objective_s: step time of the plan; bound_s: no layout of the space is faster.
-        gap: (objective - bound) / objective. An optimal plan has one too where a simpler layout was taken over a faster one.
+        objective_s: step time of the plan; bound_s: no layout of the space, and no split of it into stages, is faster.
+        gap: (objective - bound) / objective. It is above zero where a simpler layout was taken over a faster one, or where a
+            split between even pipeline stages and even communication might be a little faster than the one found.
         evaluated: layouts costed exactly; pruned: layouts that a bound or the memory excluded.
     """
 

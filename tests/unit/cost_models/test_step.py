@@ -87,11 +87,11 @@ def test_tied_embedding_is_held_twice_under_a_pipeline() -> None:
 
 
 def test_flops_follow_six_n() -> None:
-    """6 FLOPs per weight of a product and token, plus causal attention once: forward 2*2*s/2*D, backward 2.5 times that."""
+    """6 FLOPs per weight of a product and token, plus causal attention once: forward 2*2*s/2*D, backward twice that."""
     spec = ModelSpec.named("llama-2-7b")
     layers = tuple((run.layer, run.count) for run in spec.layers)
     products = spec.num_params - spec.vocab_size * spec.hidden_dim - (2 * 32 + 1) * 4096
-    attention = 32 * 3.5 * 4 * 4096 * attended_tokens(4096, None)
+    attention = 32 * 3 * 4 * 4096 * attended_tokens(4096, None)
     assert model_flops_per_token(layers, spec.hidden_dim, 4096) == pytest.approx(6 * products + attention, rel=1e-12)
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.cost_models.step import SpaceCosts
+from meshwright.cost_models.step import SpaceCosts, estimate_step
 from meshwright.planner import default_precision, estimate, plan
 from meshwright.planner.choose import SAME_TIME_FRACTION
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space, divisors
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpec, Plan, Workload
+from meshwright.schema import (
+    ClusterSpec,
+    ConfigError,
+    InfeasibleError,
+    Layout,
+    ModelSpec,
+    Plan,
+    Workload,
+)
 
 SMALL = [
     ("smollm2-135m", "4xA100-SXM-80GB", 16, 2048),
@@ -55,9 +63,30 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
     best = min(e.step_time_s for e in everything if e.fits)
     assert found.search is not None
     assert found.search.status == "optimal"
-    assert found.search.bound_s == pytest.approx(best, rel=2e-4)  # the search's own relative gap is 1e-4
-    assert found.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION)
-    assert found.search.gap <= SAME_TIME_FRACTION + 1e-4
+    assert found.search.bound_s <= best * (1 + 1e-9)
+    assert (
+        found.search.bound_s >= best * 0.93
+    )  # on slow links: what a stage adds once is bounded by its mean over stages
+    assert found.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION) * (
+        1 + 1e-4
+    )  # and the search's own relative gap
+    assert found.search.gap == pytest.approx(1 - found.search.bound_s / found.estimate.step_time_s)
+
+
+def test_bound_holds_for_every_split_into_stages() -> None:
+    """Slow links make the even split of compute a bad one; brute force over all splits must not beat the bound."""
+    spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("4x1xA100-SXM-80GB/eth10")
+    workload = Workload(seq_len=2048, global_batch_size=8)
+    found = plan(spec, machine, workload, fixed={"pp": 2, "dp_replicate": 2})
+    space = build_space(spec, workload, machine, {"pp": 2, "dp_replicate": 2})
+    costs = SpaceCosts.of(spec, workload, machine, space.batch)
+    splits = [
+        (idx, (0, cut, spec.num_layers)) for idx in range(len(space.batch)) for cut in range(2, spec.num_layers - 1)
+    ]
+    estimates = [estimate_step(costs, idx, boundaries) for idx, boundaries in splits]
+    best = min(e.step_time_s for e in estimates if e.fits)
+    assert found.search.bound_s <= best * (1 + 1e-9)
+    assert found.estimate.step_time_s <= best * 1.03
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=lambda c: f"{c[0]}-{c[1]}")
@@ -150,8 +179,7 @@ def test_time_limit_returns_an_incumbent_and_an_honest_gap() -> None:
     complete = plan(spec, machine, workload)
     try:
         hurried = plan(spec, machine, workload, time_limit_s=complete.search.search_s / 3)
-    except Exception as error:
-        assert "time limit" in str(error)
+    except SolverLimitError:  # on a slow machine the limit may come before any answer
         return
     assert hurried.search.bound_s <= complete.search.bound_s * (1 + 1e-9)
     assert hurried.search.objective_s >= complete.search.bound_s

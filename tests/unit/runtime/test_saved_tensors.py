@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshwright.cost_models.activations import Kernels, saved_elements
 from meshwright.runtime import Decoder
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.schema import ModelSpec
@@ -55,21 +56,12 @@ class Allocations(TorchDispatchMode):
         return sum(size for storage, size in self.sizes.items() if not storage.expired())
 
 
-def expected_bytes(recompute: Recompute, dtype: torch.dtype, device: str) -> int:
-    """Input and saved tensors of one block, with its output left out (it is the next block's input)."""
-    if recompute == "full":
-        return B * S * D * dtype.itemsize
-    if recompute == "selective":
-        # input; q, k, v and attention output; output projection; gate and up; log-sum-exp of each head in fp32
-        return B * S * ((2 * D + 2 * H * C + 2 * K * C + 2 * F) * dtype.itemsize + 4 * H)
-    # input and middle of the residual stream, both norms' outputs; q, k, v, attention output; gate, up and their product
-    width = 4 * D + 2 * H * C + 2 * K * C + 3 * F
-    norms = 2 * 4  # 1 / rms of each token in fp32
-    if (
-        device == "cpu"
-    ):  # not one kernel there: the normalised input is kept as well, and instead of a bf16 input its fp32 copy
-        norms += 2 * D * (4 if dtype == torch.float32 else 2 * 4 - dtype.itemsize)
-    return B * S * (width * dtype.itemsize + 4 * H + norms)
+def expected_bytes(recompute: Recompute, dtype: torch.dtype, device: str) -> float:
+    """What the memory model says of one block: its input and saved tensors (its output is the next block's input)."""
+    how = Kernels(compute_bytes=dtype.itemsize, unfused_norm=device == "cpu", score_width=0)
+    saved = saved_elements(SPEC.block_runs[0][0], D, recompute, how)
+    elements, fp32 = saved.whole + saved.tp + saved.tokens, saved.tp_fp32 + saved.fp32
+    return B * S * (elements * dtype.itemsize + 4 * fp32)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

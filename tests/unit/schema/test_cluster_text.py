@@ -70,14 +70,14 @@ def parse_file(folder: Path, text: str | bytes, name: str = "cluster.toml") -> C
 )
 def test_shorthand_gives_nodes_and_links(text, name, nodes, levels):
     cluster = ClusterSpec.parse(text)
-    assert (cluster.name, (cluster.num_nodes, cluster.devices_per_node)) == (name, nodes)
+    assert (cluster.name, (cluster.num_nodes, cluster.largest_node)) == (name, nodes)
     assert levels_of(cluster) == levels
 
 
 @pytest.mark.parametrize(("count", "domain"), [(4, 4), (72, 72), (144, 72), (256, 64), (576, 72), (100, 20)])
 def test_rack_scale_link_spans_the_most_whole_nodes_that_nest(count, domain):
     cluster = ClusterSpec.parse(f"{count}xGB200")
-    assert cluster.devices_per_node == 4
+    assert cluster.largest_node == 4
     assert cluster.scaleup_domain == domain
 
 

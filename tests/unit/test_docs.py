@@ -1,0 +1,51 @@
+"""The documents name functions that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FOLDERS = ("schema", "profilers", "cost_models", "solvers", "planner", "runtime", "cli")
+MODULES = {
+    path.stem: path.relative_to(ROOT) for folder in ("cost_models", "solvers") for path in (ROOT / folder).glob("*.py")
+}
+
+
+def names(document: str) -> list[str]:
+    """Backticked dotted names whose first part is a folder or a module of the cost models or solvers."""
+    text = (ROOT / document).read_text()
+    found = re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", text)
+    return sorted(
+        {name for name in found if name.split(".")[0] in (*FOLDERS, *MODULES) and not name.endswith((".py", ".toml"))}
+    )
+
+
+@pytest.mark.parametrize("name", names("docs/method.md"))
+def test_name_in_method_exists(name: str) -> None:
+    parts = name.split(".")
+    if parts[0] in MODULES:
+        parts = [*MODULES[parts[0]].with_suffix("").parts, *parts[1:]]
+    for length in range(len(parts), 0, -1):
+        try:
+            target = importlib.import_module(".".join(("meshwright", *parts[:length])))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[length:]:
+            target = getattr(target, attribute)
+        return
+    pytest.fail(f"nothing of {name} can be imported")
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md"])
+def test_files_named_in_documents_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    paths = re.findall(
+        r"`((?:schema|profilers|cost_models|solvers|planner|runtime|cli|docs|benchmarks)/[\w./]*)`", text
+    )
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
