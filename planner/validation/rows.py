@@ -1,6 +1,6 @@
 """Tables of measured training runs: one strict, typed row per line.
 
-The columns are those of `training_runs.csv` (its README says what each means). Only the ones in REQUIRED must exist; an empty
+docs/accuracy.md says what each column means. Only the ones in REQUIRED must exist; an empty
 cell, or an optional column that is missing, is "not stated". Anything that is there must be readable.
 """
 

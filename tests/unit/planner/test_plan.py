@@ -15,6 +15,7 @@ from meshwright.schema import (
     Layout,
     ModelSpec,
     Plan,
+    SolverLimitError,
     Workload,
 )
 
