@@ -54,4 +54,6 @@ def estimate(
             typer.echo(found.model_dump_json(indent=2))
         else:
             show(estimate_table(spec, machine, workload, wanted, found))
-        typer.echo("next: meshwright plan with the same options finds a layout at least as fast", err=True)
+        typer.echo(
+            "next: meshwright plan with the same model, cluster and batch finds the fastest layout that fits", err=True
+        )

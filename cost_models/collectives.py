@@ -43,8 +43,9 @@ def collective_s(
     latency_s = np.zeros_like(bandwidth_s)
     inner = np.ones_like(group)
     for level in cluster.levels:
-        # Groups that do not fill whole domains straddle them: only a common divisor is sure to stay inside.
-        members = np.gcd(np.maximum(level.domain_size // stride, 1), group)
+        # Groups that do not fill whole domains straddle them: only a common divisor is sure to stay inside. The last level has all.
+        inside = np.gcd(np.maximum(level.domain_size // stride, 1), group)
+        members = group if level is cluster.levels[-1] else inside
         fanout = members / inner
         moved = _PASSES[op] * size * (fanout - 1) / fanout / inner
         bandwidth_s = np.maximum(bandwidth_s, moved / _bandwidth(level, op, cluster))

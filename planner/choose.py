@@ -38,7 +38,7 @@ def choose(result: SearchResult, batch: LayoutBatch) -> Candidate:
 
 
 def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
-    """The best of every other combination of degrees, and the fastest that memory excluded."""
+    """The best of every other combination of degrees, and those faster ones that lack the least memory."""
     seen = {batch.degrees(chosen.idx)}
     slower: list[Alternative] = []
     for candidate in result.fitting:
@@ -48,7 +48,9 @@ def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, to
         layout = batch.layout(candidate.idx)
         slower.append(_alternative(layout, candidate.estimate, why_slower(candidate.estimate, chosen.estimate)))
     too_large: list[Alternative] = []
-    for candidate in sorted(result.too_large, key=lambda c: c.estimate.step_time_s):
+    for candidate in sorted(result.too_large, key=lambda c: c.estimate.peak_allocated_bytes):
+        if candidate.estimate.step_time_s >= chosen.estimate.step_time_s:
+            continue
         if batch.degrees(candidate.idx) in seen or len(too_large) == min(top, 2):
             continue
         seen.add(batch.degrees(candidate.idx))

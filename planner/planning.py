@@ -111,6 +111,19 @@ def _notes(
         )
     if cluster.is_mixed:
         notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
+    if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:
+        load = 100 * cluster.profile.foreign_load_fraction
+        notes.append(
+            f"other work used {load:.0f} % of the cores while this machine was measured: its figures are too low"
+        )
+    if model.is_moe:
+        notes.append(
+            "experts are split over tp only: expert parallelism is not searched yet, and engines that have it are faster"
+        )
+    if workload.seq_len > model.max_seq_len:
+        notes.append(
+            f"sequences of {workload.seq_len} are longer than the {model.max_seq_len} of the published configuration"
+        )
     if cluster.weakest_device.gemm is None:
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
     if cluster.bandwidth_matrix is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cost_models import memory
 from ..cost_models.layouts import FloatArray, IntArray
@@ -105,7 +106,7 @@ def search(
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if result.fitting and not result.stopped_early:
         _expand_runner_ups(result, order, bound_s, runner_ups)
-    result.too_large += _nearest_misses(costs, bound_s, ~may_fit, incumbent)
+    result.too_large += _nearest_misses(costs, bound_s, bound_bytes, ~may_fit, incumbent)
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
@@ -150,7 +151,7 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     return Candidate(idx, best, estimates[best], raised)
 
 
-def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> np.ndarray:
+def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:
     """FITS [S, L+1, L+1]: the stage has a block, and the upper end of its memory is within ``cap_bytes``."""
     pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
@@ -165,8 +166,10 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> np.ndarray:
     return np.asarray(has_block & (memory.upper_bytes(total, costs.cluster) <= cap_bytes))
 
 
-def _nearest_misses(costs: SpaceCosts, bound_s: np.ndarray, excluded: np.ndarray, incumbent: float) -> list[Candidate]:
-    """The fastest layouts that memory alone excluded, a few, for the explanation."""
+def _nearest_misses(
+    costs: SpaceCosts, bound_s: FloatArray, bound_bytes: FloatArray, excluded: NDArray[np.bool_], incumbent: float
+) -> list[Candidate]:
+    """Of the layouts that would be faster and that memory alone excluded, those that lack the least, for the explanation."""
     faster = np.flatnonzero(excluded & (bound_s < incumbent))
-    best = faster[np.argsort(bound_s[faster], kind="stable")][:3]
-    return [expand(costs, int(idx)) for idx in best]
+    nearest = faster[np.argsort(bound_bytes[faster], kind="stable")][:3]
+    return [expand(costs, int(idx), bound_s=float(bound_s[idx])) for idx in nearest]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import signal
@@ -53,6 +54,8 @@ MAX_BUSY_FRACTION = 0.2
 
 Say = Callable[[str], None]
 
+_LOG = logging.getLogger(__name__)
+
 _CATALOGUE_NAMES = {
     "H100-80GB-HBM3": "H100-SXM-80GB",
     "GH200-480GB": "GH200-96GB",  # torch names the memory of the Grace processor
@@ -78,7 +81,7 @@ def measure_local(
         ConfigError: the machine cannot carry that many ranks.
         ProfileError: the measurement failed.
     """
-    say = on_progress or (lambda _: None)
+    say = on_progress or _LOG.warning  # unless it is configured otherwise, that is a line on stderr
     machine = identify(num_ranks)
     path = _cache_file(machine)
     cached = None if refresh else _cached(path, machine, say)

@@ -16,6 +16,7 @@ import io
 import pickle
 import re
 import shutil
+import tempfile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,20 @@ def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
         return ()
     found = (path for path in root.iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / _INFO_FILE).is_file())
     return tuple(sorted(found, key=lambda path: path.name))
+
+
+def check_writable(root: str | Path) -> None:
+    """Make the folder of the checkpoints and write in it, before a run depends on it.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(b"checkpoints fit")
+    except OSError as error:
+        raise ConfigError(f"cannot write checkpoints to {root}: {error.strerror}") from None
 
 
 def save_checkpoint(

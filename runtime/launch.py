@@ -29,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..profilers.machine import cpu_rank_environment, environment, num_cores
 from ..schema import ConfigError, MeshwrightError, NodeGroup, Plan
+from ..schema.errors import InterruptedRunError
 from .faults import RankDeath, explain
 from .machine import check_machine, local_group
 from .worker import Job
@@ -64,10 +65,14 @@ class Rendezvous:
     timeout_s: int = 600
 
     def __post_init__(self) -> None:
+        if self.nnodes < 1:
+            raise ConfigError(f"--nnodes {self.nnodes}: must be at least 1")
         if self.nnodes > 1 and self.endpoint is None:
             raise ConfigError(f"{self.nnodes} nodes need a place to meet", help="add --rdzv-endpoint HOST:PORT")
-        if self.endpoint is not None and not self.endpoint.rpartition(":")[2].isdigit():
-            raise ConfigError(f"rendezvous endpoint {self.endpoint!r} is not HOST:PORT")
+        if self.endpoint is not None:
+            host, _, port = self.endpoint.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ConfigError(f"rendezvous endpoint {self.endpoint!r} is not HOST:PORT with a port up to 65535")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"node rank {self.node_rank} is not in 0..{self.nnodes - 1}")
 
@@ -106,8 +111,8 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
             ended_well = [rank for rank in ranks if rank not in error.failures]
             raise explain(deaths, world_size=plan.layout.world_size, ended_well=ended_well) from None
         except (SignalException, KeyboardInterrupt) as error:
-            name = error.sigval.name if isinstance(error, SignalException) else "SIGINT"
-            raise MeshwrightError(f"interrupted by {name}; every rank of this node was stopped") from None
+            received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+            raise InterruptedRunError(received) from None
         except (RendezvousError, DistError) as error:
             raise _rendezvous_error(rendezvous, error) from None
 

@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ..schema.base import Frozen
+from ..schema.base import Count, Frozen
 
 _WARMUP_FRACTION = 0.1
 _FINAL_FRACTION = 0.1
@@ -23,7 +23,7 @@ class TrainOptions(Frozen):
         resume: go on from the newest checkpoint where there is one.
     """
 
-    steps: PositiveInt = 20
+    steps: Count = 20
     data: tuple[str, ...] = ()
     seed: NonNegativeInt = 0
     learning_rate: PositiveFloat = 3e-4

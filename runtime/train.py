@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..schema import ConfigError, MeshwrightError, Plan, RuntimeMismatchError
-from .checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from .checkpoint import check_writable, list_checkpoints, load_checkpoint, save_checkpoint
 from .data import BYTE_VOCAB_SIZE, TextCorpus, TokenBatches, find_text
 from .machine import check_device
 from .memory import MemoryMeter
@@ -45,6 +45,8 @@ def check_options(plan: Plan, options: TrainOptions) -> TextCorpus:
             f"{options.checkpoint_dir} already holds {found[-1].name}",
             help="add --resume to go on from it, or give another --checkpoint-dir",
         )
+    if options.checkpoint_dir:
+        check_writable(options.checkpoint_dir)
     corpus = find_text(options.data)
     TokenBatches(corpus, seq_len=plan.workload.seq_len, local_batch=1, dp_rank=0, seed=options.seed)
     return corpus

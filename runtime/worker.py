@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from pydantic import PositiveFloat
+from pydantic import Field
 
 from ..schema import ConfigError, MeshwrightError, Plan
 from ..schema.base import Document
@@ -46,7 +46,7 @@ class Job(Document):
     plan: str
     options: TrainOptions = TrainOptions()
     report: str | None = None
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: float = Field(default=600.0, gt=0, le=10**7)
     script: tuple[str, ...] = ()
 
 

@@ -6,14 +6,18 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
 
 SCHEMA_VERSION = 1
 """Version of the JSON form of every document; raised when a field changes its meaning or goes."""
+
+
+Count = Annotated[int, Field(gt=0, le=10**9)]
+"""How many of something that a user states: positive, and small enough to compute with."""
 
 
 class Frozen(BaseModel):
@@ -88,7 +92,9 @@ def read_json(path: str | Path) -> Any:
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}",
-            help="the file may be truncated; write it again" if error.pos >= len(text.rstrip()) - 1 else None,
+            help="the file may be truncated; write it again"
+            if text.strip() and error.pos >= len(text.rstrip()) - 1
+            else None,
         ) from None
     except (RecursionError, ValueError) as error:  # a ValueError is an integer of thousands of digits
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -101,7 +107,9 @@ def write_atomically(path: str | Path, text: str) -> None:
     Raises:
         ConfigError: the folder is missing or cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot write {path}: it is not a regular file")
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

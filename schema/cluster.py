@@ -87,7 +87,7 @@ class Link(Frozen):
     name: str
     kind: Literal["scale-up", "scale-out"]
     title: str = ""
-    bandwidth_bytes_per_s: PositiveFloat
+    bandwidth_bytes_per_s: float = Field(ge=1e3, le=1e15)
     latency_s: NonNegativeFloat
     efficiency: LinkEfficiency
     collective_latency_s: CollectiveLatency

@@ -6,9 +6,12 @@ MeshwrightError
  +- InfeasibleError        nothing fits; names the binding resource                   exit code 1
  +- SolverLimitError       a time limit ended the search before any answer            exit code 1
  +- RuntimeMismatchError   a plan that this machine, job or torch cannot execute      exit code 1
+ +- InterruptedRunError    a signal ended a job                                       exit code 128 + signal
 """
 
 from __future__ import annotations
+
+import signal
 
 
 class MeshwrightError(Exception):
@@ -65,3 +68,15 @@ class SolverLimitError(MeshwrightError):
 
 class RuntimeMismatchError(MeshwrightError):
     """The plan and this machine, job or torch do not match."""
+
+
+class InterruptedRunError(MeshwrightError):
+    """A signal to the launcher ended the job."""
+
+    def __init__(self, received: int) -> None:
+        number = signal.Signals(received)
+        super().__init__(f"interrupted by {number.name}; every rank of this node was stopped")
+        self.exit_code = 128 + number
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.exit_code - 128,)

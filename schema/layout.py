@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from .base import Frozen
+from .base import Count, Frozen
 from .errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
@@ -31,15 +31,15 @@ class Layout(Frozen):
             of attention; full keeps the input of each block.
     """
 
-    dp_replicate: PositiveInt = 1
-    dp_shard: PositiveInt = 1
-    tp: PositiveInt = 1
-    cp: PositiveInt = 1
-    pp: PositiveInt = 1
-    ep: PositiveInt = 1
-    etp: PositiveInt = 1
-    num_model_chunks: PositiveInt = 1
-    micro_batch_size: PositiveInt = 1
+    dp_replicate: Count = 1
+    dp_shard: Count = 1
+    tp: Count = 1
+    cp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
+    etp: Count = 1
+    num_model_chunks: Count = 1
+    micro_batch_size: Count = 1
     schedule: Schedule = "1f1b"
     zero_stage: Literal[0, 1, 2, 3] = Field(default_factory=_default_zero_stage)
     sequence_parallel: bool = Field(default_factory=lambda data: data.get("tp", 1) > 1)

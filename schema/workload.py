@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
-
-from .base import Frozen
+from .base import Count, Frozen
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
@@ -25,8 +23,8 @@ class Workload(Frozen):
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
 
-    seq_len: PositiveInt
-    global_batch_size: PositiveInt
+    seq_len: Count
+    global_batch_size: Count
     precision: Precision = "bf16-mixed"
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"

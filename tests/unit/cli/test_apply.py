@@ -115,7 +115,8 @@ def test_signal_ends_the_whole_job(tmp_path: Path, sent: signal.Signals, to: str
     (by_rank["1"] if to == "rank" else run).send_signal(sent)
     code, output, messages = finish(run)
     assert_gone(ranks)
-    assert code == (-signal.SIGKILL if sent == signal.SIGKILL and to == "parent" else 1)
+    of_parent = -signal.SIGKILL if sent == signal.SIGKILL else 128 + sent
+    assert code == (of_parent if to == "parent" else 1)
     assert output == ""
     errors = [line for line in messages.splitlines() if not line.startswith(("step", "  "))]
     assert errors == ([f"error: {message}"] if message else [])

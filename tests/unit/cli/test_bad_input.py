@@ -85,6 +85,12 @@ BAD_OPTIONS = [
     ({"model": "gpt2", "seq_len": "4096"}, "learned positions"),
     ({"out": "missing/folder/plan.json"}, "cannot write"),
     ({"time_limit_s": "-1"}, "time-limit-s"),
+    ({"global_batch_size": "1000000000000000003"}, "global_batch_size"),
+    ({"seq_len": "9" * 23}, "seq_len"),
+    ({"fix": "tp=" + "9" * 23}, "tp"),
+    ({"fix": "sequence_parallel=true,tp=1"}, "sequence_parallel needs tp > 1"),
+    ({"fix": "dp_shard=1,zero_stage=3"}, "dp_shard > 1"),
+    ({"out": "/dev/null"}, "not a regular file"),
 ]
 
 

@@ -75,3 +75,8 @@ def test_more_bytes_never_faster_and_more_bandwidth_never_slower(size: float, gr
     faster = ClusterSpec.parse("4x8xH100-SXM-80GB/ib400")
     assert seconds(op, 2 * size, group, 1, cluster) >= seconds(op, size, group, 1, cluster)
     assert seconds(op, size, group, 1, faster) <= seconds(op, size, group, 1, cluster) * (1 + 1e-12)
+
+
+def test_group_that_straddles_nodes_pays_for_the_network(ideal: ClusterSpec) -> None:
+    """Three neighbours do not fill nodes of eight: some group of them lies across two."""
+    assert seconds("all_gather", 3e9, 3, 1, ideal) == pytest.approx(3e9 * 2 / 3 / 10e9)

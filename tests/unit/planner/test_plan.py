@@ -221,3 +221,11 @@ def test_mixed_cluster_is_planned_as_its_weakest_device(tmp_path) -> None:
 @pytest.mark.parametrize("n", [1, 2, 7, 12, 97, 360, 16384])
 def test_divisors(n: int) -> None:
     assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_mixed_devices_have_only_what_all_of_them_have() -> None:
+    v100, l4 = (ClusterSpec.parse(f"1x4x{name}").groups[0] for name in ("V100-SXM2-32GB", "L4"))
+    machine = ClusterSpec.parse("2x4xL4/eth100").replace(groups=(v100, l4))
+    assert machine.weakest_device.peak_flops_per_s.bf16 is None
+    assert machine.weakest_device.peak_flops_per_s.fp8 is None
+    assert default_precision(machine) == "fp16-mixed"
