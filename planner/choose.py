@@ -12,7 +12,7 @@ SAME_TIME_FRACTION = 0.01
 """Plans this close are equal within any model's error and any machine's noise; the simpler one is taken."""
 
 _PART_TITLES = {
-    "compute": "less efficient compute",
+    "compute": "compute of the busiest rank",
     "recompute": "recompute",
     "tp": "tensor-parallel communication",
     "dp": "data-parallel communication",
