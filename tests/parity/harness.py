@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import multiprocessing as mp
 import time
 import traceback
@@ -111,6 +112,7 @@ def _rank_main(rank: int, world_size: int, cases: list[Case], folder: Path, time
         torch.save(results, folder / f"{rank}.pt")
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+    os._exit(0)  # gloo's threads were seen to abort the interpreter's shutdown after a run that was in order
 
 
 def train(case: Case) -> Outcome:

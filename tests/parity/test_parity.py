@@ -207,7 +207,10 @@ def test_a_failing_rank_ends_the_group(tmp_path: Path) -> None:
 
 def test_a_group_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     endless = Case("endless", Setup("endless", Layout(dp_shard=2, micro_batch_size=2)).plan, num_steps=10**9)
-    with pytest.raises(AssertionError, match=r"(?s)exit codes \[-9, -9\].*most recent call first.*forward_backward"):
+    # Killed, unless the dump of the stacks of a running thread crashed one before, and so its peer.
+    with pytest.raises(
+        AssertionError, match=r"(?s)exit codes \[(-9|-11|1), (-9|-11|1)\].*most recent call.*forward_backward"
+    ):
         run_group(2, [endless], tmp_path, timeout_s=8.0)
 
 
