@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import multiprocessing as mp
+import os
 import time
 import traceback
 from dataclasses import dataclass, field
