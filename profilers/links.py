@@ -132,7 +132,7 @@ def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"]
 
 
 def unused_link(backend: Literal["nccl", "gloo"], memory_bandwidth: float) -> Link:
-    """A placeholder for a single rank, which sends nothing: a copy within its memory (read and write), no latency."""
+    """The link of a single rank, which sends nothing over it: a copy within its memory (read and write), no latency."""
     return Link(
         name=f"local-{backend}",
         kind="scale-up",
@@ -141,5 +141,5 @@ def unused_link(backend: Literal["nccl", "gloo"], memory_bandwidth: float) -> Li
         latency_s=0.0,
         efficiency=LinkEfficiency(p2p=1.0, all_reduce=1.0, all_gather=1.0, reduce_scatter=1.0, all_to_all=1.0),
         collective_latency_s=CollectiveLatency(base=0.0, per_hop=0.0),
-        source="placeholder: half of the memory bandwidth; one rank has no partner to measure with",
+        source="not measured: half of the memory bandwidth; one rank has no partner to measure with",
     )

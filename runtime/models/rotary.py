@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...schema.errors import RuntimeMismatchError
 from ...schema.model import Rope
 
 
@@ -48,9 +49,9 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
     if rope.scaling == "linear":
         return frequencies.div(rope.factor)
     if rope.scaling != "llama3":
-        raise NotImplementedError(f"rope scaling {rope.scaling}")
+        raise RuntimeMismatchError(f"this version cannot run rope scaling {rope.scaling}")
     if rope.original_max_seq_len is None:
-        raise ValueError("llama3 rope scaling needs original_max_seq_len")
+        raise RuntimeMismatchError("llama3 rope scaling needs original_max_seq_len, which the plan does not have")
     wavelengths = 2 * math.pi / frequencies
     turns = rope.original_max_seq_len / wavelengths
     blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)

@@ -319,4 +319,4 @@ def test_single_rank_has_a_link_that_is_never_used(profile):
     alone = profile.replace(machine=profile.machine.replace(num_devices=1), collectives=())
     (level,) = cluster_from_profile(alone).levels
     assert level.domain_size == 1
-    assert "placeholder" in level.link.source
+    assert "not measured" in level.link.source
