@@ -6,7 +6,7 @@ import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ..planner.validation import Prediction, RunRow
     from ..planner.validation.score import GroupScore, MemoryScore, SourceScore
 
-NOT_SELECTED = "not selected by --source or --split"
+Part = Literal["fit", "held-out"]
+NOT_SELECTED = "not selected by --source, --split or --part"
 
 
 def validate(
@@ -31,6 +32,10 @@ def validate(
     ] = None,
     source: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this source_set; repeatable.")] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Only rows of this split.")] = None,
+    part: Annotated[
+        Part | None,
+        typer.Option(help="Only the half that coefficients were chosen on (fit), or only the other (held-out)."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Scatter of predicted against measured.")
     ] = None,
@@ -45,7 +50,7 @@ def validate(
         if plot:
             _pyplot()
         rows = read_runs(runs)
-        selected = _select(rows, source or [], split, runs)
+        selected = _select(rows, source or [], split, part, runs)
         predictions = predict(selected)
         choices = score_groups(selected, predictions, names)
         scores = score_sources(selected, predictions, choices)
@@ -60,25 +65,26 @@ def validate(
         typer.echo("next: meshwright validate with --json for every row", err=True)
 
 
-def _select(rows: list[RunRow], sources: list[str], split: str | None, path: Path) -> list[RunRow]:
-    """Rows of the wanted sources and split.
+def _select(rows: list[RunRow], sources: list[str], split: str | None, part: Part | None, path: Path) -> list[RunRow]:
+    """Rows of the wanted sources, split and part.
 
     Raises:
         ConfigError: nothing is left, with what there is.
     """
     from ..schema import ConfigError
 
-    for wanted, found, option in (
+    for names, found, option in (
         (sources, {row.source_set for row in rows}, "--source"),
         ([split] if split else [], {row.split for row in rows}, "--split"),
     ):
-        unknown = [name for name in wanted if name not in found]
+        unknown = [name for name in names if name not in found]
         if unknown:
             known = ", ".join(sorted(name for name in found if name)) or "none"
             raise ConfigError(f"{path} has no rows of {option} {unknown[0]}", help=f"it has: {known}")
-    chosen = [row for row in rows if (not sources or row.source_set in sources) and (not split or row.split == split)]
+    wanted = [row for row in rows if (not sources or row.source_set in sources) and (not split or row.split == split)]
+    chosen = [row for row in wanted if part in (None, row.part)]
     if not chosen:
-        raise ConfigError(f"{path} has no rows that are both of that --source and of that --split")
+        raise ConfigError(f"{path} has no rows that are of that --source, --split and --part at once")
     return chosen
 
 

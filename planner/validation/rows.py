@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...schema.base import read_text
 from ...schema.errors import ConfigError
@@ -30,6 +31,8 @@ REQUIRED = (
     "pp",
     "iter_time_s",
 )
+
+Part = Literal["fit", "held-out"]
 
 _MAY_BE_ZERO = ("experts", "topk")
 _NO_DEFAULT = ("id", "gpu_type", "model")  # the column must exist, the cell may be empty
@@ -96,6 +99,15 @@ class RunRow:
     status: str = "ok"
     quality: str = "A"
     flag: str = ""
+
+    @property
+    def part(self) -> Part:
+        """Which half of the evidence: coefficients are chosen on ``fit``, accuracy is reported on ``held-out``.
+
+        Rows of one model on one number of one device are together, so that no near-copy of a held-out run was fitted.
+        """
+        key = f"{self.source_set}/{self.model}/{self.gpu_class or self.gpu_type}/{self.n_gpus}"
+        return "held-out" if zlib.crc32(key.encode()) % 2 else "fit"
 
     @property
     def is_scored(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from meshwright.cli.validate import validate
+from meshwright.planner.validation.rows import RunRow
 from typer.testing import CliRunner
 
 HEADER = (
@@ -65,10 +66,19 @@ def test_json_has_a_row_for_every_input_row(runs, groups) -> None:
     assert document["groups"]["g"]["regret"] >= 0
 
 
+def test_parts_split_a_table_and_keep_a_model_together() -> None:
+    rows = [RunRow(line=1, id=str(n), gpu_type="g", model=f"m{n % 40}", source_set="s") for n in range(80)]
+    parts = [row.part for row in rows]
+    assert set(parts) == {"fit", "held-out"}
+    assert parts[:40] == parts[40:]
+
+
 @pytest.mark.parametrize(("option", "kept"), [(("--source", "one"), ["a", "b"]), (("--split", "other"), ["c"])])
 def test_unselected_rows_stay_in_the_json(runs, option, kept) -> None:
     document = json.loads(invoke(runs, *option, "--json").stdout)
-    selected = [row["id"] for row in document["rows"] if row["skipped"] != "not selected by --source or --split"]
+    selected = [
+        row["id"] for row in document["rows"] if row["skipped"] != "not selected by --source, --split or --part"
+    ]
     assert selected == kept
 
 
@@ -77,7 +87,7 @@ def test_unselected_rows_stay_in_the_json(runs, option, kept) -> None:
     [
         (("--source", "three"), "no rows of --source three"),
         (("--split", "test"), "it has: dev, other"),
-        (("--source", "one", "--split", "other"), "both"),
+        (("--source", "one", "--split", "other"), "at once"),
         (("--groups", "none.csv"), "cannot read none.csv"),
     ],
 )
