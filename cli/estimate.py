@@ -10,6 +10,7 @@ from .errors import exit_on_error
 from .inputs import (
     AttentionOption,
     BatchOption,
+    CalibrateOption,
     ClusterOption,
     JsonOption,
     ModelArgument,
@@ -31,6 +32,7 @@ def estimate(
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
+    calibrate: CalibrateOption = None,
     json: JsonOption = False,
 ) -> None:
     """Predict step time and memory of one layout, whether it fits or not."""
@@ -48,6 +50,7 @@ def estimate(
             precision=precision,
             optimizer=optimizer,
             attention=attention,
+            calibrate=calibrate,
         )
         found = make_estimate(spec, machine, workload, wanted)
         if json:

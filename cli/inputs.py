@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,6 +35,13 @@ PrecisionOption = Annotated[
 ]
 OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help="adamw or sgd.")]
 AttentionOption = Annotated[str, typer.Option(metavar="KIND", help="flash (fused) or math (keeps the score matrix).")]
+CalibrateOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUNS.csv",
+        help="Measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table.")]
 
 
@@ -46,6 +54,7 @@ def read_inputs(
     precision: str | None,
     optimizer: str,
     attention: str,
+    calibrate: Path | None = None,
 ) -> tuple[ModelSpec, ClusterSpec, Workload]:
     """Parse what the user typed.
 
@@ -64,6 +73,11 @@ def read_inputs(
         )
     with reading_cluster(cluster):
         machine = ClusterSpec.parse(cluster)
+    if calibrate is not None:
+        from ..planner.calibration import calibration_from_file
+
+        machine = machine.replace(calibration=calibration_from_file(calibrate, machine))
+        typer.echo(f"calibration of {machine.weakest_device.name}: {machine.calibration}", err=True)
     workload = Workload(
         seq_len=seq_len,
         global_batch_size=global_batch_size,

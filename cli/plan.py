@@ -11,6 +11,7 @@ from .errors import exit_on_error
 from .inputs import (
     AttentionOption,
     BatchOption,
+    CalibrateOption,
     ClusterOption,
     JsonOption,
     ModelArgument,
@@ -35,6 +36,7 @@ def plan(
     ] = 60.0,
     top: Annotated[int, typer.Option(metavar="K", min=0, max=50, help="Runner-ups to report.")] = 4,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
+    calibrate: CalibrateOption = None,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU."""
@@ -53,6 +55,7 @@ def plan(
             precision=precision,
             optimizer=optimizer,
             attention=attention,
+            calibrate=calibrate,
         )
         with search_progress(quiet=json) as on_progress:
             found = make_plan(*inputs, fixed=fixed, time_limit_s=time_limit_s, top=top, on_progress=on_progress)

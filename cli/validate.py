@@ -14,10 +14,10 @@ from .errors import exit_on_error
 from .inputs import JsonOption
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from ..planner.calibration import CalibrationScore
     from ..planner.validation import Prediction, RunRow
-    from ..planner.validation.score import GroupScore, MemoryScore, SourceScore
+    from ..planner.validation.score import GroupScore, SourceScore
+    from ..schema import Calibration
 
 Part = Literal["fit", "held-out"]
 NOT_SELECTED = "not selected by --source, --split or --part"
@@ -36,6 +36,19 @@ def validate(
         Part | None,
         typer.Option(help="Only the half that coefficients were chosen on (fit), or only the other (held-out)."),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUNS.csv",
+            help="Runs that correct the model for their device first; they are not scored themselves.",
+        ),
+    ] = None,
+    calibration_runs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Cross-validate --calibrate: correct with N runs of a source, score its others."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Scatter of predicted against measured.")
     ] = None,
@@ -43,25 +56,32 @@ def validate(
 ) -> None:
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
     with exit_on_error():
+        from ..planner.calibration import cross_validate
         from ..planner.validation import predict, read_groups, read_runs, score_groups, score_sources
         from .tables import show
+        from .validation_tables import calibration_table, memory_table, notes_table, time_table
 
         names = read_groups(groups) if groups else []
         if plot:
             _pyplot()
         rows = read_runs(runs)
         selected = _select(rows, source or [], split, part, runs)
-        predictions = predict(selected)
+        calibrations, selected = _calibrations(calibrate, selected)
+        predictions = predict(selected, calibrations)
         choices = score_groups(selected, predictions, names)
         scores = score_sources(selected, predictions, choices)
+        crossed = cross_validate(selected, calibration_runs) if calibration_runs else {}
         if plot:
             _save_plot(plot, selected, predictions)
         if json:
-            typer.echo(json_module.dumps(_document(rows, selected, predictions, scores, choices), indent=1))
+            document = _document(rows, selected, predictions, scores, choices)
+            typer.echo(json_module.dumps(document | _calibration_document(calibrations, crossed), indent=1))
             return
-        show(_time_table(scores))
-        show(_memory_table(scores))
-        show(_notes_table(scores))
+        show(time_table(scores))
+        show(memory_table(scores))
+        if crossed:
+            show(calibration_table(crossed, calibration_runs or 0))
+        show(notes_table(scores))
         typer.echo("next: meshwright validate with --json for every row", err=True)
 
 
@@ -86,6 +106,30 @@ def _select(rows: list[RunRow], sources: list[str], split: str | None, part: Par
     if not chosen:
         raise ConfigError(f"{path} has no rows that are of that --source, --split and --part at once")
     return chosen
+
+
+def _calibrations(path: Path | None, selected: list[RunRow]) -> tuple[dict[str, Calibration], list[RunRow]]:
+    """Calibrations by device, and the rows with those that were calibrated on marked, so that they are not scored."""
+    from dataclasses import replace
+
+    from ..planner.calibration import calibrations_from_rows
+    from ..planner.validation import read_runs
+
+    if path is None:
+        return {}, selected
+    runs = read_runs(path)
+    calibrations = calibrations_from_rows(runs)
+    for device, calibration in calibrations.items():
+        typer.echo(f"calibration of {device}: {calibration}", err=True)
+    used = {row.id for row in runs}
+    return calibrations, [replace(row, flag="calibration") if row.id in used else row for row in selected]
+
+
+def _calibration_document(calibrations: dict[str, Calibration], crossed: dict[str, CalibrationScore]) -> dict[str, Any]:
+    return {
+        "calibrations": {device: calibration.model_dump() for device, calibration in calibrations.items()},
+        "cross_validation": {source: asdict(score) for source, score in crossed.items()},
+    }
 
 
 def _document(
@@ -116,88 +160,6 @@ def _row(row: RunRow, prediction: Prediction | None) -> dict[str, Any]:
         "approximated": list(inputs.approximated) if inputs else [],
         "scored": row.is_scored and estimate is not None,
     }
-
-
-def _time_table(scores: dict[str, SourceScore]) -> Table:
-    table = _table(
-        "step time, predicted against measured", "source", "rows", "scored", "skipped", "C/flag", "MAPE", "median ratio",
-        "bias", "rank corr.", "in interval", "groups", "regret mean", "median", "max",
-    )  # fmt: skip
-    for source, score in scores.items():
-        counts = (str(score.rows), str(score.scored), str(sum(score.skipped.values())), str(score.unscored))
-        time, regret = score.time, score.regret
-        times = ("-",) * 5
-        if time:
-            rank = "-" if time.spearman is None else f"{time.spearman:.3f}"
-            bias, coverage = _percent(time.bias, sign=True), _percent(time.coverage)
-            times = (_percent(time.mape), f"{time.median_ratio:.2f}", bias, rank, coverage)
-        regrets = (
-            (str(regret.count), *map(_percent, (regret.mean, regret.median, regret.max))) if regret else ("-",) * 4
-        )
-        table.add_row(source or "(none)", *counts, *times, *regrets)
-    return table
-
-
-def _memory_table(scores: dict[str, SourceScore]) -> Table:
-    table = _table(
-        "memory, predicted against measured",
-        "source",
-        "kind",
-        "rows",
-        "MAPE",
-        "bias",
-        "failed",
-        "recalled",
-        "ran",
-        "false alarms",
-    )
-    for source, score in scores.items():
-        fit = score.fit
-        verdicts = [str(fit.failed), _percent(fit.recall), str(fit.ran), _percent(fit.false_alarms)]
-        shown = source or "(none)"
-        kinds: dict[str, MemoryScore | None] = dict(score.memory) or {"-": None}
-        for kind, memory in kinds.items():
-            errors = (_percent(memory.mape), _percent(memory.bias, sign=True)) if memory else ("-", "-")
-            table.add_row(shown, kind, str(memory.count) if memory else "-", *errors, *verdicts)
-            shown, verdicts = "", [""] * 4
-    return table
-
-
-def _notes_table(scores: dict[str, SourceScore]) -> Table:
-    """Why rows were skipped, what stands in for what, which defaults were taken."""
-    table = _table(
-        "scored-quality rows by reason (C or flagged rows are predicted, not scored)",
-        "source",
-        "what",
-        "rows",
-        "reason",
-    )
-    for source, score in scores.items():
-        shown = source or "(none)"
-        parts = {"skipped": score.skipped, "approximated": score.approximated, "assumed": score.assumed}
-        for what, counts in parts.items():
-            for reason, count in counts.items():
-                table.add_row(shown, what, str(count), reason)
-                shown = ""
-    table.columns[1].justify = table.columns[3].justify = "left"
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
-def _percent(value: float | None, *, sign: bool = False) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
 
 
 def _pyplot() -> Any:

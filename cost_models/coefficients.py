@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-from ..schema import Device, Workload
+from ..schema import ClusterSpec, Device, Workload
 from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
 from ..schema.workload import Precision
@@ -61,10 +61,11 @@ class HostCosts(NamedTuple):
     adds: bool
 
 
-def host_costs(device: Device, workload: Workload) -> HostCosts:
+def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
-    c = coefficients()["host"][workload.engine]
-    return HostCosts(c["operator_s"], c["collective_s"], c["fsdp_unit_s"], adds=device.vendor == "cpu")
+    c, speed = coefficients()["host"][workload.engine], cluster.calibration.host
+    operator, collective, unit = (c[name] / speed for name in ("operator_s", "collective_s", "fsdp_unit_s"))
+    return HostCosts(operator, collective, unit, adds=cluster.weakest_device.vendor == "cpu")
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -84,9 +85,10 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
     )
 
 
-def device_rates(device: Device, workload: Workload) -> DeviceRates:
-    """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one)."""
-    c, fit = coefficients(), _gemm_fit(device)
+def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
+    """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one) and the calibration."""
+    c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
+    fit = _gemm_fit(device)
     peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
     forward, backward = _attention_flops_per_s(device, workload)
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
@@ -94,12 +96,14 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
     return DeviceRates(
         gemm_flops_per_s=peak
         * fit.compute_efficiency
+        * ratio.products
         * _sustained(device)
         * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
-        attention_forward_flops_per_s=forward,
-        attention_backward_flops_per_s=backward,
+        attention_forward_flops_per_s=forward * ratio.attention,
+        attention_backward_flops_per_s=backward * ratio.attention,
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
+        * ratio.elementwise
         * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],

@@ -74,4 +74,5 @@ def _bandwidth(level: LinkLevel, op: Op, cluster: ClusterSpec) -> float:
 def _per_device(level: LinkLevel, cluster: ClusterSpec) -> float:
     """Line rate one device gets when all devices of its node use the link at once, bytes/s."""
     sharing = cluster.largest_node if level.link.shared_by == "node" else 1
-    return level.link.bandwidth_bytes_per_s / sharing
+    ratio = cluster.calibration.scale_up if level.link.kind == "scale-up" else cluster.calibration.scale_out
+    return level.link.bandwidth_bytes_per_s * ratio / sharing

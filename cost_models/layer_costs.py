@@ -70,7 +70,7 @@ def layer_cost(
 def _operator_times(
     operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> list[OperatorTime]:
-    rates = device_rates(cluster.weakest_device, workload)
+    rates = device_rates(cluster, workload)
     tokens = batch.micro_batch_size * workload.seq_len
     return [
         operator_time(op, tokens, batch.tp, batch.sequence_parallel, rates=rates, compute_bytes=workload.compute_bytes)
@@ -91,7 +91,7 @@ def _compute_s(
 
     On an accelerator the host runs ahead: a pass takes the longer of its dispatch and of kernels plus collectives.
     """
-    host = host_costs(cluster.weakest_device, workload)
+    host = host_costs(cluster, workload)
     zero = np.zeros(len(batch))
     forward = sum((time.forward_s for time in times), start=zero)
     backward = sum((time.backward_s for time in times), start=zero)

@@ -92,7 +92,7 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     loss = {
         "gradients": kept,
         "unsharded": np.where(copies, gathered, 0.0),
-        "activations": step.in_flight * stage.activation_bytes,
+        "activations": step.in_flight * stage.activation_bytes * cluster.calibration.activations,
         "logits": np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0),
     }
     update = {
@@ -136,7 +136,8 @@ def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Wor
 
 
 def _workspace_bytes(cluster: ClusterSpec) -> float:
-    return 0.0 if cluster.weakest_device.vendor == "cpu" else float(coefficients()["memory"]["workspace_bytes"])
+    is_cpu = cluster.weakest_device.vendor == "cpu"
+    return cluster.calibration.overhead_bytes + (0.0 if is_cpu else float(coefficients()["memory"]["workspace_bytes"]))
 
 
 def total_bytes(parts: dict[str, Array]) -> Array:

@@ -121,7 +121,7 @@ class SpaceCosts:
 
     def update_s(self, params: FloatArray | float, dp_shard: IntArray | int) -> FloatArray:
         """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank."""
-        rates = device_rates(self.cluster.weakest_device, self.workload)
+        rates = device_rates(self.cluster, self.workload)
         return elementwise_update_s(
             np.asarray(params / dp_shard), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates
         )

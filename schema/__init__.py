@@ -1,6 +1,7 @@
 """The nouns of Meshwright: frozen, validated data with a JSON round trip. Imports nothing else of the project."""
 
 from .base import SCHEMA_VERSION
+from .calibration import Calibration
 from .cluster import ClusterSpec, Device, Link, LinkLevel, NodeGroup
 from .errors import (
     ConfigError,
@@ -19,6 +20,7 @@ from .workload import Workload
 __all__ = [
     "SCHEMA_VERSION",
     "Alternative",
+    "Calibration",
     "ClusterSpec",
     "ConfigError",
     "Device",

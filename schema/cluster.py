@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Frozen
+from .calibration import Calibration
 from .profile import Profile
 from .units import GIB
 
@@ -125,6 +126,7 @@ class ClusterSpec(Frozen):
         reserved_bytes: memory of each device that a plan may not use.
         bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one.
         profile: the measurements this spec was made from, where there are any.
+        calibration: what measured runs on it say about the model's rates (`planner.calibration.calibrate`).
     """
 
     name: str = Field(min_length=1)
@@ -133,6 +135,7 @@ class ClusterSpec(Frozen):
     reserved_bytes: NonNegativeInt = DEFAULT_RESERVED_BYTES
     bandwidth_matrix: tuple[tuple[NonNegativeFloat, ...], ...] | None = None
     profile: Profile | None = None
+    calibration: Calibration = Calibration()
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:

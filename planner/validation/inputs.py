@@ -68,6 +68,7 @@ PRECISIONS: dict[str, Precision] = {
 }  # fmt: skip
 
 ENGINE: tuple[Default, ...] = (
+    Default("$|meshwright", "fsdp2", "a table that names no framework holds runs of our own runtime"),
     Default(
         "torchtitan|llm-foundry|fms-fsdp|.*FSDP|LitGPT", "fsdp2", "torch's fully sharded data parallelism and kernels"
     ),

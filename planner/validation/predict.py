@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...cost_models.layouts import LayoutBatch
 from ...cost_models.step import SpaceCosts, estimate_step
-from ...schema import ConfigError, Estimate
+from ...schema import Calibration, ClusterSpec, ConfigError, Estimate
 from ...schema.model import Block
 from ...solvers import stage_split
 from .inputs import RunInputs, Skip, run_inputs
@@ -26,32 +26,54 @@ class Prediction:
     skipped: str | None
 
 
-def predict(rows: Sequence[RunRow]) -> list[Prediction]:
-    """One prediction per row, in order."""
-    found: dict[int, Prediction] = {}
-    batches: dict[object, list[tuple[int, RunInputs]]] = defaultdict(list)
-    for idx, row in enumerate(rows):
-        inputs = run_inputs(row)
-        if isinstance(inputs, Skip):
-            found[idx] = Prediction(None, None, inputs.reason)
-        else:
-            batches[(id(inputs.model), id(inputs.cluster), inputs.workload)].append((idx, inputs))
+def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | None = None) -> list[Prediction]:
+    """One prediction per row, in order; ``calibrations`` by name of the device apply to its rows."""
+    found = [run_inputs(row) for row in rows]
+    known = with_calibrations([inputs for inputs in found if isinstance(inputs, RunInputs)], calibrations or {})
+    estimates = iter(zip(known, estimate_runs(known), strict=True))
+    return [
+        Prediction(None, None, inputs.reason) if isinstance(inputs, Skip) else _prediction(*next(estimates))
+        for inputs in found
+    ]
+
+
+def _prediction(inputs: RunInputs, estimate: Estimate | str) -> Prediction:
+    if isinstance(estimate, str):
+        return Prediction(inputs, None, estimate)
+    return Prediction(inputs, estimate, None)
+
+
+def with_calibrations(runs: Sequence[RunInputs], calibrations: Mapping[str, Calibration]) -> list[RunInputs]:
+    """Runs on clusters that carry their device's calibration; equal clusters stay one object."""
+    clusters: dict[int, ClusterSpec] = {}
+    for run in runs:
+        calibration = calibrations.get(run.cluster.weakest_device.name)
+        if id(run.cluster) not in clusters:
+            clusters[id(run.cluster)] = (
+                run.cluster if calibration is None else run.cluster.replace(calibration=calibration)
+            )
+    return [replace(run, cluster=clusters[id(run.cluster)]) for run in runs]
+
+
+def estimate_runs(runs: Sequence[RunInputs]) -> list[Estimate | str]:
+    """An estimate of each run, or why the cost model has none."""
+    batches: dict[object, list[int]] = defaultdict(list)
+    for idx, run in enumerate(runs):
+        batches[(id(run.model), id(run.cluster), run.workload)].append(idx)
+    found: dict[int, Estimate | str] = {}
     for members in batches.values():
-        found.update(_predict_batch(members))
-    return [found[idx] for idx in range(len(rows))]
+        found.update(zip(members, _estimate_batch([runs[idx] for idx in members]), strict=True))
+    return [found[idx] for idx in range(len(runs))]
 
 
-def _predict_batch(members: list[tuple[int, RunInputs]]) -> dict[int, Prediction]:
-    first = members[0][1]
+def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
+    first = runs[0]
     try:
-        batch = LayoutBatch.of([inputs.layout for _, inputs in members], first.workload.global_batch_size)
+        batch = LayoutBatch.of([run.layout for run in runs], first.workload.global_batch_size)
         costs = SpaceCosts.of(first.model, first.workload, first.cluster, batch)
     except ConfigError as error:
-        return {idx: Prediction(inputs, None, f"estimate: {error.message}") for idx, inputs in members}
-    return {
-        idx: Prediction(inputs, estimate_step(costs, n, boundaries(costs, n, balanced=inputs.balanced_stages)), None)
-        for n, (idx, inputs) in enumerate(members)
-    }
+        return [f"estimate: {error.message}"] * len(runs)
+    return [estimate_step(costs, n, boundaries(costs, n, balanced=run.balanced_stages)) for n, run in enumerate(runs)]
 
 
 def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...]:

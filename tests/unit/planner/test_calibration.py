@@ -1,0 +1,89 @@
+"""Calibration: known ratios are found again, nothing is changed without need, one odd run does not decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from meshwright.planner import estimate
+from meshwright.planner.calibration import MeasuredRun, calibrate, estimates_at
+from meshwright.planner.validation import RunInputs
+from meshwright.schema import Calibration, ClusterSpec, Estimate, Layout, ModelSpec, Workload
+
+LAYOUTS = (
+    "tp=8,dp_shard=2", "tp=4,dp_shard=4,recompute=full", "tp=2,pp=2,dp_shard=4", "dp_shard=16,recompute=full",
+    "dp_shard=16", "tp=2,dp_shard=8", "tp=1,pp=4,dp_shard=4", "tp=8,pp=2", "dp_shard=8,dp_replicate=2", "tp=4,pp=4",
+)  # fmt: skip
+
+
+def runs_at(truth: Calibration, *, noise: float = 0.0) -> list[MeasuredRun]:
+    """Runs that a machine with ``truth`` would have measured."""
+    model, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xA100-SXM-80GB/ib200")
+    workload = Workload(seq_len=2048, global_batch_size=64, engine="megatron")
+    bare = [
+        MeasuredRun(RunInputs(model, cluster, workload, Layout.parse(text), balanced_stages=True), 1.0, None, None)
+        for text in LAYOUTS
+    ]
+    scatter = np.exp(np.random.default_rng(0).normal(0, noise, len(bare)))
+    measured = [e for e in estimates_at(bare, truth) if isinstance(e, Estimate)]
+    assert len(measured) == len(bare)
+    return [
+        replace(run, step_time_s=e.step_time_s * factor, allocated_bytes=float(e.peak_allocated_bytes))
+        for run, e, factor in zip(bare, measured, scatter, strict=True)
+    ]
+
+
+def error(runs: list[MeasuredRun], calibration: Calibration) -> float:
+    found = [e for e in estimates_at(runs, calibration) if isinstance(e, Estimate)]
+    return float(np.mean([abs(e.step_time_s / run.step_time_s - 1) for e, run in zip(found, runs, strict=True)]))  # type: ignore[operator]
+
+
+def test_runs_as_predicted_change_nothing() -> None:
+    found = calibrate(runs_at(Calibration()))
+    assert [getattr(found, name) for name in ("products", "host", "scale_out")] == pytest.approx([1, 1, 1], abs=1e-3)
+    assert found.activations == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        Calibration(products=0.85),
+        Calibration(scale_out=0.4),
+        Calibration(products=0.9, elementwise=0.8, scale_up=0.7),
+    ],
+)
+def test_a_slower_machine_is_recognised_from_its_runs(truth: Calibration) -> None:
+    runs = runs_at(truth)
+    found = calibrate(runs)
+    assert error(runs, found) < 0.35 * error(runs, Calibration())
+    assert found.error_after is not None
+    assert found.error_before is not None
+    assert found.error_after < found.error_before
+
+
+def test_noise_alone_does_not_make_predictions_much_worse() -> None:
+    found = calibrate(runs_at(Calibration(), noise=0.05))
+    assert error(runs_at(Calibration()), found) < 0.04
+
+
+def test_one_odd_run_does_not_decide() -> None:
+    runs = runs_at(Calibration(products=0.9))
+    runs[0] = replace(runs[0], step_time_s=5 * (runs[0].step_time_s or 0))
+    assert error(runs[1:], calibrate(runs)) < error(runs[1:], Calibration())
+
+
+def test_measured_memory_corrects_the_activations() -> None:
+    runs = runs_at(Calibration(activations=1.3))
+    assert calibrate(runs).activations == pytest.approx(1.3, rel=0.1)
+
+
+def test_an_estimate_carries_the_calibration_of_its_cluster() -> None:
+    model, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
+    workload, layout = Workload(seq_len=4096, global_batch_size=64), Layout.parse("dp_shard=8")
+    plain = estimate(model, cluster, workload, layout)
+    slower = estimate(model, cluster.replace(calibration=Calibration(products=0.5)), workload, layout)
+    assert slower.step_time_s > plain.step_time_s
+    assert (
+        ClusterSpec(**cluster.replace(calibration=Calibration(products=0.5)).model_dump()).calibration.products == 0.5
+    )
