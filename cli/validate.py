@@ -14,7 +14,7 @@ from .errors import exit_on_error
 from .inputs import JsonOption
 
 if TYPE_CHECKING:
-    from ..planner.calibration import CalibrationScore
+    from ..planner.cross_validation import CalibrationScore
     from ..planner.validation import Prediction, RunRow
     from ..planner.validation.score import GroupScore, SourceScore
     from ..schema import Calibration
@@ -56,7 +56,7 @@ def validate(
 ) -> None:
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
     with exit_on_error():
-        from ..planner.calibration import cross_validate
+        from ..planner.cross_validation import cross_validate
         from ..planner.validation import predict, read_groups, read_runs, score_groups, score_sources
         from .tables import show
         from .validation_tables import calibration_table, memory_table, notes_table, time_table

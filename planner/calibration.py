@@ -5,13 +5,14 @@ ratio touches:
 
     t(theta) = t0 * (1 - sum_j w_j + sum_j w_j / theta_j),   w_j = share of the part at theta = 1
 
-(shares by doubling each rate in turn; where two parts hide behind one another the shares change, so they are taken again at the
+(shares by halving each rate in turn; where two parts hide behind one another the shares change, so they are taken again at the
 solution). The ratios minimise
 
-    sum_i rho((log t_i(theta) - log measured_i) / NOISE)  +  sum_j (log theta_j / PRIORS[j])^2
+    sum_i rho((log t_i(theta) - log measured_i) / NOISE)  +  log theta' C^-1 log theta
 
-with rho linear in its tails, so that one odd run does not decide. Runs left out in turn say whether that helps: if it does
-not, the ratios stay one. Memory: activations and a constant, by ridge regression with the same kind of priors.
+with rho linear in its tails, so that one odd run does not decide, and C the covariance of PRIORS and COMMON_PRIOR. Runs left out
+in turn say how far to follow the ratios: wholly, half, or not at all.
+Memory: activations and a constant, by ridge regression with the same kind of priors.
 """
 
 from __future__ import annotations
@@ -32,21 +33,27 @@ from .validation.score import memory_kind
 
 FloatArray = NDArray[np.float64]
 
-PRIORS = {"products": 0.15, "attention": 0.3, "elementwise": 0.3, "host": 0.7, "scale_up": 0.4, "scale_out": 0.7}
+PRIORS = {"products": 0.1, "attention": 0.25, "elementwise": 0.25, "host": 0.7, "scale_up": 0.4, "scale_out": 0.7}
 """Standard deviation of the logarithm of each ratio over clusters: kernels of one device differ little between software stacks
 (4-7 % for products, more for attention and elementwise), hosts and networks a lot."""
 
+KERNELS, COMMON_PRIOR = ("products", "attention", "elementwise"), 0.15
+"""All kernels of a device share its clock, which power limits and cooling move by tens of percent."""
+
 NOISE = 0.10
-"""Spread of repeated runs and of what the model leaves out: repeats differ by 1-5 % on managed clusters, more on others."""
+"""Where errors stop counting as noise: what the model leaves out differs by that from run to run."""
 
 ACTIVATIONS_PRIOR, OVERHEAD_PRIOR_BYTES, MEMORY_NOISE = 0.2, 2 * GIB, 0.02
 
 MEAN_TO_DEVIATION = 1.25
 """Standard deviation over mean absolute deviation of a normal distribution, sqrt(pi / 2)."""
 
-FOLDS = 5
-SHARE_STEP = 2.0
-"""Rates are doubled to find the seconds that depend on them."""
+TRUST = (0.0, 0.5, 1.0)
+"""How far the ratios may be followed; runs left out in turn decide."""
+
+MAX_FOLDS = 12
+SHARE_STEP = 0.5
+"""Rates are halved to find the seconds that depend on them: what then comes out of hiding counts too."""
 
 
 @dataclass(frozen=True)
@@ -98,55 +105,60 @@ def measured_runs(rows: Sequence[RunRow]) -> list[MeasuredRun]:
 
 
 def calibrate(runs: Sequence[MeasuredRun]) -> Calibration:
-    """The ratios that a few runs on one kind of device give; all one where they do not help on runs left out."""
+    """The ratios that a few runs on one kind of device give, as far as they help on runs left out in turn."""
     timed = [run for run in runs if run.step_time_s is not None]
     memory = _memory_ratios(runs)
-    shares = _Shares.of(timed, Calibration())
+    shares = _Shares.of(timed, np.zeros(len(PRIORS)))
     timed = [timed[idx] for idx in shares.known]
     if not timed:
         return Calibration().replace(**memory, num_runs=len(runs))
     target = np.log([run.step_time_s or np.nan for run in timed])
-    before, after = _left_out(shares, target)
-    helps = len(timed) == 1 or bool(np.sum(_loss(after)) < np.sum(_loss(before)))
-    ratios = _solve(shares, target) if helps else {}
-    if helps:  # once more at the solution: what hid behind something else may not do so any longer
-        ratios = _solve(_Shares.of(timed, Calibration().replace(**ratios)), target, start=ratios)
-    residuals = after if helps else before
-    found = Calibration().replace(**ratios, **memory, num_runs=len(runs))
     if len(timed) == 1:
-        return found
-    return found.replace(
-        spread=max(MEAN_TO_DEVIATION * float(np.mean(np.abs(residuals))), 1e-6),
-        error_before=float(np.mean(np.abs(np.expm1(before)))),
-        error_after=float(np.mean(np.abs(np.expm1(residuals)))),
+        return _calibration(_solve(shares, target)).replace(**memory, num_runs=len(runs))
+    left_out = _left_out(shares, target)
+    trust = int(np.argmin(np.sum(_loss(left_out), axis=1)))
+    log_ratios = TRUST[trust] * _solve(shares, target)
+    # Once more at the solution: what hid behind something else may not do so any longer.
+    log_ratios = TRUST[trust] * _solve(_Shares.of(timed, log_ratios), target)
+    return _calibration(log_ratios).replace(
+        **memory,
+        num_runs=len(runs),
+        spread=max(MEAN_TO_DEVIATION * float(np.mean(np.abs(left_out[trust]))), 1e-6),
+        error_before=float(np.mean(np.abs(np.expm1(left_out[0])))),
+        error_after=float(np.mean(np.abs(np.expm1(left_out[trust])))),
     )
+
+
+def _calibration(log_ratios: FloatArray) -> Calibration:
+    return Calibration().replace(**dict(zip(PRIORS, np.exp(log_ratios).tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """Log seconds [n] of runs at given ratios and the share [n, p] of them that each ratio divides."""
+    """Log seconds [n] of runs at log ratios ``at`` [p], and the share [n, p] of them that each ratio divides."""
 
+    at: FloatArray
     log_seconds: FloatArray
     shares: FloatArray
     known: tuple[int, ...]
 
     @classmethod
-    def of(cls, runs: Sequence[MeasuredRun], at: Calibration) -> _Shares:
-        seconds = _seconds(runs, at)
+    def of(cls, runs: Sequence[MeasuredRun], at: FloatArray) -> _Shares:
+        seconds = _seconds(runs, _calibration(at))
         known = tuple(int(idx) for idx in np.flatnonzero(np.isfinite(seconds)))
         columns = []
-        for name in PRIORS:
-            faster = _seconds(runs, at.model_copy(update={name: getattr(at, name) * SHARE_STEP}))
+        for step in np.eye(len(PRIORS)) * np.log(SHARE_STEP):
+            faster = _seconds(runs, _calibration(at + step))
             columns.append((1 - faster / seconds) / (1 - 1 / SHARE_STEP))
         shares = np.clip(np.stack(columns, axis=1), 0.0, 1.0)[list(known)]
-        return cls(np.log(seconds[list(known)]), shares, known)
+        return cls(at, np.log(seconds[list(known)]), shares, known)
 
     def take(self, idxs: NDArray[Any]) -> _Shares:
-        return _Shares(self.log_seconds[idxs], self.shares[idxs], self.known)
+        return _Shares(self.at, self.log_seconds[idxs], self.shares[idxs], self.known)
 
     def predict(self, log_ratios: FloatArray) -> FloatArray:
-        """Log seconds at ratios that are ``exp(log_ratios)`` times those the shares were taken at."""
-        factor = 1 + self.shares @ np.expm1(-log_ratios)
+        """Log seconds at other ratios."""
+        factor = 1 + self.shares @ np.expm1(self.at - log_ratios)
         return np.asarray(self.log_seconds + np.log(np.maximum(factor, 0.05)), dtype=np.float64)
 
 
@@ -161,19 +173,20 @@ def _seconds(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArra
     return np.array([e.step_time_s if isinstance(e, Estimate) else np.nan for e in estimates_at(runs, calibration)])
 
 
-def _solve(shares: _Shares, target: FloatArray, start: dict[str, float] | None = None) -> dict[str, float]:
-    """The ratios with the best fit under their priors."""
+def _solve(shares: _Shares, target: FloatArray) -> FloatArray:
+    """The log ratios with the best fit under their priors."""
     from scipy.optimize import least_squares
 
-    sigmas = np.array(list(PRIORS.values()))
-    offset = np.log([start[name] for name in PRIORS]) if start else np.zeros(len(PRIORS))
+    is_kernel = np.array([name in KERNELS for name in PRIORS], dtype=np.float64)
+    covariance = np.diag(np.square(list(PRIORS.values()))) + COMMON_PRIOR**2 * np.outer(is_kernel, is_kernel)
+    root = np.linalg.cholesky(covariance)
 
-    def residuals(log_ratios: FloatArray) -> FloatArray:
-        misfit = shares.predict(log_ratios - offset) - target
-        return np.concatenate([np.sign(misfit) * np.sqrt(2 * _loss(misfit)), log_ratios / sigmas])
+    def residuals(standardised: FloatArray) -> FloatArray:
+        misfit = shares.predict(root @ standardised) - target
+        return np.concatenate([np.sign(misfit) * np.sqrt(2 * _loss(misfit)), standardised])
 
-    found = least_squares(residuals, offset, bounds=(-2.5, 2.5))
-    return dict(zip(PRIORS, np.exp(found.x).tolist(), strict=True))
+    start = np.linalg.solve(root, shares.at)
+    return np.asarray(root @ least_squares(residuals, start, bounds=(-5, 5)).x, dtype=np.float64)
 
 
 def _loss(residuals: FloatArray) -> FloatArray:
@@ -181,18 +194,16 @@ def _loss(residuals: FloatArray) -> FloatArray:
     return np.asarray(np.sqrt(1 + (residuals / NOISE) ** 2) - 1, dtype=np.float64)
 
 
-def _left_out(shares: _Shares, target: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Log predicted over measured of each run, without ratios and with those of the other folds."""
-    before = shares.log_seconds - target
-    after = before.copy()
-    folds = np.arange(len(target)) % min(FOLDS, max(len(target), 2))
+def _left_out(shares: _Shares, target: FloatArray) -> FloatArray:
+    """Log predicted over measured [len(TRUST), n] of each run with the ratios of the other folds, trusted more or less."""
+    found = np.tile(shares.log_seconds - target, (len(TRUST), 1))
+    folds = np.arange(len(target)) % min(MAX_FOLDS, len(target))
     for fold in np.unique(folds):
-        inside, outside = folds == fold, folds != fold
-        if outside.any():
-            ratios = _solve(shares.take(outside), target[outside])
-            log_ratios = np.log([ratios[name] for name in PRIORS])
-            after[inside] = shares.take(inside).predict(log_ratios) - target[inside]
-    return before, after
+        inside = folds == fold
+        log_ratios = _solve(shares.take(~inside), target[~inside])
+        for row, trust in enumerate(TRUST):
+            found[row, inside] = shares.take(inside).predict(trust * log_ratios) - target[inside]
+    return found
 
 
 def _memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:

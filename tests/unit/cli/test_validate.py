@@ -56,7 +56,7 @@ def test_tables_name_sources_scores_and_skip_reasons(runs, groups) -> None:
 def test_json_has_a_row_for_every_input_row(runs, groups) -> None:
     result = invoke(runs, "--groups", groups, "--json")
     document = json.loads(result.stdout)
-    assert list(document) == ["rows", "sources", "groups"]
+    assert list(document) == ["rows", "sources", "groups", "calibrations", "cross_validation"]
     assert [row["id"] for row in document["rows"]] == ["a", "b", "c"]
     needed = {"id", "step_time_s", "peak_allocated_bytes", "peak_reserved_bytes", "fits", "skipped"}
     assert all(needed <= row.keys() for row in document["rows"])
