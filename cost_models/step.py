@@ -19,6 +19,7 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
+from .interval import time_interval
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
@@ -289,7 +290,6 @@ def _assemble(
     workload, cluster, model = costs.workload, costs.cluster, costs.model
     interval = coefficients()["interval"]
     device = cluster.weakest_device
-    fastest, slowest = interval["time_cpu" if device.vendor == "cpu" else "time_accelerator"]
     time, allocated = breakdown_s.total, stages[fullest].memory_bytes.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
@@ -297,7 +297,7 @@ def _assemble(
     upper = float(memory.upper_bytes(allocated, cluster))
     return Estimate(
         step_time_s=time,
-        step_time_interval_s=Interval(low=time * fastest, high=time * slowest),
+        step_time_interval_s=time_interval(breakdown_s, cluster),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
         mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
