@@ -3,14 +3,13 @@
     python benchmarks/estimate_speed.py OUT.json
 
 Each case builds the space of a model on a cluster, then bounds all its layouts (cost_models.step.lower_bounds: exact without a
-pipeline) and estimates a sample of them exactly, stage by stage. Best of several repeats: the machine may be shared. Threads of
-numerical libraries are limited to one.
+pipeline) and estimates a sample of them exactly, stage by stage. Best of several repeats: the machine may be shared. Nothing in it
+starts threads.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 import time
@@ -18,9 +17,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
-
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[variable] = "1"
 
 from meshwright.cost_models.step import SpaceCosts, lower_bounds
 from meshwright.planner.search import expand
