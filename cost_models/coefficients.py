@@ -52,20 +52,24 @@ class HostCosts(NamedTuple):
         operator_s: dispatch of one operator.
         collective_s: one tensor-parallel collective.
         fsdp_unit_s: one fully sharded layer, forward plus backward.
+        routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
     """
 
     operator_s: float
     collective_s: float
     fsdp_unit_s: float
+    routing_s: float
     adds: bool
 
 
 def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
     c, speed = coefficients()["host"][workload.engine], cluster.calibration.host
-    operator, collective, unit = (c[name] / speed for name in ("operator_s", "collective_s", "fsdp_unit_s"))
-    return HostCosts(operator, collective, unit, adds=cluster.weakest_device.vendor == "cpu")
+    operator, collective, unit, routing = (
+        c[name] / speed for name in ("operator_s", "collective_s", "fsdp_unit_s", "routing_s")
+    )
+    return HostCosts(operator, collective, unit, routing, adds=cluster.weakest_device.vendor == "cpu")
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:

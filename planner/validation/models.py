@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from ...schema.model import (
     Embedding,
     FeedForward,
     Head,
+    LatentAttention,
     LayerRun,
     MoE,
     Rope,
@@ -58,6 +60,9 @@ FAMILIES: tuple[tuple[str, Traits], ...] = (
 )
 """First match at the start of the model's or the family's name; everything else is a GPT-2-like decoder."""
 
+_EXPERTS_OF_V3 = 256
+_HIDDEN_OF_LITE = 2048
+
 _NOT_DECODERS = ("hybrid", "mamba")
 
 _CATALOGUE_ALIASES = {"pythia-1b": "pythia-1b", "llama 2 7 b": "llama-2-7b"}
@@ -89,8 +94,6 @@ def _model(
     published = _published(shape)
     if published is not None:
         return RowModel(published, (), ())
-    if "deepseek" in (name + family).lower():
-        return "model: latent attention of a shape that is not in the catalogue"
     assumed = ("vocab",) if shape[5] is None else ()
     try:
         candidates = list(_candidates(name, _traits(name, family), shape, seq_len))
@@ -113,7 +116,44 @@ def _traits(name: str, family: str) -> Traits:
 def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int) -> Iterator[ModelSpec]:
     """Both ways of a head, the family's usual one first: the stated parameter count decides which it is."""
     for tied in (not traits.gated, traits.gated):
-        yield _decoder(name, traits, shape, seq_len, tied=tied)
+        plain = _decoder(name, traits, shape, seq_len, tied=tied)
+        yield _deepseek(plain) if _is_deepseek_moe(name, shape) else plain
+
+
+def _is_deepseek_moe(name: str, shape: tuple[int | None, ...]) -> bool:
+    return "deepseek" in name.lower() and bool(shape[6])
+
+
+def _deepseek(plain: ModelSpec) -> ModelSpec:
+    """DeepSeek's experts (arXiv:2401.06066), and from V2 on its latent attention, in a decoder of the same columns.
+
+    All published ones share the widths of a head: 128 without and 64 with rotary, 128 for values, keys and values from 512, queries
+    from 1536 but in Lite (arXiv:2405.04434 section 3.1.2, arXiv:2412.19437 section 4.2). V3 has one shared expert and three dense
+    blocks, those before it two and one; a dense block is as wide as the experts one token visits.
+    """
+    (block, count), hidden = plain.block_runs[0], plain.hidden_dim
+    assert isinstance(block.mlp, MoE)
+    is_v3 = block.mlp.num_experts >= _EXPERTS_OF_V3
+    num_shared, num_dense = (1, 3) if is_v3 else (2, 1)
+    num_dense = min(num_dense, count - 1) or 1
+    heads, width = block.attention.num_heads, (block.mlp.top_k + num_shared) * block.mlp.ffn_dim
+    latent = LatentAttention(
+        num_heads=heads,
+        q_lora_rank=None if hidden <= _HIDDEN_OF_LITE else 1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+    attention = block.attention if re.search(r"deepseek-?moe", plain.name.lower()) else latent
+    routed = block.replace(
+        attention=attention, mlp=block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim)
+    )
+    dense = block.replace(attention=attention, mlp=DenseMLP(ffn_dim=width))
+    blocks = [LayerRun(layer=dense, count=num_dense)]
+    if count > num_dense:
+        blocks.append(LayerRun(layer=routed, count=count - num_dense))
+    return plain.replace(layers=(plain.layers[0], *blocks, plain.layers[-1]))
 
 
 def _decoder(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int, *, tied: bool) -> ModelSpec:
