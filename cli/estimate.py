@@ -36,6 +36,7 @@ def estimate(
     """Predict step time and memory of one layout, whether it fits or not."""
     with exit_on_error():
         from ..planner import estimate as make_estimate
+        from ..planner import not_executed
         from ..schema import Layout
         from .tables import estimate_table, show
 
@@ -54,6 +55,8 @@ def estimate(
             typer.echo(found.model_dump_json(indent=2))
         else:
             show(estimate_table(spec, machine, workload, wanted, found))
+        for reason in not_executed(spec, machine, workload, wanted):
+            typer.echo(f"note: `meshwright plan` and `apply` do not use this layout: {reason}", err=True)
         typer.echo(
             "next: meshwright plan with the same model, cluster and batch finds the fastest layout that fits", err=True
         )

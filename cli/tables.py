@@ -23,6 +23,8 @@ _TIME_TITLES = {
     "compute": "compute",
     "recompute": "recompute",
     "tp": "tensor parallel, exposed",
+    "cp": "context parallel, exposed",
+    "ep": "tokens to experts and back",
     "dp": "data parallel, exposed",
     "pp": "stage transfers",
     "bubble": "pipeline bubble",

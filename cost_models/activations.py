@@ -18,13 +18,17 @@ from .operators import Layer
 
 @dataclass(frozen=True)
 class Saved:
-    """Elements per token: on every rank, split over tp, split over tp with sequence parallelism; fp32 ones split and not split."""
+    """Elements per token: on every rank, split over tp, split over tp with sequence parallelism; fp32 ones split and not split.
+
+    ``routed`` ones are whole vectors of the rows that reach a rank's experts.
+    """
 
     whole: float = 0.0
     tp: float = 0.0
     tokens: float = 0.0
     tp_fp32: float = 0.0
     fp32: float = 0.0
+    routed: float = 0.0
 
     def __add__(self, other: Saved) -> Saved:
         return Saved(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -95,7 +99,7 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute) -> Saved:
     if isinstance(mlp, DenseMLP):
         return _dense(mlp, recompute)
     routed = _dense(mlp.expert, recompute)
-    rows = Saved(tp=mlp.top_k * routed.tp, whole=mlp.top_k * (2 * hidden_dim) + 2 * mlp.num_experts)
+    rows = Saved(tp=mlp.top_k * routed.tp, whole=2 * mlp.num_experts, routed=mlp.top_k * 2 * hidden_dim)
     return rows + (_dense(mlp.shared, recompute) if mlp.shared else Saved())
 
 

@@ -20,19 +20,26 @@ class OperatorTime:
 
     forward_s: FloatArray
     backward_s: FloatArray
-    forward_dispatches: int
-    backward_dispatches: int
+    forward_dispatches: int | FloatArray
+    backward_dispatches: int | FloatArray
 
 
 def operator_time(
-    op: Operator, tokens: IntArray, tp: IntArray, sequence_parallel: IntArray, *, rates: DeviceRates, compute_bytes: int
+    op: Operator,
+    tokens: IntArray | FloatArray,
+    tp: IntArray,
+    sequence_parallel: IntArray,
+    *,
+    rates: DeviceRates,
+    compute_bytes: int,
+    ep: IntArray | int = 1,
 ) -> OperatorTime:
-    """Time of one operator on one rank for a micro-batch of ``tokens`` [N] tokens."""
+    """Time of one operator on one rank for a micro-batch of ``tokens`` [N] tokens; its matrices are spread over ``ep`` ranks."""
     if isinstance(op, Gemm):
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
-        forward = gemm_s(rows, n, k, op.num_matrices, rates, compute_bytes)
+        forward = gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
         return OperatorTime(forward, 2 * forward, 1, 2)
     if isinstance(op, FusedAttention):
@@ -42,7 +49,12 @@ def operator_time(
 
 
 def gemm_s(
-    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, num_matrices: int, rates: DeviceRates, element_bytes: int
+    rows: FloatArray | IntArray,
+    n: FloatArray,
+    k: FloatArray,
+    num_matrices: FloatArray | float,
+    rates: DeviceRates,
+    element_bytes: int,
 ) -> FloatArray:
     """Seconds of [rows,k] x [k,n] products whose rows are spread over ``num_matrices`` weights."""
     flops = 2.0 * rows * n * k
@@ -53,7 +65,7 @@ def gemm_s(
 
 
 def attention_s(
-    op: FusedAttention, tokens: IntArray, tp: IntArray, rates: DeviceRates, element_bytes: int, *, backward: bool
+    op: FusedAttention, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates, element_bytes: int, *, backward: bool
 ) -> FloatArray:
     """Seconds of fused causal attention; its traffic is q, k, v and the output once (twice in the backward pass)."""
     flops = op.forward_flops_per_token * tokens / tp * (BACKWARD_ATTENTION_RATIO if backward else 1.0)
@@ -65,7 +77,12 @@ def attention_s(
 
 
 def _elementwise_time(
-    op: Elementwise, tokens: IntArray, tp: IntArray, sequence_parallel: IntArray, rates: DeviceRates, element_bytes: int
+    op: Elementwise,
+    tokens: IntArray | FloatArray,
+    tp: IntArray,
+    sequence_parallel: IntArray,
+    rates: DeviceRates,
+    element_bytes: int,
 ) -> OperatorTime:
     split = {"column": tp, "row": tp, "none": np.ones_like(tp), "tokens": np.where(sequence_parallel == 1, tp, 1)}[
         op.shard

@@ -16,7 +16,9 @@ from .activations import Kernels, Saved, saved_elements
 from .coefficients import device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
-from .layouts import RECOMPUTES, FloatArray, LayoutBatch
+from .context import ring
+from .experts import dispatch_s, expert_params, routed_part, token_share
+from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .memory import has_copies
 from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
 
@@ -29,9 +31,12 @@ class LayerCost:
         forward_s, backward_s: operators, without communication.
         recompute_s: forward work repeated in the backward pass.
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
+        cp_forward_s, cp_backward_s: exposed communication of context parallelism.
+        ep_forward_s, ep_backward_s: communication of tokens with their experts.
         gather_s: all-gather of the layer's parameters over dp_shard.
         reduce_s: reduction of its gradients over dp_shard and dp_replicate.
-        num_params: parameters of this rank's tensor-parallel share.
+        num_params: parameters of this rank's tensor-parallel share and of the experts it holds.
+        expert_params: those of them that are routed experts'.
         activation_bytes: kept from forward to backward.
         working_bytes: alive only while this layer runs backward.
     """
@@ -46,11 +51,27 @@ class LayerCost:
     num_params: FloatArray
     activation_bytes: FloatArray
     working_bytes: FloatArray
+    cp_forward_s: FloatArray
+    cp_backward_s: FloatArray
+    ep_forward_s: FloatArray
+    ep_backward_s: FloatArray
+    expert_params: FloatArray
 
     @property
     def busy_s(self) -> FloatArray:
-        """Seconds of forward and backward with recompute and tensor-parallel communication."""
-        return self.forward_s + self.backward_s + self.recompute_s + self.tp_forward_s + self.tp_backward_s
+        """Seconds of forward and backward with recompute and the communication inside a layer."""
+        compute = self.forward_s + self.backward_s + self.recompute_s
+        return compute + self.comm_forward_s + self.comm_backward_s
+
+    @property
+    def comm_forward_s(self) -> FloatArray:
+        """Exposed communication inside the layer, forward."""
+        return self.tp_forward_s + self.cp_forward_s + self.ep_forward_s
+
+    @property
+    def comm_backward_s(self) -> FloatArray:
+        """Exposed communication inside the layer, backward."""
+        return self.tp_backward_s + self.cp_backward_s + self.ep_backward_s
 
 
 def layer_cost(
@@ -59,23 +80,65 @@ def layer_cost(
     """Cost of ``layer`` under every layout of ``batch``."""
     operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=workload.attention == "math")
     times = _operator_times(operators, batch, workload, cluster)
+    times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
-    compute = _compute_s(layer, operators, times, tp_s, batch, workload, cluster)
-    num_params = tp_params(layer, hidden_dim, batch)
-    gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
+    ep_s = _expert_parallel_s(layer, hidden_dim, batch, workload, cluster)
+    exposed_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
+    compute = _compute_s(layer, operators, times, exposed_s, batch, workload, cluster)
+    num_params, routed = tp_params(layer, hidden_dim, batch), expert_params(layer, hidden_dim, batch)
+    gather, reduce = _data_parallel_s(num_params, routed, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
-    return LayerCost(*compute, *tp_s, gather, reduce, num_params, kept, working)
+    return LayerCost(*compute, *tp_s, gather, reduce, num_params, kept, working, *cp_s, *ep_s, routed)
 
 
 def _operator_times(
     operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> list[OperatorTime]:
     rates = device_rates(cluster.weakest_device, workload)
-    tokens = batch.micro_batch_size * workload.seq_len
+    tokens, share = batch.tokens(workload.seq_len), token_share(batch)
+    dtype = workload.compute_bytes
     return [
-        operator_time(op, tokens, batch.tp, batch.sequence_parallel, rates=rates, compute_bytes=workload.compute_bytes)
+        operator_time(
+            op, tokens * share, batch.expert_tp, batch.sequence_parallel, rates=rates, compute_bytes=dtype, ep=batch.ep
+        )
+        if getattr(op, "routed", False)
+        else operator_time(op, tokens, batch.tp, batch.sequence_parallel, rates=rates, compute_bytes=dtype)
         for op in operators
     ]
+
+
+def _with_ring(
+    layer: Layer,
+    operators: tuple[Operator, ...],
+    times: list[OperatorTime],
+    batch: LayoutBatch,
+    workload: Workload,
+    cluster: ClusterSpec,
+) -> tuple[list[OperatorTime], tuple[FloatArray, FloatArray]]:
+    """Attention's time with the further steps of the ring over cp, and the ring's exposed communication in both passes."""
+    block = layer.block if isinstance(layer, MTPHead) else layer
+    if not isinstance(block, Block) or np.all(batch.cp == 1):
+        return times, (np.zeros(len(batch)), np.zeros(len(batch)))
+    at = next(idx for idx, op in enumerate(operators) if isinstance(op, FusedAttention))
+    rates, alone = device_rates(cluster.weakest_device, workload), times[at]
+    added = ring(block.attention, (alone.forward_s, alone.backward_s), batch, workload, cluster, rates)
+    with_ring = OperatorTime(
+        alone.forward_s + added.forward_s,
+        alone.backward_s + added.backward_s,
+        alone.forward_dispatches + added.dispatches,
+        alone.backward_dispatches + added.dispatches,
+    )
+    repeated = np.where(batch.recompute == RECOMPUTES.index("full"), added.exposed_forward_s, 0.0)
+    exposed = (added.exposed_forward_s, added.exposed_backward_s + repeated)
+    return [*times[:at], with_ring, *times[at + 1 :]], exposed
+
+
+def _expert_parallel_s(
+    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> tuple[FloatArray, FloatArray]:
+    """Tokens to their experts and back, forward and backward; recomputing whole blocks sends them again."""
+    once = dispatch_s(layer, hidden_dim, batch, workload, cluster)
+    return once, once * np.where(batch.recompute == RECOMPUTES.index("full"), 2, 1)
 
 
 def _compute_s(
@@ -126,7 +189,9 @@ def _recompute(
     cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
-    dispatches = [float(sum(time.forward_dispatches for time in chosen)) for chosen in (full, cheap)]
+    dispatches = [
+        sum((time.forward_dispatches for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)
+    ]
     return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)
 
 
@@ -134,7 +199,7 @@ def _tensor_parallel_s(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> tuple[FloatArray, FloatArray]:
     """Exposed communication of a layer: two pairs of all-gather and reduce-scatter (or two all-reduces) a block and pass."""
-    elements = batch.micro_batch_size * workload.seq_len * hidden_dim
+    elements = batch.tokens(workload.seq_len) * hidden_dim
     size = np.asarray(elements * workload.compute_bytes, dtype=np.float64)
     stride = np.ones_like(batch.tp)
     gather = collective_s("all_gather", size, batch.tp, stride, cluster)
@@ -151,8 +216,11 @@ def _tensor_parallel_s(
         )
     # Both kinds of recompute repeat the forward communication but the last reduction, which nothing in the backward pass reads.
     last = np.where(batch.sequence_parallel == 1, scatter, reduce)
-    repeated = np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, 2 * pair - last)
-    return 2 * pair, 2 * pair + repeated
+    # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
+    moe = routed_part(layer)
+    pairs = np.where(batch.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
+    repeated = np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, pairs * pair - last)
+    return pairs * pair, pairs * pair + repeated
 
 
 def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
@@ -169,18 +237,45 @@ def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
     else:
         operators = layer_operators(layer, hidden_dim, 1)
         split = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.shard in ("column", "row"))
-    return np.asarray(total - split + split / batch.tp, dtype=np.float64)
+    moe = routed_part(layer)
+    whole_experts = moe.num_experts * moe.expert.num_params(hidden_dim) if moe else 0
+    follow = total - split + split / batch.tp
+    routed_split = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.routed) if moe else 0
+    dense_split = split - routed_split
+    apart = total - whole_experts - dense_split + dense_split / batch.tp + expert_params(layer, hidden_dim, batch)
+    return np.asarray(np.where(batch.experts_follow_tp, follow, apart), dtype=np.float64)
 
 
 def _data_parallel_s(
-    num_params: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+    num_params: FloatArray, routed: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> tuple[FloatArray, FloatArray]:
+    """All-gather and reduction over the ranks that share parameters; experts with axes of their own have their own groups."""
+    together = np.where(batch.experts_follow_tp, num_params, num_params - routed)
+    gather, reduce = _sharded_s(together, batch.num_shards, batch.num_replicas, batch.tp, workload, cluster)
+    if np.all(batch.experts_follow_tp):
+        return gather, reduce
+    alone = np.where(batch.experts_follow_tp, 0.0, routed)
+    stride = batch.ep * batch.expert_tp
+    expert_gather, expert_reduce = _sharded_s(
+        alone, batch.expert_shards, batch.expert_replicas, stride, workload, cluster
+    )
+    has_own = alone > 0
+    return gather + np.where(has_own, expert_gather, 0.0), reduce + np.where(has_own, expert_reduce, 0.0)
+
+
+def _sharded_s(
+    num_params: FloatArray,
+    shards: IntArray,
+    replicas: IntArray,
+    stride: IntArray,
+    workload: Workload,
+    cluster: ClusterSpec,
 ) -> tuple[FloatArray, FloatArray]:
     """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of fp32 gradients."""
-    stride = batch.tp
-    gather = collective_s("all_gather", num_params * workload.compute_bytes, batch.dp_shard, stride, cluster)
-    scatter = collective_s("reduce_scatter", num_params * 4.0, batch.dp_shard, stride, cluster)
-    shard_bytes = num_params * 4.0 / batch.dp_shard
-    replicate = collective_s("all_reduce", shard_bytes, batch.dp_replicate, stride * batch.dp_shard, cluster)
+    gather = collective_s("all_gather", num_params * workload.compute_bytes, shards, stride, cluster)
+    scatter = collective_s("reduce_scatter", num_params * 4.0, shards, stride, cluster)
+    shard_bytes = num_params * 4.0 / shards
+    replicate = collective_s("all_reduce", shard_bytes, replicas, stride * shards, cluster)
     return gather, scatter + replicate
 
 
@@ -201,8 +296,9 @@ def _activation_bytes(
 
 
 def _saved_bytes(saved: Saved, batch: LayoutBatch, workload: Workload) -> FloatArray:
-    tokens = batch.micro_batch_size * workload.seq_len
+    tokens = batch.tokens(workload.seq_len)
     along_sequence = np.where(batch.sequence_parallel == 1, batch.tp, 1)
-    elements = saved.whole + saved.tp / batch.tp + saved.tokens / along_sequence
+    whole = saved.whole + saved.routed * token_share(batch)
+    elements = whole + saved.tp / batch.tp + saved.tokens / along_sequence
     fp32 = saved.tp_fp32 / batch.tp + saved.fp32 / along_sequence
     return np.asarray(tokens * (workload.compute_bytes * elements + 4 * fp32), dtype=np.float64)

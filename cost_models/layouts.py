@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -25,7 +26,10 @@ class LayoutBatch:
     dp_replicate: IntArray
     dp_shard: IntArray
     tp: IntArray
+    cp: IntArray
     pp: IntArray
+    ep: IntArray
+    etp: IntArray
     num_model_chunks: IntArray
     micro_batch_size: IntArray
     num_microbatches: IntArray
@@ -37,6 +41,47 @@ class LayoutBatch:
     def __len__(self) -> int:
         return len(self.tp)
 
+    def tokens(self, seq_len: int) -> IntArray:
+        """Tokens of one micro-batch on a tensor-parallel group: each sequence is cut over cp (rounded up where it does not divide)."""
+        return np.asarray(-(-self.micro_batch_size * seq_len // self.cp))
+
+    @cached_property
+    def num_shards(self) -> IntArray:
+        """Ranks over which the sharded states of what is no expert are spread: the context ranks share in it."""
+        return np.asarray(np.where(self.zero_stage > 0, self.dp_shard * self.cp, self.dp_shard))
+
+    @cached_property
+    def num_replicas(self) -> IntArray:
+        """Groups of ``num_shards`` ranks that hold the same shards."""
+        return np.asarray(np.where(self.zero_stage > 0, self.dp_replicate, self.dp_replicate * self.cp))
+
+    @cached_property
+    def stage_ranks(self) -> IntArray:
+        """Ranks of one pipeline stage: tp counts fastest, then cp, dp_shard, dp_replicate."""
+        return np.asarray(self.tp * self.cp * self.dp_shard * self.dp_replicate)
+
+    @cached_property
+    def experts_follow_tp(self) -> NDArray[np.bool_]:
+        """Whether experts are split over tp like every feed-forward part (ep = 1 and etp unset or tp)."""
+        return np.asarray((self.ep == 1) & ((self.etp == 1) | (self.etp == self.tp)))
+
+    @cached_property
+    def expert_tp(self) -> IntArray:
+        """Ranks that share one expert: they count fastest, then ep, then the copies of the experts."""
+        return np.asarray(np.where(self.experts_follow_tp, self.tp, self.etp))
+
+    @cached_property
+    def expert_shards(self) -> IntArray:
+        """Ranks over which the sharded states of an expert are spread: those of a replica that hold the same experts."""
+        copies = self.stage_ranks // (self.ep * self.expert_tp)
+        wanted = np.maximum(self.num_shards * self.tp // (self.ep * self.expert_tp), 1)
+        return np.asarray(np.where(self.zero_stage > 0, np.gcd(wanted, np.maximum(copies, 1)), self.dp_shard))
+
+    @cached_property
+    def expert_replicas(self) -> IntArray:
+        """Groups of ``expert_shards`` ranks that hold the same shards of the same experts."""
+        return np.asarray(np.maximum(self.stage_ranks // (self.ep * self.expert_tp * self.expert_shards), 1))
+
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
         """From Layout objects."""
@@ -47,7 +92,10 @@ class LayoutBatch:
                     "dp_replicate",
                     "dp_shard",
                     "tp",
+                    "cp",
                     "pp",
+                    "ep",
+                    "etp",
                     "num_model_chunks",
                     "micro_batch_size",
                     "zero_stage",
@@ -66,7 +114,10 @@ class LayoutBatch:
             dp_replicate=int(self.dp_replicate[idx]),
             dp_shard=int(self.dp_shard[idx]),
             tp=int(self.tp[idx]),
+            cp=int(self.cp[idx]),
             pp=int(self.pp[idx]),
+            ep=int(self.ep[idx]),
+            etp=int(self.etp[idx]),
             num_model_chunks=int(self.num_model_chunks[idx]),
             micro_batch_size=int(self.micro_batch_size[idx]),
             schedule=SCHEDULES[self.schedule[idx]],

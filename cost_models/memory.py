@@ -41,9 +41,10 @@ LOSS_CHUNK_BYTES = 3 * 4 * 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class StageContents:
-    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays."""
+    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``."""
 
     params: Array
+    expert_params: Array
     root_params: Array
     block_params: Array
     activation_bytes: Array
@@ -54,10 +55,16 @@ class StageContents:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """The choices of the layout that memory depends on; ints or arrays."""
+    """The choices of the layout that memory depends on; ints or arrays.
+
+    Attributes:
+        dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
+        expert_shards: ranks over which the states of experts are sharded.
+    """
 
     dp_replicate: Array
     dp_shard: Array
+    expert_shards: Array
     zero_stage: Array
     num_microbatches: Array
     in_flight: Array
@@ -67,6 +74,11 @@ class StepShape:
 def has_copies(layout: Any, workload: Workload) -> Array:
     """Whether parameters are gathered or cast by fully_shard; ``layout`` has dp_replicate and dp_shard, numbers or arrays."""
     return (layout.dp_shard * layout.dp_replicate > 1) | (workload.precision != "fp32")
+
+
+def sharded_params(params: Array, expert_params: Array, num_shards: Array, expert_shards: Array) -> Array:
+    """Parameters of which one rank owns the states: of ``params``, those of experts are sharded over groups of their own."""
+    return params / num_shards + expert_params * (1 / expert_shards - 1 / num_shards)
 
 
 def in_flight(
@@ -85,7 +97,7 @@ def in_flight(
 def stage_memory(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
     b, ours = workload.compute_bytes, workload.engine == "fsdp2"
-    sharded = stage.params / step.dp_shard
+    sharded = sharded_params(stage.params, stage.expert_params, step.dp_shard, step.expert_shards)
     copies = has_copies(step, workload)
     gathered = b * np.where(step.zero_stage == 3, stage.root_params + 2 * stage.block_params, stage.params)
     kept, final = _gradients(stage, step, ours=ours)
@@ -115,7 +127,8 @@ def _gradients(stage: StageContents, step: StepShape, *, ours: bool) -> tuple[Ar
 
     Other engines than fsdp2 hold one fp32 buffer for the whole time: all of it below zero_stage 2, else this rank's shard.
     """
-    whole, sharded = 4.0 * stage.params, 4.0 * stage.params / step.dp_shard
+    whole = 4.0 * stage.params
+    sharded = 4.0 * sharded_params(stage.params, stage.expert_params, step.dp_shard, step.expert_shards)
     if not ours:
         buffer = np.where(step.zero_stage >= 2, sharded, whole)
         return buffer, buffer

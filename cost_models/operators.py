@@ -23,7 +23,7 @@ Layer = Embedding | Block | Head | MTPHead
 
 @dataclass(frozen=True)
 class Gemm:
-    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows)."""
+    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows); ``routed`` ones are experts."""
 
     name: str
     n: int
@@ -31,6 +31,7 @@ class Gemm:
     shard: Shard
     rows_per_token: int = 1
     num_matrices: int = 1
+    routed: bool = False
 
     @property
     def num_params(self) -> int:
@@ -63,6 +64,7 @@ class Elementwise:
 
     Attributes:
         element_bytes: of one element; None is the compute dtype's.
+        routed: works on the rows that reach experts.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Elementwise:
     backward_kernels: int
     shard: Shard
     element_bytes: int | None = None
+    routed: bool = False
 
 
 Operator = Gemm | FusedAttention | Elementwise
@@ -163,18 +166,20 @@ def _latent_attention(attention: LatentAttention, hidden_dim: int, context: floa
     )
 
 
-def _dense(mlp: DenseMLP, hidden_dim: int, prefix: str, rows: int = 1, matrices: int = 1) -> tuple[Operator, ...]:
+def _dense(
+    mlp: DenseMLP, hidden_dim: int, prefix: str, rows: int = 1, matrices: int = 1, *, routed: bool = False
+) -> tuple[Operator, ...]:
     width = (2 if mlp.gated else 1) * mlp.ffn_dim
     # Gated: silu (2F) and product (3F) forward, 9F backward; otherwise one activation, 2F and 3F.
     forward, backward = (5, 9) if mlp.gated else (2, 3)
     kernels = (2, 3) if mlp.gated else (1, 1)
     activation = Elementwise(
-        f"{prefix}activation", forward * mlp.ffn_dim * rows, backward * mlp.ffn_dim * rows, *kernels, "column"
+        f"{prefix}activation", forward * mlp.ffn_dim * rows, backward * mlp.ffn_dim * rows, *kernels, "column", routed=routed
     )
     return (
-        Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices),
+        Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
         activation,
-        Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices),
+        Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices, routed),
     )
 
 
@@ -182,10 +187,12 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int) -> tuple[Operator, ...]:
     if isinstance(mlp, DenseMLP):
         return _dense(mlp, hidden_dim, "mlp_")
     # Routing copies each token's vector to its experts and back: gather and weighted scatter, read and write.
-    dispatch = Elementwise("dispatch", 5 * mlp.top_k * hidden_dim, 5 * mlp.top_k * hidden_dim, 6, 6, "none")
+    width = 5 * mlp.top_k * hidden_dim
+    dispatch = Elementwise("dispatch", width, width, 6, 6, "none", routed=True)
     shared = _dense(mlp.shared, hidden_dim, "shared_") if mlp.shared else ()
     router = Gemm("router", mlp.num_experts, hidden_dim, "none")
-    return (router, dispatch, *_dense(mlp.expert, hidden_dim, "expert_", mlp.top_k, mlp.num_experts), *shared)
+    experts = _dense(mlp.expert, hidden_dim, "expert_", mlp.top_k, mlp.num_experts, routed=True)
+    return (router, dispatch, *experts, *shared)
 
 
 def model_flops_per_token(layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int) -> float:

@@ -67,14 +67,14 @@ class SpaceCosts:
         """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N]."""
         b = self.batch
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
-        once = p2p_s(self.boundary_bytes, b.tp * b.dp_shard * b.dp_replicate * b.pp - 1, self.cluster)
+        once = p2p_s(self.boundary_bytes, b.stage_ranks * b.pp - 1, self.cluster)
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
     @cached_property
     def boundary_bytes(self) -> FloatArray:
         """Bytes of one micro-batch's hidden states between blocks on one rank [N]."""
         b = self.batch
-        whole = b.micro_batch_size * self.workload.seq_len * self.model.hidden_dim * float(self.workload.compute_bytes)
+        whole = b.tokens(self.workload.seq_len) * self.model.hidden_dim * float(self.workload.compute_bytes)
         return np.asarray(whole / np.where(b.sequence_parallel == 1, b.tp, 1))
 
     @cached_property
@@ -89,8 +89,8 @@ class SpaceCosts:
 
     def _dp_exposed(self, kind: Layer, cost: LayerCost) -> FloatArray:
         b = self.batch
-        forward = self.overlap * (cost.forward_s + cost.tp_forward_s)
-        backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.tp_backward_s)
+        forward = self.overlap * (cost.forward_s + cost.comm_forward_s)
+        backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
         if self.workload.engine == "fsdp2":
             # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
             backward = np.where(b.pp > 1, 0.0, backward)
@@ -114,22 +114,23 @@ class SpaceCosts:
         if not self.model.tie_embeddings:
             return np.asarray(edges)
         b = self.batch
-        share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.dp_shard
-        distance = b.tp * b.dp_shard * b.dp_replicate * (b.pp - 1)
+        share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_shards
+        distance = b.stage_ranks * (b.pp - 1)
         both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.cluster)
         return np.asarray(edges + np.where(b.pp > 1, both, 0.0))
 
-    def update_s(self, params: FloatArray | float, dp_shard: IntArray | int) -> FloatArray:
-        """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank."""
-        rates = device_rates(self.cluster.weakest_device, self.workload)
-        return elementwise_update_s(
-            np.asarray(params / dp_shard), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates
-        )
+    def update_s(
+        self, params: FloatArray | float, expert_params: FloatArray | float, at: int | slice = slice(None)
+    ) -> FloatArray:
+        """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank, under layouts ``at``."""
+        rates, b = device_rates(self.cluster.weakest_device, self.workload), self.batch
+        owned = memory.sharded_params(params, expert_params, b.num_shards[at], b.expert_shards[at])
+        return elementwise_update_s(np.asarray(owned), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates)
 
     def once_per_layer_s(self, idx: int) -> FloatArray:
         """What each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
         exposed = np.array([seconds[idx] for seconds in self.dp_exposed_by_kind])[self.kind_of_layer]
-        return exposed + self.update_s(self.per_layer("num_params", idx), self.batch.dp_shard[idx])
+        return exposed + self.update_s(self.per_layer("num_params", idx), self.per_layer("expert_params", idx), idx)
 
     @cached_property
     def block_params(self) -> FloatArray:
@@ -156,7 +157,7 @@ class SpaceCosts:
     def logits(self) -> FloatArray:
         """Logits of one micro-batch on one tensor-parallel rank [N]."""
         b = self.batch
-        return np.asarray(b.micro_batch_size * self.workload.seq_len * self.model.head.vocab_size / b.tp)
+        return np.asarray(b.tokens(self.workload.seq_len) * self.model.head.vocab_size / b.tp)
 
 
 def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
@@ -168,14 +169,15 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     b = costs.batch
     busy = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
     exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
-    params = costs.total("num_params") / b.pp
+    params, expert_params = costs.total("num_params") / b.pp, costs.total("expert_params") / b.pp
     time = (
         pipelined_lower_bound_s(busy, b.num_microbatches, b.pp, b.num_model_chunks)
         + exposed
-        + costs.update_s(params, b.dp_shard)
+        + costs.update_s(params, expert_params)
     )
     contents = memory.StageContents(
         params=params,
+        expert_params=expert_params,
         root_params=np.where(b.pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
         activation_bytes=costs.total("activation_bytes") / b.pp,
@@ -205,8 +207,9 @@ def _step_shape(
     batch: LayoutBatch, in_flight: IntArray, *, num_neighbours: IntArray, at: int | slice = slice(None)
 ) -> memory.StepShape:
     return memory.StepShape(
-        dp_replicate=batch.dp_replicate[at],
-        dp_shard=batch.dp_shard[at],
+        dp_replicate=batch.num_replicas[at],
+        dp_shard=batch.num_shards[at],
+        expert_shards=batch.expert_shards[at],
         zero_stage=batch.zero_stage[at],
         num_microbatches=batch.num_microbatches[at],
         in_flight=in_flight,
@@ -226,6 +229,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
     head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
     return memory.StageContents(
         params=span(params),
+        expert_params=span(costs.per_layer("expert_params", idx)),
         root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
         block_params=costs.block_params[idx],
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
@@ -262,10 +266,13 @@ def _time_breakdown(
         return np.array([values[i:j].sum() for i, j in zip(first, last, strict=True)])
 
     m, pp = int(costs.batch.num_microbatches[idx]), len(first)
-    forward, tp_forward = stage_sums("forward_s"), stage_sums("tp_forward_s")
-    backward, recompute, tp_backward = stage_sums("backward_s"), stage_sums("recompute_s"), stage_sums("tp_backward_s")
+    forward, backward, recompute = stage_sums("forward_s"), stage_sums("backward_s"), stage_sums("recompute_s")
+    tp_forward, tp_backward = stage_sums("tp_forward_s"), stage_sums("tp_backward_s")
+    cp_forward, cp_backward = stage_sums("cp_forward_s"), stage_sums("cp_backward_s")
+    ep_forward, ep_backward = stage_sums("ep_forward_s"), stage_sums("ep_backward_s")
     transfer = 2 * float(costs.transfer_s[idx]) if pp > 1 else 0.0
     busy = forward + backward + recompute + tp_forward + tp_backward + transfer
+    busy = busy + cp_forward + cp_backward + ep_forward + ep_backward
     slowest = int(np.argmax(busy))
     exposed = np.array([e[idx] for e in costs.dp_exposed_by_kind])[costs.kind_of_layer]
     dp = max(exposed[i:j].sum() for i, j in zip(first, last, strict=True)) + float(costs.dp_edges_s[idx])
@@ -273,14 +280,17 @@ def _time_breakdown(
         compute=m * float(forward[slowest] + backward[slowest]),
         recompute=m * float(recompute[slowest]),
         tp=m * float(tp_forward[slowest] + tp_backward[slowest]),
+        cp=m * float(cp_forward[slowest] + cp_backward[slowest]),
+        ep=m * float(ep_forward[slowest] + ep_backward[slowest]),
         dp=float(dp),
         pp=m * transfer,
         bubble=max(
             0.0, float(pipelined_s(busy, m, costs.batch.num_model_chunks[idx]) - m * busy[slowest])
         ),  # rounding can leave -1e-16 for one stage
-        optimizer=float(np.max(costs.update_s(contents.params, int(costs.batch.dp_shard[idx])))),
+        optimizer=float(np.max(costs.update_s(contents.params, contents.expert_params, idx))),
     )
-    return parts, (forward + tp_forward, backward + recompute + tp_backward)
+    inside = (tp_forward + cp_forward + ep_forward, tp_backward + cp_backward + ep_backward)
+    return parts, (forward + inside[0], backward + recompute + inside[1])
 
 
 def _assemble(

@@ -15,6 +15,8 @@ _PART_TITLES = {
     "compute": "compute of the busiest rank",
     "recompute": "recompute",
     "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert-parallel communication",
     "dp": "data-parallel communication",
     "pp": "stage transfers",
     "bubble": "pipeline bubble",

@@ -14,7 +14,14 @@ from ..cost_models.step import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
 from ..schema.layout import check_fields
 from ..schema.plan import Provenance
-from ..schema.rules import require_valid, why_not_runnable
+from ..schema.rules import (
+    ENGINE_RULES,
+    RUNTIME_RULES,
+    broken_rules,
+    layout_facts,
+    require_valid,
+    why_not_runnable,
+)
 from ..schema.workload import Precision
 from .choose import alternatives, choose
 from .infeasible import explain_infeasible
@@ -71,12 +78,29 @@ def plan(
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
     """What one given layout costs; its layers are cut into stages as evenly as memory allows.
 
+    Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too.
+
     Raises:
-        ConfigError: the layout breaks a rule; every broken one is named.
+        ConfigError: the layout breaks a rule that holds for any engine; every broken one is named.
     """
-    require_valid(model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
+    require_valid(
+        model,
+        workload,
+        layout,
+        world_size=cluster.num_devices,
+        scaleup_domain=cluster.scaleup_domain,
+        rules=ENGINE_RULES,
+    )
     batch = LayoutBatch.of([layout], workload.global_batch_size)
     return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate
+
+
+def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
+    """Why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
+    facts = layout_facts(
+        model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
+    )
+    return broken_rules(facts, RUNTIME_RULES)
 
 
 def default_precision(cluster: ClusterSpec) -> Precision:

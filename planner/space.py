@@ -46,9 +46,19 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
     facts = Facts(
         **{
             name: arrays[name]
-            for name in ("dp_replicate", "dp_shard", "tp", "pp", "num_model_chunks", "micro_batch_size", "zero_stage")
+            for name in (
+                "dp_replicate",
+                "dp_shard",
+                "cp",
+                "tp",
+                "pp",
+                "ep",
+                "etp",
+                "num_model_chunks",
+                "micro_batch_size",
+                "zero_stage",
+            )
         },
-        **{name: fixed.get(name, 1) for name in ("cp", "ep", "etp")},
         sequence_parallel=columns["sequence_parallel"],
         one_f_one_b=columns["schedule"] == SCHEDULES.index("1f1b"),
         world_size=cluster.num_devices,
@@ -77,10 +87,11 @@ def _enumerate(
 ) -> dict[str, IntArray]:
     """Every combination of degrees whose product is the world size, with every other choice; columns [N]."""
     world = cluster.num_devices
+    cp = int(fixed.get("cp", 1))
     rows: list[tuple[int, ...]] = []
     for tp in _choices(fixed, "tp", divisors(world)):
-        for pp in _choices(fixed, "pp", [d for d in divisors(max(world // tp, 1)) if d <= model.num_blocks]):
-            dp = max(world // (tp * pp), 1)
+        for pp in _choices(fixed, "pp", [d for d in divisors(max(world // (tp * cp), 1)) if d <= model.num_blocks]):
+            dp = max(world // (tp * cp * pp), 1)
             for shard in _choices(fixed, "dp_shard", divisors(dp)):
                 replicate = _choices(fixed, "dp_replicate", [max(dp // shard, 1)])
                 per_rank = max(workload.global_batch_size // dp, 1)
@@ -99,7 +110,7 @@ def _with_choices(grid: IntArray, workload: Workload, fixed: Mapping[str, Any]) 
     repeated = np.repeat(grid, len(options), axis=0)
     zero, recompute = np.tile(options, (len(grid), 1)).T
     dp_replicate, dp_shard, tp, pp, micro = repeated.T
-    possible = (dp_shard > 1) == (zero > 0)
+    possible = (dp_shard > 1) == (zero > 0) if fixed.get("cp", 1) == 1 else (dp_shard == 1) | (zero > 0)
     if "sequence_parallel" in fixed:
         sequence_parallel = np.full(tp.shape, fixed["sequence_parallel"], dtype=bool)
         possible &= ~sequence_parallel | (tp > 1)
@@ -115,6 +126,7 @@ def _with_choices(grid: IntArray, workload: Workload, fixed: Mapping[str, Any]) 
         "dp_shard": dp_shard,
         "tp": tp,
         "pp": pp,
+        **{name: np.full_like(pp, fixed.get(name, 1)) for name in ("cp", "ep", "etp")},
         "num_model_chunks": np.full_like(pp, fixed.get("num_model_chunks", 1)),
         "micro_batch_size": micro,
         "zero_stage": zero,

@@ -15,7 +15,7 @@ Schedule = Literal["gpipe", "1f1b"]
 
 
 def _default_zero_stage(data: dict[str, Any]) -> Literal[0, 1, 3]:
-    if data.get("dp_shard", 1) == 1:
+    if data.get("dp_shard", 1) * data.get("cp", 1) == 1:
         return 0
     return 1 if data.get("pp", 1) > 1 else 3
 
@@ -24,6 +24,9 @@ class Layout(Frozen):
     """Degrees (all >= 1) and choices; ``world_size = dp_replicate * dp_shard * cp * tp * pp``.
 
     Attributes:
+        cp: ranks that share each sequence; parameters are sharded over them too (over dp_shard * cp ranks).
+        ep, etp: ranks that share the experts of a layer, and that share one expert; both fold onto the other ranks of a stage.
+            With ep = etp = 1 experts have no axes of their own: they are split over tp like every feed-forward part.
         zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
             Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
@@ -47,7 +50,8 @@ class Layout(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.dp_shard == 1) != (self.zero_stage == 0):
+        # A stage may shard over cp alone; without a stage cp only replicates.
+        if (self.dp_shard > 1 and self.zero_stage == 0) or (self.dp_shard * self.cp == 1 and self.zero_stage > 0):
             raise ValueError(
                 f"zero_stage {self.zero_stage} with dp_shard {self.dp_shard}: a stage above 0 needs dp_shard > 1"
             )
@@ -59,6 +63,16 @@ class Layout(Frozen):
     def world_size(self) -> int:
         """Ranks."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert: etp, or tp where experts have no axes of their own."""
+        return self.tp if self.ep == self.etp == 1 else self.etp
 
     @property
     def dp(self) -> int:

@@ -27,6 +27,8 @@ class TimeBreakdown(Frozen):
         compute: forward and backward of the busiest stage over its micro-batches.
         recompute: forward work done again in the backward pass.
         tp: exposed tensor-parallel communication.
+        cp: exposed exchange of keys and values between context-parallel ranks.
+        ep: tokens sent to their experts and back.
         dp: exposed gathering of parameters and reduction of gradients.
         pp: exposed transfers between stages.
         bubble: waiting for other stages while the pipeline fills and drains.
@@ -36,6 +38,8 @@ class TimeBreakdown(Frozen):
     compute: NonNegativeFloat
     recompute: NonNegativeFloat
     tp: NonNegativeFloat
+    cp: NonNegativeFloat = 0.0
+    ep: NonNegativeFloat = 0.0
     dp: NonNegativeFloat
     pp: NonNegativeFloat
     bubble: NonNegativeFloat
@@ -44,7 +48,9 @@ class TimeBreakdown(Frozen):
     @property
     def total(self) -> float:
         """Seconds of one step."""
-        return self.compute + self.recompute + self.tp + self.dp + self.pp + self.bubble + self.optimizer
+        return (
+            self.compute + self.recompute + self.tp + self.cp + self.ep + self.dp + self.pp + self.bubble + self.optimizer
+        )
 
 
 class MemoryBreakdown(Frozen):

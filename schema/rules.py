@@ -44,6 +44,23 @@ class Facts:
     kv_head_counts: tuple[int, ...]
     ffn_dims: tuple[int, ...]
     vocab_size: int
+    expert_counts: tuple[int, ...] = ()
+    expert_ffn_dims: tuple[int, ...] = ()
+
+    @property
+    def stage_ranks(self) -> IntLike:
+        """Ranks of one pipeline stage."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def experts_follow_tp(self) -> IntLike:
+        """Experts have no axes of their own: they are split over tp."""
+        return (self.ep == 1) & ((self.etp == 1) | (self.etp == self.tp))
+
+    @property
+    def expert_tp(self) -> IntLike:
+        """Ranks that share one expert."""
+        return self.etp + self.experts_follow_tp * (self.tp - self.etp)
 
     @property
     def num_microbatches(self) -> IntLike:
@@ -70,7 +87,7 @@ def _not_dividing(dims: tuple[int, ...], degree: int) -> str:
     return ", ".join(str(dim) for dim in dims if dim % degree)
 
 
-RULES: tuple[Rule, ...] = (
+ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "world_size",
         lambda f: f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp == f.world_size,
@@ -115,14 +132,55 @@ RULES: tuple[Rule, ...] = (
         lambda f: f"seq_len {f.seq_len} does not divide by cp x tp = {f.cp * f.tp} (sequence parallel)",
     ),
     Rule(
-        "tp_in_scaleup_domain",
-        lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
-        lambda f: f"tp {f.tp} does not divide the {f.scaleup_domain} devices that share the fastest link",
+        "sequence_per_cp",
+        lambda f: (f.cp == 1) | (f.seq_len % (2 * f.cp) == 0),
+        lambda f: f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (each rank works on two pieces, for even causal work)",
     ),
     Rule(
         "layers_per_stage",
         lambda f: f.pp * f.num_model_chunks <= f.num_blocks,
         lambda f: f"{f.pp * f.num_model_chunks} pipeline stages for {f.num_blocks} blocks: each stage needs one",
+    ),
+    Rule(
+        "interleaved_microbatches",
+        lambda f: (f.num_model_chunks == 1) | ((f.pp > 1) & (f.num_microbatches % f.pp == 0)),
+        lambda f: (
+            f"num_model_chunks {f.num_model_chunks} needs pp > 1 and micro-batches in multiples of it; there are "
+            f"{f.num_microbatches} for pp {f.pp}"
+        ),
+    ),
+    Rule(
+        "experts_per_ep",
+        lambda f: _all_divide(f.expert_counts, f.ep) & ((f.ep * f.etp == 1) | bool(f.expert_counts)),
+        lambda f: (
+            f"{_not_dividing(f.expert_counts, f.ep)} experts do not divide by ep {f.ep}"
+            if f.expert_counts
+            else f"ep {f.ep}, etp {f.etp}: the model has no experts"
+        ),
+    ),
+    Rule(
+        "expert_ffn_per_etp",
+        lambda f: _all_divide(f.expert_ffn_dims, f.expert_tp),
+        lambda f: f"expert width {_not_dividing(f.expert_ffn_dims, f.expert_tp)} does not divide over {f.expert_tp} ranks",
+    ),
+    Rule(
+        "expert_ranks",
+        lambda f: f.experts_follow_tp | (f.stage_ranks % (f.ep * f.etp) == 0),
+        lambda f: f"ep x etp = {f.ep} x {f.etp} does not divide the {f.stage_ranks} ranks of a stage",
+    ),
+    Rule(
+        "tokens_of_experts",
+        lambda f: f.experts_follow_tp | (f.tp == 1) | (f.sequence_parallel != 0),
+        lambda f: f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times",
+    ),
+)
+"""What any engine needs."""
+
+RUNTIME_RULES: tuple[Rule, ...] = (
+    Rule(
+        "tp_in_scaleup_domain",
+        lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
+        lambda f: f"tp {f.tp} does not divide the {f.scaleup_domain} devices that share the fastest link",
     ),
     Rule(
         "microbatches_fill_pipeline",
@@ -145,21 +203,24 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )
+"""What our runtime executes, and executes well, besides."""
+
+RULES = (*ENGINE_RULES, *RUNTIME_RULES)
 
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
     """The numbers of a model that rules look at, as fields of `Facts`."""
     blocks = [block for block, _ in model.block_runs]
-    ffn_dims = set()
-    for block in blocks:
-        ffn_dims.add(block.mlp.ffn_dim)
-        if not isinstance(block.mlp, DenseMLP) and block.mlp.shared_ffn_dim:
-            ffn_dims.add(block.mlp.shared_ffn_dim)
+    routed = [block.mlp for block in blocks if not isinstance(block.mlp, DenseMLP)]
+    ffn_dims = {block.mlp.ffn_dim for block in blocks if isinstance(block.mlp, DenseMLP)}
+    ffn_dims |= {moe.shared_ffn_dim for moe in routed if moe.shared_ffn_dim}
     return {
         "num_blocks": model.num_blocks,
         "head_counts": tuple(sorted({block.attention.num_heads for block in blocks})),
         "kv_head_counts": tuple(sorted({block.attention.num_kv_heads for block in blocks})),
         "ffn_dims": tuple(sorted(ffn_dims)),
+        "expert_counts": tuple(sorted({moe.num_experts for moe in routed})),
+        "expert_ffn_dims": tuple(sorted({moe.ffn_dim for moe in routed})),
         "vocab_size": model.vocab_size,
     }
 
@@ -192,21 +253,27 @@ def layout_facts(
     )
 
 
-def broken_rules(facts: Facts) -> tuple[str, ...]:
+def broken_rules(facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[str, ...]:
     """``reason [name]`` of every rule the facts (numbers) break; empty when the layout can be executed."""
-    return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in RULES if not rule.holds(facts))
+    return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in rules if not rule.holds(facts))
 
 
 def require_valid(
-    model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    world_size: int,
+    scaleup_domain: int,
+    rules: tuple[Rule, ...] = RULES,
 ) -> None:
-    """Raise unless every rule holds.
+    """Raise unless every one of ``rules`` holds.
 
     Raises:
         ConfigError: names each broken rule with its numbers.
     """
     facts = layout_facts(model, workload, layout, world_size=world_size, scaleup_domain=scaleup_domain)
-    broken = broken_rules(facts)
+    broken = broken_rules(facts, rules)
     if broken:
         raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...cost_models.operators import model_flops_per_token
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
 from ...schema.workload import Precision
@@ -63,6 +62,15 @@ BALANCED_STAGES: tuple[Default, ...] = (
     Default("", False, "layers / pp blocks on every stage, embedding and head on top"),
 )
 
+EXPERTS_FOLLOW_TP: tuple[Default, ...] = (
+    Default(
+        "Megatron|NeMo|Pai|Primus|FlagScale",
+        True,
+        "expert_tensor_parallel_size is tensor_model_parallel_size unless set",
+    ),
+    Default("", False, "whole experts: expert_tensor_parallel_degree is 1 in torchtitan, others have no such axis"),
+)
+
 PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32",
 }  # fmt: skip
@@ -75,14 +83,10 @@ ENGINE: tuple[Default, ...] = (
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )
 
-MAX_HIDDEN_ATTENTION = 0.10
-"""Without context parallelism in the model, a sequence is cut into cp shorter ones: at most this share of the FLOPs may vanish."""
-
 SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
     ("not modelled: LoRA", lambda r: "lora" in (r.task + r.sharding_class + r.precision_class + r.optimizer).lower()),
     ("not modelled: adapters", lambda r: r.task.startswith(("adapter", "finetune-peft"))),
     ("not modelled: offload", lambda r: r.offload not in ("", "none")),
-    ("not modelled: expert parallelism", lambda r: (r.ep or 1) > 1 or (r.etp or 1) > 1),
     ("not modelled: recompute that differs by layer", lambda r: r.recompute_class == "custom"),
     ("not modelled: schedule", lambda r: bool(r.vpp) and not r.vpp.isdigit()),
     ("not modelled: optimizer", lambda r: r.optimizer.lower() == "muon"),
@@ -92,7 +96,6 @@ SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
 """Reason and condition; a feature that the cost model learns loses its line here (and gains one in `_layout`)."""
 
 APPROXIMATE: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
-    ("cp", lambda r: (r.cp or 1) > 1),  # taken as data parallelism over cp shorter sequences
     ("pure bf16", lambda r: "PURE" in r.sharding or (r.task.startswith("finetune") and "LitGPT" in r.framework)),
     ("mxfp8", lambda r: r.precision_class == "mxfp8"),  # the rate of fp8
 )
@@ -164,8 +167,8 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         )
     if layout.world_size != cluster.spec.num_devices:
         return Skip("layout: degrees do not multiply to the number of devices")
-    if (row.cp or 1) > 1 and _hidden_attention(model.spec, row) > MAX_HIDDEN_ATTENTION:
-        return Skip("not modelled: context parallelism where attention weighs")
+    if layout.stage_ranks % (layout.ep * layout.expert_tp):
+        return Skip("layout: experts do not divide over the ranks of a stage")
     if layout.pp > model.spec.num_blocks:
         return Skip("layout: fewer blocks than stages")
     approximated = tuple(name for name, applies in APPROXIMATE if applies(row))
@@ -182,17 +185,20 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
 
 def _layout(row: RunRow, assumed: _Assumed) -> Layout:
     tp, pp, cp = row.tp or 1, row.pp or 1, row.cp or 1
-    dp = (row.dp or max((row.n_gpus or 1) // (tp * pp * cp), 1)) * cp
+    dp = row.dp or max((row.n_gpus or 1) // (tp * pp * cp), 1)
     stage = _zero_stage(row, assumed)
-    group = _sharding_group(row, dp) if stage else 1
+    group = _sharding_group(row, dp, cp) if stage else 1
     return Layout(
         dp_replicate=dp // group,
         dp_shard=group,
+        cp=cp,
         tp=tp,
         pp=pp,
+        ep=row.ep or 1,
+        etp=_expert_tp(row, dp * cp * tp, assumed),
         num_model_chunks=int(row.vpp or 1) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
-        zero_stage=stage if group > 1 else 0,
+        zero_stage=stage if group * cp > 1 else 0,
         sequence_parallel=tp > 1 and _sequence_parallel(row, assumed),
         recompute=_recompute(row, assumed),
     )
@@ -207,12 +213,25 @@ def _zero_stage(row: RunRow, assumed: _Assumed) -> Any:
     return {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[name]
 
 
-def _sharding_group(row: RunRow, dp: int) -> int:
-    """Ranks over which states are sharded: as printed where the table prints it, a node for hybrid sharding, else all."""
+def _expert_tp(row: RunRow, stage_ranks: int, assumed: _Assumed) -> int:
+    """Ranks that share one expert: as stated, else the framework's choice where the ranks of a stage allow it."""
+    ep, tp = row.ep or 1, row.tp or 1
+    if row.etp is not None or ep == 1 or tp == 1:
+        return row.etp or 1
+    follow = assumed.default("experts_follow_tp", EXPERTS_FOLLOW_TP) and stage_ranks % (ep * tp) == 0
+    return tp if follow else 1
+
+
+def _sharding_group(row: RunRow, dp: int, cp: int) -> int:
+    """Data-parallel ranks over which states are sharded: as printed where the table does, a node for hybrid sharding, else all.
+
+    A printed size counts the context ranks, which share in the sharding.
+    """
     match = re.search(r"(?:over|group(?: of)?|degree) (\d+)", row.sharding)
     wanted = int(match[1]) if match else dp
     if not match and row.sharding_class == "hybrid":
         wanted = row.gpus_per_node or 8
+    wanted = max(wanted // cp, 1) if match else wanted
     return wanted if wanted < dp and dp % wanted == 0 else dp
 
 
@@ -236,29 +255,20 @@ def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
 
 
 def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
-    cp = row.cp or 1
     batch = row.global_batch
     if batch is None:
-        batch = layout.dp // cp * layout.micro_batch_size * (row.grad_accum or 1)
+        batch = layout.dp * layout.micro_batch_size * (row.grad_accum or 1)
         assumed.taken.append("global_batch=one pass")
     precision = row.precision_class
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
     keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
     return Workload(
-        seq_len=-(-(row.seq_len or 1) // cp),
-        global_batch_size=batch * cp,
+        seq_len=row.seq_len or 1,
+        global_batch_size=batch,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 
 
-def _hidden_attention(model: ModelSpec, row: RunRow) -> float:
-    """Share of a step's FLOPs that disappears when a sequence is cut into cp independent ones."""
-    layers = tuple((run.layer, run.count) for run in model.layers)
-    whole, part = (
-        model_flops_per_token(layers, model.hidden_dim, n)
-        for n in (row.seq_len or 1, (row.seq_len or 1) // (row.cp or 1))
-    )
-    return 1 - part / whole
