@@ -57,7 +57,7 @@ class Silicon(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Coefficients of the five terms [5], forward and backward, and whether the residual was learned on it."""
+    """Coefficients of the five terms [5], forward and backward."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -119,11 +119,17 @@ def residual_features(shape: AttentionShape, silicon: Silicon, columns: FloatArr
     }
 
 
-def attention_seconds(name: str, shape: AttentionShape, silicon: Silicon, *, backward: bool) -> FloatArray:
-    """Seconds [N] of kernel ``name``; the residual, learned on forward passes, applies to them alone."""
+def attention_seconds(
+    name: str, shape: AttentionShape, silicon: Silicon, *, backward: bool, arithmetic_ratio: float = 1.0
+) -> FloatArray:
+    """Seconds [N] of kernel ``name``; the residual, learned on forward passes, applies to them alone.
+
+    ``arithmetic_ratio`` slows what is not traffic: kernels of an earlier generation move the same bytes.
+    """
     chosen = kernel(name)
     columns = term_columns(shape, silicon, backward=backward)
-    terms = np.asarray(chosen.backward if backward else chosen.forward)
+    slower = np.array([1.0, arithmetic_ratio, arithmetic_ratio, arithmetic_ratio, 1.0])
+    terms = np.asarray(chosen.backward if backward else chosen.forward) * slower
     roofline = columns @ terms
     if backward:
         return np.asarray(roofline, dtype=np.float64)
