@@ -11,6 +11,7 @@ from ..schema import ClusterSpec, Device, Workload
 from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
 from ..schema.workload import Precision
+from .learned.attention import PROCESSORS, Silicon, kernel_name
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -26,19 +27,32 @@ def coefficients() -> dict[str, dict[str, Any]]:
     return tomllib.loads(files(__package__).joinpath("coefficients.toml").read_text(encoding="utf-8"))
 
 
+class AttentionRates(NamedTuple):
+    """Fused attention on one device.
+
+    Attributes:
+        kernel: whose coefficients (learned/attention.py).
+        silicon: what the device has.
+        arithmetic_ratio: what this generation's arithmetic takes over the kernel's.
+    """
+
+    kernel: str
+    silicon: Silicon
+    arithmetic_ratio: float
+
+
 class DeviceRates(NamedTuple):
     """What one device achieves.
 
     Attributes:
         gemm_flops_per_s: large matrix products.
-        attention_forward_flops_per_s, attention_backward_flops_per_s: fused attention, causal FLOPs counted once.
+        attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
     """
 
     gemm_flops_per_s: float
-    attention_forward_flops_per_s: float
-    attention_backward_flops_per_s: float
+    attention: AttentionRates | None
     gemm_bytes_per_s: float
     elementwise_bytes_per_s: float
     launch_s: float
@@ -94,7 +108,6 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
     fit = _gemm_fit(device)
     peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
-    forward, backward = _attention_flops_per_s(device, workload)
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
     return DeviceRates(
@@ -103,8 +116,7 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
         * ratio.products
         * _sustained(device)
         * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
-        attention_forward_flops_per_s=forward * ratio.attention,
-        attention_backward_flops_per_s=backward * ratio.attention,
+        attention=None if is_cpu else _attention_rates(cluster, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
         * ratio.elementwise
@@ -122,13 +134,15 @@ def _sustained(device: Device) -> float:
     return float(coefficients()["sustained"].get(device.architecture, 1.0))
 
 
-def _attention_flops_per_s(device: Device, workload: Workload) -> tuple[float, float]:
-    """Forward and backward rate of fused attention; fp8 training runs it in bf16."""
+def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates:
+    """Kernel and device of fused attention; fp8 training runs it in bf16."""
+    device = cluster.weakest_device
     peak = peak_flops_per_s(device, "bf16-mixed" if workload.precision == "fp8" else workload.precision)
-    if device.vendor == "cpu":
-        rate = peak * _gemm_fit(device).compute_efficiency
-        return rate, rate
-    c, slowed = coefficients()["attention"], peak * _sustained(device)
-    if device.architecture in ("hopper", "blackwell") and workload.engine != "megatron":
-        return peak * c["fa2_on_newer_forward"], peak * c["fa2_on_newer_backward"]
-    return slowed * c["forward_efficiency"], slowed * c["backward_efficiency"]
+    c, kernel = coefficients()["attention"], kernel_name(device.architecture, workload.engine)
+    # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
+    sustained = 1.0 if kernel == "hopper_fa2" else _sustained(device)
+    silicon = Silicon(
+        peak * sustained * cluster.calibration.attention, device.memory_bandwidth_bytes_per_s, PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
+    )
+    is_first = workload.flash_generation == 1
+    return AttentionRates(kernel, silicon, c["first_generation_ratio"] if is_first else 1.0)

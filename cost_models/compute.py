@@ -11,6 +11,7 @@ import numpy as np
 
 from .coefficients import DeviceRates
 from .layouts import FloatArray, IntArray
+from .learned.attention import AttentionShape, attention_seconds
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 
 
@@ -67,13 +68,28 @@ def gemm_s(
 def attention_s(
     op: FusedAttention, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates, element_bytes: int, *, backward: bool
 ) -> FloatArray:
-    """Seconds of fused causal attention; its traffic is q, k, v and the output once (twice in the backward pass)."""
-    flops = op.forward_flops_per_token * tokens / tp * (BACKWARD_ATTENTION_RATIO if backward else 1.0)
-    peak = rates.attention_backward_flops_per_s if backward else rates.attention_forward_flops_per_s
-    traffic = (2 if backward else 1) * element_bytes * tokens * op.num_heads * (2 * op.qk_dim + 2 * op.v_dim) / tp
-    return np.asarray(
-        rates.launch_s + np.maximum(flops / peak, traffic / rates.elementwise_bytes_per_s), dtype=np.float64
+    """Seconds of fused causal attention of ``tokens`` tokens on one rank."""
+    if rates.attention is None:
+        flops = op.forward_flops_per_token * tokens / tp * (BACKWARD_ATTENTION_RATIO if backward else 1.0)
+        traffic = (2 if backward else 1) * element_bytes * tokens * op.num_heads * (2 * op.qk_dim + 2 * op.v_dim) / tp
+        roofline = np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.elementwise_bytes_per_s)
+        return np.asarray(rates.launch_s + roofline, dtype=np.float64)
+    # Few sizes occur among many layouts: each is looked up once.
+    rows, inverse = np.unique(np.asarray(tokens / tp, dtype=np.float64), return_inverse=True)
+    shape = AttentionShape(
+        rows=rows * (op.num_heads / op.seq_len),
+        group=np.full(rows.shape, op.num_heads / op.num_kv_heads),
+        seq_len=np.full(rows.shape, float(op.seq_len)),
+        context=np.full(rows.shape, op.context),
+        longest=np.full(rows.shape, float(op.longest)),
+        width=np.full(rows.shape, (op.qk_dim + op.v_dim) / 2),
+        element_bytes=np.full(rows.shape, float(element_bytes)),
     )
+    own = rates.attention
+    seconds = attention_seconds(
+        own.kernel, shape, own.silicon, backward=backward, arithmetic_ratio=own.arithmetic_ratio
+    )
+    return np.asarray(seconds[inverse.reshape(np.shape(tokens / tp))], dtype=np.float64)
 
 
 def _elementwise_time(

@@ -78,7 +78,8 @@ def layer_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
-    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=workload.attention == "math")
+    unfused = workload.attention == "math"
+    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=unfused, engine=workload.engine)
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)

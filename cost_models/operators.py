@@ -15,7 +15,9 @@ from functools import cache
 from typing import Literal
 
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from ..schema.workload import Engine
 from .coefficients import coefficients
+from .kernels import ENGINE_KERNELS, EngineKernels, Passes
 
 Shard = Literal["column", "row", "none", "tokens"]
 Layer = Embedding | Block | Head | MTPHead
@@ -41,13 +43,19 @@ class Gemm:
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Causal attention of H heads with query/key width dk and value width dv over ``context`` tokens on average."""
+    """Causal attention of H heads with query/key width dk and value width dv.
+
+    A query sees ``context`` tokens on average and ``longest`` at most.
+    """
 
     name: str
     num_heads: int
     qk_dim: int
     v_dim: int
     context: float
+    seq_len: int
+    longest: int
+    num_kv_heads: int
 
     @property
     def forward_flops_per_token(self) -> float:
@@ -93,22 +101,26 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
 
 
 @cache
-def layer_operators(layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False) -> tuple[Operator, ...]:
-    """Operators of one layer, forward order; ``unfused`` attention computes and stores whole [heads, seq, seq] scores."""
+def layer_operators(
+    layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False, engine: Engine = "fsdp2"
+) -> tuple[Operator, ...]:
+    """Operators of one layer in an engine, forward order; ``unfused`` attention computes and stores whole [heads, seq, seq] scores."""
+    kernels = ENGINE_KERNELS[engine]
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
     if isinstance(layer, Head):
-        return (_norm("final_norm", hidden_dim, "tokens"), *_logits(layer.vocab_size, hidden_dim))
+        return (_norm("final_norm", hidden_dim, "tokens", kernels), *_logits(layer.vocab_size, hidden_dim, kernels))
     if isinstance(layer, MTPHead):
-        norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens") for i in range(3))
+        norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens", kernels) for i in range(3))
         projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
-        return (*norms, projection, *layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused))
-    norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens") for i in range(layer.num_norms))
+        block = layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine)
+        return (*norms, projection, *block)
+    norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
     residuals = Elementwise("residual_adds", 6 * hidden_dim, 6 * hidden_dim, 2, 2, "tokens")
-    attention = _attention(layer.attention, hidden_dim, seq_len)
+    attention = _attention(layer.attention, hidden_dim, seq_len, kernels)
     if unfused:
         attention = tuple(part for op in attention for part in _unfused(op, seq_len))
-    return (*norms, *attention, *_mlp(layer.mlp, hidden_dim), residuals)
+    return (*norms, *attention, *_mlp(layer.mlp, hidden_dim, kernels), residuals)
 
 
 def _unfused(op: Operator, seq_len: int) -> tuple[Operator, ...]:
@@ -120,34 +132,45 @@ def _unfused(op: Operator, seq_len: int) -> tuple[Operator, ...]:
     return (replace(op, context=float(seq_len)), Elementwise("scores", forward, backward, 7, 9, "column"))
 
 
-def _norm(name: str, width: int, shard: Shard) -> Elementwise:
-    return Elementwise(name, 2 * width, 4 * width, 1, 2, shard)
+def _norm(name: str, width: int, shard: Shard, kernels: EngineKernels) -> Elementwise:
+    return _passes(name, width, kernels.norm, shard)
 
 
-def _logits(vocab_size: int, hidden_dim: int) -> tuple[Operator, ...]:
-    # Forward: cast to fp32, log-softmax, pick; backward: softmax minus one-hot, cast back. Most of it in fp32.
-    loss = Elementwise("cross_entropy", 3.5 * vocab_size, 4.5 * vocab_size, 3, 3, "column", element_bytes=4)
+def _passes(name: str, width: float, passes: Passes, shard: Shard, element_bytes: int | None = None) -> Elementwise:
+    elements = (width * passes.forward, width * passes.backward)
+    return Elementwise(name, *elements, passes.forward_kernels, passes.backward_kernels, shard, element_bytes)
+
+
+def _logits(vocab_size: int, hidden_dim: int, kernels: EngineKernels) -> tuple[Operator, ...]:
+    loss = _passes("cross_entropy", vocab_size, kernels.loss, "column", element_bytes=4)
     return (Gemm("logits", vocab_size, hidden_dim, "column"), loss)
 
 
-def _attention(attention: SoftmaxAttention | LatentAttention, hidden_dim: int, seq_len: int) -> tuple[Operator, ...]:
+def _attention(
+    attention: SoftmaxAttention | LatentAttention, hidden_dim: int, seq_len: int, kernels: EngineKernels
+) -> tuple[Operator, ...]:
     chunked = isinstance(attention, SoftmaxAttention) and attention.chunked
     context = attended_tokens(seq_len, attention.window, chunked=chunked)
     if isinstance(attention, LatentAttention):
-        return _latent_attention(attention, hidden_dim, context)
+        return _latent_attention(attention, hidden_dim, seq_len, kernels)
     q, kv = attention.q_dim, attention.kv_dim
     rotated = int((q + kv) * attention.rope_fraction)
     operators: list[Operator] = [Gemm("qkv", q + 2 * kv, hidden_dim, "column")]
     if attention.qk_norm != "none":
-        operators.append(_norm("qk_norm", q + kv, "column"))
+        operators.append(_norm("qk_norm", q + kv, "column", kernels))
     if rotated:
-        operators.append(Elementwise("rotary", 9 * rotated, 9 * rotated, 8, 8, "column"))
-    operators.append(FusedAttention("attention", attention.num_heads, attention.head_dim, attention.head_dim, context))
+        operators.append(_passes("rotary", rotated, kernels.rotary, "column"))
+    longest, width = min(attention.window or seq_len, seq_len), attention.head_dim
+    operators.append(
+        FusedAttention("attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads)
+    )
     operators.append(Gemm("attention_out", hidden_dim, q, "row"))
     return tuple(operators)
 
 
-def _latent_attention(attention: LatentAttention, hidden_dim: int, context: float) -> tuple[Operator, ...]:
+def _latent_attention(
+    attention: LatentAttention, hidden_dim: int, seq_len: int, kernels: EngineKernels
+) -> tuple[Operator, ...]:
     heads, rank = attention.num_heads, attention.q_lora_rank
     kv_up = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
     if rank is None:
@@ -158,24 +181,27 @@ def _latent_attention(attention: LatentAttention, hidden_dim: int, context: floa
         *query,
         Gemm("kv_down", attention.kv_lora_rank + attention.qk_rope_head_dim, hidden_dim, "none"),
         Gemm("kv_up", kv_up, attention.kv_lora_rank, "column"),
-        Elementwise(
-            "rotary", 9 * heads * attention.qk_rope_head_dim, 9 * heads * attention.qk_rope_head_dim, 8, 8, "column"
+        _passes("rotary", heads * attention.qk_rope_head_dim, kernels.rotary, "column"),
+        FusedAttention(
+            "attention", heads, attention.head_dim, attention.v_head_dim, (seq_len + 1) / 2, seq_len, seq_len, heads
         ),
-        FusedAttention("attention", heads, attention.head_dim, attention.v_head_dim, context),
         Gemm("attention_out", hidden_dim, heads * attention.v_head_dim, "row"),
     )
 
 
 def _dense(
-    mlp: DenseMLP, hidden_dim: int, prefix: str, rows: int = 1, matrices: int = 1, *, routed: bool = False
+    mlp: DenseMLP,
+    hidden_dim: int,
+    prefix: str,
+    kernels: EngineKernels,
+    rows: int = 1,
+    matrices: int = 1,
+    *,
+    routed: bool = False,
 ) -> tuple[Operator, ...]:
     width = (2 if mlp.gated else 1) * mlp.ffn_dim
-    # Gated: silu (2F) and product (3F) forward, 9F backward; otherwise one activation, 2F and 3F.
-    forward, backward = (5, 9) if mlp.gated else (2, 3)
-    kernels = (2, 3) if mlp.gated else (1, 1)
-    activation = Elementwise(
-        f"{prefix}activation", forward * mlp.ffn_dim * rows, backward * mlp.ffn_dim * rows, *kernels, "column", routed=routed
-    )
+    passes = kernels.gated if mlp.gated else kernels.plain
+    activation = replace(_passes(f"{prefix}activation", mlp.ffn_dim * rows, passes, "column"), routed=routed)
     return (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
         activation,
@@ -183,15 +209,15 @@ def _dense(
     )
 
 
-def _mlp(mlp: DenseMLP | MoE, hidden_dim: int) -> tuple[Operator, ...]:
+def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, kernels: EngineKernels) -> tuple[Operator, ...]:
     if isinstance(mlp, DenseMLP):
-        return _dense(mlp, hidden_dim, "mlp_")
+        return _dense(mlp, hidden_dim, "mlp_", kernels)
     # Routing copies each token's vector to its experts and back: gather and weighted scatter, read and write.
     width = 5 * mlp.top_k * hidden_dim
     dispatch = Elementwise("dispatch", width, width, 6, 6, "none", routed=True)
-    shared = _dense(mlp.shared, hidden_dim, "shared_") if mlp.shared else ()
+    shared = _dense(mlp.shared, hidden_dim, "shared_", kernels) if mlp.shared else ()
     router = Gemm("router", mlp.num_experts, hidden_dim, "none")
-    experts = _dense(mlp.expert, hidden_dim, "expert_", mlp.top_k, mlp.num_experts, routed=True)
+    experts = _dense(mlp.expert, hidden_dim, "expert_", kernels, mlp.top_k, mlp.num_experts, routed=True)
     return (router, dispatch, *experts, *shared)
 
 

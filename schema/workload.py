@@ -20,6 +20,7 @@ class Workload(Frozen):
         precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32.
         optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
+        flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
 
@@ -28,6 +29,7 @@ class Workload(Frozen):
     precision: Precision = "bf16-mixed"
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
+    flash_generation: Literal[1, 2] = 2
     engine: Engine = "fsdp2"
 
     @property

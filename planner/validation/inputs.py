@@ -57,6 +57,10 @@ UNFUSED_ATTENTION: tuple[Default, ...] = (
     Default("Megatron-DeepSpeed|HF Transformers|LiBai|Aceso", True, "unfused scores unless --use-flash-attn"),
     Default("", False, "fused attention is the default of its time"),
 )
+FLASH_GENERATION: tuple[Default, ...] = (
+    Default("llm-foundry", 1, "scripts/train/benchmarking/submit_benchmarks.py: --attn_impl triton"),
+    Default("", 2, "FlashAttention-2 or what the engine has newer"),
+)
 BALANCED_STAGES: tuple[Default, ...] = (
     Default("nanotron", True, "blocks are placed by get_block_compute_costs"),
     Default("", False, "layers / pp blocks on every stage, embedding and head on top"),
@@ -270,6 +274,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         global_batch_size=batch,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
+        flash_generation=default_of(row.framework, FLASH_GENERATION),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 
