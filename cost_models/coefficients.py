@@ -12,10 +12,12 @@ from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
 from ..schema.workload import Precision
 
-_PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], ...]] = {
+_PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
     "fp16-mixed": ("fp16",),
+    "bf16": ("bf16",),
     "fp8": ("fp8",),
+    "nvfp4": ("fp4",),
     "fp32": ("tf32", "fp32"),
 }
 
@@ -87,7 +89,8 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 def device_rates(device: Device, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one)."""
     c, fit = coefficients(), _gemm_fit(device)
-    peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
+    peak = peak_flops_per_s(device, workload.precision)
+    quantised = c[workload.precision]["gemm_efficiency_ratio"] if workload.precision in ("fp8", "nvfp4") else 1.0
     forward, backward = _attention_flops_per_s(device, workload)
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
@@ -95,7 +98,7 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         gemm_flops_per_s=peak
         * fit.compute_efficiency
         * _sustained(device)
-        * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
+        * quantised,
         attention_forward_flops_per_s=forward,
         attention_backward_flops_per_s=backward,
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
@@ -115,8 +118,9 @@ def _sustained(device: Device) -> float:
 
 
 def _attention_flops_per_s(device: Device, workload: Workload) -> tuple[float, float]:
-    """Forward and backward rate of fused attention; fp8 training runs it in bf16."""
-    peak = peak_flops_per_s(device, "bf16-mixed" if workload.precision == "fp8" else workload.precision)
+    """Forward and backward rate of fused attention; fp8 and nvfp4 training run it in bf16."""
+    in_bf16 = workload.precision in ("fp8", "nvfp4")
+    peak = peak_flops_per_s(device, "bf16-mixed" if in_bf16 else workload.precision)
     if device.vendor == "cpu":
         rate = peak * _gemm_fit(device).compute_efficiency
         return rate, rate

@@ -34,7 +34,7 @@ def operator_time(
         rows = tokens * op.rows_per_token
         forward = gemm_s(rows, n, k, op.num_matrices, rates, compute_bytes)
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
-        return OperatorTime(forward, 2 * forward, 1, 2)
+        return OperatorTime(forward, forward, 1, 1) if op.frozen else OperatorTime(forward, 2 * forward, 1, 2)
     if isinstance(op, FusedAttention):
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema import ClusterSpec, Workload
+from ..schema.layout import Recompute
 from ..schema.model import Block, Embedding, Head, MTPHead
-from .activations import Kernels, Saved, saved_elements
+from .activations import Kernels, Saved, saved_elements, saved_for_weights
+from .adapters import adapter_params, saved_beside, with_adapters
 from .coefficients import device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
-from .layouts import RECOMPUTES, FloatArray, LayoutBatch
+from .host_memory import host_link_bytes_per_s
+from .layouts import OFFLOADS, RECOMPUTES, FloatArray, LayoutBatch
 from .memory import has_copies
 from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
 
@@ -32,6 +35,7 @@ class LayerCost:
         gather_s: all-gather of the layer's parameters over dp_shard.
         reduce_s: reduction of its gradients over dp_shard and dp_replicate.
         num_params: parameters of this rank's tensor-parallel share.
+        num_trained: those of them, or of adapters beside them, that are trained.
         activation_bytes: kept from forward to backward.
         working_bytes: alive only while this layer runs backward.
     """
@@ -44,6 +48,7 @@ class LayerCost:
     gather_s: FloatArray
     reduce_s: FloatArray
     num_params: FloatArray
+    num_trained: FloatArray
     activation_bytes: FloatArray
     working_bytes: FloatArray
 
@@ -58,13 +63,21 @@ def layer_cost(
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
     operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=workload.attention == "math")
+    if workload.adapters is not None:
+        operators = with_adapters(operators, workload.adapters)
     times = _operator_times(operators, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
     compute = _compute_s(layer, operators, times, tp_s, batch, workload, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
-    gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
+    num_trained = trained_params(layer, hidden_dim, num_params, batch, workload)
+    gather, reduce = _data_parallel_s(num_params, num_trained, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
-    return LayerCost(*compute, *tp_s, gather, reduce, num_params, kept, working)
+    forward, backward, recompute = compute
+    # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
+    moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
+    forward, backward = np.maximum(forward, moved_s), np.maximum(backward, moved_s)
+    kept = kept * (1 - batch.offload_activations)
+    return LayerCost(forward, backward, recompute, *tp_s, gather, reduce, num_params, num_trained, kept, working)
 
 
 def _operator_times(
@@ -98,6 +111,10 @@ def _compute_s(
     has_block = isinstance(layer, Block | MTPHead)
     keeps_attention = workload.attention == "flash"
     recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
+    recompute, repeated = batch.recompute_fraction * recompute, batch.recompute_fraction * repeated
+    if workload.adapters is not None and workload.adapters.frozen == "nf4":
+        written_s = _dequantise_s(operators, batch, workload, cluster)
+        forward, backward = forward + written_s, backward + written_s
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
     per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
@@ -111,6 +128,16 @@ def _compute_s(
         np.maximum(backward, host_backward + host_recompute - recompute - tp_backward),
         recompute,
     )
+
+
+def _dequantise_s(
+    operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> FloatArray:
+    """Seconds to write a layer's frozen nf4 products out in the compute dtype, before they are used."""
+    weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
+    traffic = workload.adapters.frozen_bytes + workload.compute_bytes if workload.adapters else 0.0
+    rates = device_rates(cluster.weakest_device, workload)
+    return np.asarray(weights * traffic / batch.tp / rates.elementwise_bytes_per_s)
 
 
 def _recompute(
@@ -151,7 +178,7 @@ def _tensor_parallel_s(
         )
     # Both kinds of recompute repeat the forward communication but the last reduction, which nothing in the backward pass reads.
     last = np.where(batch.sequence_parallel == 1, scatter, reduce)
-    repeated = np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, 2 * pair - last)
+    repeated = np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, 2 * pair - last) * batch.recompute_fraction
     return 2 * pair, 2 * pair + repeated
 
 
@@ -172,14 +199,33 @@ def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
     return np.asarray(total - split + split / batch.tp, dtype=np.float64)
 
 
+def trained_params(
+    layer: Layer, hidden_dim: int, num_params: FloatArray, batch: LayoutBatch, workload: Workload
+) -> FloatArray:
+    """Trained parameters of one rank's tensor-parallel share [N]: all of them, or those of the adapters."""
+    if workload.adapters is None:
+        return num_params
+    whole, cut = adapter_params(layer, hidden_dim, workload.adapters)
+    return np.asarray(whole + cut / batch.tp, dtype=np.float64)
+
+
 def _data_parallel_s(
-    num_params: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+    num_params: FloatArray, num_trained: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> tuple[FloatArray, FloatArray]:
-    """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of fp32 gradients."""
+    """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of gradients.
+
+    Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
+    """
     stride = batch.tp
-    gather = collective_s("all_gather", num_params * workload.compute_bytes, batch.dp_shard, stride, cluster)
-    scatter = collective_s("reduce_scatter", num_params * 4.0, batch.dp_shard, stride, cluster)
-    shard_bytes = num_params * 4.0 / batch.dp_shard
+    frozen = num_params * (0.0 if workload.adapters is None else workload.adapters.frozen_bytes)
+    size = num_trained * workload.compute_bytes + np.where(batch.zero_stage == 3, frozen, 0.0)
+    gather = collective_s("all_gather", size, batch.dp_shard, stride, cluster)
+    from_host = (num_trained * workload.compute_bytes + frozen) / batch.dp_shard
+    is_away = batch.offload == OFFLOADS.index("parameters")
+    gather = gather + np.where(is_away, from_host / host_link_bytes_per_s(batch.offload_to_storage, cluster), 0.0)
+    element = float(workload.master_bytes)
+    scatter = collective_s("reduce_scatter", num_trained * element, batch.dp_shard, stride, cluster)
+    shard_bytes = num_trained * element / batch.dp_shard
     replicate = collective_s("all_reduce", shard_bytes, batch.dp_replicate, stride * batch.dp_shard, cluster)
     return gather, scatter + replicate
 
@@ -193,11 +239,21 @@ def _activation_bytes(
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
     )
-    choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]
+    choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
+    mean = batch.recompute_fraction * chosen + (1 - batch.recompute_fraction) * kept[0]
     # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.
-    return chosen, kept[0] - chosen + 0.5 * kept[0]
+    return mean, kept[0] - chosen + 0.5 * kept[0]
+
+
+def _saved(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels, workload: Workload) -> Saved:
+    """What a layer keeps; a frozen one without what only gradients of weights read, but with what its adapters keep."""
+    saved = saved_elements(layer, hidden_dim, recompute, how)
+    if workload.adapters is None:
+        return saved
+    saved -= saved_for_weights(layer, hidden_dim, recompute)
+    return saved if recompute == "full" else saved + saved_beside(layer, hidden_dim, workload.adapters)
 
 
 def _saved_bytes(saved: Saved, batch: LayoutBatch, workload: Workload) -> FloatArray:

@@ -23,7 +23,7 @@ Layer = Embedding | Block | Head | MTPHead
 
 @dataclass(frozen=True)
 class Gemm:
-    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows)."""
+    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows); frozen ones have no wgrad."""
 
     name: str
     n: int
@@ -31,6 +31,7 @@ class Gemm:
     shard: Shard
     rows_per_token: int = 1
     num_matrices: int = 1
+    frozen: bool = False
 
     @property
     def num_params(self) -> int:
@@ -188,13 +189,18 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int) -> tuple[Operator, ...]:
     return (router, dispatch, *_dense(mlp.expert, hidden_dim, "expert_", mlp.top_k, mlp.num_experts), *shared)
 
 
-def model_flops_per_token(layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int) -> float:
-    """FLOPs a training step needs per token: forward plus backward, no recompute, causal attention counted once."""
+def model_flops_per_token(
+    layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int, *, frozen: bool = False
+) -> float:
+    """FLOPs a training step needs per token: forward plus backward, no recompute, causal attention counted once.
+
+    A frozen model needs no gradients of its weights: four FLOPs for each instead of six (its adapters are left out).
+    """
     total = 0.0
     for layer, count in layers:
         for op in layer_operators(layer, hidden_dim, seq_len):
             if isinstance(op, Gemm):
-                total += count * 6 * op.n * op.k * op.rows_per_token
+                total += count * (4 if frozen else 6) * op.n * op.k * op.rows_per_token
             elif isinstance(op, FusedAttention):
                 total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
     return total

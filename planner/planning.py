@@ -74,7 +74,14 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout:
     Raises:
         ConfigError: the layout breaks a rule; every broken one is named.
     """
-    require_valid(model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
+    require_valid(
+        model,
+        workload,
+        layout,
+        world_size=cluster.num_devices,
+        scaleup_domain=cluster.scaleup_domain,
+        executed=False,
+    )
     batch = LayoutBatch.of([layout], workload.global_batch_size)
     return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate
 

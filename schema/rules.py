@@ -36,6 +36,8 @@ class Facts:
     sequence_parallel: IntLike
     one_f_one_b: IntLike
     world_size: int
+    offloads: IntLike
+    recompute_fraction: IntLike
     scaleup_domain: int
     seq_len: int
     global_batch_size: int
@@ -146,6 +148,20 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+RUNTIME_RULES: tuple[Rule, ...] = (
+    Rule(
+        "offload",
+        lambda f: f.offloads == 0,
+        lambda f: "offloading to the host is predicted, but this version does not execute it",
+    ),
+    Rule(
+        "recompute_of_all_blocks",
+        lambda f: f.recompute_fraction == 1,
+        lambda f: f"recompute of {f.recompute_fraction:g} of the blocks: this version recomputes all of them or none",
+    ),
+)
+"""What is predicted for other engines but not executed here: `plan` and `apply` refuse it, `estimate` does not."""
+
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
     """The numbers of a model that rules look at, as fields of `Facts`."""
@@ -183,6 +199,8 @@ def layout_facts(
     return Facts(
         **{name: getattr(layout, name) for name in degrees},
         sequence_parallel=int(layout.sequence_parallel),
+        offloads=int(layout.offload != "none" or layout.offload_activations > 0),
+        recompute_fraction=layout.recompute_fraction,
         one_f_one_b=int(layout.schedule == "1f1b"),
         world_size=world_size,
         scaleup_domain=scaleup_domain,
@@ -192,30 +210,41 @@ def layout_facts(
     )
 
 
-def broken_rules(facts: Facts) -> tuple[str, ...]:
-    """``reason [name]`` of every rule the facts (numbers) break; empty when the layout can be executed."""
-    return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in RULES if not rule.holds(facts))
+def broken_rules(facts: Facts, *, executed: bool = True) -> tuple[str, ...]:
+    """``reason [name]`` of every rule the facts (numbers) break; empty when the layout can be executed (or else predicted)."""
+    rules = RULES + RUNTIME_RULES if executed else RULES
+    return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in rules if not rule.holds(facts))
 
 
 def require_valid(
-    model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    world_size: int,
+    scaleup_domain: int,
+    executed: bool = True,
 ) -> None:
-    """Raise unless every rule holds.
+    """Raise unless every rule holds; what only our runtime lacks counts where the layout shall be ``executed``.
 
     Raises:
         ConfigError: names each broken rule with its numbers.
     """
     facts = layout_facts(model, workload, layout, world_size=world_size, scaleup_domain=scaleup_domain)
-    broken = broken_rules(facts)
+    broken = broken_rules(facts, executed=executed)
     if broken:
         raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
 
 
 def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
     """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
-    reasons = []
-    if workload is not None and workload.precision == "fp8":
-        reasons.append("fp8")
+    reasons: list[str] = []
+    if workload is not None and workload.precision in ("fp8", "nvfp4", "bf16"):
+        reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
+    if workload is not None and workload.adapters is not None:
+        reasons.append("low-rank adapters beside a frozen model")
+    if workload is not None and workload.optimizer == "muon":
+        reasons.append("muon")
     if model.rope is None or model.rope.scaling not in ("none", "linear", "llama3"):
         reasons.append(f"position embedding {model.rope.scaling if model.rope else 'learned'}")
     if any(run.layer.kind == "mtp" for run in model.layers):

@@ -17,7 +17,17 @@ from ...cost_models.operators import model_flops_per_token
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
 from ...schema.workload import Precision
-from .machines import cluster_of
+from .features import (
+    DRIVE_BYTES_PER_S,
+    adapters_of,
+    base_precision,
+    differs_by_stage,
+    is_adapted,
+    is_pure_bf16,
+    offload_of,
+    recompute_part,
+)
+from .machines import cluster_of, with_drives
 from .models import model_of
 from .rows import RunRow
 
@@ -64,7 +74,7 @@ BALANCED_STAGES: tuple[Default, ...] = (
 )
 
 PRECISIONS: dict[str, Precision] = {
-    "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32",
+    "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32", "nvfp4": "nvfp4",
 }  # fmt: skip
 
 ENGINE: tuple[Default, ...] = (
@@ -79,21 +89,18 @@ MAX_HIDDEN_ATTENTION = 0.10
 """Without context parallelism in the model, a sequence is cut into cp shorter ones: at most this share of the FLOPs may vanish."""
 
 SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
-    ("not modelled: LoRA", lambda r: "lora" in (r.task + r.sharding_class + r.precision_class + r.optimizer).lower()),
-    ("not modelled: adapters", lambda r: r.task.startswith(("adapter", "finetune-peft"))),
-    ("not modelled: offload", lambda r: r.offload not in ("", "none")),
     ("not modelled: expert parallelism", lambda r: (r.ep or 1) > 1 or (r.etp or 1) > 1),
-    ("not modelled: recompute that differs by layer", lambda r: r.recompute_class == "custom"),
-    ("not modelled: schedule", lambda r: bool(r.vpp) and not r.vpp.isdigit()),
-    ("not modelled: optimizer", lambda r: r.optimizer.lower() == "muon"),
-    ("precision without a rate", lambda r: r.precision_class not in ("", "unknown", *PRECISIONS)),
+    ("mapping: stages have different numbers of devices", differs_by_stage),
+    ("precision not known", lambda r: base_precision(r) not in ("", "unknown", *PRECISIONS)),
     ("mapping not stated", lambda r: r.seq_len is None or r.micro_batch is None or r.tp is None or r.pp is None),
 )
 """Reason and condition; a feature that the cost model learns loses its line here (and gains one in `_layout`)."""
 
 APPROXIMATE: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
     ("cp", lambda r: (r.cp or 1) > 1),  # taken as data parallelism over cp shorter sequences
-    ("pure bf16", lambda r: "PURE" in r.sharding or (r.task.startswith("finetune") and "LitGPT" in r.framework)),
+    ("adapter", lambda r: r.task.startswith(("adapter", "finetune-peft"))),  # prefix or scales as an adapter of rank 1
+    ("schedule", lambda r: bool(r.vpp) and not r.vpp.isdigit()),  # a zero-bubble schedule as two interleaved chunks
+    ("recompute by operator", lambda r: r.recompute_class == "custom"),  # as the same part of the blocks
     ("mxfp8", lambda r: r.precision_class == "mxfp8"),  # the rate of fp8
 )
 """Name and condition of what stands in for something else."""
@@ -171,7 +178,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     approximated = tuple(name for name, applies in APPROXIMATE if applies(row))
     return RunInputs(
         model=model.spec,
-        cluster=cluster.spec,
+        cluster=_with_storage(cluster.spec, row),
         workload=workload,
         layout=layout,
         balanced_stages=default_of(row.framework, BALANCED_STAGES),
@@ -190,16 +197,49 @@ def _layout(row: RunRow, assumed: _Assumed) -> Layout:
         dp_shard=group,
         tp=tp,
         pp=pp,
-        num_model_chunks=int(row.vpp or 1) if pp > 1 else 1,
+        num_model_chunks=(int(row.vpp or 1) if row.vpp.isdigit() or not row.vpp else 2) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
         zero_stage=stage if group > 1 else 0,
         sequence_parallel=tp > 1 and _sequence_parallel(row, assumed),
-        recompute=_recompute(row, assumed),
+        **_recompute_fields(row, assumed),
+        **_offload_fields(row, stage if group > 1 else 0),
     )
+
+
+def _recompute_fields(row: RunRow, assumed: _Assumed) -> dict[str, Any]:
+    """Which recompute, and of which part of the blocks."""
+    part = recompute_part(row) if row.recompute_class not in ("none", "unknown", "") else None
+    if row.recompute_class == "custom":
+        choice: Recompute = "full" if part is None or part > 0 else "none"
+    else:
+        choice = _recompute(row, assumed)
+    if row.recompute_class == "selective" and part is not None:
+        choice = "full"  # some whole layers
+    return {"recompute": choice, "recompute_fraction": part if part and choice != "none" else 1.0}
+
+
+def _offload_fields(row: RunRow, zero_stage: int) -> dict[str, Any]:
+    choice = offload_of(row)
+    away = choice.offload
+    if away == "parameters" and zero_stage in (1, 2):
+        away = "optimizer"  # whole parameters are not offloaded
+    return {
+        "offload": away,
+        "offload_fraction": choice.offload_fraction,
+        "offload_activations": choice.offload_activations,
+        "offload_to": "storage" if choice.num_drives else "host",
+    }
+
+
+def _with_storage(cluster: ClusterSpec, row: RunRow) -> ClusterSpec:
+    drives = offload_of(row).num_drives
+    return with_drives(cluster, drives * DRIVE_BYTES_PER_S) if drives else cluster
 
 
 def _zero_stage(row: RunRow, assumed: _Assumed) -> Any:
     name = row.sharding_class
+    if name == "lora":
+        return 0  # the frozen model is whole on every rank
     if name not in ("none", "zero1", "zero2", "zero3", "hybrid"):
         name = assumed.default("sharding", SHARDING)
     if name == "hybrid":
@@ -241,14 +281,18 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
     if batch is None:
         batch = layout.dp // cp * layout.micro_batch_size * (row.grad_accum or 1)
         assumed.taken.append("global_batch=one pass")
-    precision = row.precision_class
+    precision = base_precision(row)
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
     keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
+    found = adapters_of(row)
+    assumed.taken.extend(found[1] if found else ())
     return Workload(
         seq_len=-(-(row.seq_len or 1) // cp),
         global_batch_size=batch * cp,
-        precision=PRECISIONS[precision],
+        precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
+        optimizer="muon" if row.optimizer.lower() == "muon" else "adamw",
+        adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
