@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 
 from ..schema.layout import Recompute
-from ..schema.model import DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from .operators import Layer
 
 
@@ -32,6 +32,9 @@ class Saved:
 
     def __add__(self, other: Saved) -> Saved:
         return Saved(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Saved) -> Saved:
+        return Saved(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,20 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
         saved += _norm(hidden_dim, how)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
     return saved + Saved(whole=min(layer.num_norms, 2) * hidden_dim)
+
+
+@cache
+def saved_for_weights(layer: Layer, hidden_dim: int, recompute: Recompute) -> Saved:
+    """The part of `saved_elements` that only gradients of weights need: inputs of products that nothing else reads."""
+    if isinstance(layer, Head):
+        return Saved(whole=hidden_dim)
+    if not isinstance(layer, Block) or recompute == "full":
+        return Saved()
+    if recompute == "selective":
+        return Saved()  # these inputs are made again
+    mlp = layer.mlp
+    down = mlp.ffn_dim if isinstance(mlp, DenseMLP) else mlp.top_k * mlp.ffn_dim + (mlp.shared_ffn_dim or 0)
+    return Saved(tp=down, whole=min(layer.num_norms, 2) * hidden_dim)
 
 
 def _norm(width: int, how: Kernels) -> Saved:

@@ -13,10 +13,12 @@ from ..schema.errors import ConfigError
 from ..schema.workload import Precision
 from .learned.attention import PROCESSORS, Silicon, kernel_name
 
-_PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], ...]] = {
+_PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
     "fp16-mixed": ("fp16",),
+    "bf16": ("bf16",),
     "fp8": ("fp8",),
+    "nvfp4": ("fp4",),
     "fp32": ("tf32", "fp32"),
 }
 
@@ -106,16 +108,12 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one) and the calibration."""
     c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
-    fit = _gemm_fit(device)
-    peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
+    fit, peak = _gemm_fit(device), peak_flops_per_s(device, workload.precision)
+    quantised = c[workload.precision]["gemm_efficiency_ratio"] if workload.precision in ("fp8", "nvfp4") else 1.0
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
     return DeviceRates(
-        gemm_flops_per_s=peak
-        * fit.compute_efficiency
-        * ratio.products
-        * _sustained(device)
-        * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
+        gemm_flops_per_s=peak * fit.compute_efficiency * ratio.products * _sustained(device) * quantised,
         attention=None if is_cpu else _attention_rates(cluster, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
@@ -135,14 +133,13 @@ def _sustained(device: Device) -> float:
 
 
 def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates:
-    """Kernel and device of fused attention; fp8 training runs it in bf16."""
-    device = cluster.weakest_device
-    peak = peak_flops_per_s(device, "bf16-mixed" if workload.precision == "fp8" else workload.precision)
+    """Kernel and device of fused attention; fp8 and nvfp4 training run it in bf16."""
+    device, in_bf16 = cluster.weakest_device, workload.precision in ("fp8", "nvfp4")
+    peak = peak_flops_per_s(device, "bf16-mixed" if in_bf16 else workload.precision)
     c, kernel = coefficients()["attention"], kernel_name(device.architecture, workload.engine)
     # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
-    sustained = 1.0 if kernel == "hopper_fa2" else _sustained(device)
-    silicon = Silicon(
-        peak * sustained * cluster.calibration.attention, device.memory_bandwidth_bytes_per_s, PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
-    )
+    sustained = cluster.calibration.attention * (1.0 if kernel == "hopper_fa2" else _sustained(device))
+    processors = PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
+    silicon = Silicon(peak * sustained, device.memory_bandwidth_bytes_per_s, processors)
     is_first = workload.flash_generation == 1
     return AttentionRates(kernel, silicon, c["first_generation_ratio"] if is_first else 1.0)

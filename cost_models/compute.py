@@ -42,7 +42,7 @@ def operator_time(
         rows = tokens * op.rows_per_token
         forward = gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
-        return OperatorTime(forward, 2 * forward, 1, 2)
+        return OperatorTime(forward, forward, 1, 1) if op.frozen else OperatorTime(forward, 2 * forward, 1, 2)
     if isinstance(op, FusedAttention):
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
@@ -66,7 +66,13 @@ def gemm_s(
 
 
 def attention_s(
-    op: FusedAttention, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates, element_bytes: int, *, backward: bool
+    op: FusedAttention,
+    tokens: IntArray | FloatArray,
+    tp: IntArray,
+    rates: DeviceRates,
+    element_bytes: int,
+    *,
+    backward: bool,
 ) -> FloatArray:
     """Seconds of fused causal attention of ``tokens`` tokens on one rank."""
     if rates.attention is None:

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema import ClusterSpec, Workload
+from ..schema.layout import Recompute
 from ..schema.model import Block, Embedding, Head, MTPHead
-from .activations import Kernels, Saved, saved_elements
+from .activations import Kernels, Saved, saved_elements, saved_for_weights
+from .adapters import adapter_params, saved_beside, with_adapters
 from .coefficients import device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
 from .context import ring
 from .experts import dispatch_s, expert_params, routed_part, token_share
-from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
+from .host_memory import host_link_bytes_per_s
+from .layouts import OFFLOADS, RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .memory import has_copies
 from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
 
@@ -36,7 +39,8 @@ class LayerCost:
         gather_s: all-gather of the layer's parameters over dp_shard.
         reduce_s: reduction of its gradients over dp_shard and dp_replicate.
         num_params: parameters of this rank's tensor-parallel share and of the experts it holds.
-        expert_params: those of them that are routed experts'.
+        num_trained: those of them, or of adapters beside them, that are trained.
+        expert_params: those of the trained ones that are routed experts'.
         activation_bytes: kept from forward to backward.
         working_bytes: alive only while this layer runs backward.
     """
@@ -49,6 +53,7 @@ class LayerCost:
     gather_s: FloatArray
     reduce_s: FloatArray
     num_params: FloatArray
+    num_trained: FloatArray
     activation_bytes: FloatArray
     working_bytes: FloatArray
     cp_forward_s: FloatArray
@@ -80,16 +85,25 @@ def layer_cost(
     """Cost of ``layer`` under every layout of ``batch``."""
     unfused = workload.attention == "math"
     operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=unfused, engine=workload.engine)
+    if workload.adapters is not None:
+        operators = with_adapters(operators, workload.adapters)
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
     ep_s = _expert_parallel_s(layer, hidden_dim, batch, workload, cluster)
     exposed_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    compute = _compute_s(layer, operators, times, exposed_s, batch, workload, cluster)
-    num_params, routed = tp_params(layer, hidden_dim, batch), expert_params(layer, hidden_dim, batch)
-    gather, reduce = _data_parallel_s(num_params, routed, batch, workload, cluster)
+    forward, backward, recompute = _compute_s(layer, operators, times, exposed_s, batch, workload, cluster)
+    num_params = tp_params(layer, hidden_dim, batch)
+    num_trained = trained_params(layer, hidden_dim, num_params, batch, workload)
+    routed = expert_params(layer, hidden_dim, batch) if workload.adapters is None else np.zeros(len(batch))
+    gather, reduce = _data_parallel_s(num_params, num_trained, routed, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
-    return LayerCost(*compute, *tp_s, gather, reduce, num_params, kept, working, *cp_s, *ep_s, routed)
+    # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
+    moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
+    forward, backward = np.maximum(forward, moved_s), np.maximum(backward, moved_s)
+    kept = kept * (1 - batch.offload_activations)
+    compute = (forward, backward, recompute)
+    return LayerCost(*compute, *tp_s, gather, reduce, num_params, num_trained, kept, working, *cp_s, *ep_s, routed)
 
 
 def _operator_times(
@@ -162,6 +176,10 @@ def _compute_s(
     has_block = isinstance(layer, Block | MTPHead)
     keeps_attention = workload.attention == "flash"
     recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
+    recompute, repeated = batch.recompute_fraction * recompute, batch.recompute_fraction * repeated
+    if workload.adapters is not None and workload.adapters.frozen == "nf4":
+        written_s = _dequantise_s(operators, batch, workload, cluster)
+        forward, backward = forward + written_s, backward + written_s
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
     per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     if routed_part(layer) is not None and not host.adds:
@@ -177,6 +195,16 @@ def _compute_s(
         np.maximum(backward, host_backward + host_recompute - recompute - tp_backward),
         recompute,
     )
+
+
+def _dequantise_s(
+    operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> FloatArray:
+    """Seconds to write a layer's frozen nf4 products out in the compute dtype, before they are used."""
+    weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
+    traffic = workload.adapters.frozen_bytes + workload.compute_bytes if workload.adapters else 0.0
+    rates = device_rates(cluster, workload)
+    return np.asarray(weights * traffic / batch.tp / rates.elementwise_bytes_per_s)
 
 
 def _recompute(
@@ -222,7 +250,9 @@ def _tensor_parallel_s(
     # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
     moe = routed_part(layer)
     pairs = np.where(batch.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
-    repeated = np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, pairs * pair - last)
+    repeated = (
+        np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, pairs * pair - last) * batch.recompute_fraction
+    )
     return pairs * pair, pairs * pair + repeated
 
 
@@ -249,36 +279,58 @@ def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
     return np.asarray(np.where(batch.experts_follow_tp, follow, apart), dtype=np.float64)
 
 
+def trained_params(
+    layer: Layer, hidden_dim: int, num_params: FloatArray, batch: LayoutBatch, workload: Workload
+) -> FloatArray:
+    """Trained parameters of one rank's tensor-parallel share [N]: all of them, or those of the adapters."""
+    if workload.adapters is None:
+        return num_params
+    whole, cut = adapter_params(layer, hidden_dim, workload.adapters)
+    return np.asarray(whole + cut / batch.tp, dtype=np.float64)
+
+
 def _data_parallel_s(
-    num_params: FloatArray, routed: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+    num_params: FloatArray,
+    num_trained: FloatArray,
+    routed: FloatArray,
+    batch: LayoutBatch,
+    workload: Workload,
+    cluster: ClusterSpec,
 ) -> tuple[FloatArray, FloatArray]:
-    """All-gather and reduction over the ranks that share parameters; experts with axes of their own have their own groups."""
-    together = np.where(batch.experts_follow_tp, num_params, num_params - routed)
-    gather, reduce = _sharded_s(together, batch.num_shards, batch.num_replicas, batch.tp, workload, cluster)
+    """All-gather and reduction over the ranks that share parameters; experts with axes of their own have their own groups.
+
+    Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
+    """
+    frozen = num_params * (0.0 if workload.adapters is None else workload.adapters.frozen_bytes)
+    together = np.where(batch.experts_follow_tp, num_trained, num_trained - routed)
+    gathered = together * workload.compute_bytes + np.where(batch.zero_stage == 3, frozen, 0.0)
+    groups = (batch.num_shards, batch.num_replicas, batch.tp)
+    gather, reduce = _sharded_s(gathered, together * float(workload.master_bytes), *groups, cluster)
+    from_host = (num_trained * workload.compute_bytes + frozen) / batch.num_shards
+    is_away = batch.offload == OFFLOADS.index("parameters")
+    gather = gather + np.where(is_away, from_host / host_link_bytes_per_s(batch.offload_to_storage, cluster), 0.0)
     if np.all(batch.experts_follow_tp):
         return gather, reduce
     alone = np.where(batch.experts_follow_tp, 0.0, routed)
-    stride = batch.ep * batch.expert_tp
-    expert_gather, expert_reduce = _sharded_s(
-        alone, batch.expert_shards, batch.expert_replicas, stride, workload, cluster
-    )
+    groups = (batch.expert_shards, batch.expert_replicas, batch.ep * batch.expert_tp)
+    sizes = (alone * workload.compute_bytes, alone * float(workload.master_bytes))
+    expert_gather, expert_reduce = _sharded_s(*sizes, *groups, cluster)
     has_own = alone > 0
     return gather + np.where(has_own, expert_gather, 0.0), reduce + np.where(has_own, expert_reduce, 0.0)
 
 
 def _sharded_s(
-    num_params: FloatArray,
+    gathered: FloatArray,
+    reduced: FloatArray,
     shards: IntArray,
     replicas: IntArray,
     stride: IntArray,
-    workload: Workload,
     cluster: ClusterSpec,
 ) -> tuple[FloatArray, FloatArray]:
-    """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of fp32 gradients."""
-    gather = collective_s("all_gather", num_params * workload.compute_bytes, shards, stride, cluster)
-    scatter = collective_s("reduce_scatter", num_params * 4.0, shards, stride, cluster)
-    shard_bytes = num_params * 4.0 / shards
-    replicate = collective_s("all_reduce", shard_bytes, replicas, stride * shards, cluster)
+    """All-gather of ``gathered`` bytes; reduce-scatter (and all-reduce over replicas) of ``reduced`` bytes."""
+    gather = collective_s("all_gather", gathered, shards, stride, cluster)
+    scatter = collective_s("reduce_scatter", reduced, shards, stride, cluster)
+    replicate = collective_s("all_reduce", reduced / shards, replicas, stride * shards, cluster)
     return gather, scatter + replicate
 
 
@@ -291,11 +343,21 @@ def _activation_bytes(
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
     )
-    choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]
+    choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
+    mean = batch.recompute_fraction * chosen + (1 - batch.recompute_fraction) * kept[0]
     # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.
-    return chosen, kept[0] - chosen + 0.5 * kept[0]
+    return mean, kept[0] - chosen + 0.5 * kept[0]
+
+
+def _saved(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels, workload: Workload) -> Saved:
+    """What a layer keeps; a frozen one without what only gradients of weights read, but with what its adapters keep."""
+    saved = saved_elements(layer, hidden_dim, recompute, how)
+    if workload.adapters is None:
+        return saved
+    saved -= saved_for_weights(layer, hidden_dim, recompute)
+    return saved if recompute == "full" else saved + saved_beside(layer, hidden_dim, workload.adapters)
 
 
 def _saved_bytes(saved: Saved, batch: LayoutBatch, workload: Workload) -> FloatArray:

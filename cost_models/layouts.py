@@ -4,24 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import Layout
-from ..schema.layout import Recompute, Schedule
+from ..schema.layout import Offload, Recompute, Schedule
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+_FRACTIONS = ("recompute_fraction", "offload_fraction", "offload_activations")
+
+
+def not_searched(size: int) -> dict[str, Any]:
+    """Columns of ``size`` layouts without what is predicted for other engines only: partial recompute and offloading."""
+    zero = np.zeros(size, dtype=np.int64)
+    one = np.ones(size)
+    return {
+        "recompute_fraction": one,
+        "offload": zero,
+        "offload_fraction": one,
+        "offload_activations": np.zeros(size),
+        "offload_to_storage": zero,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutBatch:
-    """One entry per layout in every array [N]; ``recompute`` and ``schedule`` index RECOMPUTES and SCHEDULES."""
+    """One entry per layout in every array [N]; ``recompute``, ``schedule`` and ``offload`` index RECOMPUTES, SCHEDULES, OFFLOADS."""
 
     dp_replicate: IntArray
     dp_shard: IntArray
@@ -37,6 +52,11 @@ class LayoutBatch:
     sequence_parallel: IntArray
     recompute: IntArray
     schedule: IntArray
+    recompute_fraction: FloatArray
+    offload: IntArray
+    offload_fraction: FloatArray
+    offload_activations: FloatArray
+    offload_to_storage: IntArray
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -85,7 +105,7 @@ class LayoutBatch:
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
         """From Layout objects."""
-        columns = {
+        columns: dict[str, list[Any]] = {
             **{
                 name: [getattr(layout, name) for layout in layouts]
                 for name in (
@@ -105,8 +125,14 @@ class LayoutBatch:
             "sequence_parallel": [int(layout.sequence_parallel) for layout in layouts],
             "recompute": [RECOMPUTES.index(layout.recompute) for layout in layouts],
             "schedule": [SCHEDULES.index(layout.schedule) for layout in layouts],
+            "offload": [OFFLOADS.index(layout.offload) for layout in layouts],
+            "offload_to_storage": [int(layout.offload_to == "storage") for layout in layouts],
         }
-        return cls(**{name: np.array(column, dtype=np.int64) for name, column in columns.items()})
+        arrays: dict[str, Any] = {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
+        fractions: dict[str, Any] = {
+            name: np.array([getattr(layout, name) for layout in layouts], dtype=np.float64) for name in _FRACTIONS
+        }
+        return cls(**arrays, **fractions)
 
     def layout(self, idx: int) -> Layout:
         """One entry as a Layout."""
@@ -124,6 +150,11 @@ class LayoutBatch:
             zero_stage=int(self.zero_stage[idx]),  # type: ignore[arg-type]
             sequence_parallel=bool(self.sequence_parallel[idx]),
             recompute=RECOMPUTES[self.recompute[idx]],
+            recompute_fraction=float(self.recompute_fraction[idx]),
+            offload=OFFLOADS[self.offload[idx]],
+            offload_fraction=float(self.offload_fraction[idx]),
+            offload_activations=float(self.offload_activations[idx]),
+            offload_to="storage" if self.offload_to_storage[idx] else "host",
         )
 
     def degrees(self, idx: int) -> tuple[int, int, int, int]:

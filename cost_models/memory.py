@@ -45,6 +45,7 @@ class StageContents:
 
     params: Array
     expert_params: Array
+    trained: Array
     root_params: Array
     block_params: Array
     activation_bytes: Array
@@ -69,11 +70,13 @@ class StepShape:
     num_microbatches: Array
     in_flight: Array
     num_neighbours: Array
+    offload: Array
+    offload_fraction: Array
 
 
 def has_copies(layout: Any, workload: Workload) -> Array:
     """Whether parameters are gathered or cast by fully_shard; ``layout`` has dp_replicate and dp_shard, numbers or arrays."""
-    return (layout.dp_shard * layout.dp_replicate > 1) | (workload.precision != "fp32")
+    return (layout.dp_shard * layout.dp_replicate > 1) | (workload.precision not in ("fp32", "bf16"))
 
 
 def sharded_params(params: Array, expert_params: Array, num_shards: Array, expert_shards: Array) -> Array:
@@ -97,10 +100,12 @@ def in_flight(
 def stage_memory(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
     b, ours = workload.compute_bytes, workload.engine == "fsdp2"
-    sharded = sharded_params(stage.params, stage.expert_params, step.dp_shard, step.expert_shards)
+    sharded = sharded_params(stage.trained, stage.expert_params, step.dp_shard, step.expert_shards)
     copies = has_copies(step, workload)
-    gathered = b * np.where(step.zero_stage == 3, stage.root_params + 2 * stage.block_params, stage.params)
-    kept, final = _gradients(stage, step, ours=ours)
+    in_pieces = (step.zero_stage == 3) | (step.offload == 2)
+    gathered = b * np.where(in_pieces, stage.root_params + 2 * stage.block_params, stage.trained)
+    kept, final = _gradients(stage, step, workload, ours=ours)
+    on_device = 1.0 - np.where(step.offload > 0, step.offload_fraction, 0.0)
     loss = {
         "gradients": kept,
         "unsharded": np.where(copies, gathered, 0.0),
@@ -115,22 +120,41 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     }
     at_loss = total_bytes(loss) >= total_bytes(update)
     return {
-        "parameters": 4.0 * sharded,
-        "optimizer": float(workload.optimizer_bytes) * sharded,
+        "parameters": _parameters(stage, step, workload, on_device),
+        "optimizer": float(workload.optimizer_bytes) * sharded * on_device,
         "temporary": stage.working_bytes + _buffers(stage, step, copies, workload) + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
 
 
-def _gradients(stage: StageContents, step: StepShape, *, ours: bool) -> tuple[Array, Array]:
+def _parameters(stage: StageContents, step: StepShape, workload: Workload, on_device: Array) -> Array:
+    """Bytes of the trained parameters as the optimizer sees them, as far as they are on the device, and of frozen ones.
+
+    Of trained parameters whose masters are on the host a shard in the compute dtype remains under zero 3 (below it, the copies
+    that every pass uses are counted as unsharded); offloaded parameters leave nothing.
+    """
+    shard = sharded_params(stage.trained, stage.expert_params, step.dp_shard, step.expert_shards)
+    left_behind = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - on_device), 0.0)
+    trained = shard * (workload.master_bytes * on_device + left_behind)
+    frozen = 0.0
+    if workload.adapters is not None:
+        is_sharded = step.zero_stage == 3
+        frozen = workload.adapters.frozen_bytes * stage.params / np.where(is_sharded, step.dp_shard, 1)
+    return np.where(step.offload == 2, 0.0, trained + frozen)
+
+
+def _gradients(stage: StageContents, step: StepShape, workload: Workload, *, ours: bool) -> tuple[Array, Array]:
     """Bytes of gradients when the last backward pass begins, and when it has ended.
 
     Other engines than fsdp2 hold one fp32 buffer for the whole time: all of it below zero_stage 2, else this rank's shard.
     """
-    whole = 4.0 * stage.params
-    sharded = 4.0 * sharded_params(stage.params, stage.expert_params, step.dp_shard, step.expert_shards)
+    whole = float(workload.master_bytes) * stage.trained
+    owned = sharded_params(stage.trained, stage.expert_params, step.dp_shard, step.expert_shards)
+    sharded = float(workload.master_bytes) * owned
     if not ours:
         buffer = np.where(step.zero_stage >= 2, sharded, whole)
+        if workload.engine == "deepspeed":  # each shard leaves for the host as soon as it is reduced
+            buffer = np.where((step.zero_stage >= 2) & (step.offload > 0), 0.0, buffer)
         return buffer, buffer
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.
@@ -141,7 +165,7 @@ def _gradients(stage: StageContents, step: StepShape, *, ours: bool) -> tuple[Ar
 def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Workload) -> Array:
     """Gradients of one unit in the compute dtype, input and output of its fp32 reduction; receive buffers of a pipeline."""
     b = workload.compute_bytes
-    unit = np.maximum(stage.block_params, stage.root_params)
+    unit = np.maximum(stage.block_params, stage.root_params) * stage.trained / stage.params
     reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit if workload.engine == "fsdp2" else b * unit
     # torch's pipelining allocates receive buffers for every micro-batch once; others only for those in flight.
     waiting = step.num_microbatches if workload.engine == "fsdp2" else np.minimum(step.in_flight, 2)

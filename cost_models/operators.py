@@ -25,7 +25,10 @@ Layer = Embedding | Block | Head | MTPHead
 
 @dataclass(frozen=True)
 class Gemm:
-    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows); ``routed`` ones are experts."""
+    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows).
+
+    ``routed`` ones are experts; ``frozen`` ones have no wgrad.
+    """
 
     name: str
     n: int
@@ -34,6 +37,7 @@ class Gemm:
     rows_per_token: int = 1
     num_matrices: int = 1
     routed: bool = False
+    frozen: bool = False
 
     @property
     def num_params(self) -> int:
@@ -162,7 +166,9 @@ def _attention(
         operators.append(_passes("rotary", rotated, kernels.rotary, "column"))
     longest, width = min(attention.window or seq_len, seq_len), attention.head_dim
     operators.append(
-        FusedAttention("attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads)
+        FusedAttention(
+            "attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads
+        )
     )
     operators.append(Gemm("attention_out", hidden_dim, q, "row"))
     return tuple(operators)
@@ -221,13 +227,18 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, kernels: EngineKernels) -> tuple[
     return (router, dispatch, *experts, *shared)
 
 
-def model_flops_per_token(layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int) -> float:
-    """FLOPs a training step needs per token: forward plus backward, no recompute, causal attention counted once."""
+def model_flops_per_token(
+    layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int, *, frozen: bool = False
+) -> float:
+    """FLOPs a training step needs per token: forward plus backward, no recompute, causal attention counted once.
+
+    A frozen model needs no gradients of its weights: four FLOPs for each instead of six (its adapters are left out).
+    """
     total = 0.0
     for layer, count in layers:
         for op in layer_operators(layer, hidden_dim, seq_len):
             if isinstance(op, Gemm):
-                total += count * 6 * op.n * op.k * op.rows_per_token
+                total += count * (4 if frozen else 6) * op.n * op.k * op.rows_per_token
             elif isinstance(op, FusedAttention):
                 total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
     return total

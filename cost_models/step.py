@@ -19,14 +19,18 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
+from .host_memory import host_update_s_per_param
 from .interval import time_interval
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
 from .pipeline import pipelined_lower_bound_s, pipelined_s
 
-_UPDATE_BYTES_PER_PARAM = {"adamw": 28.0, "sgd": 12.0}
+_UPDATE_BYTES_PER_PARAM = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 """Read parameter, gradient and states, write parameter and states, fp32."""
+
+_NEWTON_SCHULZ_FLOPS = 25.0
+"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b], a <= b."""
 
 
 @dataclass(frozen=True)
@@ -115,23 +119,32 @@ class SpaceCosts:
         if not self.model.tie_embeddings:
             return np.asarray(edges)
         b = self.batch
+        if self.workload.adapters is not None:
+            return np.asarray(edges)  # frozen copies have no gradients
         share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_shards
         distance = b.stage_ranks * (b.pp - 1)
         both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.cluster)
         return np.asarray(edges + np.where(b.pp > 1, both, 0.0))
 
     def update_s(
-        self, params: FloatArray | float, expert_params: FloatArray | float, at: int | slice = slice(None)
+        self, trained: FloatArray | float, expert_params: FloatArray | float, at: int | slice = slice(None)
     ) -> FloatArray:
-        """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank, under layouts ``at``."""
-        rates, b = device_rates(self.cluster, self.workload), self.batch
-        owned = memory.sharded_params(params, expert_params, b.num_shards[at], b.expert_shards[at])
-        return elementwise_update_s(np.asarray(owned), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates)
+        """Seconds of the optimizer on a stage with ``trained`` parameters per tensor-parallel rank, under layouts ``at``."""
+        b, workload = self.batch, self.workload
+        rates = device_rates(self.cluster, workload)
+        share = np.asarray(memory.sharded_params(trained, expert_params, b.num_shards[at], b.expert_shards[at]))
+        update_bytes = _UPDATE_BYTES_PER_PARAM[workload.optimizer] * workload.master_bytes / 4
+        seconds = elementwise_update_s(share, update_bytes, rates)
+        if workload.optimizer == "muon":
+            seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * self.model.hidden_dim / rates.gemm_flops_per_s
+        away = np.where(b.offload[at] > 0, b.offload_fraction[at], 0.0)
+        on_host = host_update_s_per_param(workload, self.cluster, b.offload_to_storage[at], update_bytes)
+        return np.asarray((1 - away) * seconds + away * share * on_host)
 
     def once_per_layer_s(self, idx: int) -> FloatArray:
         """What each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
         exposed = np.array([seconds[idx] for seconds in self.dp_exposed_by_kind])[self.kind_of_layer]
-        return exposed + self.update_s(self.per_layer("num_params", idx), self.per_layer("expert_params", idx), idx)
+        return exposed + self.update_s(self.per_layer("num_trained", idx), self.per_layer("expert_params", idx), idx)
 
     @cached_property
     def block_params(self) -> FloatArray:
@@ -170,14 +183,15 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     b = costs.batch
     busy = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
     exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
-    params, expert_params = costs.total("num_params") / b.pp, costs.total("expert_params") / b.pp
+    params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
     time = (
         pipelined_lower_bound_s(busy, b.num_microbatches, b.pp, b.num_model_chunks)
         + exposed
-        + costs.update_s(params, expert_params)
+        + costs.update_s(trained, expert_params)
     )
     contents = memory.StageContents(
         params=params,
+        trained=trained,
         expert_params=expert_params,
         root_params=np.where(b.pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
@@ -215,6 +229,8 @@ def _step_shape(
         num_microbatches=batch.num_microbatches[at],
         in_flight=in_flight,
         num_neighbours=num_neighbours,
+        offload=batch.offload[at],
+        offload_fraction=batch.offload_fraction[at],
     )
 
 
@@ -230,6 +246,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
     head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
     return memory.StageContents(
         params=span(params),
+        trained=span(costs.per_layer("num_trained", idx)),
         expert_params=span(costs.per_layer("expert_params", idx)),
         root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
         block_params=costs.block_params[idx],
@@ -288,7 +305,7 @@ def _time_breakdown(
         bubble=max(
             0.0, float(pipelined_s(busy, m, costs.batch.num_model_chunks[idx]) - m * busy[slowest])
         ),  # rounding can leave -1e-16 for one stage
-        optimizer=float(np.max(costs.update_s(contents.params, contents.expert_params, idx))),
+        optimizer=float(np.max(costs.update_s(contents.trained, contents.expert_params, idx))),
     )
     inside = (tp_forward + cp_forward + ep_forward, tp_backward + cp_backward + ep_backward)
     return parts, (forward + inside[0], backward + recompute + inside[1])
@@ -303,7 +320,8 @@ def _assemble(
     time, allocated = breakdown_s.total, stages[fullest].memory_bytes.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
-    flops = model_flops_per_token(layers, model.hidden_dim, workload.seq_len) * tokens_per_s
+    is_frozen = workload.adapters is not None
+    flops = model_flops_per_token(layers, model.hidden_dim, workload.seq_len, frozen=is_frozen) * tokens_per_s
     upper = float(memory.upper_bytes(allocated, cluster))
     return Estimate(
         step_time_s=time,

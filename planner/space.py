@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..cost_models.layouts import RECOMPUTES, SCHEDULES, IntArray, LayoutBatch
+from ..cost_models.layouts import RECOMPUTES, SCHEDULES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.rules import RULES, Facts, model_facts
+from ..schema.rules import RULES, RUNTIME_RULES, Facts, model_facts
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -60,6 +60,8 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
             )
         },
         sequence_parallel=columns["sequence_parallel"],
+        offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
+        recompute_fraction=fixed.get("recompute_fraction", 1.0),
         one_f_one_b=columns["schedule"] == SCHEDULES.index("1f1b"),
         world_size=cluster.num_devices,
         scaleup_domain=cluster.scaleup_domain,
@@ -69,7 +71,7 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
     )
     keep = np.ones(len(columns["tp"]), dtype=bool)
     excluded, reasons = {}, []
-    for rule in RULES:
+    for rule in RULES + RUNTIME_RULES:
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         excluded[rule.name] = len(broken)
@@ -78,7 +80,8 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
         keep &= holds
     if not keep.any():
         raise _nothing_left(model, workload, cluster, fixed, reasons)
-    batch = LayoutBatch(num_microbatches=facts.num_microbatches, **columns).select(keep)
+    arrays |= not_searched(len(keep))
+    batch = LayoutBatch(num_microbatches=facts.num_microbatches, **arrays).select(keep)
     return Space(batch, excluded)
 
 

@@ -30,6 +30,7 @@ class PeakFlops(Frozen):
     fp16: PositiveFloat | None = None
     bf16: PositiveFloat | None = None
     fp8: PositiveFloat | None = None
+    fp4: PositiveFloat | None = None
 
 
 class GemmFit(Frozen):
@@ -111,6 +112,7 @@ class NodeGroup(Frozen):
     devices_per_node: PositiveInt
     host_memory_bytes: PositiveInt | None = None
     host_link_bytes_per_s: PositiveFloat | None = None
+    storage_bytes_per_s: PositiveFloat | None = None
 
     @property
     def num_devices(self) -> int:

@@ -11,6 +11,7 @@ from .base import Count, Frozen
 from .errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "parameters"]
 Schedule = Literal["gpipe", "1f1b"]
 
 
@@ -32,6 +33,12 @@ class Layout(Frozen):
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
         recompute: activations recomputed in the backward pass: none; selective keeps the outputs of matrix products and
             of attention; full keeps the input of each block.
+        recompute_fraction: part of each stage's blocks that recompute; the others keep everything.
+        offload: what lies in the memory of the host instead of the device's: the optimizer states with the fp32 parameters, which
+            the host updates; and the parameters too, which come back for every pass.
+        offload_fraction: part of the optimizer states that is offloaded; offloaded parameters are so as a whole.
+        offload_activations: part of the kept activations that waits for the backward pass in the host's memory.
+        offload_to: host memory or, beyond it, the node's storage.
     """
 
     dp_replicate: Count = 1
@@ -47,6 +54,11 @@ class Layout(Frozen):
     zero_stage: Literal[0, 1, 2, 3] = Field(default_factory=_default_zero_stage)
     sequence_parallel: bool = Field(default_factory=lambda data: data.get("tp", 1) > 1)
     recompute: Recompute = "none"
+    recompute_fraction: float = Field(default=1.0, gt=0, le=1)
+    offload: Offload = "none"
+    offload_fraction: float = Field(default=1.0, gt=0, le=1)
+    offload_activations: float = Field(default=0.0, ge=0, le=1)
+    offload_to: Literal["host", "storage"] = "host"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -57,6 +69,8 @@ class Layout(Frozen):
             )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1")
+        if self.offload == "parameters" and (self.offload_fraction < 1 or self.zero_stage not in (0, 3)):
+            raise ValueError("offload of parameters needs offload_fraction 1 and zero_stage 3 (or one rank)")
         return self
 
     @property
@@ -109,7 +123,14 @@ class Layout(Frozen):
         parts = [f"{name}={getattr(self, name)}" for name in degrees if getattr(self, name) > 1]
         if self.dp_shard > 1:
             parts.append(f"zero={self.zero_stage}")
-        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}"]
+        part = f"x{self.recompute_fraction:g}" if self.recompute_fraction < 1 else ""
+        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}{part}"]
+        if self.offload != "none":
+            parts.append(
+                f"offload={self.offload}" + (f"x{self.offload_fraction:g}" if self.offload_fraction < 1 else "")
+            )
+        if self.offload_activations:
+            parts.append(f"offload_activations={self.offload_activations:g}")
         if self.pp > 1:
             parts.append(self.schedule)
         return " ".join(parts)
@@ -151,13 +172,14 @@ def parse_assignments(text: str) -> dict[str, Any]:
 
 
 def _parse_value(name: str, value: str) -> Any:
-    if name in ("schedule", "recompute") or name not in Layout.model_fields:
+    if name in ("schedule", "recompute", "offload", "offload_to") or name not in Layout.model_fields:
         return value
     if name == "sequence_parallel":
         if value not in ("true", "false"):
             raise ConfigError(f"sequence_parallel = {value!r}: must be true or false")
         return value == "true"
+    is_fraction = Layout.model_fields[name].annotation is float
     try:
-        return int(value)
+        return float(value) if is_fraction else int(value)
     except ValueError:
-        raise ConfigError(f"{name} = {value!r}: must be a whole number") from None
+        raise ConfigError(f"{name} = {value!r}: must be a {'number' if is_fraction else 'whole number'}") from None

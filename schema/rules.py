@@ -36,6 +36,8 @@ class Facts:
     sequence_parallel: IntLike
     one_f_one_b: IntLike
     world_size: int
+    offloads: IntLike
+    recompute_fraction: IntLike
     scaleup_domain: int
     seq_len: int
     global_batch_size: int
@@ -134,7 +136,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_per_cp",
         lambda f: (f.cp == 1) | (f.seq_len % (2 * f.cp) == 0),
-        lambda f: f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (each rank works on two pieces, for even causal work)",
+        lambda f: (
+            f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (each rank works on two pieces, for even causal work)"
+        ),
     ),
     Rule(
         "layers_per_stage",
@@ -161,7 +165,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "expert_ffn_per_etp",
         lambda f: _all_divide(f.expert_ffn_dims, f.expert_tp),
-        lambda f: f"expert width {_not_dividing(f.expert_ffn_dims, f.expert_tp)} does not divide over {f.expert_tp} ranks",
+        lambda f: (
+            f"expert width {_not_dividing(f.expert_ffn_dims, f.expert_tp)} does not divide over {f.expert_tp} ranks"
+        ),
     ),
     Rule(
         "expert_ranks",
@@ -171,7 +177,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "tokens_of_experts",
         lambda f: f.experts_follow_tp | (f.tp == 1) | (f.sequence_parallel != 0),
-        lambda f: f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times",
+        lambda f: (
+            f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times"
+        ),
     ),
 )
 """What any engine needs."""
@@ -201,6 +209,16 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         lambda f: (
             f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each"
         ),
+    ),
+    Rule(
+        "offload",
+        lambda f: f.offloads == 0,
+        lambda f: "offloading to the host is predicted, but this version does not execute it",
+    ),
+    Rule(
+        "recompute_of_all_blocks",
+        lambda f: f.recompute_fraction == 1,
+        lambda f: f"recompute of {f.recompute_fraction:g} of the blocks: this version recomputes all of them or none",
     ),
 )
 """What our runtime executes, and executes well, besides."""
@@ -244,6 +262,8 @@ def layout_facts(
     return Facts(
         **{name: getattr(layout, name) for name in degrees},
         sequence_parallel=int(layout.sequence_parallel),
+        offloads=int(layout.offload != "none" or layout.offload_activations > 0),
+        recompute_fraction=layout.recompute_fraction,
         one_f_one_b=int(layout.schedule == "1f1b"),
         world_size=world_size,
         scaleup_domain=scaleup_domain,
@@ -280,9 +300,13 @@ def require_valid(
 
 def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
     """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
-    reasons = []
-    if workload is not None and workload.precision == "fp8":
-        reasons.append("fp8")
+    reasons: list[str] = []
+    if workload is not None and workload.precision in ("fp8", "nvfp4", "bf16"):
+        reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
+    if workload is not None and workload.adapters is not None:
+        reasons.append("low-rank adapters beside a frozen model")
+    if workload is not None and workload.optimizer == "muon":
+        reasons.append("muon")
     if model.rope is None or model.rope.scaling not in ("none", "linear", "llama3"):
         reasons.append(f"position embedding {model.rope.scaling if model.rope else 'learned'}")
     if any(run.layer.kind == "mtp" for run in model.layers):

@@ -6,9 +6,32 @@ from typing import Literal
 
 from .base import Count, Frozen
 
-Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
-Optimizer = Literal["adamw", "sgd"]
+Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
+Optimizer = Literal["adamw", "sgd", "muon"]
 Engine = Literal["fsdp2", "megatron", "deepspeed"]
+
+FrozenStorage = Literal["16-bit", "8-bit", "nf4"]
+
+
+class LowRank(Frozen):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model is frozen, and beside each chosen product W [n, k] an A [rank, k]
+    and a B [n, rank] are trained.
+
+    Attributes:
+        targets: products with an adapter: q, k and v as one (qkv), the output projection (out), those of the feed-forward part.
+        frozen: how the frozen products are stored; nf4 is dequantised before each use (QLoRA, arXiv:2305.14314).
+        dropout: the adapter's input passes a dropout, whose output is kept beside it.
+    """
+
+    rank: Count = 16
+    targets: tuple[Literal["qkv", "out", "mlp"], ...] = ("qkv", "out")
+    frozen: FrozenStorage = "16-bit"
+    dropout: bool = True
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of one frozen weight of a product: nf4 has 4 bits and a 32-bit scale for each 64 weights."""
+        return {"16-bit": 2.0, "8-bit": 1.0, "nf4": 4.5 / 8}[self.frozen]
 
 
 class Workload(Frozen):
@@ -17,10 +40,12 @@ class Workload(Frozen):
     Attributes:
         seq_len: tokens of one sequence.
         global_batch_size: sequences of one step over the whole cluster.
-        precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32.
-        optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
+        precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32; bf16 keeps
+            parameters, gradients and optimizer states in bf16.
+        optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
+        adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
 
@@ -30,6 +55,7 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
+    adapters: LowRank | None = None
     engine: Engine = "fsdp2"
 
     @property
@@ -44,5 +70,10 @@ class Workload(Frozen):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state for one parameter."""
-        return {"adamw": 8, "sgd": 0}[self.optimizer]
+        """Bytes of optimizer state for one trained parameter."""
+        return {"adamw": 2, "muon": 1, "sgd": 0}[self.optimizer] * self.master_bytes
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of one element of trained parameters, their gradients and optimizer states, as the optimizer sees them."""
+        return 2 if self.precision == "bf16" else 4

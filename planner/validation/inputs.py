@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
 from ...schema.workload import Precision
-from .machines import cluster_of
+from .features import (
+    DRIVE_BYTES_PER_S,
+    adapters_of,
+    base_precision,
+    differs_by_stage,
+    is_adapted,
+    is_pure_bf16,
+    offload_of,
+    recompute_part,
+)
+from .machines import cluster_of, with_drives
 from .models import model_of
 from .rows import RunRow
 
@@ -67,7 +77,9 @@ BALANCED_STAGES: tuple[Default, ...] = (
 )
 
 EXPERTS_FOLLOW_TP: tuple[Default, ...] = (
-    Default("Megatron-Bridge|Megatron-Core/NeMo", False, "Megatron-Bridge's recipes set expert_tensor_parallel_size = 1"),
+    Default(
+        "Megatron-Bridge|Megatron-Core/NeMo", False, "Megatron-Bridge's recipes set expert_tensor_parallel_size = 1"
+    ),
     Default(
         "Megatron|NeMo|Pai|Primus|FlagScale",
         True,
@@ -77,7 +89,7 @@ EXPERTS_FOLLOW_TP: tuple[Default, ...] = (
 )
 
 PRECISIONS: dict[str, Precision] = {
-    "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32",
+    "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32", "nvfp4": "nvfp4",
 }  # fmt: skip
 
 ENGINE: tuple[Default, ...] = (
@@ -90,19 +102,16 @@ ENGINE: tuple[Default, ...] = (
 )
 
 SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
-    ("not modelled: LoRA", lambda r: "lora" in (r.task + r.sharding_class + r.precision_class + r.optimizer).lower()),
-    ("not modelled: adapters", lambda r: r.task.startswith(("adapter", "finetune-peft"))),
-    ("not modelled: offload", lambda r: r.offload not in ("", "none")),
-    ("not modelled: recompute that differs by layer", lambda r: r.recompute_class == "custom"),
-    ("not modelled: schedule", lambda r: bool(r.vpp) and not r.vpp.isdigit()),
-    ("not modelled: optimizer", lambda r: r.optimizer.lower() == "muon"),
-    ("precision without a rate", lambda r: r.precision_class not in ("", "unknown", *PRECISIONS)),
+    ("mapping: stages have different numbers of devices", differs_by_stage),
+    ("precision not known", lambda r: base_precision(r) not in ("", "unknown", *PRECISIONS)),
     ("mapping not stated", lambda r: r.seq_len is None or r.micro_batch is None or r.tp is None or r.pp is None),
 )
 """Reason and condition; a feature that the cost model learns loses its line here (and gains one in `_layout`)."""
 
 APPROXIMATE: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
-    ("pure bf16", lambda r: "PURE" in r.sharding or (r.task.startswith("finetune") and "LitGPT" in r.framework)),
+    ("adapter", lambda r: r.task.startswith(("adapter", "finetune-peft"))),  # prefix or scales as an adapter of rank 1
+    ("schedule", lambda r: bool(r.vpp) and not r.vpp.isdigit()),  # a zero-bubble schedule as two interleaved chunks
+    ("recompute by operator", lambda r: r.recompute_class == "custom"),  # as the same part of the blocks
     ("mxfp8", lambda r: r.precision_class == "mxfp8"),  # the rate of fp8
 )
 """Name and condition of what stands in for something else."""
@@ -180,7 +189,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     approximated = tuple(name for name, applies in APPROXIMATE if applies(row))
     return RunInputs(
         model=model.spec,
-        cluster=cluster.spec,
+        cluster=_with_storage(cluster.spec, row),
         workload=workload,
         layout=layout,
         balanced_stages=default_of(row.framework, BALANCED_STAGES),
@@ -202,16 +211,49 @@ def _layout(row: RunRow, assumed: _Assumed) -> Layout:
         pp=pp,
         ep=row.ep or 1,
         etp=_expert_tp(row, dp * cp * tp, assumed),
-        num_model_chunks=int(row.vpp or 1) if pp > 1 else 1,
+        num_model_chunks=(int(row.vpp or 1) if row.vpp.isdigit() or not row.vpp else 2) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
         zero_stage=stage if group * cp > 1 else 0,
         sequence_parallel=tp > 1 and _sequence_parallel(row, assumed),
-        recompute=_recompute(row, assumed),
+        **_recompute_fields(row, assumed),
+        **_offload_fields(row, stage if group > 1 else 0),
     )
+
+
+def _recompute_fields(row: RunRow, assumed: _Assumed) -> dict[str, Any]:
+    """Which recompute, and of which part of the blocks."""
+    part = recompute_part(row) if row.recompute_class not in ("none", "unknown", "") else None
+    if row.recompute_class == "custom":
+        choice: Recompute = "full" if part is None or part > 0 else "none"
+    else:
+        choice = _recompute(row, assumed)
+    if row.recompute_class == "selective" and part is not None:
+        choice = "full"  # some whole layers
+    return {"recompute": choice, "recompute_fraction": part if part and choice != "none" else 1.0}
+
+
+def _offload_fields(row: RunRow, zero_stage: int) -> dict[str, Any]:
+    choice = offload_of(row)
+    away = choice.offload
+    if away == "parameters" and zero_stage in (1, 2):
+        away = "optimizer"  # whole parameters are not offloaded
+    return {
+        "offload": away,
+        "offload_fraction": choice.offload_fraction,
+        "offload_activations": choice.offload_activations,
+        "offload_to": "storage" if choice.num_drives else "host",
+    }
+
+
+def _with_storage(cluster: ClusterSpec, row: RunRow) -> ClusterSpec:
+    drives = offload_of(row).num_drives
+    return with_drives(cluster, drives * DRIVE_BYTES_PER_S) if drives else cluster
 
 
 def _zero_stage(row: RunRow, assumed: _Assumed) -> Any:
     name = row.sharding_class
+    if name == "lora":
+        return 0  # the frozen model is whole on every rank
     if name not in ("none", "zero1", "zero2", "zero3", "hybrid"):
         name = assumed.default("sharding", SHARDING)
     if name == "hybrid":
@@ -265,17 +307,19 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
     if batch is None:
         batch = layout.dp * layout.micro_batch_size * (row.grad_accum or 1)
         assumed.taken.append("global_batch=one pass")
-    precision = row.precision_class
+    precision = base_precision(row)
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
     keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
+    found = adapters_of(row)
+    assumed.taken.extend(found[1] if found else ())
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
-        precision=PRECISIONS[precision],
+        precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
+        optimizer="muon" if row.optimizer.lower() == "muon" else "adamw",
+        adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
-
-

@@ -90,13 +90,20 @@ def _cluster(
     if memory_gib and abs(memory_gib * GIB / device.memory_bytes - 1) > MEMORY_TOLERANCE:
         device = device.replace(memory_bytes=int(memory_gib * GIB))
     node = math.gcd(n_gpus, min(per_node or entry["devices_per_node"], n_gpus))
-    group = NodeGroup(device=device, num_nodes=n_gpus // node, devices_per_node=node)
+    host_link = entry.get("host_link_bytes_per_s")
+    group = NodeGroup(device=device, num_nodes=n_gpus // node, devices_per_node=node, host_link_bytes_per_s=host_link)
     scale_up = SCALE_UP.get(gpu_type.lower(), entry["scaleup"])
     levels = derived_levels([(group, {**entry, "scaleup": scale_up})])
     if levels[-1].link.kind == "scale-out":
         link = network(inter, devices_per_node=per_node or entry["devices_per_node"], default=entry["scaleout"])
         levels = (*levels[:-1], LinkLevel(link=link, domain_size=n_gpus))
     return RowCluster(ClusterSpec(name=f"{n_gpus}x{name}", groups=(group,), levels=levels), tuple(approximated))
+
+
+@cache
+def with_drives(spec: ClusterSpec, rate_bytes_per_s: float) -> ClusterSpec:
+    """The cluster with storage of this rate in every node."""
+    return spec.replace(groups=tuple(group.replace(storage_bytes_per_s=rate_bytes_per_s) for group in spec.groups))
 
 
 def _device_name(text: str) -> str | None:

@@ -89,6 +89,7 @@ class RunRow:
     seq_parallel: str = ""
     recompute: str = ""
     recompute_class: str = ""
+    precision: str = ""
     precision_class: str = ""
     offload: str = ""
     optimizer: str = ""
@@ -99,6 +100,7 @@ class RunRow:
     status: str = "ok"
     quality: str = "A"
     flag: str = ""
+    notes: str = ""
 
     @property
     def part(self) -> Part:
