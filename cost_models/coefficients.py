@@ -53,18 +53,26 @@ class HostCosts(NamedTuple):
         collective_s: one tensor-parallel collective.
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
+        pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
     """
 
     operator_s: float
     collective_s: float
     fsdp_unit_s: float
     adds: bool
+    pipelined_collective_s: float = 0.0
 
 
 def host_costs(device: Device, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
     c = coefficients()["host"][workload.engine]
-    return HostCosts(c["operator_s"], c["collective_s"], c["fsdp_unit_s"], adds=device.vendor == "cpu")
+    return HostCosts(
+        c["operator_s"],
+        c["collective_s"],
+        c["fsdp_unit_s"],
+        adds=device.vendor == "cpu",
+        pipelined_collective_s=c.get("pipelined_collective_s", 0.0),
+    )
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:

@@ -13,9 +13,10 @@ import numpy as np
 from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, Embedding, Head, MTPHead
 from .activations import Kernels, Saved, saved_elements
-from .coefficients import device_rates, host_costs
+from .coefficients import coefficients, device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
+from .engines import gradient_bytes, num_collectives
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .memory import has_copies
 from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
@@ -62,7 +63,8 @@ def layer_cost(
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
     compute = _compute_s(layer, operators, times, tp_s, batch, workload, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
-    gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
+    num_tensors = sum(isinstance(op, Gemm) for op in operators) + 2 * isinstance(layer, Block | MTPHead)
+    gather, reduce = _data_parallel_s(num_params, num_tensors, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
     return LayerCost(*compute, *tp_s, gather, reduce, num_params, kept, working)
 
@@ -99,7 +101,8 @@ def _compute_s(
     keeps_attention = workload.attention == "flash"
     recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
-    per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
+    beside_pipeline = np.where((batch.pp > 1) & (cluster.num_nodes > 1), batch.tp, 0) * host.pipelined_collective_s
+    per_pass = collectives * (host.collective_s + beside_pipeline) + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s
@@ -173,15 +176,20 @@ def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
 
 
 def _data_parallel_s(
-    num_params: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+    num_params: FloatArray, num_tensors: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> tuple[FloatArray, FloatArray]:
-    """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of fp32 gradients."""
+    """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of gradients.
+
+    Where the engine runs them tensor by tensor, each further one costs the steps of a ring: its latency is not shared.
+    """
     stride = batch.tp
+    further = num_collectives(batch, workload, num_tensors) - 1
+    steps_s = further * batch.dp_shard * coefficients()["data_parallel"]["tensor_step_s"]
+    size = num_params * gradient_bytes(workload)
     gather = collective_s("all_gather", num_params * workload.compute_bytes, batch.dp_shard, stride, cluster)
-    scatter = collective_s("reduce_scatter", num_params * 4.0, batch.dp_shard, stride, cluster)
-    shard_bytes = num_params * 4.0 / batch.dp_shard
-    replicate = collective_s("all_reduce", shard_bytes, batch.dp_replicate, stride * batch.dp_shard, cluster)
-    return gather, scatter + replicate
+    scatter = collective_s("reduce_scatter", size, batch.dp_shard, stride, cluster)
+    replicate = collective_s("all_reduce", size / batch.dp_shard, batch.dp_replicate, stride * batch.dp_shard, cluster)
+    return gather + steps_s, scatter + replicate + steps_s
 
 
 def _activation_bytes(

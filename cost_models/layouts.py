@@ -34,6 +34,11 @@ class LayoutBatch:
     recompute: IntArray
     schedule: IntArray
 
+    @property
+    def dp(self) -> IntArray:
+        """Ranks that see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
     def __len__(self) -> int:
         return len(self.tp)
 

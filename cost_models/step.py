@@ -19,9 +19,11 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
+from .engines import hides
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
+from .overlap import exposed_s, pair_of
 from .pipeline import pipelined_lower_bound_s, pipelined_s
 
 _UPDATE_BYTES_PER_PARAM = {"adamw": 28.0, "sgd": 12.0}
@@ -91,13 +93,16 @@ class SpaceCosts:
         b = self.batch
         forward = self.overlap * (cost.forward_s + cost.tp_forward_s)
         backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.tp_backward_s)
+        gather_hides, reduction_hides = hides(b, self.workload)
+        forward, backward = forward * gather_hides, backward * reduction_hides
         if self.workload.engine == "fsdp2":
             # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
             backward = np.where(b.pp > 1, 0.0, backward)
         # The head stays gathered: its backward pass follows at once.
         gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
-        in_forward = np.maximum(cost.gather_s - forward, 0.0)
-        in_backward = np.maximum(gather_backward + cost.reduce_s - backward, 0.0)
+        gathers, reduces = pair_of(b.dp_shard, b.tp, self.cluster), pair_of(b.dp, b.tp, self.cluster)
+        in_forward = exposed_s(forward, cost.gather_s, gathers)
+        in_backward = exposed_s(backward, gather_backward + cost.reduce_s, reduces)
         return np.asarray(self._passes * (in_forward + in_backward))
 
     @cached_property

@@ -8,7 +8,7 @@ from .base import Count, Frozen
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
-Engine = Literal["fsdp2", "megatron", "deepspeed"]
+Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo"]
 
 
 class Workload(Frozen):

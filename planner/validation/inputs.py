@@ -71,6 +71,8 @@ ENGINE: tuple[Default, ...] = (
     Default(
         "torchtitan|llm-foundry|fms-fsdp|.*FSDP|LitGPT", "fsdp2", "torch's fully sharded data parallelism and kernels"
     ),
+    Default("nanotron", "nanotron", "its own engine"),
+    Default("InternEvo", "internevo", "its own engine"),
     Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )

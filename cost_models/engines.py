@@ -1,0 +1,65 @@
+"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients.
+
+| engine | fact | where it is seen |
+|---|---|---|
+| fsdp2 | prefetches the next layer's parameters, reduces in fp32 beside the next layer's backward pass | runtime/data_parallel.py |
+| megatron | bucketed reduction in fp32 beside the last backward pass, parameters gathered beside the next forward pass | Megatron-Core: overlap_grad_reduce and overlap_param_gather of its recipes |
+| deepspeed | reduces in the compute dtype after the backward pass, gathers after the step; ZeRO-3 prefetches | overlap_comm is false unless stage 3; communication_data_type follows the model |
+| nanotron | reduces in fp32 after the backward pass; ZeRO-1 cuts every tensor by itself | nanotron v0.5 optim/zero.py: reduce_scatter_coalesced, all_gather_coalesced |
+| internevo | reduces in the compute dtype beside the last backward pass; ZeRO-1 deals out whole tensors | InternEvo solver/optimizer/hybrid_zero_optim.py: reduce to the owner, broadcast of each owner's |
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..schema import Workload
+from ..schema.workload import Engine
+from .layouts import IntArray, LayoutBatch
+
+
+class EngineFacts(NamedTuple):
+    """Data parallelism of one engine.
+
+    Attributes:
+        gradient_dtype: in which gradients are reduced.
+        reduction_hides_from: lowest ZeRO stage at which gathers and reductions run beside compute.
+        gather_hides_from: the same for the gathers of parameters.
+        zero1_by_tensor: whether ZeRO-1 runs collectives tensor by tensor instead of on flat buckets.
+    """
+
+    gradient_dtype: Literal["fp32", "compute"]
+    reduction_hides_from: int
+    gather_hides_from: int
+    zero1_by_tensor: bool
+
+
+ENGINES: dict[Engine, EngineFacts] = {
+    "fsdp2": EngineFacts("fp32", 0, 0, zero1_by_tensor=False),
+    "megatron": EngineFacts("fp32", 0, 0, zero1_by_tensor=False),
+    "deepspeed": EngineFacts("compute", 3, 3, zero1_by_tensor=False),
+    "nanotron": EngineFacts("fp32", 3, 3, zero1_by_tensor=True),
+    "internevo": EngineFacts("compute", 0, 3, zero1_by_tensor=True),
+}
+
+
+def gradient_bytes(workload: Workload) -> int:
+    """Bytes of one element of a gradient while it is reduced."""
+    return 4 if ENGINES[workload.engine].gradient_dtype == "fp32" else workload.compute_bytes
+
+
+def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:
+    """1 where gathers, and where reductions, run beside compute, 0 where after it [N]."""
+    facts = ENGINES[workload.engine]
+    return (
+        np.asarray(batch.zero_stage >= facts.gather_hides_from, dtype=np.int64),
+        np.asarray(batch.zero_stage >= facts.reduction_hides_from, dtype=np.int64),
+    )
+
+
+def num_collectives(batch: LayoutBatch, workload: Workload, num_tensors: int) -> IntArray:
+    """Collectives of one layer's parameters [N]: one bucket, or one a tensor."""
+    by_tensor = ENGINES[workload.engine].zero1_by_tensor & (batch.zero_stage == 1)
+    return np.asarray(np.where(by_tensor, num_tensors, 1), dtype=np.int64)
