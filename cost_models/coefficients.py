@@ -54,6 +54,7 @@ class HostCosts(NamedTuple):
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
         pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
+        spanning_collective_s: the same without a pipeline, for a group that spans nodes.
     """
 
     operator_s: float
@@ -61,6 +62,7 @@ class HostCosts(NamedTuple):
     fsdp_unit_s: float
     adds: bool
     pipelined_collective_s: float = 0.0
+    spanning_collective_s: float = 0.0
 
 
 def host_costs(device: Device, workload: Workload) -> HostCosts:
@@ -72,6 +74,7 @@ def host_costs(device: Device, workload: Workload) -> HostCosts:
         c["fsdp_unit_s"],
         adds=device.vendor == "cpu",
         pipelined_collective_s=c.get("pipelined_collective_s", 0.0),
+        spanning_collective_s=c.get("spanning_collective_s", 0.0),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, Embedding, Head, MTPHead
 from .activations import Kernels, Saved, saved_elements
-from .coefficients import coefficients, device_rates, host_costs
+from .coefficients import HostCosts, coefficients, device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
 from .engines import gradient_bytes, num_collectives
@@ -101,8 +101,7 @@ def _compute_s(
     keeps_attention = workload.attention == "flash"
     recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
-    beside_pipeline = np.where((batch.pp > 1) & (cluster.num_nodes > 1), batch.tp, 0) * host.pipelined_collective_s
-    per_pass = collectives * (host.collective_s + beside_pipeline) + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
+    per_pass = collectives * (host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)) + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s
@@ -114,6 +113,13 @@ def _compute_s(
         np.maximum(backward, host_backward + host_recompute - recompute - tp_backward),
         recompute,
     )
+
+
+def _between_nodes_s(host: HostCosts, batch: LayoutBatch, cluster: ClusterSpec) -> FloatArray:
+    """What one rank adds to a tensor-parallel collective [N] because of traffic between nodes, where the engine is known for it."""
+    node = max(group.devices_per_node for group in cluster.groups)
+    chosen = [(batch.pp > 1) & (cluster.num_nodes > 1), batch.tp > node]
+    return np.asarray(np.select(chosen, [host.pipelined_collective_s, host.spanning_collective_s], 0.0))
 
 
 def _recompute(
