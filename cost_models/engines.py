@@ -5,7 +5,7 @@
 | fsdp2 | prefetches the next layer's parameters, reduces in fp32 beside the next layer's backward pass | runtime/data_parallel.py |
 | megatron | bucketed reduction in fp32 beside the last backward pass, parameters gathered beside the next forward pass | Megatron-Core: overlap_grad_reduce and overlap_param_gather of its recipes |
 | deepspeed | reduces in the compute dtype after the backward pass, gathers after the step; ZeRO-3 prefetches | overlap_comm is false unless stage 3; communication_data_type follows the model |
-| nanotron | reduces in fp32 after the backward pass; ZeRO-1 cuts every tensor by itself | nanotron v0.5 optim/zero.py: reduce_scatter_coalesced, all_gather_coalesced |
+| nanotron | reduces in fp32 after the backward pass; whole gradients in buckets of 25 MiB of parameters, under ZeRO-1 every tensor by itself | torch's DistributedDataParallel: bucket_cap_mb; nanotron v0.5 optim/zero.py: reduce_scatter_coalesced, all_gather_coalesced |
 | internevo | reduces in the compute dtype beside the last backward pass; ZeRO-1 deals out whole tensors | InternEvo solver/optimizer/hybrid_zero_optim.py: reduce to the owner, broadcast of each owner's |
 """
 
@@ -16,8 +16,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..schema import Workload
+from ..schema.units import MIB
 from ..schema.workload import Engine
-from .layouts import IntArray, LayoutBatch
+from .layouts import FloatArray, IntArray, LayoutBatch
 
 
 class EngineFacts(NamedTuple):
@@ -27,21 +28,23 @@ class EngineFacts(NamedTuple):
         gradient_dtype: in which gradients are reduced.
         reduction_hides_from: lowest ZeRO stage at which gathers and reductions run beside compute.
         gather_hides_from: the same for the gathers of parameters.
+        bucket_bytes: parameters in the compute dtype whose whole gradients are reduced at once; infinite for a layer's.
         zero1_by_tensor: whether ZeRO-1 runs collectives tensor by tensor instead of on flat buckets.
     """
 
     gradient_dtype: Literal["fp32", "compute"]
     reduction_hides_from: int
     gather_hides_from: int
+    bucket_bytes: float
     zero1_by_tensor: bool
 
 
 ENGINES: dict[Engine, EngineFacts] = {
-    "fsdp2": EngineFacts("fp32", 0, 0, zero1_by_tensor=False),
-    "megatron": EngineFacts("fp32", 0, 0, zero1_by_tensor=False),
-    "deepspeed": EngineFacts("compute", 3, 3, zero1_by_tensor=False),
-    "nanotron": EngineFacts("fp32", 3, 3, zero1_by_tensor=True),
-    "internevo": EngineFacts("compute", 0, 3, zero1_by_tensor=True),
+    "fsdp2": EngineFacts("fp32", 0, 0, np.inf, zero1_by_tensor=False),
+    "megatron": EngineFacts("fp32", 0, 0, np.inf, zero1_by_tensor=False),
+    "deepspeed": EngineFacts("compute", 3, 3, np.inf, zero1_by_tensor=False),
+    "nanotron": EngineFacts("fp32", 3, 3, 25 * MIB, zero1_by_tensor=True),
+    "internevo": EngineFacts("compute", 0, 3, np.inf, zero1_by_tensor=True),
 }
 
 
@@ -59,7 +62,13 @@ def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:
     )
 
 
+def num_buckets(batch: LayoutBatch, workload: Workload, num_params: FloatArray) -> FloatArray:
+    """All-reduces of a layer's whole gradients [N]; a share of a bucket is filled by its neighbours."""
+    buckets = num_params * workload.compute_bytes / ENGINES[workload.engine].bucket_bytes
+    return np.asarray(np.where((batch.zero_stage == 0) & (buckets > 0), buckets, 1.0))
+
+
 def num_collectives(batch: LayoutBatch, workload: Workload, num_tensors: int) -> IntArray:
-    """Collectives of one layer's parameters [N]: one bucket, or one a tensor."""
+    """Collectives of one layer's parameters under ZeRO-1 [N]: one bucket, or one a tensor."""
     by_tensor = ENGINES[workload.engine].zero1_by_tensor & (batch.zero_stage == 1)
     return np.asarray(np.where(by_tensor, num_tensors, 1), dtype=np.int64)

@@ -16,7 +16,7 @@ from .activations import Kernels, Saved, saved_elements
 from .coefficients import HostCosts, coefficients, device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
-from .engines import gradient_bytes, num_collectives
+from .engines import gradient_bytes, num_buckets, num_collectives
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .memory import has_copies
 from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
@@ -194,7 +194,9 @@ def _data_parallel_s(
     size = num_params * gradient_bytes(workload)
     gather = collective_s("all_gather", num_params * workload.compute_bytes, batch.dp_shard, stride, cluster)
     scatter = collective_s("reduce_scatter", size, batch.dp_shard, stride, cluster)
-    replicate = collective_s("all_reduce", size / batch.dp_shard, batch.dp_replicate, stride * batch.dp_shard, cluster)
+    buckets = num_buckets(batch, workload, num_params)
+    share = size / batch.dp_shard / buckets
+    replicate = buckets * collective_s("all_reduce", share, batch.dp_replicate, stride * batch.dp_shard, cluster)
     return gather + steps_s, scatter + replicate + steps_s
 
 
