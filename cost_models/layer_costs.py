@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema import ClusterSpec, Workload
-from ..schema.model import Block, Embedding, Head, MTPHead
+from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MTPHead
 from .activations import Kernels, Saved, saved_elements
 from .coefficients import HostCosts, coefficients, device_rates, host_costs
 from .collectives import collective_s
@@ -98,8 +98,7 @@ def _compute_s(
     forward = sum((time.forward_s for time in times), start=zero)
     backward = sum((time.backward_s for time in times), start=zero)
     has_block = isinstance(layer, Block | MTPHead)
-    keeps_attention = workload.attention == "flash"
-    recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
+    recompute, repeated = _recompute(operators, times, batch, workload) if has_block else (zero, zero)
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
     per_pass = collectives * (host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)) + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
@@ -123,20 +122,54 @@ def _between_nodes_s(host: HostCosts, batch: LayoutBatch, cluster: ClusterSpec) 
 
 
 def _recompute(
-    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, keeps_attention: bool
+    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, workload: Workload
 ) -> tuple[FloatArray, FloatArray]:
     """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective.
 
     Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py).
     """
+    keeps_attention = workload.attention == "flash"
     last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
     full = [time for idx, time in enumerate(times) if idx != last_product]
     kept = (Gemm, FusedAttention) if keeps_attention else (Gemm,)
     cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
+    if workload.selective == "alternate_products":
+        seconds[1] = seconds[1] + alternate_products_s(operators, times, batch)
     dispatches = [float(sum(time.forward_dispatches for time in chosen)) for chosen in (full, cheap)]
     return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)
+
+
+def alternate_products_s(operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch) -> FloatArray:
+    """Forward seconds of every second product of a block [N]: of q, k, v, out, gate, up, down these are k, out and up.
+
+    Source: torchtitan, distributed/activation_checkpoint.py: its policy counts the products and keeps those with an odd number.
+    """
+    repeated = np.zeros(len(batch))
+    for op, time in zip(operators, times, strict=True):
+        repeated += _repeated_share(op, operators) * time.forward_s if isinstance(op, Gemm) else 0.0
+    return repeated
+
+
+def _repeated_share(op: Gemm, operators: tuple[Operator, ...]) -> float:
+    """Part of a product's output that is repeated; gate and up, and q, k and v, are one product here."""
+    if op.name == "qkv":
+        q = sum(other.k for other in operators if isinstance(other, Gemm) and other.name == "attention_out")
+        return (op.n - q) / 2 / op.n
+    if op.name == "attention_out":
+        return 1.0
+    is_gated = any(isinstance(other, Gemm) and other.name == "mlp_down" and op.n == 2 * other.k for other in operators)
+    return 0.5 if op.name == "mlp_up" and is_gated else 0.0
+
+
+def _alternate_saved(layer: Layer) -> Saved:
+    """What keeping every second product leaves out of `saved_elements` under selective recompute: k and up, as negative widths."""
+    block = layer.block if isinstance(layer, MTPHead) else layer
+    if not isinstance(block, Block) or isinstance(block.attention, LatentAttention):
+        return Saved()
+    up = block.mlp.ffn_dim if isinstance(block.mlp, DenseMLP) and block.mlp.gated else 0
+    return Saved(tp=-float(block.attention.kv_dim + up))
 
 
 def _tensor_parallel_s(
@@ -210,6 +243,8 @@ def _activation_bytes(
         score_width=workload.seq_len if workload.attention == "math" else 0,
     )
     choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]
+    if workload.selective == "alternate_products":
+        choices[RECOMPUTES.index("selective")] += _alternate_saved(layer)
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
     # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.

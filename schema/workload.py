@@ -9,6 +9,7 @@ from .base import Count, Frozen
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
 Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo"]
+Selective = Literal["products", "alternate_products"]
 
 
 class Workload(Frozen):
@@ -21,6 +22,7 @@ class Workload(Frozen):
         optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
+        selective: what selective recompute keeps beside attention: the outputs of all products, or of every second one.
     """
 
     seq_len: Count
@@ -29,6 +31,7 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     engine: Engine = "fsdp2"
+    selective: Selective = "products"
 
     @property
     def tokens_per_step(self) -> int:

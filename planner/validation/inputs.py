@@ -252,8 +252,14 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
+        selective="alternate_products" if _is_per_operator(row) else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
+
+
+def _is_per_operator(row: RunRow) -> bool:
+    """torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
+    return row.framework.startswith("torchtitan") and "layer" not in row.recompute
 
 
 def _hidden_attention(model: ModelSpec, row: RunRow) -> float:
