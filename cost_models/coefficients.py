@@ -34,6 +34,7 @@ class DeviceRates(NamedTuple):
         attention_forward_flops_per_s, attention_backward_flops_per_s: fused attention, causal FLOPs counted once.
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
+        update_bytes_per_s: passes of the optimizer over parameters and states.
     """
 
     gemm_flops_per_s: float
@@ -43,6 +44,7 @@ class DeviceRates(NamedTuple):
     elementwise_bytes_per_s: float
     launch_s: float
     kernel_s: float
+    update_bytes_per_s: float
 
 
 class HostCosts(NamedTuple):
@@ -114,6 +116,7 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
+        update_bytes_per_s=device.memory_bandwidth_bytes_per_s * (1.0 if is_cpu else c["optimizer"]["memory_efficiency"]),
     )
 
 

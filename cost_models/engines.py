@@ -48,6 +48,26 @@ ENGINES: dict[Engine, EngineFacts] = {
 }
 
 
+_STEP_BYTES = {"adamw": 28.0, "sgd": 12.0}
+"""Fused update: read parameter, gradient and states, write parameter and states, fp32."""
+
+_CLIP_BYTES = 12.0
+"""Gradient clipping: read for the norm; read and write for the scale."""
+
+_COPY_BYTES: dict[Engine, float] = {
+    "fsdp2": 0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
+    "megatron": 6.0,  # the compute dtype's copy is written; the gradient buffer is zeroed
+    "deepspeed": 24.0,  # the same; gradients cast to fp32, checked for overflow and unscaled
+    "nanotron": 10.0,  # the same as megatron's, the copy in a pass of its own
+    "internevo": 24.0,  # as deepspeed
+}
+
+
+def update_bytes_per_param(workload: Workload) -> float:
+    """Bytes read and written for one parameter by the optimizer step, all passes of the engine."""
+    return _STEP_BYTES[workload.optimizer] + _CLIP_BYTES + _COPY_BYTES[workload.engine]
+
+
 def gradient_bytes(workload: Workload) -> int:
     """Bytes of one element of a gradient while it is reduced."""
     return 4 if ENGINES[workload.engine].gradient_dtype == "fp32" else workload.compute_bytes

@@ -19,15 +19,12 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import hides
+from .engines import hides, update_bytes_per_param
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
 from .overlap import exposed_s, pair_of
 from .pipeline import pipelined_lower_bound_s, pipelined_s
-
-_UPDATE_BYTES_PER_PARAM = {"adamw": 28.0, "sgd": 12.0}
-"""Read parameter, gradient and states, write parameter and states, fp32."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +124,7 @@ class SpaceCosts:
     def update_s(self, params: FloatArray | float, dp_shard: IntArray | int) -> FloatArray:
         """Seconds of the optimizer on a stage with ``params`` parameters per tensor-parallel rank."""
         rates = device_rates(self.cluster.weakest_device, self.workload)
-        return elementwise_update_s(
-            np.asarray(params / dp_shard), _UPDATE_BYTES_PER_PARAM[self.workload.optimizer], rates
-        )
+        return elementwise_update_s(np.asarray(params / dp_shard), update_bytes_per_param(self.workload), rates)
 
     def once_per_layer_s(self, idx: int) -> FloatArray:
         """What each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
