@@ -2,16 +2,16 @@
 
 | engine | fact | where it is seen |
 |---|---|---|
-| fsdp2 | prefetches the next layer's parameters, reduces in fp32 beside the next layer's backward pass | runtime/data_parallel.py |
-| megatron | bucketed reduction in fp32 beside the last backward pass, parameters gathered beside the next forward pass | Megatron-Core: overlap_grad_reduce and overlap_param_gather of its recipes |
-| deepspeed | reduces in the compute dtype after the backward pass, gathers after the step; ZeRO-3 prefetches | overlap_comm is false unless stage 3; communication_data_type follows the model |
-| nanotron | reduces in fp32 after the backward pass; whole gradients in buckets of 25 MiB of parameters, under ZeRO-1 every tensor by itself | torch's DistributedDataParallel: bucket_cap_mb; nanotron v0.5 optim/zero.py: reduce_scatter_coalesced, all_gather_coalesced |
-| internevo | reduces in the compute dtype beside the last backward pass; ZeRO-1 deals out whole tensors | InternEvo solver/optimizer/hybrid_zero_optim.py: reduce to the owner, broadcast of each owner's |
+| fsdp2 | prefetches the next layer's parameters, reduces beside the next layer's backward pass | runtime/data_parallel.py |
+| megatron | bucketed reduction beside the last backward pass, parameters gathered beside the next forward pass; with model chunks beside those of all micro-batches in another chunk, and transfers between stages beside compute | Megatron-Core: overlap_grad_reduce, overlap_param_gather, align_param_gather and overlap_p2p_comm of its recipes |
+| deepspeed | reduces after the backward pass, gathers after the step; ZeRO-3 prefetches | overlap_comm is false unless stage 3 |
+| nanotron | reduces after the backward pass; whole gradients in buckets of 25 MiB of parameters, under ZeRO-1 every tensor by itself | torch's DistributedDataParallel: bucket_cap_mb; nanotron v0.5 optim/zero.py: reduce_scatter_coalesced, all_gather_coalesced |
+| internevo | reduces beside the last backward pass; ZeRO-1 deals out whole tensors | InternEvo solver/optimizer/hybrid_zero_optim.py: reduce to the owner, broadcast of each owner's |
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,26 +25,26 @@ class EngineFacts(NamedTuple):
     """Data parallelism of one engine.
 
     Attributes:
-        gradient_dtype: in which gradients are reduced.
         reduction_hides_from: lowest ZeRO stage at which gathers and reductions run beside compute.
         gather_hides_from: the same for the gathers of parameters.
         bucket_bytes: parameters in the compute dtype whose whole gradients are reduced at once; infinite for a layer's.
+        hides_in_chunks: whether with model chunks the communication of one runs beside the compute of the others.
         zero1_by_tensor: whether ZeRO-1 runs collectives tensor by tensor instead of on flat buckets.
     """
 
-    gradient_dtype: Literal["fp32", "compute"]
     reduction_hides_from: int
     gather_hides_from: int
     bucket_bytes: float
+    hides_in_chunks: bool
     zero1_by_tensor: bool
 
 
 ENGINES: dict[Engine, EngineFacts] = {
-    "fsdp2": EngineFacts("fp32", 0, 0, np.inf, zero1_by_tensor=False),
-    "megatron": EngineFacts("fp32", 0, 0, np.inf, zero1_by_tensor=False),
-    "deepspeed": EngineFacts("compute", 3, 3, np.inf, zero1_by_tensor=False),
-    "nanotron": EngineFacts("fp32", 3, 3, 25 * MIB, zero1_by_tensor=True),
-    "internevo": EngineFacts("compute", 0, 3, np.inf, zero1_by_tensor=True),
+    "fsdp2": EngineFacts(0, 0, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    "megatron": EngineFacts(0, 0, np.inf, hides_in_chunks=True, zero1_by_tensor=False),
+    "deepspeed": EngineFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    "nanotron": EngineFacts(3, 3, 25 * MIB, hides_in_chunks=False, zero1_by_tensor=True),
+    "internevo": EngineFacts(0, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=True),
 }
 
 
@@ -66,11 +66,6 @@ _COPY_BYTES: dict[Engine, float] = {
 def update_bytes_per_param(workload: Workload) -> float:
     """Bytes read and written for one parameter by the optimizer step, all passes of the engine."""
     return _STEP_BYTES[workload.optimizer] + _CLIP_BYTES + _COPY_BYTES[workload.engine]
-
-
-def gradient_bytes(workload: Workload) -> int:
-    """Bytes of one element of a gradient while it is reduced."""
-    return 4 if ENGINES[workload.engine].gradient_dtype == "fp32" else workload.compute_bytes
 
 
 def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:

@@ -16,7 +16,7 @@ from .activations import Kernels, Saved, saved_elements
 from .coefficients import HostCosts, coefficients, device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
-from .engines import gradient_bytes, num_buckets, num_collectives
+from .engines import num_buckets, num_collectives
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .memory import has_copies
 from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
@@ -224,7 +224,7 @@ def _data_parallel_s(
     stride = batch.tp
     further = num_collectives(batch, workload, num_tensors) - 1
     steps_s = further * batch.dp_shard * coefficients()["data_parallel"]["tensor_step_s"]
-    size = num_params * gradient_bytes(workload)
+    size = num_params * float(workload.gradient_bytes)
     gather = collective_s("all_gather", num_params * workload.compute_bytes, batch.dp_shard, stride, cluster)
     scatter = collective_s("reduce_scatter", size, batch.dp_shard, stride, cluster)
     buckets = num_buckets(batch, workload, num_params)

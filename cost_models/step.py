@@ -19,11 +19,11 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import hides, update_bytes_per_param
+from .engines import ENGINES, hides, update_bytes_per_param
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
-from .overlap import exposed_s, pair_of
+from .overlap import Pair, exposed_s, pair_of
 from .pipeline import pipelined_lower_bound_s, pipelined_s
 
 
@@ -67,6 +67,9 @@ class SpaceCosts:
         b = self.batch
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
         once = p2p_s(self.boundary_bytes, b.tp * b.dp_shard * b.dp_replicate * b.pp - 1, self.cluster)
+        if ENGINES[self.workload.engine].hides_in_chunks:
+            chunk_s = (self.total("forward_s") + self.total("tp_forward_s")) / b.pp / b.num_model_chunks
+            once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
     @cached_property
@@ -98,9 +101,17 @@ class SpaceCosts:
         # The head stays gathered: its backward pass follows at once.
         gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
         gathers, reduces = pair_of(b.dp_shard, b.tp, self.cluster), pair_of(b.dp, b.tp, self.cluster)
-        in_forward = exposed_s(forward, cost.gather_s, gathers)
-        in_backward = exposed_s(backward, gather_backward + cost.reduce_s, reduces)
+        in_forward = self._beside(forward, cost.gather_s, gathers)
+        in_backward = self._beside(backward, gather_backward + cost.reduce_s, reduces)
         return np.asarray(self._passes * (in_forward + in_backward))
+
+    def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
+        """What a layer's collective adds to its own compute, or in all chunks but one to that of pp micro-batches in the next [N]."""
+        b, own = self.batch, exposed_s(compute_s, collective_s, pair)
+        if not ENGINES[self.workload.engine].hides_in_chunks:
+            return own
+        others = exposed_s(compute_s * np.minimum(b.num_microbatches, b.pp), collective_s, pair)
+        return np.asarray(own / b.num_model_chunks + others * (1 - 1 / b.num_model_chunks))
 
     @cached_property
     def _passes(self) -> IntArray:

@@ -77,6 +77,17 @@ ENGINE: tuple[Default, ...] = (
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )
 
+GRADIENTS: tuple[Default, ...] = (
+    Default(
+        "Megatron-Bridge|Megatron-Core|NeMo",
+        "compute",
+        "scripts/performance set grad_reduce_in_fp32 = False; NeMo 1's distributed_fused_adam has grad_sync_dtype: bf16",
+    ),
+    Default(".*DeepSpeed|HF Transformers|ColossalAI", "compute", "ZeRO reduces in the dtype of the model"),
+    Default("InternEvo|PaddleNLP", "compute", "gradients in the dtype of the parameters"),
+    Default("", "fp32", "accumulate_allreduce_grads_in_fp32, which Megatron-LM turns on for bf16"),
+)
+
 MAX_HIDDEN_ATTENTION = 0.10
 """Without context parallelism in the model, a sequence is cut into cp shorter ones: at most this share of the FLOPs may vanish."""
 
@@ -252,6 +263,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
+        gradients=default_of(row.framework, GRADIENTS),
         selective="alternate_products" if _is_per_operator(row) else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
