@@ -11,14 +11,18 @@ import csv
 import sys
 import zlib
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from ..schema.catalogue import find_device
+from ..schema.units import MB
 from .layouts import FloatArray
-from .overlap import STREAMS, together_s
+from .overlap import STREAMS, Pair, pair_s, together_s
 
 SIZES = ("gemm_n", "g2g_allreduce_MB", "c2g_MB", "g2c_MB")
 """Columns of the sizes, in the order of STREAMS."""
@@ -28,12 +32,16 @@ OFF_DIAGONAL = ~np.eye(NUM_STREAMS, dtype=bool)
 
 
 class Overlapped(NamedTuple):
-    """One measurement: where, seconds of each stream alone [4] and of all at once."""
+    """One measurement: where, seconds of each stream alone [4] and of all at once.
+
+    ``traffic`` is what an all-reduce alone sends from each device, over the bandwidth of its memory.
+    """
 
     fabric: str
     shape: str
     alone_s: tuple[float, ...]
     together_s: float
+    traffic: float
 
 
 class Errors(NamedTuple):
@@ -61,12 +69,20 @@ def read_overlaps(path: str | Path) -> list[Overlapped]:
         if sum(value > 0 for value in size) < 2 or any(key[2] > 0 and key not in alone for key in keys):
             continue
         times = tuple(float(np.median(alone[key])) if key[2] > 0 else 0.0 for key in keys)
-        found.append(Overlapped(_fabric(line), _shape(line), times, float(line["latency_ms"]) / 1e3))
+        ranks = int(line["intra_group"]) * int(line["inter_group"])
+        sent = 2 * (ranks - 1) / ranks * size[1] * MB / times[1] if size[1] else 0.0
+        traffic = sent / _memory_bytes_per_s(line["gpu_type"])
+        found.append(Overlapped(_fabric(line), _shape(line), times, float(line["latency_ms"]) / 1e3, traffic))
     return found
 
 
 def _shape(line: dict[str, str]) -> str:
     return "/".join(line[name] for name in ("source", "nodes", "intra_group", "inter_group"))
+
+
+@cache
+def _memory_bytes_per_s(device: str) -> float:
+    return float(find_device(device)[1]["memory_bandwidth_bytes_per_s"])
 
 
 def _fabric(line: dict[str, str]) -> str:
@@ -93,14 +109,35 @@ def fit_slowdowns(rows: list[Overlapped]) -> FloatArray:
     return _matrix(solved.x)
 
 
-def errors(rows: list[Overlapped], slowdown: FloatArray) -> Errors:
-    """How far the model and the two naive answers are from the measurements."""
+def fit_pair(rows: list[Overlapped]) -> tuple[float, float, float]:
+    """(channels, traffic, compute) of `overlap.pair_of` over all machines: robust log error of products beside an all-reduce."""
+    _, measured = _arrays(rows)
+    solved = least_squares(
+        lambda law: np.log(predict_pair(rows, law) / measured),
+        (0.1, 3.0, 0.05),
+        bounds=(0, 20),
+        loss="soft_l1",
+        f_scale=0.05,
+    )
+    channels, traffic, compute = (float(value) for value in solved.x)
+    return channels, traffic, compute
+
+
+def predict_pair(rows: list[Overlapped], law: Sequence[float]) -> FloatArray:
+    """Seconds of products and all-reduces at once under a law of `fit_pair`."""
+    alone, _ = _arrays(rows)
+    traffic = np.array([row.traffic for row in rows])
+    return pair_s(alone[:, 0], alone[:, 1], Pair(law[0] + law[1] * traffic, law[2]))
+
+
+def errors(rows: list[Overlapped], predicted_s: FloatArray) -> Errors:
+    """How far predictions and the two naive answers are from the measurements."""
     alone, measured = _arrays(rows)
 
-    def mape(predicted: FloatArray) -> float:
-        return float(np.mean(np.abs(predicted / measured - 1)))
+    def mape(seconds: FloatArray) -> float:
+        return float(np.mean(np.abs(seconds / measured - 1)))
 
-    return Errors(len(rows), mape(together_s(alone, slowdown)), mape(alone.max(axis=1)), mape(alone.sum(axis=1)))
+    return Errors(len(rows), mape(predicted_s), mape(alone.max(axis=1)), mape(alone.sum(axis=1)))
 
 
 def _arrays(rows: list[Overlapped]) -> tuple[FloatArray, FloatArray]:
@@ -121,14 +158,18 @@ def report(path: str | Path) -> str:
         slowdown = fit_slowdowns([row for row in here if not is_held_out(row)])
         lines.append(f"{fabric} = {[[round(float(value), 3) for value in line] for line in slowdown]}")
         held_out = [row for row in here if is_held_out(row)]
-        pairs = [row for row in held_out if row.alone_s[2] == row.alone_s[3] == 0]
-        for name, chosen in (("all", held_out), ("product and all-reduce", pairs)):
-            lines.append(
-                "# held out, {}: {} rows, error {:.1%} (longest stream {:.1%}, sum {:.1%})".format(
-                    name, *errors(chosen, slowdown)
-                )
-            )
+        lines.append(_held_out(errors(held_out, together_s(_arrays(held_out)[0], slowdown))))
+    pairs = [row for row in rows if row.alone_s[2] == row.alone_s[3] == 0]
+    law = fit_pair([row for row in pairs if not is_held_out(row)])
+    held_out = [row for row in pairs if is_held_out(row)]
+    names = zip(("channels", "traffic", "compute"), law, strict=True)
+    lines += ["[overlap]", *(f"{name} = {value:.3f}" for name, value in names)]
+    lines.append(_held_out(errors(held_out, predict_pair(held_out, law))))
     return "\n".join(lines) + "\n"
+
+
+def _held_out(found: Errors) -> str:
+    return "# held out: {} rows, error {:.1%} (longest stream {:.1%}, sum {:.1%})".format(*found)
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ While the streams of a set A are active, stream i advances at
 
 of its speed alone; when one ends, the others speed up. Collectives take multiprocessors and memory bandwidth from kernels, copies
 share the host's links with what crosses a PCIe switch. For two streams this has the closed form of `pair_s`.
-Source of the model: Mist (EuroSys 2025) section 5; the slow-downs are fitted by `fit_overlap` (coefficients.toml, [interference]).
+Source of the model: Mist (Zhu et al., EuroSys 2025); the slow-downs are fitted by `fit_overlap`: [interference] of
+coefficients.toml for all four streams on one fabric, [overlap] for a product and a collective on any (`pair_of`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from ..schema import ClusterSpec
 from .coefficients import coefficients
-from .layouts import FloatArray, IntArray
+from .layouts import FloatArray
 
 STREAMS = ("compute", "collective", "to_device", "to_host")
 """Order of the streams in every array and matrix of this file."""
@@ -83,19 +84,17 @@ def exposed_s(compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> Fl
     return pair_s(compute_s, collective_s, pair) - compute_s
 
 
-def pair_of(group: IntArray, stride: IntArray, cluster: ClusterSpec) -> Pair:
-    """Slow-downs for a group of ranks [N], by the slowest link it spans."""
-    scale_up = [level for level in cluster.levels if level.link.kind == "scale-up"]
-    inside = np.asarray(group * stride <= max((level.domain_size for level in scale_up), default=1))
-    near, far = (interference(fabric) for fabric in _fabrics(cluster))
-    return Pair(
-        compute=np.where(inside, near[0, 1], far[0, 1]),
-        collective=np.where(inside, near[1, 0], far[1, 0]),
-    )
+def pair_of(sent_bytes: FloatArray, collective_s: FloatArray, cluster: ClusterSpec) -> Pair:
+    """Slow-downs [N] while a collective runs in which each device sends ``sent_bytes``: a fixed share for its channels'
+    multiprocessors, and one for its traffic through the device's memory."""
+    law = coefficients()["overlap"]
+    rate = np.divide(sent_bytes, collective_s, out=np.zeros_like(collective_s), where=collective_s > 0)
+    traffic = rate / cluster.weakest_device.memory_bandwidth_bytes_per_s
+    return Pair(compute=law["channels"] + law["traffic"] * traffic, collective=law["compute"])
 
 
-def _fabrics(cluster: ClusterSpec) -> tuple[Fabric, Fabric]:
-    """Inside a node and between nodes."""
+def local_fabric(cluster: ClusterSpec) -> Fabric:
+    """What devices of one node are joined by, as far as interference was measured."""
     if cluster.weakest_device.architecture == "volta":
-        return "nvlink-volta", "network-volta"
-    return ("pcie" if any(level.link.shared_by == "host" for level in cluster.levels) else "nvlink"), "network"
+        return "nvlink-volta"
+    return "pcie" if any(level.link.shared_by == "host" for level in cluster.levels) else "nvlink"

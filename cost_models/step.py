@@ -100,9 +100,13 @@ class SpaceCosts:
             backward = np.where(b.pp > 1, 0.0, backward)
         # The head stays gathered: its backward pass follows at once.
         gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
-        gathers, reduces = pair_of(b.dp_shard, b.tp, self.cluster), pair_of(b.dp, b.tp, self.cluster)
-        in_forward = self._beside(forward, cost.gather_s, gathers)
-        in_backward = self._beside(backward, gather_backward + cost.reduce_s, reduces)
+        gathered, reduced = cost.num_params * self.workload.compute_bytes, cost.num_params * self.workload.gradient_bytes
+        # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
+        parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
+        in_forward = self._beside(forward, cost.gather_s, pair_of(parts[0], cost.gather_s, self.cluster))
+        both_s = gather_backward + cost.reduce_s
+        both = np.where(gather_backward > 0, parts[0], 0.0) + parts[1]
+        in_backward = self._beside(backward, both_s, pair_of(both, both_s, self.cluster))
         return np.asarray(self._passes * (in_forward + in_backward))
 
     def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
