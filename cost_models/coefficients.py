@@ -51,6 +51,7 @@ class DeviceRates(NamedTuple):
         attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
+        update_bytes_per_s: passes of the optimizer over parameters and states.
     """
 
     gemm_flops_per_s: float
@@ -59,6 +60,7 @@ class DeviceRates(NamedTuple):
     elementwise_bytes_per_s: float
     launch_s: float
     kernel_s: float
+    update_bytes_per_s: float
 
 
 class HostCosts(NamedTuple):
@@ -70,6 +72,8 @@ class HostCosts(NamedTuple):
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
+        pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
+        spanning_collective_s: the same without a pipeline, for a group that spans nodes.
     """
 
     operator_s: float
@@ -77,15 +81,22 @@ class HostCosts(NamedTuple):
     fsdp_unit_s: float
     routing_s: float
     adds: bool
+    pipelined_collective_s: float = 0.0
+    spanning_collective_s: float = 0.0
 
 
 def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
     c, speed = coefficients()["host"][workload.engine], cluster.calibration.host
-    operator, collective, unit, routing = (
-        c[name] / speed for name in ("operator_s", "collective_s", "fsdp_unit_s", "routing_s")
+    return HostCosts(
+        c["operator_s"] / speed,
+        c["collective_s"] / speed,
+        c["fsdp_unit_s"] / speed,
+        c["routing_s"] / speed,
+        adds=cluster.weakest_device.vendor == "cpu",
+        pipelined_collective_s=c.get("pipelined_collective_s", 0.0) / speed,
+        spanning_collective_s=c.get("spanning_collective_s", 0.0) / speed,
     )
-    return HostCosts(operator, collective, unit, routing, adds=cluster.weakest_device.vendor == "cpu")
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -121,6 +132,7 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
         * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
+        update_bytes_per_s=device.memory_bandwidth_bytes_per_s * (1.0 if is_cpu else c["optimizer"]["memory_efficiency"]),
     )
 
 

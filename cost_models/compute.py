@@ -120,4 +120,4 @@ def _elementwise_time(
 
 def elementwise_update_s(num_params: FloatArray, bytes_per_param: float, rates: DeviceRates) -> FloatArray:
     """Seconds of a memory-bound pass over parameters (the optimizer update)."""
-    return np.asarray(num_params * bytes_per_param / rates.elementwise_bytes_per_s, dtype=np.float64)
+    return np.asarray(num_params * bytes_per_param / rates.update_bytes_per_s, dtype=np.float64)

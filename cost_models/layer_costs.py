@@ -12,13 +12,14 @@ import numpy as np
 
 from ..schema import ClusterSpec, Workload
 from ..schema.layout import Recompute
-from ..schema.model import Block, Embedding, Head, MTPHead
+from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MTPHead
 from .activations import Kernels, Saved, saved_elements, saved_for_weights
 from .adapters import adapter_params, saved_beside, with_adapters
-from .coefficients import device_rates, host_costs
+from .coefficients import HostCosts, coefficients, device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
 from .context import ring
+from .engines import num_buckets, num_collectives
 from .experts import dispatch_s, expert_params, routed_part, token_share
 from .host_memory import host_link_bytes_per_s
 from .layouts import OFFLOADS, RECOMPUTES, FloatArray, IntArray, LayoutBatch
@@ -96,7 +97,8 @@ def layer_cost(
     num_params = tp_params(layer, hidden_dim, batch)
     num_trained = trained_params(layer, hidden_dim, num_params, batch, workload)
     routed = expert_params(layer, hidden_dim, batch) if workload.adapters is None else np.zeros(len(batch))
-    gather, reduce = _data_parallel_s(num_params, num_trained, routed, batch, workload, cluster)
+    num_tensors = sum(isinstance(op, Gemm) for op in operators) + 2 * isinstance(layer, Block | MTPHead)
+    gather, reduce = _data_parallel_s(num_params, num_trained, routed, num_tensors, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
@@ -174,14 +176,14 @@ def _compute_s(
     forward = sum((time.forward_s for time in times), start=zero)
     backward = sum((time.backward_s for time in times), start=zero)
     has_block = isinstance(layer, Block | MTPHead)
-    keeps_attention = workload.attention == "flash"
-    recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
+    recompute, repeated = _recompute(operators, times, batch, workload) if has_block else (zero, zero)
     recompute, repeated = batch.recompute_fraction * recompute, batch.recompute_fraction * repeated
     if workload.adapters is not None and workload.adapters.frozen == "nf4":
         written_s = _dequantise_s(operators, batch, workload, cluster)
         forward, backward = forward + written_s, backward + written_s
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
-    per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
+    collective_host_s = host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)
+    per_pass = collectives * collective_host_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     if routed_part(layer) is not None and not host.adds:
         per_pass = per_pass + host.routing_s / 2
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
@@ -207,23 +209,64 @@ def _dequantise_s(
     return np.asarray(weights * traffic / batch.tp / rates.elementwise_bytes_per_s)
 
 
+def _between_nodes_s(host: HostCosts, batch: LayoutBatch, cluster: ClusterSpec) -> FloatArray:
+    """What one rank adds to a tensor-parallel collective [N] because of traffic between nodes, where the engine is known for it."""
+    node = max(group.devices_per_node for group in cluster.groups)
+    chosen = [(batch.pp > 1) & (cluster.num_nodes > 1), batch.tp > node]
+    return np.asarray(np.select(chosen, [host.pipelined_collective_s, host.spanning_collective_s], 0.0))
+
+
 def _recompute(
-    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, keeps_attention: bool
+    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, workload: Workload
 ) -> tuple[FloatArray, FloatArray]:
     """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective.
 
     Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py).
     """
+    keeps_attention = workload.attention == "flash"
     last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
     full = [time for idx, time in enumerate(times) if idx != last_product]
     kept = (Gemm, FusedAttention) if keeps_attention else (Gemm,)
     cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
+    if workload.selective == "alternate_products":
+        seconds[1] = seconds[1] + alternate_products_s(operators, times, batch)
     dispatches = [
         sum((time.forward_dispatches for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)
     ]
     return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)
+
+
+def alternate_products_s(operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch) -> FloatArray:
+    """Forward seconds of every second product of a block [N]: of q, k, v, out, gate, up, down these are k, out and up.
+
+    Source: torchtitan, distributed/activation_checkpoint.py: its policy counts the products and keeps those with an odd number.
+    """
+    repeated = np.zeros(len(batch))
+    for op, time in zip(operators, times, strict=True):
+        repeated += _repeated_share(op, operators) * time.forward_s if isinstance(op, Gemm) else 0.0
+    return repeated
+
+
+def _repeated_share(op: Gemm, operators: tuple[Operator, ...]) -> float:
+    """Part of a product's output that is repeated; gate and up, and q, k and v, are one product here."""
+    if op.name == "qkv":
+        q = sum(other.k for other in operators if isinstance(other, Gemm) and other.name == "attention_out")
+        return (op.n - q) / 2 / op.n
+    if op.name == "attention_out":
+        return 1.0
+    is_gated = any(isinstance(other, Gemm) and other.name == "mlp_down" and op.n == 2 * other.k for other in operators)
+    return 0.5 if op.name == "mlp_up" and is_gated else 0.0
+
+
+def _alternate_saved(layer: Layer) -> Saved:
+    """What keeping every second product leaves out of `saved_elements` under selective recompute: k and up, as negative widths."""
+    block = layer.block if isinstance(layer, MTPHead) else layer
+    if not isinstance(block, Block) or isinstance(block.attention, LatentAttention):
+        return Saved()
+    up = block.mlp.ffn_dim if isinstance(block.mlp, DenseMLP) and block.mlp.gated else 0
+    return Saved(tp=-float(block.attention.kv_dim + up))
 
 
 def _tensor_parallel_s(
@@ -293,28 +336,34 @@ def _data_parallel_s(
     num_params: FloatArray,
     num_trained: FloatArray,
     routed: FloatArray,
+    num_tensors: int,
     batch: LayoutBatch,
     workload: Workload,
     cluster: ClusterSpec,
 ) -> tuple[FloatArray, FloatArray]:
     """All-gather and reduction over the ranks that share parameters; experts with axes of their own have their own groups.
 
+    Where the engine runs them tensor by tensor, each further one costs the steps of a ring: its latency is not shared.
     Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
     """
     frozen = num_params * (0.0 if workload.adapters is None else workload.adapters.frozen_bytes)
     together = np.where(batch.experts_follow_tp, num_trained, num_trained - routed)
     gathered = together * workload.compute_bytes + np.where(batch.zero_stage == 3, frozen, 0.0)
+    buckets = num_buckets(batch, workload, together)
     groups = (batch.num_shards, batch.num_replicas, batch.tp)
-    gather, reduce = _sharded_s(gathered, together * float(workload.master_bytes), *groups, cluster)
+    gather, reduce = _sharded_s(gathered, together * float(workload.gradient_bytes), *groups, buckets, cluster)
+    further = num_collectives(batch, workload, num_tensors) - 1
+    steps_s = further * batch.num_shards * coefficients()["data_parallel"]["tensor_step_s"]
     from_host = (num_trained * workload.compute_bytes + frozen) / batch.num_shards
     is_away = batch.offload == OFFLOADS.index("parameters")
-    gather = gather + np.where(is_away, from_host / host_link_bytes_per_s(batch.offload_to_storage, cluster), 0.0)
+    fetch_s = np.where(is_away, from_host / host_link_bytes_per_s(batch.offload_to_storage, cluster), 0.0)
+    gather, reduce = gather + steps_s + fetch_s, reduce + steps_s
     if np.all(batch.experts_follow_tp):
         return gather, reduce
     alone = np.where(batch.experts_follow_tp, 0.0, routed)
     groups = (batch.expert_shards, batch.expert_replicas, batch.ep * batch.expert_tp)
-    sizes = (alone * workload.compute_bytes, alone * float(workload.master_bytes))
-    expert_gather, expert_reduce = _sharded_s(*sizes, *groups, cluster)
+    sizes = (alone * workload.compute_bytes, alone * float(workload.gradient_bytes))
+    expert_gather, expert_reduce = _sharded_s(*sizes, *groups, num_buckets(batch, workload, alone), cluster)
     has_own = alone > 0
     return gather + np.where(has_own, expert_gather, 0.0), reduce + np.where(has_own, expert_reduce, 0.0)
 
@@ -325,12 +374,13 @@ def _sharded_s(
     shards: IntArray,
     replicas: IntArray,
     stride: IntArray,
+    buckets: FloatArray,
     cluster: ClusterSpec,
 ) -> tuple[FloatArray, FloatArray]:
-    """All-gather of ``gathered`` bytes; reduce-scatter (and all-reduce over replicas) of ``reduced`` bytes."""
+    """All-gather of ``gathered`` bytes; reduce-scatter (and all-reduce over replicas, in buckets) of ``reduced`` bytes."""
     gather = collective_s("all_gather", gathered, shards, stride, cluster)
     scatter = collective_s("reduce_scatter", reduced, shards, stride, cluster)
-    replicate = collective_s("all_reduce", reduced / shards, replicas, stride * shards, cluster)
+    replicate = buckets * collective_s("all_reduce", reduced / shards / buckets, replicas, stride * shards, cluster)
     return gather, scatter + replicate
 
 
@@ -344,6 +394,8 @@ def _activation_bytes(
         score_width=workload.seq_len if workload.attention == "math" else 0,
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
+    if workload.selective == "alternate_products":
+        choices[RECOMPUTES.index("selective")] += _alternate_saved(layer)
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
     mean = batch.recompute_fraction * chosen + (1 - batch.recompute_fraction) * kept[0]

@@ -58,6 +58,11 @@ class LayoutBatch:
     offload_activations: FloatArray
     offload_to_storage: IntArray
 
+    @property
+    def dp(self) -> IntArray:
+        """Ranks that see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
     def __len__(self) -> int:
         return len(self.tp)
 

@@ -19,18 +19,17 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
+from .engines import ENGINES, hides, update_bytes_per_param
 from .host_memory import host_update_s_per_param
 from .interval import time_interval
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
+from .overlap import Pair, exposed_s, pair_of
 from .pipeline import pipelined_lower_bound_s, pipelined_s
 
-_UPDATE_BYTES_PER_PARAM = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
-"""Read parameter, gradient and states, write parameter and states, fp32."""
-
 _NEWTON_SCHULZ_FLOPS = 25.0
-"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b], a <= b."""
+"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,9 @@ class SpaceCosts:
         b = self.batch
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
         once = p2p_s(self.boundary_bytes, b.stage_ranks * b.pp - 1, self.cluster)
+        if ENGINES[self.workload.engine].hides_in_chunks:
+            chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
+            once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
     @cached_property
@@ -96,14 +98,29 @@ class SpaceCosts:
         b = self.batch
         forward = self.overlap * (cost.forward_s + cost.comm_forward_s)
         backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
+        gather_hides, reduction_hides = hides(b, self.workload)
+        forward, backward = forward * gather_hides, backward * reduction_hides
         if self.workload.engine == "fsdp2":
             # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
             backward = np.where(b.pp > 1, 0.0, backward)
         # The head stays gathered: its backward pass follows at once.
         gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
-        in_forward = np.maximum(cost.gather_s - forward, 0.0)
-        in_backward = np.maximum(gather_backward + cost.reduce_s - backward, 0.0)
+        gathered, reduced = cost.num_params * self.workload.compute_bytes, cost.num_params * self.workload.gradient_bytes
+        # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
+        parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
+        in_forward = self._beside(forward, cost.gather_s, pair_of(parts[0], cost.gather_s, self.cluster))
+        both_s = gather_backward + cost.reduce_s
+        both = np.where(gather_backward > 0, parts[0], 0.0) + parts[1]
+        in_backward = self._beside(backward, both_s, pair_of(both, both_s, self.cluster))
         return np.asarray(self._passes * (in_forward + in_backward))
+
+    def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
+        """What a layer's collective adds to its own compute, or in all chunks but one to that of pp micro-batches in the next [N]."""
+        b, own = self.batch, exposed_s(compute_s, collective_s, pair)
+        if not ENGINES[self.workload.engine].hides_in_chunks:
+            return own
+        others = exposed_s(compute_s * np.minimum(b.num_microbatches, b.pp), collective_s, pair)
+        return np.asarray(own / b.num_model_chunks + others * (1 - 1 / b.num_model_chunks))
 
     @cached_property
     def _passes(self) -> IntArray:
@@ -133,7 +150,7 @@ class SpaceCosts:
         b, workload = self.batch, self.workload
         rates = device_rates(self.cluster, workload)
         share = np.asarray(memory.sharded_params(trained, expert_params, b.num_shards[at], b.expert_shards[at]))
-        update_bytes = _UPDATE_BYTES_PER_PARAM[workload.optimizer] * workload.master_bytes / 4
+        update_bytes = update_bytes_per_param(workload)
         seconds = elementwise_update_s(share, update_bytes, rates)
         if workload.optimizer == "muon":
             seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * self.model.hidden_dim / rates.gemm_flops_per_s

@@ -8,7 +8,9 @@ from .base import Count, Frozen
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
 Optimizer = Literal["adamw", "sgd", "muon"]
-Engine = Literal["fsdp2", "megatron", "deepspeed"]
+Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo"]
+Gradients = Literal["fp32", "compute"]
+Selective = Literal["products", "alternate_products"]
 
 FrozenStorage = Literal["16-bit", "8-bit", "nf4"]
 
@@ -47,6 +49,8 @@ class Workload(Frozen):
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
+        gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
+        selective: what selective recompute keeps beside attention: the outputs of all products, or of every second one.
     """
 
     seq_len: Count
@@ -57,6 +61,8 @@ class Workload(Frozen):
     flash_generation: Literal[1, 2] = 2
     adapters: LowRank | None = None
     engine: Engine = "fsdp2"
+    gradients: Gradients = "fp32"
+    selective: Selective = "products"
 
     @property
     def tokens_per_step(self) -> int:
@@ -67,6 +73,11 @@ class Workload(Frozen):
     def compute_bytes(self) -> int:
         """Bytes of one element of gathered parameters and of activations."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one accumulated gradient."""
+        return self.master_bytes if self.gradients == "fp32" else self.compute_bytes
 
     @property
     def optimizer_bytes(self) -> int:

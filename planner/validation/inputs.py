@@ -97,8 +97,21 @@ ENGINE: tuple[Default, ...] = (
     Default(
         "torchtitan|llm-foundry|fms-fsdp|.*FSDP|LitGPT", "fsdp2", "torch's fully sharded data parallelism and kernels"
     ),
+    Default("nanotron", "nanotron", "its own engine"),
+    Default("InternEvo", "internevo", "its own engine"),
     Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
+)
+
+GRADIENTS: tuple[Default, ...] = (
+    Default(
+        "Megatron-Bridge|Megatron-Core|NeMo",
+        "compute",
+        "scripts/performance set grad_reduce_in_fp32 = False; NeMo 1's distributed_fused_adam has grad_sync_dtype: bf16",
+    ),
+    Default(".*DeepSpeed|HF Transformers|ColossalAI", "compute", "ZeRO reduces in the dtype of the model"),
+    Default("InternEvo|PaddleNLP", "compute", "gradients in the dtype of the parameters"),
+    Default("", "fp32", "accumulate_allreduce_grads_in_fp32, which Megatron-LM turns on for bf16"),
 )
 
 SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
@@ -321,5 +334,12 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
+        gradients=default_of(row.framework, GRADIENTS),
+        selective="alternate_products" if _is_per_operator(row) else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
+
+
+def _is_per_operator(row: RunRow) -> bool:
+    """torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
+    return row.framework.startswith("torchtitan") and "layer" not in row.recompute
