@@ -65,7 +65,13 @@ def gemm_s(
 
 
 def attention_s(
-    op: FusedAttention, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates, element_bytes: int, *, backward: bool
+    op: FusedAttention,
+    tokens: IntArray | FloatArray,
+    tp: IntArray,
+    rates: DeviceRates,
+    element_bytes: int,
+    *,
+    backward: bool,
 ) -> FloatArray:
     """Seconds of fused causal attention; its traffic is q, k, v and the output once (twice in the backward pass)."""
     flops = op.forward_flops_per_token * tokens / tp * (BACKWARD_ATTENTION_RATIO if backward else 1.0)

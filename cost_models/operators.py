@@ -174,7 +174,12 @@ def _dense(
     forward, backward = (5, 9) if mlp.gated else (2, 3)
     kernels = (2, 3) if mlp.gated else (1, 1)
     activation = Elementwise(
-        f"{prefix}activation", forward * mlp.ffn_dim * rows, backward * mlp.ffn_dim * rows, *kernels, "column", routed=routed
+        f"{prefix}activation",
+        forward * mlp.ffn_dim * rows,
+        backward * mlp.ffn_dim * rows,
+        *kernels,
+        "column",
+        routed=routed,
     )
     return (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),

@@ -63,7 +63,9 @@ BALANCED_STAGES: tuple[Default, ...] = (
 )
 
 EXPERTS_FOLLOW_TP: tuple[Default, ...] = (
-    Default("Megatron-Bridge|Megatron-Core/NeMo", False, "Megatron-Bridge's recipes set expert_tensor_parallel_size = 1"),
+    Default(
+        "Megatron-Bridge|Megatron-Core/NeMo", False, "Megatron-Bridge's recipes set expert_tensor_parallel_size = 1"
+    ),
     Default(
         "Megatron|NeMo|Pai|Primus|FlagScale",
         True,
@@ -271,5 +273,3 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         engine=default_of(row.framework, ENGINE),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
-
-

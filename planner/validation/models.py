@@ -146,9 +146,7 @@ def _deepseek(plain: ModelSpec) -> ModelSpec:
         v_head_dim=128,
     )
     attention = block.attention if re.search(r"deepseek-?moe", plain.name.lower()) else latent
-    routed = block.replace(
-        attention=attention, mlp=block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim)
-    )
+    routed = block.replace(attention=attention, mlp=block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim))
     dense = block.replace(attention=attention, mlp=DenseMLP(ffn_dim=width))
     blocks = [LayerRun(layer=dense, count=num_dense)]
     if count > num_dense:
