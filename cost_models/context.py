@@ -63,7 +63,7 @@ def ring(
     v_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
     out, q = attention.num_heads * v_dim, attention.q_dim
     floor = rates.launch_s + MERGE_KERNELS * rates.kernel_s
-    # Reads the running and the new part and writes the sum; three of four parts on average take part (half of the steps, half the rows).
+    # Reads the running and the new part and writes the sum; half of the steps concern half of the rows only.
     merged = 0.75 * 3 * tokens / batch.tp * workload.compute_bytes / rates.elementwise_bytes_per_s
     return Ring(
         steps * (floor + merged * out),
