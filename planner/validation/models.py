@@ -60,6 +60,7 @@ FAMILIES: tuple[tuple[str, Traits], ...] = (
 )
 """First match at the start of the model's or the family's name; everything else is a GPT-2-like decoder."""
 
+_QWEN2_MOE = re.compile(r"qwen(1\.5|2)\b.*(moe|-a\d)")
 _EXPERTS_OF_V3 = 256
 _HIDDEN_OF_LITE = 2048
 
@@ -117,11 +118,22 @@ def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_le
     """Both ways of a head, the family's usual one first: the stated parameter count decides which it is."""
     for tied in (not traits.gated, traits.gated):
         plain = _decoder(name, traits, shape, seq_len, tied=tied)
-        yield _deepseek(plain) if _is_deepseek_moe(name, shape) else plain
+        yield _with_shared_experts(plain)
 
 
-def _is_deepseek_moe(name: str, shape: tuple[int | None, ...]) -> bool:
-    return "deepseek" in name.lower() and bool(shape[6])
+def _with_shared_experts(plain: ModelSpec) -> ModelSpec:
+    """What families of experts have besides the routed ones, which columns do not say."""
+    block, count = plain.block_runs[0]
+    if not isinstance(block.mlp, MoE):
+        return plain
+    if "deepseek" in plain.name.lower():
+        return _deepseek(plain)
+    if not _QWEN2_MOE.search(plain.name.lower()):
+        return plain
+    # Gated, and as wide as the routed experts one token visits (config.json of Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B).
+    shared = block.mlp.replace(shared_ffn_dim=block.mlp.top_k * block.mlp.ffn_dim, shared_gate=True)
+    experts = LayerRun(layer=block.replace(mlp=shared), count=count)
+    return plain.replace(layers=(plain.layers[0], experts, plain.layers[-1]))
 
 
 def _deepseek(plain: ModelSpec) -> ModelSpec:

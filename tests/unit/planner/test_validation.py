@@ -186,6 +186,14 @@ def test_context_and_expert_parallelism_are_axes_of_the_layout() -> None:
     assert inputs_of(**experts, etp=1).layout.etp == 1
 
 
+def test_shared_experts_of_a_family_are_added_to_the_columns() -> None:
+    """Qwen1.5-MoE-A2.7B: 14.3 B parameters, 2.7 B of them active."""
+    shape = {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 1408, "vocab": 151936}
+    found = inputs_of(model="Qwen1.5-MoE-A2.7B", model_family="Qwen", experts=60, topk=4, params_b=14.3, **shape)
+    assert found.approximated == ()
+    assert found.model.num_active_params == pytest.approx(2.7e9, rel=0.01)
+
+
 def test_deepseek_is_built_from_the_columns() -> None:
     """V2's published sizes: 236 B parameters, 21 B of them active."""
     shape = {"layers": 60, "hidden": 5120, "heads": 128, "kv_heads": 128, "ffn": 1536, "vocab": 102400}
