@@ -102,7 +102,11 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute, how: Kernel
     if isinstance(mlp, DenseMLP):
         return _dense(mlp, recompute)
     routed = _dense(mlp.expert, recompute)
-    rows = Saved(tp=mlp.top_k * routed.tp, whole=2 * mlp.num_experts, routed=mlp.top_k * (1 + how.keeps_expert_output) * hidden_dim)
+    rows = Saved(
+        tp=mlp.top_k * routed.tp,
+        whole=2 * mlp.num_experts,
+        routed=mlp.top_k * (1 + how.keeps_expert_output) * hidden_dim,
+    )
     return rows + (_dense(mlp.shared, recompute) if mlp.shared else Saved())
 
 

@@ -141,24 +141,28 @@ def _deepseek(plain: ModelSpec) -> ModelSpec:
 
     All published ones share the widths of a head: 128 without and 64 with rotary, 128 for values, keys and values from 512, queries
     from 1536 but in Lite (arXiv:2405.04434 section 3.1.2, arXiv:2412.19437 section 4.2). V3 has one shared expert and three dense
-    blocks, those before it two and one; a dense block is as wide as the experts one token visits.
+    blocks, those before it two and one; a dense block is as wide as the experts one token visits. But in Lite, a token visits at
+    most four (V3) or three of eight groups of experts.
     """
     (block, count), hidden = plain.block_runs[0], plain.hidden_dim
     assert isinstance(block.mlp, MoE)
     is_v3 = block.mlp.num_experts >= _EXPERTS_OF_V3
-    num_shared, num_dense = (1, 3) if is_v3 else (2, 1)
+    is_lite = hidden <= _HIDDEN_OF_LITE
+    num_shared, num_dense, top_groups = (1, 3, 4) if is_v3 else (2, 1, 3)
+    groups = {} if is_lite else {"num_groups": 8, "top_groups": top_groups}
     num_dense = min(num_dense, count - 1) or 1
     heads, width = block.attention.num_heads, (block.mlp.top_k + num_shared) * block.mlp.ffn_dim
     latent = LatentAttention(
         num_heads=heads,
-        q_lora_rank=None if hidden <= _HIDDEN_OF_LITE else 1536,
+        q_lora_rank=None if is_lite else 1536,
         kv_lora_rank=512,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
     )
     attention = block.attention if re.search(r"deepseek-?moe", plain.name.lower()) else latent
-    routed = block.replace(attention=attention, mlp=block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim))
+    experts = block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim, **groups)
+    routed = block.replace(attention=attention, mlp=experts)
     dense = block.replace(attention=attention, mlp=DenseMLP(ffn_dim=width))
     blocks = [LayerRun(layer=dense, count=num_dense)]
     if count > num_dense:

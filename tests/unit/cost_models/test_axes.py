@@ -105,6 +105,19 @@ def test_experts_across_nodes_cost_more_and_one_copy_a_node_less() -> None:
     assert plain[0] < deduplicated[1] < 0.7 * plain[1]
 
 
+def test_groups_of_experts_bound_the_nodes_of_a_token() -> None:
+    """DeepSeek-V3 sends a token to at most four of eight nodes (arXiv:2412.19437 section 2.1.2)."""
+    spec = ModelSpec.named("deepseek-v3")
+    block, machine = spec.block_runs[-1][0], ClusterSpec.parse("64xH100-SXM-80GB")
+    assert isinstance(block.mlp, MoE)
+    assert (block.mlp.num_groups, block.mlp.top_groups) == (8, 4)
+    free = block.replace(mlp=block.mlp.replace(num_groups=1, top_groups=1))
+    batch = batch_of(Layout(dp_shard=64, ep=64, zero_stage=1), Layout(dp_shard=64, ep=16, zero_stage=1))
+    limited, unlimited = (dispatch_s(b, spec.hidden_dim, batch, WORKLOAD, machine) for b in (block, free))
+    assert limited[0] / unlimited[0] == pytest.approx(4 * (1 - 0.75**8) / (8 * (1 - 0.875**8)), rel=0.02)
+    assert limited[1] == unlimited[1]
+
+
 @pytest.mark.parametrize(("groups", "picks"), [(1, 3), (2, 2), (4, 3), (3, 5)])
 def test_distinct_groups_equals_a_count(groups: int, picks: int) -> None:
     outcomes = list(itertools.product(range(groups), repeat=picks))
