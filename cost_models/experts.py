@@ -56,7 +56,7 @@ def dispatch_s(
     if moe is None:
         return np.zeros(len(batch))
     token_bytes = batch.tokens(workload.seq_len) / batch.tp * hidden_dim * float(workload.compute_bytes)
-    there_and_back = 2 * _exchange_s(token_bytes, moe.top_k, batch, workload, cluster)
+    there_and_back = 2 * _exchange_s(token_bytes, moe, batch, workload, cluster)
     gathered, stride = moe.top_k * token_bytes * batch.expert_tp, np.ones_like(batch.tp)
     gather = collective_s("all_gather", gathered, batch.expert_tp, stride, cluster)
     scatter = collective_s("reduce_scatter", gathered, batch.expert_tp, stride, cluster)
@@ -64,19 +64,21 @@ def dispatch_s(
 
 
 def _exchange_s(
-    token_bytes: FloatArray, top_k: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+    token_bytes: FloatArray, moe: MoE, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> FloatArray:
     """All-to-all over ep of ``token_bytes`` [N] bytes, top_k copies of them.
 
     Megatron's recipes for experts that span nodes use dispatchers that send a token once to each node and copy it there
-    (DeepEP, HybridEP): a node gets it if any of its experts does.
+    (DeepEP, HybridEP): a node gets it if any of its experts does, and of all nodes at most those of the token's groups.
     """
+    top_k = moe.top_k
     plain = collective_s("all_to_all", top_k * token_bytes, batch.ep, batch.expert_tp, cluster)
     if workload.engine != "megatron" or len(cluster.levels) == 1:
         return plain
     inside = np.gcd(np.maximum(cluster.scaleup_domain // batch.expert_tp, 1), batch.ep)
     domains = batch.ep // inside
-    between_bytes = distinct(domains, top_k) * token_bytes
+    reached = np.minimum(domains, moe.top_groups * np.maximum(domains // moe.num_groups, 1))
+    between_bytes = distinct(reached if moe.num_groups > 1 else domains, top_k) * token_bytes
     between = collective_s("all_to_all", between_bytes, domains, batch.expert_tp * inside, cluster)
     within = collective_s("all_to_all", top_k * token_bytes, inside, batch.expert_tp, cluster)
     return np.minimum(plain, np.maximum(between, within))

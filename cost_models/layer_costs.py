@@ -183,7 +183,8 @@ def _compute_s(
         forward, backward = forward + written_s, backward + written_s
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
     collective_host_s = host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)
-    per_pass = collectives * collective_host_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
+    is_wrapped = has_copies(batch, workload) | (batch.cp > 1)
+    per_pass = collectives * collective_host_s + np.where(is_wrapped, host.fsdp_unit_s / 2, 0.0)
     if routed_part(layer) is not None and not host.adds:
         per_pass = per_pass + host.routing_s / 2
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
@@ -392,6 +393,7 @@ def _activation_bytes(
         compute_bytes=workload.compute_bytes,
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
+        keeps_expert_output=workload.engine != "megatron",
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
     if workload.selective == "alternate_products":

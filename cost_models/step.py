@@ -105,7 +105,10 @@ class SpaceCosts:
             backward = np.where(b.pp > 1, 0.0, backward)
         # The head stays gathered: its backward pass follows at once.
         gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
-        gathered, reduced = cost.num_params * self.workload.compute_bytes, cost.num_params * self.workload.gradient_bytes
+        gathered, reduced = (
+            cost.num_params * self.workload.compute_bytes,
+            cost.num_params * self.workload.gradient_bytes,
+        )
         # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
         parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
         in_forward = self._beside(forward, cost.gather_s, pair_of(parts[0], cost.gather_s, self.cluster))
