@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Frozen
-from .profile import Profile
+from .profile import CollectivePoint, Profile
 from .units import GIB
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -82,7 +82,15 @@ class CollectiveLatency(Frozen):
 
 
 class Link(Frozen):
-    """One kind of link; bandwidth is unidirectional, per device or per whatever shares it."""
+    """One kind of link; bandwidth is unidirectional, per device or per whatever shares it.
+
+    Attributes:
+        latency_s: one small send and receive.
+        ramp_s: pipeline fill of a collective: b bytes of line rate W add ``sqrt(ramp_s * b / W)``.
+        ring_step_s: between nodes, what each further device adds to a ring of long messages; None: ``latency_s``.
+        curve: name of the measured curves (cost_models/collective_curves.json) that stand in for efficiencies and latencies.
+        measured: collectives measured on this very link; where there are some, they are interpolated.
+    """
 
     name: str
     kind: Literal["scale-up", "scale-out"]
@@ -92,6 +100,10 @@ class Link(Frozen):
     efficiency: LinkEfficiency
     collective_latency_s: CollectiveLatency
     shared_by: Literal["device", "host", "node"] = "device"
+    ramp_s: NonNegativeFloat = 0.0
+    ring_step_s: NonNegativeFloat | None = None
+    curve: str = ""
+    measured: tuple[CollectivePoint, ...] = ()
     source: str = ""
 
 
