@@ -15,8 +15,8 @@ points or curves (collective_curves.py) these say how long x = bytes / line rate
     latency + x / efficiency + sqrt(ramp x)
 
 with latency = base + per_hop log2(f): trees, exchanges, and everything inside a node. Between nodes all-gather and reduce-scatter
-have rings only, of every member and without ramp: NCCL takes the better of two protocols, steps of ring_step at full bandwidth (Simple) or
-LL_STEP_RATIO of it at LL_BANDWIDTH_RATIO of the bandwidth (LL).
+have rings only, of every member and without ramp: NCCL takes the better of two protocols, a ring_step for every crossing between nodes
+(and IN_NODE_RING_STEP_S inside) at full bandwidth (Simple), or LL_STEP_RATIO of that at LL_BANDWIDTH_RATIO of the bandwidth (LL).
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from .layouts import FloatArray, IntArray
 
 LL_STEP_RATIO = 0.2
 """Ring step of NCCL's LL protocol over that of Simple between nodes: 2.7 of 14 us (NVIDIA/nccl src/graph/tuning.cc)."""
+
+IN_NODE_RING_STEP_S = 3.4e-6
+"""One step between devices of a node of a Simple ring that spans nodes (NVIDIA/nccl src/graph/tuning.cc, NVLink)."""
 
 LL_BANDWIDTH_RATIO = 0.1
 """Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL near 45 of 400 GB/s on two Hopper nodes, 22 of 200 on Ampere."""
@@ -98,8 +101,11 @@ def _level_s(
     if op in ("all_reduce", "all_to_all") or link.kind == "scale-up":
         hops_s = latency.per_hop * np.log2(np.maximum(members / inner, 1))
         return latency.base + hops_s, transfer + np.sqrt(link.ramp_s * x)
-    step = link.latency_s if link.ring_step_s is None else link.ring_step_s
-    steps = step * (members - 1)
+    domains = members // inner
+    # A chunk that starts inside a domain crosses into each domain once, its own included at the end.
+    crossings = domains - (inner == 1)
+    crossing = link.latency_s if link.ring_step_s is None else link.ring_step_s
+    steps = crossing * crossings + IN_NODE_RING_STEP_S * (members - domains)
     quick = LL_STEP_RATIO * steps
     return latency.base + quick, np.minimum(steps - quick + transfer, transfer / LL_BANDWIDTH_RATIO)
 

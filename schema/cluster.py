@@ -87,7 +87,7 @@ class Link(Frozen):
     Attributes:
         latency_s: one small send and receive.
         ramp_s: pipeline fill of a collective: b bytes of line rate W add ``sqrt(ramp_s * b / W)``.
-        ring_step_s: between nodes, what each further device adds to a ring of long messages; None: ``latency_s``.
+        ring_step_s: what each crossing between nodes adds to a ring of long messages; None: ``latency_s``.
         curve: name of the measured curves (cost_models/collective_curves.json) that stand in for efficiencies and latencies.
         measured: collectives measured on this very link; where there are some, they are interpolated.
     """

@@ -47,7 +47,7 @@ NETWORKS: tuple[tuple[str, str], ...] = (
     (r"efa\b", "efa-v2"),
     (r"tcp\(?x", "tcpxo"),
     (r"slingshot", "slingshot11"),
-    (r"omni-?path", "ib100"),
+    (r"omni-?path", "opa100"),
     (r"roce", "roce400"),
     (r"ndr|connectx-7|cx-?7|infiniband 400|ib 400|infiniband 50 gb/s|rdma 400|400 ?gb/s per gpu", "ib400"),
     (r"hdr|ib 200|infiniband 200", "ib200"),
