@@ -91,7 +91,7 @@ def _level_s(
     """Latency and transfer of one level; ``ranks`` are members inside the inner domain, inside this one, and of the group."""
     inner, members, _ = ranks
     link = level.link
-    x = _moved_bytes(op, size, *ranks) / _per_device(level, cluster)
+    x = _moved_bytes(op, size, *ranks) / (_per_device(level, cluster) * _mesh_fraction(level, members // inner))
     if points := [point for point in link.measured if point.op == op]:
         return _interpolated_s(op, points, size / inner, members // inner)
     if link.curve and (curves := link_curves(link.curve)):
@@ -118,6 +118,14 @@ def _moved_bytes(op: Op, size: FloatArray, inner: IntArray, members: IntArray, g
     if op != "all_reduce":
         return np.asarray(shared)
     return np.asarray(np.where(members == 2 * inner, size / inner, 2 * shared))
+
+
+def _mesh_fraction(level: LinkLevel, members: IntArray) -> FloatArray | float:
+    """Share of a device's links that lead to members of its own group."""
+    peers = level.link.mesh_peers
+    if peers is None:
+        return 1.0
+    return np.clip((members - 1) / min(peers, max(level.domain_size - 1, 1)), 1e-6, 1.0)
 
 
 def _interpolated_s(op: Op, points: Sequence[CollectivePoint], size: FloatArray, group: IntArray) -> _SECONDS:

@@ -88,6 +88,8 @@ class Link(Frozen):
         latency_s: one small send and receive.
         ramp_s: pipeline fill of a collective: b bytes of line rate W add ``sqrt(ramp_s * b / W)``.
         ring_step_s: what each crossing between nodes adds to a ring of long messages; None: ``latency_s``.
+        mesh_peers: of devices joined in pairs without a switch, how many peers all links of one reach together: n devices use
+            ``(n - 1) / mesh_peers`` of the rate.
         curve: name of the measured curves (cost_models/collective_curves.json) that stand in for efficiencies and latencies.
         measured: collectives measured on this very link; where there are some, they are interpolated.
     """
@@ -102,6 +104,7 @@ class Link(Frozen):
     shared_by: Literal["device", "host", "node"] = "device"
     ramp_s: NonNegativeFloat = 0.0
     ring_step_s: NonNegativeFloat | None = None
+    mesh_peers: PositiveFloat | None = None
     curve: str = ""
     measured: tuple[CollectivePoint, ...] = ()
     source: str = ""
