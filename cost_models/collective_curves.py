@@ -4,11 +4,12 @@ A collective of n devices that moves b bytes through each device's link of rate 
 
     t(x) = (latency + x / efficiency + sqrt(ramp * x)) * exp(residual(x)),   x = b / W
 
-with x the seconds at line rate. The square root is the pipeline fill: a message in k chunks over a path of latency a takes
-k a + (1 + 1/k) x / e, least at x / e + 2 sqrt(a x / e). The residual is piecewise linear in log x and holds what this shape misses: the
-switches of NCCL between its protocols (LL, LL128, Simple) and, for the all-reduce of Hopper and Blackwell, the reduction in the
-switch (NVLS). In units of x one curve serves links of other rates, such as the halved NVLink of an H800. Curves are made
-non-decreasing. Parameters: collective_curves.json, written by ``python -m meshwright.cost_models.fit_collectives``.
+with x the seconds at line rate. The square root is the pipeline fill: a message in k chunks over a path of latency a
+takes k a + (1 + 1/k) x / e, least at x / e + 2 sqrt(a x / e). The residual is piecewise linear in log x and holds what
+this shape misses: the switches of NCCL between its protocols (LL, LL128, Simple) and, for the all-reduce of Hopper and
+Blackwell, the reduction in the switch (NVLS). In units of x one curve serves links of other rates, such as the halved
+NVLink of an H800. Curves are made non-decreasing. Parameters: collective_curves.json, written by
+``python -m meshwright.cost_models.fit_collectives``.
 """
 
 from __future__ import annotations
@@ -119,12 +120,18 @@ def link_curves(name: str) -> Mapping[Op, Curves] | None:
     entry = _document()["links"].get(name)
     if entry is None:
         return None
-    return {op: tabulated({int(n): _parameters(values) for n, values in groups.items()}) for op, groups in entry.items()}
+    return {
+        op: tabulated({int(n): _parameters(values) for n, values in groups.items()}) for op, groups in entry.items()
+    }
 
 
 def _parameters(values: Mapping[str, Any]) -> CurveParameters:
     return CurveParameters(
-        values["latency_us"] * 1e-6, values["efficiency"], values["ramp_us"] * 1e-6, values["first_knot"], tuple(values["residual"])
+        values["latency_us"] * 1e-6,
+        values["efficiency"],
+        values["ramp_us"] * 1e-6,
+        values["first_knot"],
+        tuple(values["residual"]),
     )
 
 

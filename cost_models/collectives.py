@@ -5,7 +5,7 @@ inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes
 
 | operation | innermost level | further out |
 |---|---|---|
-| all-gather, reduce-scatter | S (f - 1) / f | S (m - 1) / m / m_{l-1}: rings, one for each device of a node, that carry everything |
+| all-gather, reduce-scatter | S (f - 1) / f | S (m - 1) / m / m_{l-1}: a ring for each device of a node, carrying everything |
 | all-reduce | 2 S (f - 1) / f | twice that; S / m_{l-1} between two domains (trees, both directions at once) |
 | all-to-all, S the buffer of one rank | S (m - 1) / group | S (m - m_{l-1}) / group |
 
@@ -14,9 +14,10 @@ points or curves (collective_curves.py) these say how long x = bytes / line rate
 
     latency + x / efficiency + sqrt(ramp x)
 
-with latency = base + per_hop log2(f): trees, exchanges, and everything inside a node. Between nodes all-gather and reduce-scatter
-have rings only, of every member and without ramp: NCCL takes the better of two protocols, a ring_step for every crossing between nodes
-(and IN_NODE_RING_STEP_S inside) at full bandwidth (Simple), or LL_STEP_RATIO of that at LL_BANDWIDTH_RATIO of the bandwidth (LL).
+with latency = base + per_hop log2(f): trees, exchanges, and everything inside a node. Between nodes all-gather and
+reduce-scatter have rings only, of every member and without ramp. NCCL takes the better of two protocols: a ring_step for
+every crossing between nodes (and IN_NODE_RING_STEP_S inside) at full bandwidth (Simple), or LL_STEP_RATIO of that at
+LL_BANDWIDTH_RATIO of the bandwidth (LL).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ IN_NODE_RING_STEP_S = 3.4e-6
 """One step between devices of a node of a Simple ring that spans nodes (NVIDIA/nccl src/graph/tuning.cc, NVLink)."""
 
 LL_BANDWIDTH_RATIO = 0.1
-"""Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL near 45 of 400 GB/s on two Hopper nodes, 22 of 200 on Ampere."""
+"""Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL at 45 of 400 GB/s on two Hopper nodes (tuning.cc)."""
 
 _SECONDS = tuple[FloatArray, FloatArray]
 """Latency and transfer."""
@@ -57,7 +58,8 @@ def collective_s(
         cluster: link levels.
     """
     shape = np.broadcast_shapes(np.shape(size_bytes), group.shape, stride.shape)
-    size, group, stride = (np.broadcast_to(a, shape) for a in (np.asarray(size_bytes, dtype=np.float64), group, stride))
+    size = np.broadcast_to(np.asarray(size_bytes, dtype=np.float64), shape)
+    group, stride = np.broadcast_to(group, shape), np.broadcast_to(stride, shape)
     slowest, latency_s = np.zeros(shape), np.zeros(shape)
     inner = np.ones_like(group)
     for level in cluster.levels:

@@ -1,8 +1,9 @@
 """Fit the collective curves: ``python -m meshwright.cost_models.fit_collectives DATA [--score] [--write]``.
 
-DATA is the folder that holds operators/comm_nccl_intranode.parquet (columns system, op_name, num_gpus, message_bytes, latency in
-ms; sizes are full buffers). Needs pandas with pyarrow. ``--score`` prints the error on sizes that were not fitted (every second one)
-and on types that were not fitted (a whole family at a time); ``--write`` replaces collective_curves.json with parameters of all sizes.
+DATA is the folder that holds operators/comm_nccl_intranode.parquet (columns system, op_name, num_gpus, message_bytes,
+latency in ms; sizes are full buffers). Needs pandas with pyarrow. ``--score`` prints the error on sizes that were not
+fitted (every second one) and on types that were not fitted (a whole family at a time); ``--write`` replaces
+collective_curves.json with parameters of all sizes.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class Points(NamedTuple):
 
 def read_points(data: Path) -> dict[Curve, Points]:
     """The table as curves, median over library versions."""
-    import pandas
+    import pandas as pd
 
-    table = pandas.read_parquet(data / "operators" / "comm_nccl_intranode.parquet")
+    table = pd.read_parquet(data / "operators" / "comm_nccl_intranode.parquet")
     keys = ["system", "op_name", "num_gpus", "message_bytes"]
     medians = table[table.system.isin(list(SYSTEMS))].groupby(keys).latency.median().reset_index()
     points = {}
@@ -84,7 +85,7 @@ def fit_shape(points: Points) -> CurveParameters:
 
     starts = [np.log([points.seconds[0], 0.8, ramp]) for ramp in (1e-6, 2e-5, 3e-4)]
     fits = [least_squares(misfit, start, loss="soft_l1", f_scale=0.1) for start in starts]
-    return CurveParameters(*(float(v) for v in np.exp(min(fits, key=lambda fit: float(fit.cost)).x)))
+    return _parameters(min(fits, key=lambda fit: float(fit.cost)).x)
 
 
 def fit_curve(points: Points) -> CurveParameters:
@@ -102,8 +103,12 @@ def fit_curve(points: Points) -> CurveParameters:
 
 def mean_curve(curves: Sequence[CurveParameters]) -> CurveParameters:
     """Geometric means of the shapes; the residuals, which sit at each type's own protocol switches, are left out."""
-    logs = np.log([curve[:3] for curve in curves]).mean(axis=0)
-    return CurveParameters(*(float(v) for v in np.exp(logs)))
+    return _parameters(np.log([curve[:3] for curve in curves]).mean(axis=0))
+
+
+def _parameters(logs: FloatArray) -> CurveParameters:
+    latency, efficiency, ramp = np.exp(logs)
+    return CurveParameters(float(latency), float(efficiency), float(ramp))
 
 
 def predicted_s(parameters: CurveParameters, group: int, x: FloatArray) -> FloatArray:
@@ -136,7 +141,9 @@ def score(points: Mapping[Curve, Points]) -> list[str]:
     values = [value for per_link in errors.values() for value in per_link]
     lines.append(f"  mean of all {np.mean(values):.1f}, at most 5 %: {sum(v <= 5 for v in values)} of {len(values)}")
     shapes = {curve: fit_shape(p) for curve, p in points.items()}
-    lines.append("held-out family, MAPE %: all sizes, the same with its own latency, and by size (below 1 MB, to 16 MB, above)")
+    lines.append(
+        "held-out family, MAPE %: all sizes, the same with its own latency, and by size (below 1 MB, to 16 MB, above)"
+    )
     for link in dict.fromkeys(link for link, _, _ in points if link != "pcie4"):
         rows = []
         for (other, op, group), p in points.items():
@@ -145,7 +152,9 @@ def score(points: Mapping[Curve, Points]) -> list[str]:
             mean = mean_curve(by_family(shapes, op, group, families[link]))
             plain, own = shape_s(p.x, mean), shape_s(p.x, mean._replace(latency_s=float(p.seconds[0])))
             bands = [p.size < 1e6, (p.size >= 1e6) & (p.size < 16e6), p.size >= 16e6]
-            rows.append([_mape(plain, p.seconds), _mape(own, p.seconds), *(_mape(plain[b], p.seconds[b]) for b in bands)])
+            rows.append(
+                [_mape(plain, p.seconds), _mape(own, p.seconds), *(_mape(plain[b], p.seconds[b]) for b in bands)]
+            )
         lines.append(f"  {link:14s} " + " ".join(f"{value:6.1f}" for value in np.mean(rows, axis=0)))
     return lines
 

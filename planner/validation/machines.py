@@ -41,6 +41,7 @@ NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB", "mi350x": "MI355
 SCALE_UP = {"a800-sxm-80gb": "nvlink4-h800", "a800": "nvlink4-h800"}
 """Eight NVLinks, 200 GB/s each way, as on the H800."""
 
+
 class RowCluster(NamedTuple):
     """A row's cluster and where it only comes close."""
 

@@ -57,8 +57,8 @@ def network(text: str, *, devices_per_node: int, default: str) -> Link:
     compute = _CHOICE.sub(r"\1", compute)
     words = compute.lower()
     key = next((key for pattern, key in NETWORKS if re.search(pattern, words)), None)
-    link = catalogue_link(_member(key, compute, default))
     gbit = _gbit_per_device(compute, devices_per_node)
+    link = catalogue_link(_member(key, compute, default, gbit))
     if gbit is None or link.shared_by != "device" or link.name in ("efa-v2", "efa-v3", "efa-v4"):
         return link
     return link.replace(bandwidth_bytes_per_s=gbit * GB / 8)
@@ -68,15 +68,14 @@ def _is_compute(part: str) -> bool:
     return "compute" in part.lower() or not _SIDE_NETWORK.search(part)
 
 
-def _member(key: str | None, text: str, default: str) -> str:
-    """Name of the link: of a family the member next to the fastest rate in the text, else next to the default's rate."""
+def _member(key: str | None, text: str, default: str, gbit_per_device: float | None) -> str:
+    """Name of the link: of a family the member next to the rate of a NIC, where none is stated next to the default's rate."""
     if key is None:
         return default
     if key not in FAMILIES:
         return key
-    rates = [float(match[1]) for match in _RATE.finditer(text)]
-    is_total = bool(_PER_NODE.search(text)) and not _NICS.search(text)
-    stated = max(rates, default=0.0) if not is_total else 0.0
+    nics = [float(match[3]) for match in _NICS.finditer(text)]
+    stated = max(nics, default=0.0) or gbit_per_device or max((float(m[1]) for m in _RATE.finditer(text)), default=0.0)
     if key == "ib" and re.search(r"\d ?gbe", text, re.IGNORECASE):
         stated = 0.0  # an Ethernet rate says nothing about the InfiniBand beside it
     if not stated and key == "eth":

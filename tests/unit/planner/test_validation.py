@@ -213,7 +213,7 @@ def test_sharding_inside_a_group_is_hybrid() -> None:
         ("10G Ethernet", "eth10", 10),
         ("25GbE", "eth25", 25),
         ("100GbE InfiniBand", "ib400", 400),
-        ("InfiniBand 25 GB/s per GPU", "ib400", 200),
+        ("InfiniBand 25 GB/s per GPU", "ib200", 200),
         ("AWS p4d.24xlarge", "efa-v1", 50),
         ("EFA v3 (p5en)", "efa-v3", 400),
         ("GCP A3 Mega, GPUDirect-TCPXO", "tcpxo", 200),
