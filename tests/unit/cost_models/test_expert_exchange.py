@@ -36,18 +36,17 @@ def test_sending_each_token_once_to_a_node_beats_sending_all_its_copies() -> Non
     assert seconds(1e8, 8, 32, cluster) < copies / 2
 
 
-@pytest.mark.parametrize(("nodes", "gb_per_s"), [(1, 153), (2, 43)])
+@pytest.mark.parametrize(("nodes", "gb_per_s"), [(1, 153), (2, 43), (4, 58)])
 def test_deepep_bandwidths_on_h800(nodes: int, gb_per_s: float) -> None:
-    """4096 tokens of 7168 bytes, eight experts (deepseek-ai/DeepEP, MIT: NVLink 153, network 43 GB/s); latency aside.
+    """4096 tokens of 7168 bytes, eight experts: NVLink bandwidth in a node, network bandwidth between (deepseek-ai/DeepEP, MIT).
 
-    Within 15 %: their NVLink figure counts the rank's own tokens too.
+    Their counts include what stays on the rank or node, hence 58 GB/s through a NIC of 50. Within 15 %.
     """
     cluster = ClusterSpec.parse(f"{nodes}x8xH800-SXM-80GB")
     size = 4096 * 7168.0
     transfer = seconds(size, 8, 8 * nodes, cluster) - seconds(0.0, 8, 8 * nodes, cluster)
-    copies = float(distinct_places(8, np.array(8 if nodes == 1 else nodes)))
-    sent = size * copies * (1 if nodes == 1 else (nodes - 1) / nodes)
-    assert sent / transfer / 1e9 == pytest.approx(gb_per_s, rel=0.15)
+    counted = size * float(distinct_places(8, np.array(8 if nodes == 1 else nodes)))
+    assert counted / transfer / 1e9 == pytest.approx(gb_per_s, rel=0.15)
 
 
 def test_nodes_exchange_counts_first() -> None:
