@@ -1,30 +1,47 @@
-"""Seconds of collectives: latency + bytes / bandwidth on every link level a group spans, hierarchical.
+"""Seconds of collectives: latency and transfer on every link level a group spans, hierarchical.
 
-A group of ``size`` ranks with ``stride`` (neighbours are ``stride`` ranks apart; ranks count devices node by node) has
-inner_l members inside one domain of level l. Level l moves, through each device's own link, what its inner members
-do not already share:
+A group of ``group`` ranks with ``stride`` (neighbours are ``stride`` ranks apart; ranks count devices node by node) has m_l members
+inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes through each device's own link, S the full buffer:
 
-    bytes_l = S * (f_l - 1) / f_l / inner_{l-1},   f_l = inner_l / inner_{l-1}
+| operation | innermost level | further out |
+|---|---|---|
+| all-gather, reduce-scatter | S (f - 1) / f | S (m - 1) / m / m_{l-1}: a ring for each device of a node, carrying everything |
+| all-reduce | 2 S (f - 1) / f | twice that; S / m_{l-1} between two domains (trees, both directions at once) |
+| all-to-all, S the buffer of one rank | S (m - 1) / group | S (m - m_{l-1}) / group |
 
-for all-gather and reduce-scatter of S bytes in total; all-reduce is one of each. All-to-all with S the buffer of one rank
-moves S * (inner_l - inner_{l-1}) / group over level l.
-Levels work at the same time on different chunks, so the slowest one decides; latencies add.
-A flat ring over nodes would be 5 to 13 times too slow. The latency of an all-reduce grows with log2 of the ranks (trees); between
-nodes all-gather and reduce-scatter have rings only, whose latency grows with the nodes.
+Levels work at the same time on different chunks, so the slowest transfer decides; latencies add. On a level with measured
+points or curves (collective_curves.py) these say how long x = bytes / line rate takes. Otherwise
+
+    latency + x / efficiency + sqrt(ramp x)
+
+with latency = base + per_hop log2(f): trees, exchanges, and everything inside a node. Between nodes all-gather and
+reduce-scatter have rings only, of every member and without ramp. NCCL takes the better of two protocols: a ring_step for
+every crossing between nodes (and IN_NODE_RING_STEP_S inside) at full bandwidth (Simple), or LL_STEP_RATIO of that at
+LL_BANDWIDTH_RATIO of the bandwidth (LL).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..schema import ClusterSpec, LinkLevel
+from ..schema.profile import CollectivePoint
+from .collective_curves import Op, curve_s, link_curves
 from .layouts import FloatArray, IntArray
 
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+LL_STEP_RATIO = 0.2
+"""Ring step of NCCL's LL protocol over that of Simple between nodes: 2.7 of 14 us (NVIDIA/nccl src/graph/tuning.cc)."""
 
-_PASSES: dict[Op, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+IN_NODE_RING_STEP_S = 3.4e-6
+"""One step between devices of a node of a Simple ring that spans nodes (NVIDIA/nccl src/graph/tuning.cc, NVLink)."""
+
+LL_BANDWIDTH_RATIO = 0.1
+"""Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL at 45 of 400 GB/s on two Hopper nodes (tuning.cc)."""
+
+_SECONDS = tuple[FloatArray, FloatArray]
+"""Latency and transfer."""
 
 
 def collective_s(
@@ -34,34 +51,34 @@ def collective_s(
 
     Args:
         op: which one.
-        size_bytes: the full buffer: what an all-gather ends with, a reduce-scatter or all-reduce starts with.
+        size_bytes: the full buffer: what an all-gather ends with, a reduce-scatter or all-reduce starts with; of an all-to-all
+            what one rank sends, its own part included.
         group: ranks of the group; 1 costs nothing.
         stride: distance between neighbouring ranks of the group.
         cluster: link levels.
     """
-    size = np.asarray(size_bytes, dtype=np.float64)
-    bandwidth_s = np.zeros(np.broadcast_shapes(size.shape, group.shape))
-    latency_s = np.zeros_like(bandwidth_s)
+    shape = np.broadcast_shapes(np.shape(size_bytes), group.shape, stride.shape)
+    size = np.broadcast_to(np.asarray(size_bytes, dtype=np.float64), shape)
+    group, stride = np.broadcast_to(group, shape), np.broadcast_to(stride, shape)
+    slowest, latency_s = np.zeros(shape), np.zeros(shape)
     inner = np.ones_like(group)
     for level in cluster.levels:
         # Groups that do not fill whole domains straddle them: only a common divisor is sure to stay inside. The last level has all.
         inside = np.gcd(np.maximum(level.domain_size // stride, 1), group)
-        members = group if level is cluster.levels[-1] else inside
-        fanout = members / inner
-        shared = _PASSES[op] * size * (fanout - 1) / fanout / inner
-        # In an all-to-all every pair has bytes of its own: inner members share nothing.
-        moved = size * (members - inner) / group if op == "all_to_all" else shared
-        bandwidth_s = np.maximum(bandwidth_s, moved / _bandwidth(level, op, cluster))
-        latency = level.link.collective_latency_s
-        is_ring = op != "all_reduce" and level.link.kind == "scale-out"
-        steps_s = fanout * level.link.latency_s if is_ring else latency.per_hop * np.log2(fanout)
-        latency_s = latency_s + np.where(fanout > 1, latency.base + steps_s, 0.0)
-        inner = np.maximum(members, inner)
-    return np.asarray(np.where(group > 1, latency_s + bandwidth_s, 0.0), dtype=np.float64)
+        members = np.maximum(group if level is cluster.levels[-1] else inside, inner)
+        if np.any(members > inner):
+            latency, transfer = _level_s(op, size, (inner, members, group), level, cluster)
+            slowest = np.maximum(slowest, np.where(members > inner, transfer, 0.0))
+            latency_s = latency_s + np.where(members > inner, latency, 0.0)
+        inner = members
+    return np.asarray(np.where(group > 1, latency_s + slowest, 0.0), dtype=np.float64)
 
 
 def p2p_s(size_bytes: FloatArray, distance: IntArray, cluster: ClusterSpec) -> FloatArray:
-    """Seconds to send ``size_bytes`` [N] between ranks within ``distance`` [N] of one another: over the slowest link there."""
+    """Seconds to send ``size_bytes`` [N] between ranks within ``distance`` [N] of one another: over the slowest link there.
+
+    Links are full duplex: a message the other way at the same time costs nothing.
+    """
     seconds = np.full(size_bytes.shape, np.inf)
     for level in reversed(cluster.levels):
         link = level.link
@@ -70,8 +87,68 @@ def p2p_s(size_bytes: FloatArray, distance: IntArray, cluster: ClusterSpec) -> F
     return seconds
 
 
-def _bandwidth(level: LinkLevel, op: Op, cluster: ClusterSpec) -> float:
-    return _per_device(level, cluster) * float(getattr(level.link.efficiency, op))
+def _level_s(
+    op: Op, size: FloatArray, ranks: tuple[IntArray, IntArray, IntArray], level: LinkLevel, cluster: ClusterSpec
+) -> _SECONDS:
+    """Latency and transfer of one level; ``ranks`` are members inside the inner domain, inside this one, and of the group."""
+    inner, members, _ = ranks
+    link = level.link
+    x = _moved_bytes(op, size, *ranks) / (_per_device(level, cluster) * _mesh_fraction(level, members // inner))
+    if points := [point for point in link.measured if point.op == op]:
+        return _interpolated_s(op, points, size / inner, members // inner)
+    if link.curve and (curves := link_curves(link.curve)):
+        return curve_s(curves[op], members // inner, x)
+    latency = link.collective_latency_s
+    transfer = x / float(getattr(link.efficiency, op))
+    if op in ("all_reduce", "all_to_all") or link.kind == "scale-up":
+        hops_s = latency.per_hop * np.log2(np.maximum(members / inner, 1))
+        return latency.base + hops_s, transfer + np.sqrt(link.ramp_s * x)
+    domains = members // inner
+    # A chunk that starts inside a domain crosses into each domain once, its own included at the end.
+    crossings = domains - (inner == 1)
+    crossing = link.latency_s if link.ring_step_s is None else link.ring_step_s
+    steps = crossing * crossings + IN_NODE_RING_STEP_S * (members - domains)
+    quick = LL_STEP_RATIO * steps
+    return latency.base + quick, np.minimum(steps - quick + transfer, transfer / LL_BANDWIDTH_RATIO)
+
+
+def _moved_bytes(op: Op, size: FloatArray, inner: IntArray, members: IntArray, group: IntArray) -> FloatArray:
+    """Bytes through each device's link of one level: the table of the module's docstring."""
+    if op == "all_to_all":
+        return np.asarray(size * (members - inner) / group)
+    shared = size * (members - 1) / members / inner
+    if op != "all_reduce":
+        return np.asarray(shared)
+    return np.asarray(np.where(members == 2 * inner, size / inner, 2 * shared))
+
+
+def _mesh_fraction(level: LinkLevel, members: IntArray) -> FloatArray | float:
+    """Share of a device's links that lead to members of its own group."""
+    peers = level.link.mesh_peers
+    if peers is None:
+        return 1.0
+    return np.clip((members - 1) / min(peers, max(level.domain_size - 1, 1)), 1e-6, 1.0)
+
+
+def _interpolated_s(op: Op, points: Sequence[CollectivePoint], size: FloatArray, group: IntArray) -> _SECONDS:
+    """Measured points, log seconds over log size; of another number of ranks in proportion to the bytes through a link.
+
+    Beyond the largest message seconds grow in proportion, below the smallest they stay.
+    """
+    measured = max({point.group_size for point in points})
+    mine = sorted((point.size_bytes, point.time_s) for point in points if point.group_size == measured)
+    log_size = np.log([float(at) for at, _ in mine])
+    log_time = np.maximum.accumulate(np.log([seconds for _, seconds in mine]))
+    here = size * bus_factor(op, group) / bus_factor(op, np.asarray(measured))
+    log_here = np.log(np.maximum(here, 1.0))
+    seconds = np.exp(np.interp(log_here, log_size, log_time)) * np.exp(np.maximum(log_here - log_size[-1], 0.0))
+    latency = np.full(size.shape, float(np.exp(log_time[0])))
+    return latency, np.maximum(seconds - latency, 0.0)
+
+
+def bus_factor(op: Op, group: IntArray) -> FloatArray:
+    """Bytes through a device's link for each byte of the full buffer, inside one node (nccl-tests)."""
+    return np.asarray((2.0 if op == "all_reduce" else 1.0) * (group - 1) / group)
 
 
 def _per_device(level: LinkLevel, cluster: ClusterSpec) -> float:

@@ -104,7 +104,7 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
 
 
 def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"], source: str) -> Link:
-    """The link of one level: the bandwidth of the best operation, the others as fractions of it.
+    """The link of one level: the bandwidth of the best operation, the others as fractions of it, and the points themselves.
 
     The latency of a collective is that of all_reduce over all ranks; how it depends on their number was not measured.
 
@@ -127,6 +127,7 @@ def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"]
         latency_s=lines["p2p"][0],
         efficiency=LinkEfficiency(**{op: bandwidth / best for op, (_, bandwidth) in lines.items()}),
         collective_latency_s=CollectiveLatency(base=lines["all_reduce"][0], per_hop=0.0),
+        measured=tuple(points),
         source=source,
     )
 

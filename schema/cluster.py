@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from .base import Frozen
 from .calibration import Calibration
-from .profile import Profile
+from .profile import CollectivePoint, Profile
 from .units import GIB
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -84,7 +84,17 @@ class CollectiveLatency(Frozen):
 
 
 class Link(Frozen):
-    """One kind of link; bandwidth is unidirectional, per device or per whatever shares it."""
+    """One kind of link; bandwidth is unidirectional, per device or per whatever shares it.
+
+    Attributes:
+        latency_s: one small send and receive.
+        ramp_s: pipeline fill of a collective: b bytes of line rate W add ``sqrt(ramp_s * b / W)``.
+        ring_step_s: what each crossing between nodes adds to a ring of long messages; None: ``latency_s``.
+        mesh_peers: of devices joined in pairs without a switch, how many peers all links of one reach together: n devices use
+            ``(n - 1) / mesh_peers`` of the rate.
+        curve: name of the measured curves (cost_models/collective_curves.json) that stand in for efficiencies and latencies.
+        measured: collectives measured on this very link; where there are some, they are interpolated.
+    """
 
     name: str
     kind: Literal["scale-up", "scale-out"]
@@ -94,6 +104,11 @@ class Link(Frozen):
     efficiency: LinkEfficiency
     collective_latency_s: CollectiveLatency
     shared_by: Literal["device", "host", "node"] = "device"
+    ramp_s: NonNegativeFloat = 0.0
+    ring_step_s: NonNegativeFloat | None = None
+    mesh_peers: PositiveFloat | None = None
+    curve: str = ""
+    measured: tuple[CollectivePoint, ...] = ()
     source: str = ""
 
 

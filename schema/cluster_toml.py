@@ -39,7 +39,7 @@ from .units import GIB
 MAX_DEVICES = 10_000_000
 """More than anybody has built by a factor of ten: a larger count is a typing error."""
 
-DEFAULT_EFFICIENCY = {"p2p": 0.8, "all_reduce": 0.68, "all_gather": 0.6, "reduce_scatter": 0.6, "all_to_all": 0.5}
+DEFAULT_EFFICIENCY = {"p2p": 0.8, "all_reduce": 0.79, "all_gather": 0.65, "reduce_scatter": 0.65, "all_to_all": 0.5}
 """Of a link that is described without them: the medians over catalogue/links.toml.
 
 [fitted: statistics.median(entry["efficiency"][op] for entry in link_entries().values())]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from functools import cache
 from typing import NamedTuple
 
 from ...schema import ClusterSpec, ConfigError, LinkLevel
 from ...schema.catalogue import find_device
-from ...schema.cluster import Link, NodeGroup
-from ...schema.cluster_levels import catalogue_device, catalogue_link, derived_levels
-from ...schema.units import GB, GIB
+from ...schema.cluster import NodeGroup
+from ...schema.cluster_levels import catalogue_device, derived_levels
+from ...schema.units import GIB
+from .networks import network
 from .rows import RunRow
 
 MEMORY_TOLERANCE = 0.1
@@ -40,26 +40,6 @@ NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB", "mi350x": "MI355
 
 SCALE_UP = {"a800-sxm-80gb": "nvlink4-h800", "a800": "nvlink4-h800"}
 """Eight NVLinks, 200 GB/s each way, as on the H800."""
-
-NETWORKS: tuple[tuple[str, str], ...] = (
-    (r"efa\b.*(p6|v4)", "efa-v4"),
-    (r"efa\b.*(p4d|\b400 gb)", "efa-v1"),
-    (r"efa\b", "efa-v2"),
-    (r"tcp\(?x", "tcpxo"),
-    (r"slingshot", "slingshot11"),
-    (r"omni-?path", "ib100"),
-    (r"roce", "roce400"),
-    (r"ndr|connectx-7|cx-?7|infiniband 400|ib 400|infiniband 50 gb/s|rdma 400|400 ?gb/s per gpu", "ib400"),
-    (r"hdr|ib 200|infiniband 200", "ib200"),
-    (r"edr|100gbe infiniband", "ib100"),
-    (r"ethernet.*\b10 ?gb?|\b10g", "eth10"),
-    (r"\b100 ?gb?.*ethernet|ethernet.*\b100 ?gb?", "eth100"),
-)
-"""Words of a description -> the link whose latencies and efficiencies apply; the first match counts."""
-
-_PER_DEVICE = re.compile(r"(\d+) ?Gb(?:/s|ps)? per GPU")
-_PER_NODE = re.compile(r"(?:(\d+) ?x ?(?:[A-Z]\S+ )?)?(\d+) ?Gb(?:/s|ps) per node")
-_NICS = re.compile(r"(\d+) ?x ?(\d+) ?Gb(?:/s|ps)?\b")
 
 
 class RowCluster(NamedTuple):
@@ -113,28 +93,3 @@ def _device_name(text: str) -> str | None:
         return find_device(wanted)[0]
     except ConfigError:
         return None
-
-
-def network(text: str, *, devices_per_node: int, default: str) -> Link:
-    """The link between nodes that a description means; the device's usual one where it says nothing usable.
-
-    The rate is what one device gets: "4x HDR = 800 Gb/s per node" of eight devices is 100 Gb/s each.
-    """
-    words = text.lower()
-    key = next((key for pattern, key in NETWORKS if re.search(pattern, words)), None)
-    link = catalogue_link(key or default)
-    gbit = _gbit_per_device(text, devices_per_node)
-    if gbit is None or link.shared_by != "device" or key in ("efa-v2", "efa-v4"):
-        return link  # a nominal rate of EFA is the catalogue's own
-    return link.replace(bandwidth_bytes_per_s=gbit * GB / 8)
-
-
-def _gbit_per_device(text: str, devices_per_node: int) -> float | None:
-    """Gb/s of one device where the text states it, by the device, by the node or by its NICs; None where it does not."""
-    if match := _PER_DEVICE.search(text):
-        return float(match[1])
-    if match := _PER_NODE.search(text):
-        return int(match[1] or 1) * float(match[2]) / devices_per_node
-    if match := _NICS.search(text):
-        return int(match[1]) * float(match[2]) / devices_per_node
-    return None
