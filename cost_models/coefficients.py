@@ -116,7 +116,8 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
-        update_bytes_per_s=device.memory_bandwidth_bytes_per_s * (1.0 if is_cpu else c["optimizer"]["memory_efficiency"]),
+        update_bytes_per_s=device.memory_bandwidth_bytes_per_s
+        * (1.0 if is_cpu else c["optimizer"]["memory_efficiency"]),
     )
 
 

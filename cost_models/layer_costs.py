@@ -100,7 +100,8 @@ def _compute_s(
     has_block = isinstance(layer, Block | MTPHead)
     recompute, repeated = _recompute(operators, times, batch, workload) if has_block else (zero, zero)
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
-    per_pass = collectives * (host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)) + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
+    each_s = host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)
+    per_pass = collectives * each_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s

@@ -100,7 +100,10 @@ class SpaceCosts:
             backward = np.where(b.pp > 1, 0.0, backward)
         # The head stays gathered: its backward pass follows at once.
         gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
-        gathered, reduced = cost.num_params * self.workload.compute_bytes, cost.num_params * self.workload.gradient_bytes
+        gathered, reduced = (
+            cost.num_params * self.workload.compute_bytes,
+            cost.num_params * self.workload.gradient_bytes,
+        )
         # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
         parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
         in_forward = self._beside(forward, cost.gather_s, pair_of(parts[0], cost.gather_s, self.cluster))
@@ -110,7 +113,7 @@ class SpaceCosts:
         return np.asarray(self._passes * (in_forward + in_backward))
 
     def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
-        """What a layer's collective adds to its own compute, or in all chunks but one to that of pp micro-batches in the next [N]."""
+        """What a layer's collective adds to its own compute, or in all chunks but one to pp micro-batches of the next [N]."""
         b, own = self.batch, exposed_s(compute_s, collective_s, pair)
         if not ENGINES[self.workload.engine].hides_in_chunks:
             return own

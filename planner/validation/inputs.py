@@ -270,7 +270,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
 
 
 def _is_per_operator(row: RunRow) -> bool:
-    """torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
+    """Torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
     return row.framework.startswith("torchtitan") and "layer" not in row.recompute
 
 
