@@ -33,8 +33,8 @@ class EngineFacts(NamedTuple):
 ENGINES: dict[Engine, EngineFacts] = {
     # Prefetches the next layer's parameters, reduces beside the next layer's backward pass: runtime/data_parallel.py.
     "fsdp2": EngineFacts(0, 0, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
-    # Megatron-Core's recipes: overlap_grad_reduce beside the last backward pass, overlap_param_gather beside the first forward pass,
-    # chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
+    # Megatron-Core's recipes: overlap_grad_reduce beside the last backward pass, overlap_param_gather beside the first forward
+    # pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
     "megatron": EngineFacts(0, 0, np.inf, hides_in_chunks=True, zero1_by_tensor=False),
     # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
     "deepspeed": EngineFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),

@@ -44,8 +44,8 @@ def test_collectives_tensor_by_tensor_cost_the_steps_of_their_rings() -> None:
 
 def test_model_chunks_hide_reductions_and_transfers() -> None:
     workload = Workload(seq_len=512, global_batch_size=128, engine="megatron")
-    layouts = [Layout(dp_shard=8, tp=2, pp=4, zero_stage=1, num_model_chunks=v) for v in (1, 4)]
-    cluster = ClusterSpec.parse("64xH100-SXM-80GB")
+    layouts = [Layout(dp_shard=16, pp=4, zero_stage=1, num_model_chunks=v) for v in (1, 4)]
+    cluster = ClusterSpec.parse("64xL4")
     batch = LayoutBatch.of(layouts, workload.global_batch_size)
     costs = SpaceCosts.of(ModelSpec.named("llama-3.1-8b"), workload, cluster, batch)
     block = next(k for k, kind in enumerate(costs.kinds) if isinstance(kind, Block))
