@@ -69,9 +69,14 @@ def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:
     """1 where gathers, and where reductions, run beside compute, 0 where after it [N]."""
     facts = ENGINES[workload.engine]
     return (
-        np.asarray(batch.zero_stage >= facts.gather_hides_from, dtype=np.int64),
-        np.asarray(batch.zero_stage >= facts.reduction_hides_from, dtype=np.int64),
+        np.asarray(workload.overlap & (batch.zero_stage >= facts.gather_hides_from), dtype=np.int64),
+        np.asarray(workload.overlap & (batch.zero_stage >= facts.reduction_hides_from), dtype=np.int64),
     )
+
+
+def hides_in_chunks(workload: Workload) -> bool:
+    """Whether communication of one model chunk runs beside the compute of others."""
+    return workload.overlap and ENGINES[workload.engine].hides_in_chunks
 
 
 def num_buckets(batch: LayoutBatch, workload: Workload, num_params: FloatArray) -> FloatArray:

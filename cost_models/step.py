@@ -19,7 +19,7 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import ENGINES, hides, update_bytes_per_param
+from .engines import hides, hides_in_chunks, update_bytes_per_param
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
@@ -67,7 +67,7 @@ class SpaceCosts:
         b = self.batch
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
         once = p2p_s(self.boundary_bytes, b.tp * b.dp_shard * b.dp_replicate * b.pp - 1, self.cluster)
-        if ENGINES[self.workload.engine].hides_in_chunks:
+        if hides_in_chunks(self.workload):
             chunk_s = (self.total("forward_s") + self.total("tp_forward_s")) / b.pp / b.num_model_chunks
             once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
@@ -115,15 +115,21 @@ class SpaceCosts:
     def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
         """What a layer's collective adds to its own compute, or in all chunks but one to pp micro-batches of the next [N]."""
         b, own = self.batch, exposed_s(compute_s, collective_s, pair)
-        if not ENGINES[self.workload.engine].hides_in_chunks:
+        if not hides_in_chunks(self.workload):
             return own
         others = exposed_s(compute_s * np.minimum(b.num_microbatches, b.pp), collective_s, pair)
         return np.asarray(own / b.num_model_chunks + others * (1 - 1 / b.num_model_chunks))
 
     @cached_property
     def _passes(self) -> IntArray:
-        """How often in a step parameters are gathered and gradients reduced [N]."""
-        return np.asarray(np.where(self.batch.zero_stage >= 2, self.batch.num_microbatches, 1))
+        """How often in a step parameters are gathered and gradients reduced [N].
+
+        Under a pipeline fully_shard keeps parameters gathered and reduces once: torch's PipelineStage asks for it in its last
+        backward pass, and torchtitan's reshard_after_forward is off there.
+        """
+        b = self.batch
+        once = (b.zero_stage < 2) | ((b.pp > 1) & (self.workload.engine == "fsdp2"))
+        return np.asarray(np.where(once, 1, b.num_microbatches))
 
     @cached_property
     def dp_edges_s(self) -> FloatArray:

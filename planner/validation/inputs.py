@@ -85,7 +85,21 @@ GRADIENTS: tuple[Default, ...] = (
     ),
     Default(".*DeepSpeed|HF Transformers|ColossalAI", "compute", "ZeRO reduces in the dtype of the model"),
     Default("InternEvo|PaddleNLP", "compute", "gradients in the dtype of the parameters"),
+    Default("fms-fsdp", "compute", "policies/mixed_precision.py: reduce_dtype bfloat16"),
+    Default(
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|LiBai|Aceso", "compute", "gradients of fp16 weights are reduced as they are"
+    ),
     Default("", "fp32", "accumulate_allreduce_grads_in_fp32, which Megatron-LM turns on for bf16"),
+)
+
+OVERLAP: tuple[Default, ...] = (
+    Default(
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|LiBai|Aceso",
+        False,
+        "before --overlap-grad-reduce and overlapped transfers (2023): gradients are reduced after the backward pass",
+    ),
+    Default("Megatron-LM$|PaddleNLP", False, "--overlap-grad-reduce and sharding's comm_overlap are off unless set"),
+    Default("", True, "on in the recipes, or the engine's own way"),
 )
 
 MAX_HIDDEN_ATTENTION = 0.10
@@ -264,6 +278,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
         gradients=default_of(row.framework, GRADIENTS),
+        overlap=default_of(row.framework, OVERLAP),
         selective="alternate_products" if _is_per_operator(row) else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
