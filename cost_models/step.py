@@ -19,7 +19,7 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import hides, hides_in_chunks, update_bytes_per_param
+from .engines import hides, hides_in_chunks, pass_bytes_per_param, update_bytes_per_param
 from .layer_costs import LayerCost, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
@@ -86,7 +86,14 @@ class SpaceCosts:
 
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
-        """Exposed gathering and reduction of one layer over the whole step, each kind [K] of [N]."""
+        """Exposed gathering and reduction of one layer over the whole step with the passes that serve them, each kind [K] of [N]."""
+        rate = device_rates(self.cluster.weakest_device, self.workload).update_bytes_per_s
+        passes_s = self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate
+        exposed = zip(self._collectives_exposed, self.by_kind, strict=True)
+        return tuple(np.asarray(seconds + passes_s * cost.num_params) for seconds, cost in exposed)
+
+    @cached_property
+    def _collectives_exposed(self) -> tuple[FloatArray, ...]:
         return tuple(self._dp_exposed(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))
 
     def _dp_exposed(self, kind: Layer, cost: LayerCost) -> FloatArray:
@@ -135,7 +142,7 @@ class SpaceCosts:
     def dp_edges_s(self) -> FloatArray:
         """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients."""
         idx = int(self.kind_of_layer[0])
-        first, exposed = self.by_kind[idx], self.dp_exposed_by_kind[idx]
+        first, exposed = self.by_kind[idx], self._collectives_exposed[idx]
         edges = np.maximum(self.overlap * self._passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
         if not self.model.tie_embeddings:
             return np.asarray(edges)

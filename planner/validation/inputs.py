@@ -87,7 +87,9 @@ GRADIENTS: tuple[Default, ...] = (
     Default("InternEvo|PaddleNLP", "compute", "gradients in the dtype of the parameters"),
     Default("fms-fsdp", "compute", "policies/mixed_precision.py: reduce_dtype bfloat16"),
     Default(
-        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|LiBai|Aceso", "compute", "gradients of fp16 weights are reduced as they are"
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|LiBai|Aceso",
+        "compute",
+        "gradients of fp16 weights are reduced as they are",
     ),
     Default("", "fp32", "accumulate_allreduce_grads_in_fp32, which Megatron-LM turns on for bf16"),
 )

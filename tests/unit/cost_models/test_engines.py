@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.compute import OperatorTime
-from meshwright.cost_models.engines import update_bytes_per_param
+from meshwright.cost_models.engines import pass_bytes_per_param, update_bytes_per_param
 from meshwright.cost_models.layer_costs import alternate_products_s
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.operators import Gemm, layer_operators
@@ -69,3 +69,17 @@ def test_keeping_every_second_product_repeats_the_others() -> None:
     times = [OperatorTime(np.array([float(op.n * op.k)]), np.zeros(1), 1, 2) for op in products]
     share = alternate_products_s(products, times, batch)[0] / sum(op.n * op.k for op in products)
     assert share == pytest.approx((1024 + 4096 + 14336) / (6144 + 4096 + 3 * 14336))
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("megatron", 0), ("deepspeed", 3 * 2), ("nanotron", 2 + 2 * 4)])
+def test_micro_batches_add_to_the_gradients_of_earlier_ones(engine: Engine, expected: float) -> None:
+    """Read the new gradient and the sum, write the sum; with one micro-batch there is nothing to add."""
+    workload = Workload(seq_len=1, global_batch_size=8, engine=engine)
+    layouts = [Layout(dp_replicate=dp) for dp in (8, 4)]
+    assert pass_bytes_per_param(LayoutBatch.of(layouts, 8), workload).tolist() == [0, expected]
+
+
+def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
+    """bf16 out of the buffer in both passes (8 bytes), a bf16 gradient into the fp32 one (6 bytes); alone there is nothing to do."""
+    batch = LayoutBatch.of([Layout(dp_shard=8), Layout()], 8)
+    assert pass_bytes_per_param(batch, Workload(seq_len=1, global_batch_size=8)).tolist() == [14, 0]
