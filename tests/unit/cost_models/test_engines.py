@@ -30,15 +30,15 @@ def test_what_follows_the_backward_pass_is_exposed() -> None:
 
 
 def test_reductions_in_the_compute_dtype_move_half_the_bytes() -> None:
-    layout = Layout(dp_shard=1, dp_replicate=64)
+    layout = Layout(dp_replicate=64, micro_batch_size=2)
     whole, half = (run("deepspeed", layout, gradients=dtype).breakdown_s.dp for dtype in ("fp32", "compute"))
     assert whole / half == pytest.approx(2, rel=0.05)
 
 
 def test_collectives_tensor_by_tensor_cost_the_steps_of_their_rings() -> None:
     """Two collectives for each of 291 tensors, a ring over 64 ranks each: 0.15 s more than nanotron's own bandwidth share."""
-    by_tensor = run("nanotron", Layout(dp_shard=64, zero_stage=1)).breakdown_s.dp
-    by_bucket = run("deepspeed", Layout(dp_shard=64, zero_stage=1)).breakdown_s.dp
+    layout = Layout(dp_shard=64, zero_stage=1, micro_batch_size=2)
+    by_tensor, by_bucket = (run(engine, layout).breakdown_s.dp for engine in ("nanotron", "deepspeed"))
     assert by_tensor - by_bucket == pytest.approx(2 * (32 * 6 - 32) * 64 * 4.2e-6, rel=0.2)
 
 
@@ -80,6 +80,6 @@ def test_micro_batches_add_to_the_gradients_of_earlier_ones(engine: Engine, expe
 
 
 def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
-    """bf16 out of the buffer in both passes (8 bytes), a bf16 gradient into the fp32 one (6 bytes); alone there is nothing to do."""
+    """bf16 out of the buffer in both passes (8 bytes), a bf16 gradient into the fp32 one (6 bytes)."""
     batch = LayoutBatch.of([Layout(dp_shard=8), Layout()], 8)
     assert pass_bytes_per_param(batch, Workload(seq_len=1, global_batch_size=8)).tolist() == [14, 0]
