@@ -56,7 +56,7 @@ class HostCosts(NamedTuple):
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
         pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
-        spanning_collective_s: the same without a pipeline, for a group that spans nodes.
+        spanning_collective_s: the same for a group that spans nodes.
     """
 
     operator_s: float

@@ -118,8 +118,8 @@ def _compute_s(
 def _between_nodes_s(host: HostCosts, batch: LayoutBatch, cluster: ClusterSpec) -> FloatArray:
     """What one rank adds to a tensor-parallel collective [N] because of traffic between nodes, where the engine is known for it."""
     node = max(group.devices_per_node for group in cluster.groups)
-    chosen = [(batch.pp > 1) & (cluster.num_nodes > 1), batch.tp > node]
-    return np.asarray(np.select(chosen, [host.pipelined_collective_s, host.spanning_collective_s], 0.0))
+    over_pipeline = np.where((batch.pp > 1) & (cluster.num_nodes > 1), host.pipelined_collective_s, 0.0)
+    return np.asarray(over_pipeline + np.where(batch.tp > node, host.spanning_collective_s, 0.0))
 
 
 def _recompute(

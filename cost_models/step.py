@@ -86,7 +86,7 @@ class SpaceCosts:
 
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
-        """Exposed gathering and reduction of one layer over the whole step, and the passes that serve them, each kind [K] of [N]."""
+        """Exposed gathering and reduction of one layer over the whole step and the passes that serve them, by kind [K] of [N]."""
         rate = device_rates(self.cluster.weakest_device, self.workload).update_bytes_per_s
         passes_s = self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate
         exposed = zip(self._collectives_exposed, self.by_kind, strict=True)
