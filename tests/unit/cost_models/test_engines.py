@@ -71,12 +71,18 @@ def test_keeping_every_second_product_repeats_the_others() -> None:
     assert share == pytest.approx((1024 + 4096 + 14336) / (6144 + 4096 + 3 * 14336))
 
 
-@pytest.mark.parametrize(("engine", "expected"), [("megatron", 0), ("deepspeed", 3 * 2), ("nanotron", 2 + 2 * 4)])
+@pytest.mark.parametrize(("engine", "expected"), [("deepspeed", 3 * 2), ("nanotron", 2 + 2 * 4)])
 def test_micro_batches_add_to_the_gradients_of_earlier_ones(engine: Engine, expected: float) -> None:
     """Read the new gradient and the sum, write the sum; with one micro-batch there is nothing to add."""
     workload = Workload(seq_len=1, global_batch_size=8, engine=engine)
     layouts = [Layout(dp_replicate=dp) for dp in (8, 4)]
     assert pass_bytes_per_param(LayoutBatch.of(layouts, 8), workload).tolist() == [0, expected]
+
+
+def test_megatron_adds_within_its_products() -> None:
+    """Read and write of the fp32 sum, from the first micro-batch on."""
+    batch = LayoutBatch.of([Layout(dp_replicate=8), Layout()], 8)
+    assert pass_bytes_per_param(batch, Workload(seq_len=1, global_batch_size=8, engine="megatron")).tolist() == [8, 8]
 
 
 def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
