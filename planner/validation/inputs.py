@@ -100,7 +100,7 @@ OVERLAP: tuple[Default, ...] = (
         False,
         "before --overlap-grad-reduce and overlapped transfers (2023): gradients are reduced after the backward pass",
     ),
-    Default("Megatron-LM$|PaddleNLP", False, "--overlap-grad-reduce and sharding's comm_overlap are off unless set"),
+    Default("Megatron-LM$", False, "--overlap-grad-reduce is off unless set"),
     Default("", True, "on in the recipes, or the engine's own way"),
 )
 

@@ -17,16 +17,17 @@ from meshwright.schema.workload import Engine
 
 
 def run(
-    engine: Engine, layout: Layout, cluster: str = "64xH100-SXM-80GB", batch: int = 128, **choices: str
+    engine: Engine, layout: Layout, cluster: str = "64xH100-SXM-80GB", batch: int = 128, **choices: str | bool
 ) -> Estimate:
     workload = Workload(seq_len=4096, global_batch_size=batch, engine=engine, **choices)  # type: ignore[arg-type]
     return estimate(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse(cluster), workload, layout)
 
 
 def test_what_follows_the_backward_pass_is_exposed() -> None:
-    layout = Layout(dp_shard=64, zero_stage=1)
-    hidden, after = (run(engine, layout).breakdown_s.dp for engine in ("megatron", "deepspeed"))
-    assert after > 2 * hidden > 0
+    layout = Layout(dp_shard=64, zero_stage=1, micro_batch_size=2)
+    hidden, after = (run("megatron", layout, overlap=overlap).breakdown_s.dp for overlap in (True, False))
+    assert after > 1.5 * hidden > 0
+    assert run("deepspeed", layout, overlap=True) == run("deepspeed", layout, overlap=False)
 
 
 def test_reductions_in_the_compute_dtype_move_half_the_bytes() -> None:
