@@ -73,7 +73,7 @@ class HostCosts(NamedTuple):
         routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
         pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
-        spanning_collective_s: the same without a pipeline, for a group that spans nodes.
+        spanning_collective_s: the same for a group that spans nodes.
     """
 
     operator_s: float

@@ -1,13 +1,4 @@
-"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients.
-
-| engine | fact | where it is seen |
-|---|---|---|
-| fsdp2 | prefetches the next layer's parameters, reduces beside the next layer's backward pass | runtime/data_parallel.py |
-| megatron | bucketed reduction beside the last backward pass, parameters gathered beside the next forward pass; with model chunks beside those of all micro-batches in another chunk, and transfers between stages beside compute | Megatron-Core: overlap_grad_reduce, overlap_param_gather, align_param_gather and overlap_p2p_comm of its recipes |
-| deepspeed | reduces after the backward pass, gathers after the step; ZeRO-3 prefetches | overlap_comm is false unless stage 3 |
-| nanotron | reduces after the backward pass; whole gradients in buckets of 25 MiB of parameters, under ZeRO-1 every tensor by itself | torch's DistributedDataParallel: bucket_cap_mb; nanotron v0.5 optim/zero.py: reduce_scatter_coalesced, all_gather_coalesced |
-| internevo | reduces beside the last backward pass; ZeRO-1 deals out whole tensors | InternEvo solver/optimizer/hybrid_zero_optim.py: reduce to the owner, broadcast of each owner's |
-"""
+"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients."""
 
 from __future__ import annotations
 
@@ -25,8 +16,8 @@ class EngineFacts(NamedTuple):
     """Data parallelism of one engine.
 
     Attributes:
-        reduction_hides_from: lowest ZeRO stage at which gathers and reductions run beside compute.
-        gather_hides_from: the same for the gathers of parameters.
+        reduction_hides_from: lowest ZeRO stage at which reductions run beside the (last) backward pass.
+        gather_hides_from: the same for gathers of parameters and the forward pass.
         bucket_bytes: parameters in the compute dtype whose whole gradients are reduced at once; infinite for a layer's.
         hides_in_chunks: whether with model chunks the communication of one runs beside the compute of the others.
         zero1_by_tensor: whether ZeRO-1 runs collectives tensor by tensor instead of on flat buckets.
@@ -40,13 +31,19 @@ class EngineFacts(NamedTuple):
 
 
 ENGINES: dict[Engine, EngineFacts] = {
+    # Prefetches the next layer's parameters, reduces beside the next layer's backward pass: runtime/data_parallel.py.
     "fsdp2": EngineFacts(0, 0, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    # Megatron-Core's recipes: overlap_grad_reduce beside the last backward pass, overlap_param_gather beside the first forward
+    # pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
     "megatron": EngineFacts(0, 0, np.inf, hides_in_chunks=True, zero1_by_tensor=False),
+    # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
     "deepspeed": EngineFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    # v0.5 reduces after the backward pass: whole gradients in DistributedDataParallel's buckets (bucket_cap_mb = 25), under ZeRO-1
+    # every tensor by itself (reduce_scatter_coalesced and all_gather_coalesced in optim/zero.py).
     "nanotron": EngineFacts(3, 3, 25 * MIB, hides_in_chunks=False, zero1_by_tensor=True),
+    # hybrid_zero_optim.py: overlap_sync_grad, but ZeRO-1 deals out whole tensors: reduced to the owner, broadcast after the step.
     "internevo": EngineFacts(0, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=True),
 }
-
 
 _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 """Fused update: read parameter, gradient and states, write parameter and states, fp32."""
@@ -69,13 +66,37 @@ def update_bytes_per_param(workload: Workload) -> float:
     return masters + (0.0 if workload.precision == "bf16" else _COPY_BYTES[workload.engine])
 
 
+def pass_bytes_per_param(batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """Bytes read and written for one parameter in every micro-batch, beside the layers' own operators [N].
+
+    fully_shard copies gathered parameters out of its buffer in both passes and gradients into the one that is reduced. Megatron's
+    weight-gradient products read and write the fp32 sum when they end (gradient_accumulation_fusion); others add in a pass of their
+    own once micro-batches accumulate: autograd in the compute dtype, nanotron in fp32 (FP32GradientAccumulator). Runs of
+    Megatron-Core on H100 and GB200 show 10 +- 1 bytes beyond their products, whatever the micro-batch.
+    """
+    b = workload.compute_bytes
+    if workload.engine == "fsdp2":
+        gathered = np.where(batch.num_shards > 1, 4 * b, 0)
+        copies = gathered + np.where(batch.dp > 1, b + workload.gradient_bytes, 0)
+        return np.asarray(np.where(batch.zero_stage == 3, copies, 0.0))
+    if workload.engine == "megatron":
+        return np.full(len(batch), 8.0)
+    added = b + 8 if workload.engine == "nanotron" else 3 * b
+    return np.asarray(np.where(batch.num_microbatches > 1, added, 0), dtype=np.float64)
+
+
 def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:
     """1 where gathers, and where reductions, run beside compute, 0 where after it [N]."""
     facts = ENGINES[workload.engine]
     return (
-        np.asarray(batch.zero_stage >= facts.gather_hides_from, dtype=np.int64),
-        np.asarray(batch.zero_stage >= facts.reduction_hides_from, dtype=np.int64),
+        np.asarray(workload.overlap & (batch.zero_stage >= facts.gather_hides_from), dtype=np.int64),
+        np.asarray(workload.overlap & (batch.zero_stage >= facts.reduction_hides_from), dtype=np.int64),
     )
+
+
+def hides_in_chunks(workload: Workload) -> bool:
+    """Whether communication of one model chunk runs beside the compute of others."""
+    return workload.overlap and ENGINES[workload.engine].hides_in_chunks
 
 
 def num_buckets(batch: LayoutBatch, workload: Workload, num_params: FloatArray) -> FloatArray:

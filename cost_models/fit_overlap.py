@@ -47,7 +47,7 @@ class Overlapped(NamedTuple):
 class Errors(NamedTuple):
     """Mean of |predicted / measured - 1| of the model, of the longest stream, and of the sum of streams."""
 
-    count: int
+    rows: int
     model: float
     longest: float
     total: float

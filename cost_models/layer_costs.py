@@ -182,9 +182,9 @@ def _compute_s(
         written_s = _dequantise_s(operators, batch, workload, cluster)
         forward, backward = forward + written_s, backward + written_s
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
-    collective_host_s = host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)
+    each_s = host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)
     is_wrapped = has_copies(batch, workload) | (batch.cp > 1)
-    per_pass = collectives * collective_host_s + np.where(is_wrapped, host.fsdp_unit_s / 2, 0.0)
+    per_pass = collectives * each_s + np.where(is_wrapped, host.fsdp_unit_s / 2, 0.0)
     if routed_part(layer) is not None and not host.adds:
         per_pass = per_pass + host.routing_s / 2
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
@@ -213,8 +213,8 @@ def _dequantise_s(
 def _between_nodes_s(host: HostCosts, batch: LayoutBatch, cluster: ClusterSpec) -> FloatArray:
     """What one rank adds to a tensor-parallel collective [N] because of traffic between nodes, where the engine is known for it."""
     node = max(group.devices_per_node for group in cluster.groups)
-    chosen = [(batch.pp > 1) & (cluster.num_nodes > 1), batch.tp > node]
-    return np.asarray(np.select(chosen, [host.pipelined_collective_s, host.spanning_collective_s], 0.0))
+    over_pipeline = np.where((batch.pp > 1) & (cluster.num_nodes > 1), host.pipelined_collective_s, 0.0)
+    return np.asarray(over_pipeline + np.where(batch.tp > node, host.spanning_collective_s, 0.0))
 
 
 def _recompute(

@@ -86,7 +86,8 @@ def exposed_s(compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> Fl
 
 def pair_of(sent_bytes: FloatArray, collective_s: FloatArray, cluster: ClusterSpec) -> Pair:
     """Slow-downs [N] while a collective runs in which each device sends ``sent_bytes``: a fixed share for its channels'
-    multiprocessors, and one for its traffic through the device's memory."""
+    multiprocessors, and one for its traffic through the device's memory.
+    """
     law = coefficients()["overlap"]
     rate = np.divide(sent_bytes, collective_s, out=np.zeros_like(collective_s), where=collective_s > 0)
     traffic = rate / cluster.weakest_device.memory_bandwidth_bytes_per_s

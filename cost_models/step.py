@@ -19,7 +19,7 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import ENGINES, hides, update_bytes_per_param
+from .engines import hides, hides_in_chunks, pass_bytes_per_param, update_bytes_per_param
 from .host_memory import host_update_s_per_param
 from .interval import time_interval
 from .layer_costs import LayerCost, layer_cost
@@ -72,7 +72,7 @@ class SpaceCosts:
         b = self.batch
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
         once = p2p_s(self.boundary_bytes, b.stage_ranks * b.pp - 1, self.cluster)
-        if ENGINES[self.workload.engine].hides_in_chunks:
+        if hides_in_chunks(self.workload):
             chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
             once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
@@ -91,7 +91,14 @@ class SpaceCosts:
 
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
-        """Exposed gathering and reduction of one layer over the whole step, each kind [K] of [N]."""
+        """Exposed gathering and reduction of one layer over the whole step and the passes that serve them, by kind [K] of [N]."""
+        rate = device_rates(self.cluster, self.workload).update_bytes_per_s
+        passes_s = self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate
+        exposed = zip(self._collectives_exposed, self.by_kind, strict=True)
+        return tuple(np.asarray(seconds + passes_s * cost.num_trained) for seconds, cost in exposed)
+
+    @cached_property
+    def _collectives_exposed(self) -> tuple[FloatArray, ...]:
         return tuple(self._dp_exposed(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))
 
     def _dp_exposed(self, kind: Layer, cost: LayerCost) -> FloatArray:
@@ -118,23 +125,29 @@ class SpaceCosts:
         return np.asarray(self._passes * (in_forward + in_backward))
 
     def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
-        """What a layer's collective adds to its own compute, or in all chunks but one to that of pp micro-batches in the next [N]."""
+        """What a layer's collective adds to its own compute, or in all chunks but one to pp micro-batches of the next [N]."""
         b, own = self.batch, exposed_s(compute_s, collective_s, pair)
-        if not ENGINES[self.workload.engine].hides_in_chunks:
+        if not hides_in_chunks(self.workload):
             return own
         others = exposed_s(compute_s * np.minimum(b.num_microbatches, b.pp), collective_s, pair)
         return np.asarray(own / b.num_model_chunks + others * (1 - 1 / b.num_model_chunks))
 
     @cached_property
     def _passes(self) -> IntArray:
-        """How often in a step parameters are gathered and gradients reduced [N]."""
-        return np.asarray(np.where(self.batch.zero_stage >= 2, self.batch.num_microbatches, 1))
+        """How often in a step parameters are gathered and gradients reduced [N].
+
+        Under a pipeline fully_shard keeps parameters gathered and reduces once: torch's PipelineStage asks for it in its last
+        backward pass, and torchtitan's reshard_after_forward is off there.
+        """
+        b = self.batch
+        once = (b.zero_stage < 2) | ((b.pp > 1) & (self.workload.engine == "fsdp2"))
+        return np.asarray(np.where(once, 1, b.num_microbatches))
 
     @cached_property
     def dp_edges_s(self) -> FloatArray:
         """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients."""
         idx = int(self.kind_of_layer[0])
-        first, exposed = self.by_kind[idx], self.dp_exposed_by_kind[idx]
+        first, exposed = self.by_kind[idx], self._collectives_exposed[idx]
         edges = np.maximum(self.overlap * self._passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
         if not self.model.tie_embeddings:
             return np.asarray(edges)

@@ -50,6 +50,7 @@ class Workload(Frozen):
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
         gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
+        overlap: communication of data parallelism and of interleaved pipelines runs beside compute where the engine can.
         selective: what selective recompute keeps beside attention: the outputs of all products, or of every second one.
     """
 
@@ -63,6 +64,7 @@ class Workload(Frozen):
     engine: Engine = "fsdp2"
     gradients: Gradients = "fp32"
     selective: Selective = "products"
+    overlap: bool = True
 
     @property
     def tokens_per_step(self) -> int:

@@ -111,7 +111,23 @@ GRADIENTS: tuple[Default, ...] = (
     ),
     Default(".*DeepSpeed|HF Transformers|ColossalAI", "compute", "ZeRO reduces in the dtype of the model"),
     Default("InternEvo|PaddleNLP", "compute", "gradients in the dtype of the parameters"),
+    Default("fms-fsdp", "compute", "policies/mixed_precision.py: reduce_dtype bfloat16"),
+    Default(
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|LiBai|Aceso",
+        "compute",
+        "gradients of fp16 weights are reduced as they are",
+    ),
     Default("", "fp32", "accumulate_allreduce_grads_in_fp32, which Megatron-LM turns on for bf16"),
+)
+
+OVERLAP: tuple[Default, ...] = (
+    Default(
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|LiBai|Aceso",
+        False,
+        "before --overlap-grad-reduce and overlapped transfers (2023): gradients are reduced after the backward pass",
+    ),
+    Default("Megatron-LM$", False, "--overlap-grad-reduce is off unless set"),
+    Default("", True, "on in the recipes, or the engine's own way"),
 )
 
 SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
@@ -335,11 +351,12 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
         gradients=default_of(row.framework, GRADIENTS),
+        overlap=default_of(row.framework, OVERLAP),
         selective="alternate_products" if _is_per_operator(row) else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 
 
 def _is_per_operator(row: RunRow) -> bool:
-    """torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
+    """Torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
     return row.framework.startswith("torchtitan") and "layer" not in row.recompute

@@ -1,0 +1,76 @@
+"""Streams that run at once: the closed form is the general one, laws of slow-downs, and published measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright.cost_models.coefficients import coefficients
+from meshwright.cost_models.fit_overlap import errors, is_held_out, predict_pair, read_overlaps
+from meshwright.cost_models.overlap import (
+    STREAMS,
+    Pair,
+    exposed_s,
+    interference,
+    local_fabric,
+    pair_of,
+    pair_s,
+    together_s,
+)
+from meshwright.schema import ClusterSpec
+
+TABLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "measured_runs" / "overlap_interference.csv"
+SECONDS = st.floats(0, 10, allow_subnormal=False)
+SLOWDOWN = st.floats(0, 0.9)
+
+
+@given(compute=SECONDS, collective=SECONDS, a=SLOWDOWN, b=SLOWDOWN)
+def test_two_streams_have_a_closed_form(compute: float, collective: float, a: float, b: float) -> None:
+    both = np.array([[compute, collective]])
+    general = together_s(both, np.array([[0.0, a], [b, 0.0]]))
+    closed = pair_s(both[:, 0], both[:, 1], Pair(a, b))
+    assert closed == pytest.approx(general, rel=1e-9, abs=1e-12)
+
+
+@given(alone=st.lists(SECONDS, min_size=4, max_size=4), more=SECONDS)
+def test_running_at_once_takes_between_the_longest_and_nothing_less(alone: list[float], more: float) -> None:
+    seconds = np.array([alone])
+    free = together_s(seconds, np.zeros((4, 4)))
+    slowed = together_s(seconds, interference("nvlink"))
+    assert free == pytest.approx(max(alone))
+    assert slowed >= free * (1 - 1e-12)
+    assert together_s(seconds + np.array([more, 0, 0, 0]), interference("nvlink")) >= slowed * (1 - 1e-9)
+
+
+def test_hand_arithmetic() -> None:
+    """A collective of 2 s that slows kernels to half their speed beside 3 s of them: 2 s together do 1 s of kernels, 2 s remain."""
+    exposed = exposed_s(np.array([3.0]), np.array([2.0]), Pair(1.0, 0.0))
+    assert exposed == pytest.approx([1.0])
+    assert exposed_s(np.array([0.0]), np.array([2.0]), Pair(1.0, 0.0)) == pytest.approx([2.0])
+
+
+def test_slowdown_grows_with_traffic() -> None:
+    cluster = ClusterSpec.parse("16xH100-SXM-80GB")
+    pair = pair_of(np.array([0.0, 1e9, 1e9]), np.array([0.0, 0.1, 0.01]), cluster)
+    law = coefficients()["overlap"]
+    assert np.asarray(pair.compute).tolist() == pytest.approx(
+        [law["channels"]] + [law["channels"] + law["traffic"] * rate / 3.35e12 for rate in (1e10, 1e11)], rel=1e-3
+    )
+
+
+def test_pcie_boxes_and_volta_have_their_own_measurements() -> None:
+    fabrics = [local_fabric(ClusterSpec.parse(name)) for name in ("8xA100-SXM-80GB", "8xL4", "8xV100-SXM2-32GB")]
+    assert fabrics == ["nvlink", "pcie", "nvlink-volta"]
+    assert all(interference(fabric).shape == (len(STREAMS), len(STREAMS)) for fabric in fabrics)
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")
+def test_the_law_beats_both_naive_answers_on_held_out_rows() -> None:
+    rows = [row for row in read_overlaps(TABLE) if is_held_out(row) and row.alone_s[2] == row.alone_s[3] == 0]
+    law = [coefficients()["overlap"][name] for name in ("channels", "traffic", "compute")]
+    found = errors(rows, predict_pair(rows, law))
+    assert found.model < 0.05
+    assert found.model < 0.6 * min(found.longest, found.total)
