@@ -12,7 +12,8 @@ from dataclasses import astuple, dataclass
 from functools import cache
 
 from ..schema.layout import Recompute
-from ..schema.model import DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from .engine_memory import EngineFacts
 from .operators import Layer
 
 
@@ -38,11 +39,15 @@ class Kernels:
         compute_bytes: of one element.
         unfused_norm: RMSNorm is several kernels (torch on a CPU).
         score_width: tokens in a row of an attention score matrix that is kept; 0 for fused attention.
+        engine: whose kernels; None is our own runtime.
+        saves_fp8: what the products read is kept in fp8 (Transformer Engine).
     """
 
     compute_bytes: int
     unfused_norm: bool
     score_width: int
+    engine: EngineFacts | None = None
+    saves_fp8: bool = False
 
 
 @cache
@@ -51,12 +56,15 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
     if isinstance(layer, Embedding):
         return Saved()
     if isinstance(layer, Head):
-        return _norm(hidden_dim, how) + Saved(whole=hidden_dim)
+        read = Saved(whole=hidden_dim) if how.engine is None else Saved(tokens=hidden_dim)
+        return _norm(hidden_dim, how) + read
     if isinstance(layer, MTPHead):
         inner = saved_elements(layer.block, hidden_dim, recompute, how)
         return inner + Saved(whole=2 * hidden_dim, tokens=2 * hidden_dim)
     if recompute == "full":
         return Saved(tokens=hidden_dim)
+    if how.engine is not None:
+        return _engine_block(layer, hidden_dim, recompute, how, how.engine)
     saved = _attention(layer.attention, hidden_dim, recompute) + _mlp(layer.mlp, hidden_dim, recompute)
     if recompute == "selective":
         return saved + Saved(tokens=hidden_dim)  # the block's input; the norms run again
@@ -68,6 +76,51 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
         saved += _norm(hidden_dim, how)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
     return saved + Saved(whole=min(layer.num_norms, 2) * hidden_dim)
+
+
+def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kernels, engine: EngineFacts) -> Saved:
+    """A block of another engine: 34 s b h bytes for a GPT in fp16 without its scores (arXiv:2205.05198 section 4.1).
+
+    Every rank keeps its share of the sequence only, and gathers what column-parallel products read again in the backward pass.
+    Selective recompute does without scores, norms' outputs and the activation's output.
+    """
+    drops = recompute == "selective"
+    read = 0.5 if how.saves_fp8 else 1.0
+    one_byte = 1.0 / how.compute_bytes
+    # A GPT drops out hidden states (two masks of one byte) and attention; models without biases in their norms do neither.
+    dropout = layer.norm_bias
+    saved = _engine_attention(layer.attention, recompute, read, engine)
+    saved += _engine_mlp(layer.mlp, hidden_dim, read, engine, drops=drops)
+    saved += Saved(tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2)
+    if dropout:
+        saved += Saved(tokens=2 * hidden_dim * one_byte)
+    if how.score_width and not drops:
+        # After the softmax; with dropout its mask and its output besides.
+        scores = layer.attention.num_heads * how.score_width
+        saved += Saved(tp=scores * (2 + one_byte if dropout else 1))
+    return saved
+
+
+def _engine_attention(
+    attention: SoftmaxAttention | LatentAttention, recompute: Recompute, read: float, engine: EngineFacts
+) -> Saved:
+    if isinstance(attention, LatentAttention):
+        return _attention(attention, 0, recompute)
+    q, kv = attention.q_dim, attention.kv_dim
+    rotated = engine.qkv_copies if attention.rope_fraction else 0
+    # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
+    kept = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
+    packed = rotated * (q + kv) + (engine.kv_copies if attention.rope_fraction else 0) * 2 * kv
+    return Saved(tp=kept + packed, tp_fp32=attention.num_heads)
+
+
+def _engine_mlp(mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: EngineFacts, *, drops: bool) -> Saved:
+    if isinstance(mlp, DenseMLP):
+        before = (engine.glu_tensors - 1 if mlp.gated else 1) * mlp.ffn_dim
+        return Saved(tp=before + (0.0 if drops else read * mlp.ffn_dim))
+    routed = _engine_mlp(mlp.expert, hidden_dim, read, engine, drops=drops)
+    rows = Saved(tp=mlp.top_k * routed.tp, tokens=mlp.top_k * (1 + read) * hidden_dim + 2 * mlp.num_experts)
+    return rows + (_engine_mlp(mlp.shared, hidden_dim, read, engine, drops=drops) if mlp.shared else Saved())
 
 
 def _norm(width: int, how: Kernels) -> Saved:

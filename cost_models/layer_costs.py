@@ -16,6 +16,7 @@ from .activations import Kernels, Saved, saved_elements
 from .coefficients import device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
+from .engine_memory import ENGINES
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .memory import has_copies
 from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
@@ -192,6 +193,8 @@ def _activation_bytes(
         compute_bytes=workload.compute_bytes,
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
+        engine=ENGINES.get(workload.engine),
+        saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
     )
     choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])

@@ -13,7 +13,7 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
     temporary    working set of one layer, gradients and fp32 reduction buffers of one unit, workspace; under a pipeline the
                  receive buffers of all m micro-batches, hidden states from one side and gradients from the other
 
-Engines other than fsdp2 keep their copies and one gradient buffer for the whole step and reduce in place.
+Other engines than fsdp2 keep copies and one gradient buffer for the whole step: engine_memory.py.
 
 fully_shard is there whenever ranks share data parallelism or parameters are cast; without it nothing is gathered or reduced.
 Phase `loss`: the last micro-batch's backward begins; activations, logits, copies and gradients of earlier micro-batches are there.
@@ -30,6 +30,7 @@ import numpy as np
 
 from ..schema import ClusterSpec, Workload
 from ..schema.plan import MemoryBreakdown
+from . import engine_memory
 from .coefficients import coefficients
 
 Array = Any
@@ -84,11 +85,13 @@ def in_flight(
 
 def stage_memory(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
-    b, ours = workload.compute_bytes, workload.engine == "fsdp2"
+    if workload.engine != "fsdp2":
+        return _other_engine(stage, step, workload, cluster)
+    b = workload.compute_bytes
     sharded = stage.params / step.dp_shard
     copies = has_copies(step, workload)
     gathered = b * np.where(step.zero_stage == 3, stage.root_params + 2 * stage.block_params, stage.params)
-    kept, final = _gradients(stage, step, ours=ours)
+    kept, final = _gradients(stage, step)
     loss = {
         "gradients": kept,
         "unsharded": np.where(copies, gathered, 0.0),
@@ -97,7 +100,7 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     }
     update = {
         "gradients": final,
-        "unsharded": np.where(copies, b * stage.root_params if ours else gathered, 0.0),
+        "unsharded": np.where(copies, b * stage.root_params, 0.0),
         "activations": 0.0 * loss["activations"],
         "logits": 0.0 * loss["logits"],
     }
@@ -110,15 +113,18 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     }
 
 
-def _gradients(stage: StageContents, step: StepShape, *, ours: bool) -> tuple[Array, Array]:
-    """Bytes of gradients when the last backward pass begins, and when it has ended.
+def _other_engine(
+    stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec
+) -> dict[str, Array]:
+    always, phases = engine_memory.phases(stage, step, workload)
+    largest = np.argmax(np.stack(np.broadcast_arrays(*(total_bytes(phase) for phase in phases))), axis=0)
+    peak = {name: np.choose(largest, [phase[name] for phase in phases]) for name in phases[0]}
+    return {**always, **peak, "temporary": peak["temporary"] + _workspace_bytes(cluster)}
 
-    Other engines than fsdp2 hold one fp32 buffer for the whole time: all of it below zero_stage 2, else this rank's shard.
-    """
+
+def _gradients(stage: StageContents, step: StepShape) -> tuple[Array, Array]:
+    """Bytes of gradients when the last backward pass begins, and when it has ended."""
     whole, sharded = 4.0 * stage.params, 4.0 * stage.params / step.dp_shard
-    if not ours:
-        buffer = np.where(step.zero_stage >= 2, sharded, whole)
-        return buffer, buffer
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.
     final = np.where((step.zero_stage == 0) | ((step.zero_stage == 1) & accumulates), whole, sharded)
@@ -129,10 +135,9 @@ def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Wor
     """Gradients of one unit in the compute dtype, input and output of its fp32 reduction; receive buffers of a pipeline."""
     b = workload.compute_bytes
     unit = np.maximum(stage.block_params, stage.root_params)
-    reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit if workload.engine == "fsdp2" else b * unit
-    # torch's pipelining allocates receive buffers for every micro-batch once; others only for those in flight.
-    waiting = step.num_microbatches if workload.engine == "fsdp2" else np.minimum(step.in_flight, 2)
-    return reduction + step.num_neighbours * waiting * stage.boundary_bytes
+    reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit
+    # torch's pipelining allocates receive buffers for every micro-batch once.
+    return reduction + step.num_neighbours * step.num_microbatches * stage.boundary_bytes
 
 
 def _workspace_bytes(cluster: ClusterSpec) -> float:

@@ -8,7 +8,8 @@ from .base import Count, Frozen
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
-Engine = Literal["fsdp2", "megatron", "deepspeed"]
+Engine = Literal["fsdp2", "megatron", "nanotron", "deepspeed"]
+Gradients = Literal["fp32", "compute"]
 
 
 class Workload(Frozen):
@@ -21,6 +22,7 @@ class Workload(Frozen):
         optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
+        gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
     """
 
     seq_len: Count
@@ -29,6 +31,7 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     engine: Engine = "fsdp2"
+    gradients: Gradients = "fp32"
 
     @property
     def tokens_per_step(self) -> int:
@@ -39,6 +42,11 @@ class Workload(Frozen):
     def compute_bytes(self) -> int:
         """Bytes of one element of gathered parameters and of activations."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one accumulated gradient."""
+        return 4 if self.gradients == "fp32" else self.compute_bytes
 
     @property
     def optimizer_bytes(self) -> int:

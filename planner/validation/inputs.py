@@ -72,7 +72,19 @@ ENGINE: tuple[Default, ...] = (
         "torchtitan|llm-foundry|fms-fsdp|.*FSDP|LitGPT", "fsdp2", "torch's fully sharded data parallelism and kernels"
     ),
     Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
+    Default("nanotron", "nanotron", "its own modules: eager activations, fp32 gradient accumulator"),
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
+)
+
+GRADIENTS: tuple[Default, ...] = (
+    Default(
+        "Megatron-Bridge|Megatron-Core|NeMo",
+        "compute",
+        "scripts/performance set grad_reduce_in_fp32 = False; NeMo 1's distributed_fused_adam has grad_sync_dtype: bf16",
+    ),
+    Default(".*DeepSpeed|HF Transformers|ColossalAI", "compute", "ZeRO reduces in the dtype of the model"),
+    Default("InternEvo|PaddleNLP", "compute", "gradients in the dtype of the parameters"),
+    Default("", "fp32", "accumulate_allreduce_grads_in_fp32, which Megatron-LM turns on for bf16"),
 )
 
 MAX_HIDDEN_ATTENTION = 0.10
@@ -250,6 +262,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
+        gradients=default_of(row.framework, GRADIENTS),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 

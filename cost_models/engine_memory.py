@@ -1,0 +1,108 @@
+"""What other engines than our runtime hold on one device of one pipeline stage, by the phase of the step in which the peak falls.
+
+With P parameters per tensor-parallel rank, N ranks that shard states, b bytes of the compute dtype and g of a gradient:
+
+    parameters  4 P / N       fp32 masters; whole and without copies under fp32
+    optimizer   8 P / N       AdamW
+    unsharded   b P           copies that the products read; zero 3: b P / N and what is gathered at once
+    gradients   g P           one buffer for the whole step (zero 2 and 3: g P / N), and fp32 ones of the shard in the update if g < 4
+    buckets     DeepSpeed     two of reduce_bucket_size elements
+
+so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer) and 16 with gradients in the
+compute dtype. Phases: `loss` (all activations and the logits), `backward` (all activations and the working set of a layer),
+`update` (no activations). The peak is the largest.
+Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization); checked
+against runs of Megatron-LM on 8 B200 (0.3 %) and of nanotron: `meshwright validate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..schema import Workload
+
+if TYPE_CHECKING:
+    from .memory import StageContents, StepShape
+
+Array = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """How an engine's kernels and buffers differ from our runtime's.
+
+    Attributes:
+        logit_bytes: of one logit with everything the loss makes of it at its peak.
+        glu_tensors: tensors of the feed-forward width that a gated activation keeps with its output.
+        qkv_copies: packed outputs of the query-key-value product beside what attention keeps: 1 where values are a view of
+            them, so that all of it stays.
+        kv_copies: further copies of keys and values.
+        bucket_elements: of the buffers gradients are reduced in; live_elements: of the parameters gathered at once under zero 3.
+    """
+
+    logit_bytes: float
+    glu_tensors: int
+    qkv_copies: int = 0
+    kv_copies: int = 0
+    bucket_elements: float = 0.0
+    live_elements: float = 0.0
+
+
+ENGINES = {
+    # Logits, their fp32 softmax, their gradient; fused SwiGLU; rotary embedding makes new q and k, v stays a view.
+    "megatron": EngineFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1),
+    # sharded_cross_entropy: logits, fp32 copy, less their maximum, exponentials; torch's silu and product; k and v concatenated.
+    "nanotron": EngineFacts(logit_bytes=14.0, glu_tensors=4, qkv_copies=1, kv_copies=1),
+    # Logits, fp32 copy, softmax, gradient; eager activations; reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
+    "deepspeed": EngineFacts(logit_bytes=14.0, glu_tensors=4, bucket_elements=1e9, live_elements=1e9),
+}
+
+
+def phases(stage: StageContents, step: StepShape, workload: Workload) -> tuple[dict[str, Array], list[dict[str, Array]]]:
+    """Bytes that are there all the time, and those of each phase, under the names of MemoryBreakdown."""
+    engine, b = ENGINES[workload.engine], workload.compute_bytes
+    activations = step.in_flight * stage.activation_bytes
+    gradients, final = _gradients(stage, step, workload)
+    receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
+    always = {
+        **_states(stage, step, workload),
+        "unsharded": _copies(stage, step, workload),
+    }
+    buckets = b * np.where(step.zero_stage >= 1, np.minimum(engine.bucket_elements, 2.0 * stage.params), 0.0)
+    scale = 1.0 if b < 4 else 1.5
+    loss = {
+        "gradients": gradients,
+        "activations": activations,
+        "logits": scale * engine.logit_bytes * stage.logits,
+        "temporary": receive + buckets,
+    }
+    backward = {**loss, "logits": 0.0 * stage.logits, "temporary": loss["temporary"] + stage.working_bytes}
+    update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": buckets + 0.0 * receive}
+    return always, [loss, backward, update]
+
+
+def _states(stage: StageContents, step: StepShape, workload: Workload) -> dict[str, Array]:
+    sharded = stage.params / step.dp_shard
+    whole = (workload.precision == "fp32") & (step.zero_stage < 3)
+    return {
+        "parameters": 4.0 * np.where(whole, stage.params, sharded),
+        "optimizer": float(workload.optimizer_bytes) * sharded,
+    }
+
+
+def _copies(stage: StageContents, step: StepShape, workload: Workload) -> Array:
+    """Parameters in the compute dtype; under zero 3 this rank's shard of them and what is gathered at once."""
+    b, live = workload.compute_bytes, ENGINES[workload.engine].live_elements
+    units = np.maximum(stage.root_params + 2 * stage.block_params, np.minimum(live, stage.params))
+    gathered = b * (units + stage.params / step.dp_shard)
+    return np.where(step.zero_stage == 3, gathered, 0.0 if workload.precision == "fp32" else b * stage.params)
+
+
+def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tuple[Array, Array]:
+    """Bytes of gradients before and in the update."""
+    g, sharded = workload.gradient_bytes, stage.params / step.dp_shard
+    buffer = g * np.where(step.zero_stage >= 2, sharded, stage.params)
+    return buffer, buffer + (4.0 * sharded if g < 4 else 0.0)
