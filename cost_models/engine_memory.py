@@ -5,11 +5,12 @@ With P parameters per tensor-parallel rank, N ranks that shard states, b bytes o
     parameters  4 P / N       fp32 masters; whole and without copies under fp32
     optimizer   8 P / N       AdamW
     unsharded   b P           copies that the products read; zero 3: b P / N and what is gathered at once
-    gradients   g P           one buffer for the whole step (zero 2 and 3: g P / N), and fp32 ones of the shard in the update if g < 4
-    buckets     DeepSpeed     two of reduce_bucket_size elements
+    gradients   g P           one buffer for the whole step (zero 2 and 3: g P / N); where g < 4 fp32 ones of the shard, in the
+                              update only, or for the whole step under DeepSpeed
+    buckets     DeepSpeed     two of reduce_bucket_size fp32 elements
 
-so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer) and 16 with gradients in the
-compute dtype. Phases: `loss` (all activations and the logits), `backward` (all activations and the working set of a layer),
+so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer), 16 with gradients in the
+compute dtype, and 20 for DeepSpeed (4 + 16 / N). Phases: `loss` (all activations and the logits), `backward` (all activations and the working set of a layer),
 `update` (no activations). The peak is the largest.
 Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization); checked
 against runs of Megatron-LM on 8 B200 (0.3 %) and of nanotron: `meshwright validate`.
@@ -40,14 +41,17 @@ class EngineFacts:
         qkv_copies: packed outputs of the query-key-value product beside what attention keeps: 1 where values are a view of
             them, so that all of it stays.
         kv_copies: further copies of keys and values.
-        bucket_elements: of the buffers gradients are reduced in; live_elements: of the parameters gathered at once under zero 3.
+        keeps_fp32_gradients: of this rank's shard, from one step to the next.
+        bucket_bytes: of the buffers gradients are reduced in.
+        live_elements: of the parameters gathered at once under zero 3.
     """
 
     logit_bytes: float
     glu_tensors: int
     qkv_copies: int = 0
     kv_copies: int = 0
-    bucket_elements: float = 0.0
+    keeps_fp32_gradients: bool = False
+    bucket_bytes: float = 0.0
     live_elements: float = 0.0
 
 
@@ -57,7 +61,10 @@ ENGINES = {
     # sharded_cross_entropy: logits, fp32 copy, less their maximum, exponentials; torch's silu and product; k and v concatenated.
     "nanotron": EngineFacts(logit_bytes=14.0, glu_tensors=4, qkv_copies=1, kv_copies=1),
     # Logits, fp32 copy, softmax, gradient; eager activations; reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
-    "deepspeed": EngineFacts(logit_bytes=14.0, glu_tensors=4, bucket_elements=1e9, live_elements=1e9),
+    # [fitted: 20 bytes a parameter and 3.7 GiB besides are what the runs of `meshwright validate --source sailor` hold]
+    "deepspeed": EngineFacts(
+        logit_bytes=14.0, glu_tensors=4, keeps_fp32_gradients=True, bucket_bytes=2 * 5e8 * 4, live_elements=1e9
+    ),
 }
 
 
@@ -71,16 +78,16 @@ def phases(stage: StageContents, step: StepShape, workload: Workload) -> tuple[d
         **_states(stage, step, workload),
         "unsharded": _copies(stage, step, workload),
     }
-    buckets = b * np.where(step.zero_stage >= 1, np.minimum(engine.bucket_elements, 2.0 * stage.params), 0.0)
-    scale = 1.0 if b < 4 else 1.5
+    # Everything the loss holds is fp32 already but the logits and their gradient.
+    logit_bytes = engine.logit_bytes if b < 4 else engine.logit_bytes + 4.0
     loss = {
         "gradients": gradients,
         "activations": activations,
-        "logits": scale * engine.logit_bytes * stage.logits,
-        "temporary": receive + buckets,
+        "logits": logit_bytes * stage.logits,
+        "temporary": receive + engine.bucket_bytes,
     }
     backward = {**loss, "logits": 0.0 * stage.logits, "temporary": loss["temporary"] + stage.working_bytes}
-    update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": buckets + 0.0 * receive}
+    update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": engine.bucket_bytes + 0.0 * receive}
     return always, [loss, backward, update]
 
 
@@ -105,4 +112,5 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
     """Bytes of gradients before and in the update."""
     g, sharded = workload.gradient_bytes, stage.params / step.dp_shard
     buffer = g * np.where(step.zero_stage >= 2, sharded, stage.params)
-    return buffer, buffer + (4.0 * sharded if g < 4 else 0.0)
+    final = buffer + (4.0 * sharded if g < 4 else 0.0)
+    return (final if ENGINES[workload.engine].keeps_fp32_gradients else buffer), final

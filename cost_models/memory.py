@@ -160,6 +160,11 @@ def reserved_over_allocated(cluster: ClusterSpec) -> float:
     return float(coefficients()["memory"]["resident_over_allocated_cpu" if is_cpu else "reserved_over_allocated"])
 
 
+def context_bytes(cluster: ClusterSpec) -> float:
+    """What the driver's tools show besides the reserved memory: context, kernels, NCCL's channels."""
+    return 0.0 if cluster.weakest_device.vendor == "cpu" else float(coefficients()["memory"]["context_bytes"])
+
+
 def upper_bytes(allocated: Array, cluster: ClusterSpec) -> Array:
     """Upper end of the interval of reserved memory: what must be within the budget."""
     return allocated * reserved_over_allocated(cluster) * coefficients()["interval"]["memory"][1]

@@ -303,6 +303,7 @@ def _assemble(
         mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=int(allocated * memory.reserved_over_allocated(cluster)),
+        peak_device_bytes=int(allocated * memory.reserved_over_allocated(cluster) + memory.context_bytes(cluster)),
         memory_interval_bytes=Interval(low=allocated * interval["memory"][0], high=upper),
         budget_bytes=cluster.memory_budget_bytes,
         fits=upper <= cluster.memory_budget_bytes,
