@@ -40,6 +40,7 @@ class Kernels:
         unfused_norm: RMSNorm is several kernels (torch on a CPU).
         score_width: tokens in a row of an attention score matrix that is kept; 0 for fused attention.
         engine: whose kernels; None is our own runtime.
+        every_second: selective recompute keeps every second product's output only.
         saves_fp8: what the products read is kept in fp8 (Transformer Engine).
     """
 
@@ -48,6 +49,7 @@ class Kernels:
     score_width: int
     engine: EngineFacts | None = None
     saves_fp8: bool = False
+    every_second: bool = False
 
 
 @cache
@@ -63,6 +65,8 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
         return inner + Saved(whole=2 * hidden_dim, tokens=2 * hidden_dim)
     if recompute == "full":
         return Saved(tokens=hidden_dim)
+    if recompute == "selective" and how.every_second and isinstance(layer.attention, SoftmaxAttention):
+        return _every_second_product(layer, layer.attention, hidden_dim)
     if how.engine is not None:
         return _engine_block(layer, hidden_dim, recompute, how, how.engine)
     saved = _attention(layer.attention, hidden_dim, recompute) + _mlp(layer.mlp, hidden_dim, recompute)
@@ -76,6 +80,17 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
         saved += _norm(hidden_dim, how)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
     return saved + Saved(whole=min(layer.num_norms, 2) * hidden_dim)
+
+
+def _every_second_product(layer: Block, attention: SoftmaxAttention, hidden_dim: int) -> Saved:
+    """The block's input, q and v of (q, k, v, out), attention's output, gate and down of (gate, up, down), or up of (up, down).
+
+    Source: torchtitan's per-operator activation checkpointing keeps the first, third, fifth... aten.mm and fused attention.
+    """
+    mlp = layer.mlp.expert if isinstance(layer.mlp, MoE) else layer.mlp
+    rows = layer.mlp.top_k if isinstance(layer.mlp, MoE) else 1
+    heads = Saved(tp=2 * attention.q_dim + attention.kv_dim, tp_fp32=attention.num_heads)
+    return heads + Saved(tp=rows * mlp.ffn_dim, tokens=hidden_dim * (2 if mlp.gated else 1))
 
 
 def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kernels, engine: EngineFacts) -> Saved:
@@ -94,6 +109,8 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
     saved += Saved(tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2)
     if dropout:
         saved += Saved(tokens=2 * hidden_dim * one_byte)
+    if layer.norm == "rmsnorm" and engine.unfused_rmsnorm and not drops:
+        saved += Saved(tokens=layer.num_norms * hidden_dim * 4 * one_byte)  # fp32 copy of the input, normalised input
     if how.score_width and not drops:
         # After the softmax; with dropout its mask and its output besides.
         scores = layer.attention.num_heads * how.score_width

@@ -41,6 +41,7 @@ class EngineFacts:
         qkv_copies: packed outputs of the query-key-value product beside what attention keeps: 1 where values are a view of
             them, so that all of it stays.
         kv_copies: further copies of keys and values.
+        unfused_rmsnorm: an RMSNorm is several kernels and keeps its input in fp32 and normalised besides.
         keeps_fp32_gradients: of this rank's shard, from one step to the next.
         bucket_bytes: of the buffers gradients are reduced in.
         live_elements: of the parameters gathered at once under zero 3.
@@ -50,6 +51,7 @@ class EngineFacts:
     glu_tensors: int
     qkv_copies: int = 0
     kv_copies: int = 0
+    unfused_rmsnorm: bool = False
     keeps_fp32_gradients: bool = False
     bucket_bytes: float = 0.0
     live_elements: float = 0.0
@@ -63,7 +65,12 @@ ENGINES = {
     # Logits, fp32 copy, softmax, gradient; eager activations; reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
     # [fitted: 20 bytes a parameter and 3.7 GiB besides are what the runs of `meshwright validate --source sailor` hold]
     "deepspeed": EngineFacts(
-        logit_bytes=14.0, glu_tensors=4, keeps_fp32_gradients=True, bucket_bytes=2 * 5e8 * 4, live_elements=1e9
+        logit_bytes=14.0,
+        glu_tensors=4,
+        unfused_rmsnorm=True,
+        keeps_fp32_gradients=True,
+        bucket_bytes=2 * 5e8 * 4,
+        live_elements=1e9,
     ),
 }
 
@@ -78,16 +85,18 @@ def phases(stage: StageContents, step: StepShape, workload: Workload) -> tuple[d
         **_states(stage, step, workload),
         "unsharded": _copies(stage, step, workload),
     }
+    # Zero 3 has one buffer, in the compute dtype.
+    buckets = engine.bucket_bytes * np.where(step.zero_stage == 3, b / 8.0, 1.0)
     # Everything the loss holds is fp32 already but the logits and their gradient.
     logit_bytes = engine.logit_bytes if b < 4 else engine.logit_bytes + 4.0
     loss = {
         "gradients": gradients,
         "activations": activations,
         "logits": logit_bytes * stage.logits,
-        "temporary": receive + engine.bucket_bytes,
+        "temporary": receive + buckets,
     }
     backward = {**loss, "logits": 0.0 * stage.logits, "temporary": loss["temporary"] + stage.working_bytes}
-    update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": engine.bucket_bytes + 0.0 * receive}
+    update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": buckets + 0.0 * receive}
     return always, [loss, backward, update]
 
 
@@ -112,5 +121,7 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
     """Bytes of gradients before and in the update."""
     g, sharded = workload.gradient_bytes, stage.params / step.dp_shard
     buffer = g * np.where(step.zero_stage >= 2, sharded, stage.params)
-    final = buffer + (4.0 * sharded if g < 4 else 0.0)
-    return (final if ENGINES[workload.engine].keeps_fp32_gradients else buffer), final
+    # Under zero 3 the update goes through sub-groups of 1e9 parameters.
+    final = buffer + (0.0 if g == 4 else 4.0 * np.where(step.zero_stage == 3, np.minimum(1e9, sharded), sharded))
+    keeps = ENGINES[workload.engine].keeps_fp32_gradients
+    return np.where(keeps & (step.zero_stage < 3), final, buffer), final

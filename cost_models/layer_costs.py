@@ -6,7 +6,7 @@ and saved activations (activations.py). Stages and steps only add layers up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -97,8 +97,7 @@ def _compute_s(
     forward = sum((time.forward_s for time in times), start=zero)
     backward = sum((time.backward_s for time in times), start=zero)
     has_block = isinstance(layer, Block | MTPHead)
-    keeps_attention = workload.attention == "flash"
-    recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
+    recompute, repeated = _recompute(operators, times, batch, workload) if has_block else (zero, zero)
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
     per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
@@ -115,20 +114,32 @@ def _compute_s(
 
 
 def _recompute(
-    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, keeps_attention: bool
+    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, workload: Workload
 ) -> tuple[FloatArray, FloatArray]:
     """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective.
 
-    Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py).
+    Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py). Where every second
+    product is kept, the others' share is repeated as well.
     """
     last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
     full = [time for idx, time in enumerate(times) if idx != last_product]
-    kept = (Gemm, FusedAttention) if keeps_attention else (Gemm,)
+    kept = (Gemm, FusedAttention) if workload.attention == "flash" else (Gemm,)
     cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
+    if workload.selective_keeps == "every_second_product":
+        cheap += [_repeated_half(op, time) for op, time in zip(operators, times, strict=True) if isinstance(op, Gemm)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
     dispatches = [float(sum(time.forward_dispatches for time in chosen)) for chosen in (full, cheap)]
     return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)
+
+
+def _repeated_half(op: Gemm, time: OperatorTime) -> OperatorTime:
+    """What is repeated of a product where every second one is kept: k of (q, k, v, out), out, up of (gate, up, down)."""
+    if op.name == "qkv":
+        share = max(0.0, (op.n - op.k) / 2 / op.n)  # k_dim / (q_dim + 2 k_dim), for queries as wide as the model
+    else:
+        share = {"attention_out": 1.0, "mlp_up": 0.5, "expert_up": 0.5}.get(op.name, 0.0)
+    return replace(time, forward_s=share * time.forward_s, forward_dispatches=int(share > 0))
 
 
 def _tensor_parallel_s(
@@ -194,6 +205,7 @@ def _activation_bytes(
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
         engine=ENGINES.get(workload.engine),
+        every_second=workload.selective_keeps == "every_second_product",
         saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
     )
     choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]

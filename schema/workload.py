@@ -10,6 +10,7 @@ Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
 Engine = Literal["fsdp2", "megatron", "nanotron", "deepspeed"]
 Gradients = Literal["fp32", "compute"]
+SelectiveKeeps = Literal["products", "every_second_product"]
 
 
 class Workload(Frozen):
@@ -23,6 +24,8 @@ class Workload(Frozen):
         attention: flash keeps no [seq, seq] matrix; math does.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
         gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
+        selective_keeps: what selective recompute does not run again besides attention: all matrix products (our runtime), or
+            the first, third, fifth... of a block (torchtitan's per-operator checkpointing).
     """
 
     seq_len: Count
@@ -32,6 +35,7 @@ class Workload(Frozen):
     attention: Literal["flash", "math"] = "flash"
     engine: Engine = "fsdp2"
     gradients: Gradients = "fp32"
+    selective_keeps: SelectiveKeeps = "products"
 
     @property
     def tokens_per_step(self) -> int:

@@ -168,7 +168,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     assumed = _Assumed(row.framework, list(model.assumed))
     try:
         layout = _layout(row, assumed)
-        workload = _workload(row, layout, assumed)
+        workload = _workload(row, model.spec, layout, assumed)
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return Skip(
@@ -243,11 +243,13 @@ def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
     is_scores_only = re.match("Megatron|NeMo", row.framework) and "+" not in row.recompute and "(l" not in row.recompute
     if row.recompute_class == "selective" and is_scores_only and ":m" not in row.recompute:
         return "none"
+    if row.recompute_class == "selective" and row.framework.startswith("fms-fsdp"):
+        return "full"  # selective_checkpointing there is the part of the blocks that run again as a whole; 1 unless told otherwise
     choice = row.recompute_class  # type: ignore[assignment]
     return choice
 
 
-def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
+def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed) -> Workload:
     cp = row.cp or 1
     batch = row.global_batch
     if batch is None:
@@ -256,13 +258,17 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
     precision = row.precision_class
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
-    keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
+    # Gated feed-forward layers came after FlashAttention, and the scripts for such models turn it on where it runs.
+    is_recent = model.block_runs[-1][0].norm == "rmsnorm"
+    unfused = default_of(row.framework, UNFUSED_ATTENTION) and not is_recent
+    keeps_scores = unfused or row.gpu_type.startswith("V100")
     return Workload(
         seq_len=-(-(row.seq_len or 1) // cp),
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
         gradients=default_of(row.framework, GRADIENTS),
+        selective_keeps="every_second_product" if row.framework.startswith("torchtitan") else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 
