@@ -165,6 +165,14 @@ def context_bytes(cluster: ClusterSpec) -> float:
     return 0.0 if cluster.weakest_device.vendor == "cpu" else float(coefficients()["memory"]["context_bytes"])
 
 
-def upper_bytes(allocated: Array, cluster: ClusterSpec) -> Array:
+def interval_factors(workload: Workload, cluster: ClusterSpec) -> tuple[float, float]:
+    """Ends of the memory interval: of the allocated, and of the reserved peak."""
+    interval = coefficients()["interval"]
+    is_cpu = cluster.weakest_device.vendor == "cpu"
+    low, high = interval["memory_cpu" if is_cpu else f"memory_{workload.engine}"]
+    return float(low), float(high)
+
+
+def upper_bytes(allocated: Array, workload: Workload, cluster: ClusterSpec) -> Array:
     """Upper end of the interval of reserved memory: what must be within the budget."""
-    return allocated * reserved_over_allocated(cluster) * coefficients()["interval"]["memory"][1]
+    return allocated * reserved_over_allocated(cluster) * interval_factors(workload, cluster)[1]

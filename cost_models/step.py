@@ -294,7 +294,7 @@ def _assemble(
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
     flops = model_flops_per_token(layers, model.hidden_dim, workload.seq_len) * tokens_per_s
-    upper = float(memory.upper_bytes(allocated, cluster))
+    upper = float(memory.upper_bytes(allocated, workload, cluster))
     return Estimate(
         step_time_s=time,
         step_time_interval_s=Interval(low=time * fastest, high=time * slowest),
@@ -304,7 +304,7 @@ def _assemble(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=int(allocated * memory.reserved_over_allocated(cluster)),
         peak_device_bytes=int(allocated * memory.reserved_over_allocated(cluster) + memory.context_bytes(cluster)),
-        memory_interval_bytes=Interval(low=allocated * interval["memory"][0], high=upper),
+        memory_interval_bytes=Interval(low=allocated * memory.interval_factors(workload, cluster)[0], high=upper),
         budget_bytes=cluster.memory_budget_bytes,
         fits=upper <= cluster.memory_budget_bytes,
         breakdown_s=breakdown_s,
