@@ -109,12 +109,15 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
     saved += Saved(tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2)
     if dropout:
         saved += Saved(tokens=2 * hidden_dim * one_byte)
+    if engine.keeps_all_outputs and not drops:
+        saved += Saved(tokens=4 * hidden_dim)  # of both output projections and both residual additions
     if layer.norm == "rmsnorm" and engine.unfused_rmsnorm and not drops:
         saved += Saved(tokens=layer.num_norms * hidden_dim * 4 * one_byte)  # fp32 copy of the input, normalised input
     if how.score_width and not drops:
         # After the softmax; with dropout its mask and its output besides.
         scores = layer.attention.num_heads * how.score_width
-        saved += Saved(tp=scores * (2 + one_byte if dropout else 1))
+        inputs = 2 if engine.keeps_all_outputs else 0  # before and after the mask
+        saved += Saved(tp=scores * (inputs + (2 + one_byte if dropout else 1)))
     return saved
 
 

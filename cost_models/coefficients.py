@@ -121,6 +121,6 @@ def _attention_flops_per_s(device: Device, workload: Workload) -> tuple[float, f
         rate = peak * _gemm_fit(device).compute_efficiency
         return rate, rate
     c, slowed = coefficients()["attention"], peak * _sustained(device)
-    if device.architecture in ("hopper", "blackwell") and workload.engine not in ("megatron", "nanotron"):
+    if device.architecture in ("hopper", "blackwell") and workload.engine not in ("megatron", "nanotron", "aceso"):
         return peak * c["fa2_on_newer_forward"], peak * c["fa2_on_newer_backward"]
     return slowed * c["forward_efficiency"], slowed * c["backward_efficiency"]

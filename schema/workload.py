@@ -8,7 +8,7 @@ from .base import Count, Frozen
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
-Engine = Literal["fsdp2", "megatron", "nanotron", "deepspeed"]
+Engine = Literal["fsdp2", "megatron", "nanotron", "aceso", "deepspeed"]
 Gradients = Literal["fp32", "compute"]
 SelectiveKeeps = Literal["products", "every_second_product"]
 

@@ -72,6 +72,7 @@ ENGINE: tuple[Default, ...] = (
         "torchtitan|llm-foundry|fms-fsdp|.*FSDP|LitGPT", "fsdp2", "torch's fully sharded data parallelism and kernels"
     ),
     Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
+    Default("Aceso", "aceso", "every operator of Megatron is a module of its own"),
     Default("nanotron", "nanotron", "its own modules: eager activations, fp32 gradient accumulator"),
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )
