@@ -123,10 +123,15 @@ def _copies(stage: StageContents, step: StepShape, workload: Workload) -> Array:
 
 
 def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tuple[Array, Array]:
-    """Bytes of gradients before and in the update."""
+    """Bytes of gradients before and in the update.
+
+    DeepSpeed's BF16_Optimizer adds gradients in the compute dtype up in an fp32 copy of all of them.
+    """
     g, sharded = workload.gradient_bytes, stage.params / step.dp_shard
+    keeps = ENGINES[workload.engine].keeps_fp32_gradients
+    if keeps and g == 4:
+        g += workload.compute_bytes
     buffer = g * np.where(step.zero_stage >= 2, sharded, stage.params)
     # Under zero 3 the update goes through sub-groups of 1e9 parameters.
-    final = buffer + (0.0 if g == 4 else 4.0 * np.where(step.zero_stage == 3, np.minimum(1e9, sharded), sharded))
-    keeps = ENGINES[workload.engine].keeps_fp32_gradients
+    final = buffer + (0.0 if g >= 4 else 4.0 * np.where(step.zero_stage == 3, np.minimum(1e9, sharded), sharded))
     return np.where(keeps & (step.zero_stage < 3), final, buffer), final

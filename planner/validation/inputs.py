@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...cost_models.operators import model_flops_per_token
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
-from ...schema.workload import Precision
+from ...schema.workload import Gradients, Precision
 from .machines import cluster_of
 from .models import model_of
 from .rows import RunRow
@@ -268,10 +268,17 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed) 
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
-        gradients=default_of(row.framework, GRADIENTS),
+        gradients=_gradients(row),
         selective_keeps="every_second_product" if row.framework.startswith("torchtitan") else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
+
+
+def _gradients(row: RunRow) -> Gradients:
+    if re.search(r"fp32 (main )?grad", row.precision.lower()):
+        return "fp32"
+    choice: Gradients = default_of(row.framework, GRADIENTS)
+    return choice
 
 
 def _hidden_attention(model: ModelSpec, row: RunRow) -> float:

@@ -89,6 +89,7 @@ class RunRow:
     seq_parallel: str = ""
     recompute: str = ""
     recompute_class: str = ""
+    precision: str = ""
     precision_class: str = ""
     offload: str = ""
     optimizer: str = ""
