@@ -10,8 +10,8 @@ With P parameters per tensor-parallel rank, N ranks that shard states, b bytes o
     buckets     DeepSpeed     two of reduce_bucket_size fp32 elements
 
 so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer), 16 with gradients in the
-compute dtype, and 20 for DeepSpeed (4 + 16 / N). Phases: `loss` (all activations and the logits), `backward` (all activations and the working set of a layer),
-`update` (no activations). The peak is the largest.
+compute dtype, and 20 for DeepSpeed (4 + 16 / N). Phases: `loss` (all activations and the logits), `backward` (all activations
+and the working set of a layer), `update` (no activations). The peak is the largest.
 Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization); checked
 against runs of Megatron-LM on 8 B200 (0.3 %) and of nanotron: `meshwright validate`.
 """
@@ -80,7 +80,9 @@ ENGINES = {
 }
 
 
-def phases(stage: StageContents, step: StepShape, workload: Workload) -> tuple[dict[str, Array], list[dict[str, Array]]]:
+def phases(
+    stage: StageContents, step: StepShape, workload: Workload
+) -> tuple[dict[str, Array], list[dict[str, Array]]]:
     """Bytes that are there all the time, and those of each phase, under the names of MemoryBreakdown."""
     engine, b = ENGINES[workload.engine], workload.compute_bytes
     activations = step.in_flight * stage.activation_bytes

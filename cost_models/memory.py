@@ -113,9 +113,7 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     }
 
 
-def _other_engine(
-    stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec
-) -> dict[str, Array]:
+def _other_engine(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     always, phases = engine_memory.phases(stage, step, workload)
     largest = np.argmax(np.stack(np.broadcast_arrays(*(total_bytes(phase) for phase in phases))), axis=0)
     peak = {name: np.choose(largest, [phase[name] for phase in phases]) for name in phases[0]}

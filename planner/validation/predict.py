@@ -76,7 +76,7 @@ def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...
 
 
 def _by_thresholds(costs: SpaceCosts, pp: int) -> tuple[int, ...]:
-    """nanotron's cut: a stage ends with the layer that takes the weights of all before it above (s + 1) / pp of the whole.
+    """Nanotron's cut: a stage ends with the layer that takes the weights of all before it above (s + 1) / pp of the whole.
 
     An embedding weighs nothing, a tied head what it multiplies with. Source: nanotron, PipelineParallel build_model and
     get_block_compute_costs.
