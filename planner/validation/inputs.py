@@ -268,15 +268,17 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed) 
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
-        gradients=_gradients(row),
+        gradients=_gradients(row, precision),
         selective_keeps="every_second_product" if row.framework.startswith("torchtitan") else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 
 
-def _gradients(row: RunRow) -> Gradients:
+def _gradients(row: RunRow, precision: str) -> Gradients:
     if re.search(r"fp32 (main )?grad", row.precision.lower()):
         return "fp32"
+    if precision == "fp16":
+        return "compute"  # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only
     choice: Gradients = default_of(row.framework, GRADIENTS)
     return choice
 
