@@ -212,7 +212,12 @@ def _activation_bytes(
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
     # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.
-    return chosen, kept[0] - chosen + 0.5 * kept[0]
+    gradients = 0.5 * kept[0]
+    if how.engine is not None and how.score_width:
+        # Each gradient of the scores takes the place of a saved tensor that has been used.
+        fused = saved_elements(layer, hidden_dim, "none", replace(how, score_width=0))
+        gradients = 0.5 * _saved_bytes(fused, batch, workload)
+    return chosen, kept[0] - chosen + gradients
 
 
 def _saved_bytes(saved: Saved, batch: LayoutBatch, workload: Workload) -> FloatArray:

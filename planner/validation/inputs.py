@@ -34,6 +34,7 @@ RECOMPUTE: tuple[Default, ...] = (
     Default("torchtitan", "selective", "activation_checkpoint.mode defaults to selective"),
     Default("MaxText", "full", "remat_policy: full in base.yml"),
     Default("Pax|PAX", "full", "checkpoint_policy SAVE_NOTHING of the GPT configs"),
+    Default("Primus.*: FSDP", "full", "AMD's recipes with FSDP=1 pass RECOMPUTE=1"),
     Default("Megatron|NeMo|Primus|Pai|FlagScale", "none", "recompute_granularity is None unless set"),
     Default("nanotron", "none", "recompute_layer: false"),
     Default("", "none", "autograd keeps what it needs unless told otherwise"),
@@ -145,8 +146,8 @@ class _Assumed:
     framework: str
     taken: list[str] = field(default_factory=list)
 
-    def default(self, name: str, table: tuple[Default, ...]) -> Any:
-        choice = default_of(self.framework, table)
+    def default(self, name: str, table: tuple[Default, ...], detail: str = "") -> Any:
+        choice = default_of(self.framework + detail, table)
         self.taken.append(f"{name}={choice}")
         return choice
 
@@ -238,7 +239,7 @@ def _sequence_parallel(row: RunRow, assumed: _Assumed) -> bool:
 def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
     choice: Recompute
     if row.recompute_class not in ("none", "selective", "full"):
-        choice = assumed.default("recompute", RECOMPUTE)
+        choice = assumed.default("recompute", RECOMPUTE, f": {row.sharding}")
         return choice
     # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
     is_scores_only = re.match("Megatron|NeMo", row.framework) and "+" not in row.recompute and "(l" not in row.recompute
