@@ -12,8 +12,8 @@ With P parameters per tensor-parallel rank, N ranks that shard states, b bytes o
 so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer), 16 with gradients in the
 compute dtype, and 20 for DeepSpeed (4 + 16 / N). Phases: `loss` (all activations and the logits), `backward` (all activations
 and the working set of a layer), `update` (no activations). The peak is the largest.
-Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization); checked
-against runs of Megatron-LM on 8 B200 (0.3 %) and of nanotron: `meshwright validate`.
+Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization); terms
+of Megatron fitted to four peaks of Megatron-LM on 8 B200 (0.3 % left), of nanotron checked: `meshwright validate`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class EngineFacts:
 
 ENGINES = {
     # Logits, their fp32 softmax, their gradient; fused SwiGLU; rotary embedding makes new q and k, v stays a view.
+    # [fitted: logit_bytes and qkv_copies to the four peaks of `meshwright validate --source simumax` without expert parallelism]
     "megatron": EngineFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1),
     # Megatron's operators, one module each, so that any of them can be recomputed (Aceso, EuroSys 2024): inputs and outputs
     # of all of them stay. [fitted: 0.19 GiB a layer and sequence of OPT-350M at tp 4, `meshwright validate --source libai_sailor2`]

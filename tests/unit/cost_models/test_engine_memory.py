@@ -93,8 +93,8 @@ def test_bytes_of_states(engine: str, gradients: str, zero_stage: int, per_param
 def test_megatron_peaks_as_measured(layout: Layout, measured_gib: float) -> None:
     """Llama-3-70B of 12 layers, Megatron-LM on 8 B200, four micro-batches of 4096 tokens: within 1 % of max_memory_allocated.
 
-    Source: SimuMax (Apache-2.0), docs/b200. The model was written from other runs and from what Megatron's code keeps; 1 % is
-    ten times what is left over.
+    Source: SimuMax (Apache-2.0), docs/b200. A check against change, not of foresight: what Megatron keeps of the packed qkv
+    product and of the logits was worked out on these four peaks.
     """
     spec = ModelSpec.named("llama-3.1-70b")
     runs = tuple(run.replace(count=12) if isinstance(run.layer, Block) else run for run in spec.layers)
