@@ -13,6 +13,7 @@ from functools import cache
 
 from ..schema.layout import Recompute
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from .engine_memory import EngineFacts
 from .operators import Layer
 
 
@@ -45,14 +46,17 @@ class Kernels:
         compute_bytes: of one element.
         unfused_norm: RMSNorm is several kernels (torch on a CPU).
         score_width: tokens in a row of an attention score matrix that is kept; 0 for fused attention.
-        keeps_expert_output: experts' results are weighted by themselves, which needs them again for the gradient of the weights.
-            Megatron weights inside the activation instead.
+        engine: whose kernels; None is our own runtime.
+        every_second: selective recompute keeps every second product's output only.
+        saves_fp8: what the products read is kept in fp8 (Transformer Engine).
     """
 
     compute_bytes: int
     unfused_norm: bool
     score_width: int
-    keeps_expert_output: bool = True
+    engine: EngineFacts | None = None
+    saves_fp8: bool = False
+    every_second: bool = False
 
 
 @cache
@@ -61,13 +65,18 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
     if isinstance(layer, Embedding):
         return Saved()
     if isinstance(layer, Head):
-        return _norm(hidden_dim, how) + Saved(whole=hidden_dim)
+        read = Saved(whole=hidden_dim) if how.engine is None else Saved(tokens=hidden_dim)
+        return _norm(hidden_dim, how) + read
     if isinstance(layer, MTPHead):
         inner = saved_elements(layer.block, hidden_dim, recompute, how)
         return inner + Saved(whole=2 * hidden_dim, tokens=2 * hidden_dim)
     if recompute == "full":
         return Saved(tokens=hidden_dim)
-    saved = _attention(layer.attention, hidden_dim, recompute) + _mlp(layer.mlp, hidden_dim, recompute, how)
+    if recompute == "selective" and how.every_second and isinstance(layer.attention, SoftmaxAttention):
+        return _every_second_product(layer, layer.attention, hidden_dim)
+    if how.engine is not None:
+        return _engine_block(layer, hidden_dim, recompute, how, how.engine)
+    saved = _attention(layer.attention, hidden_dim, recompute) + _mlp(layer.mlp, hidden_dim, recompute)
     if recompute == "selective":
         return saved + Saved(tokens=hidden_dim)  # the block's input; the norms run again
     if how.score_width:
@@ -94,6 +103,71 @@ def saved_for_weights(layer: Layer, hidden_dim: int, recompute: Recompute) -> Sa
     return Saved(tp=down, whole=min(layer.num_norms, 2) * hidden_dim)
 
 
+def _every_second_product(layer: Block, attention: SoftmaxAttention, hidden_dim: int) -> Saved:
+    """The block's input, q and v of (q, k, v, out), attention's output, gate and down of (gate, up, down), or up of (up, down).
+
+    Source: torchtitan's per-operator activation checkpointing keeps the first, third, fifth... aten.mm and fused attention.
+    """
+    mlp = layer.mlp.expert if isinstance(layer.mlp, MoE) else layer.mlp
+    rows = layer.mlp.top_k if isinstance(layer.mlp, MoE) else 1
+    heads = Saved(tp=2 * attention.q_dim + attention.kv_dim, tp_fp32=attention.num_heads)
+    return heads + Saved(tp=rows * mlp.ffn_dim, tokens=hidden_dim * (2 if mlp.gated else 1))
+
+
+def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kernels, engine: EngineFacts) -> Saved:
+    """A block of another engine: 34 s b h bytes for a GPT in fp16 without its scores (arXiv:2205.05198 section 4.1).
+
+    Every rank keeps its share of the sequence only, and gathers what column-parallel products read again in the backward pass.
+    Selective recompute does without scores, norms' outputs and the activation's output.
+    """
+    drops = recompute == "selective"
+    read = 0.5 if how.saves_fp8 else 1.0
+    one_byte = 1.0 / how.compute_bytes
+    # A GPT drops out hidden states (two masks of one byte) and attention; models without biases in their norms do neither.
+    dropout = layer.norm_bias
+    saved = _engine_attention(layer.attention, recompute, read, engine)
+    saved += _engine_mlp(layer.mlp, hidden_dim, read, engine, drops=drops)
+    saved += Saved(tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2)
+    if dropout:
+        saved += Saved(tokens=2 * hidden_dim * one_byte)
+    if engine.keeps_all_outputs and not drops:
+        saved += Saved(tokens=4 * hidden_dim)  # of both output projections and both residual additions
+    if layer.norm == "rmsnorm" and engine.unfused_rmsnorm and not drops:
+        saved += Saved(tokens=layer.num_norms * hidden_dim * 4 * one_byte)  # fp32 copy of the input, normalised input
+    if how.score_width and not drops:
+        # After the softmax; with dropout its mask and its output besides.
+        scores = layer.attention.num_heads * how.score_width
+        inputs = 2 if engine.keeps_all_outputs else 0  # before and after the mask
+        saved += Saved(tp=scores * (inputs + (2 + one_byte if dropout else 1)))
+    return saved
+
+
+def _engine_attention(
+    attention: SoftmaxAttention | LatentAttention, recompute: Recompute, read: float, engine: EngineFacts
+) -> Saved:
+    if isinstance(attention, LatentAttention):
+        return _attention(attention, 0, recompute)
+    q, kv = attention.q_dim, attention.kv_dim
+    rotated = engine.qkv_copies if attention.rope_fraction else 0
+    # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
+    kept = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
+    packed = rotated * (q + kv) + (engine.kv_copies if attention.rope_fraction else 0) * 2 * kv
+    return Saved(tp=kept + packed, tp_fp32=attention.num_heads)
+
+
+def _engine_mlp(mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: EngineFacts, *, drops: bool) -> Saved:
+    if isinstance(mlp, DenseMLP):
+        before = (engine.glu_tensors - 1 if mlp.gated else 1) * mlp.ffn_dim
+        return Saved(tp=before + (0.0 if drops else read * mlp.ffn_dim))
+    routed = _engine_mlp(mlp.expert, hidden_dim, read, engine, drops=drops)
+    rows = Saved(
+        tp=mlp.top_k * routed.tp,
+        tokens=2 * mlp.num_experts,
+        routed=mlp.top_k * (read + engine.keeps_expert_output) * hidden_dim,
+    )
+    return rows + (_engine_mlp(mlp.shared, hidden_dim, read, engine, drops=drops) if mlp.shared else Saved())
+
+
 def _norm(width: int, how: Kernels) -> Saved:
     """Input, 1 / rms of each token, and where the norm is not one kernel its normalised input in fp32 besides."""
     unfused = width * (8 - how.compute_bytes) / how.compute_bytes if how.unfused_norm else 0.0
@@ -115,14 +189,14 @@ def _attention(attention: SoftmaxAttention | LatentAttention, hidden_dim: int, r
     return qkv_and_output + Saved(tp=normed)
 
 
-def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute, how: Kernels) -> Saved:
+def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute) -> Saved:
     if isinstance(mlp, DenseMLP):
         return _dense(mlp, recompute)
     routed = _dense(mlp.expert, recompute)
     rows = Saved(
         tp=mlp.top_k * routed.tp,
         whole=2 * mlp.num_experts,
-        routed=mlp.top_k * (1 + how.keeps_expert_output) * hidden_dim,
+        routed=mlp.top_k * 2 * hidden_dim,
     )
     return rows + (_dense(mlp.shared, recompute) if mlp.shared else Saved())
 

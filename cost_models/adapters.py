@@ -33,7 +33,7 @@ def with_adapters(operators: tuple[Operator, ...], adapters: LowRank) -> tuple[O
     for op in operators:
         if not isinstance(op, Gemm):
             if isinstance(op, Elementwise) and op.name == "embedding":
-                op = replace(op, backward_elements=0, backward_kernels=0)  # noqa: PLW2901
+                op = replace(op, backward_elements=0, backward_kernels=0)
             result.append(op)
             continue
         result.append(replace(op, frozen=True))

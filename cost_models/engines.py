@@ -1,4 +1,4 @@
-"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients."""
+"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients.aceso: as Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ ENGINES: dict[Engine, EngineFacts] = {
     "nanotron": EngineFacts(3, 3, 25 * MIB, hides_in_chunks=False, zero1_by_tensor=True),
     # hybrid_zero_optim.py: overlap_sync_grad, but ZeRO-1 deals out whole tensors: reduced to the owner, broadcast after the step.
     "internevo": EngineFacts(0, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=True),
+    "aceso": EngineFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
 }
 
 _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
@@ -57,6 +58,7 @@ _COPY_BYTES: dict[Engine, float] = {
     "deepspeed": 24.0,  # the same; gradients cast to fp32, checked for overflow and unscaled
     "nanotron": 10.0,  # the same as megatron's, the copy in a pass of its own
     "internevo": 24.0,  # as deepspeed
+    "aceso": 6.0,  # as megatron
 }
 
 

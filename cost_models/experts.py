@@ -13,6 +13,8 @@ part. No imbalance of the router is assumed. Source: MoE Parallel Folding (arXiv
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..schema import ClusterSpec, Workload
@@ -26,6 +28,11 @@ def routed_part(layer: Layer) -> MoE | None:
     """The mixture of experts of a layer, None where it has none."""
     block = layer.block if isinstance(layer, MTPHead) else layer
     return block.mlp if isinstance(block, Block) and isinstance(block.mlp, MoE) else None
+
+
+def sharded_params(params: Any, expert_params: Any, num_shards: Any, expert_shards: Any) -> Any:
+    """Parameters of which one rank owns the states: of ``params``, those of experts are sharded over groups of their own."""
+    return params / num_shards + expert_params * (1 / expert_shards - 1 / num_shards)
 
 
 def token_share(batch: LayoutBatch) -> FloatArray:

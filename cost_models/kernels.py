@@ -62,6 +62,7 @@ ENGINE_KERNELS: dict[str, EngineKernels] = {
         norm=_FUSED_NORM, rotary=_FUSED_ROTARY, gated=_FUSED_GATED, loss=Passes(7.5, 3.5, 4, 2)
     ),
     "deepspeed": _TORCH._replace(norm=_FUSED_NORM, loss=Passes(9.5, 3.5, 7, 3)),
+    "aceso": _TORCH._replace(norm=_FUSED_NORM, loss=Passes(9.5, 3.5, 7, 3)),
     "nanotron": _TORCH._replace(norm=_FUSED_NORM, rotary=_FUSED_ROTARY, loss=Passes(9.5, 3.5, 7, 3)),
     "internevo": _TORCH._replace(norm=_FUSED_NORM, rotary=_FUSED_ROTARY, gated=_FUSED_GATED),
 }

@@ -6,13 +6,14 @@ and saved activations (activations.py). Stages and steps only add layers up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..schema import ClusterSpec, Workload
 from ..schema.layout import Recompute
-from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MTPHead
+from ..schema.model import Block, Embedding, Head, MTPHead
+from . import engine_memory
 from .activations import Kernels, Saved, saved_elements, saved_for_weights
 from .adapters import adapter_params, saved_beside, with_adapters
 from .coefficients import HostCosts, coefficients, device_rates, host_costs
@@ -222,12 +223,12 @@ def _recompute(
 ) -> tuple[FloatArray, FloatArray]:
     """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective.
 
-    Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py).
+    Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py). Where every second
+    product is kept, the others' share is repeated as well.
     """
-    keeps_attention = workload.attention == "flash"
     last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
     full = [time for idx, time in enumerate(times) if idx != last_product]
-    kept = (Gemm, FusedAttention) if keeps_attention else (Gemm,)
+    kept = (Gemm, FusedAttention) if workload.attention == "flash" else (Gemm,)
     cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
@@ -259,15 +260,6 @@ def _repeated_share(op: Gemm, operators: tuple[Operator, ...]) -> float:
         return 1.0
     is_gated = any(isinstance(other, Gemm) and other.name == "mlp_down" and op.n == 2 * other.k for other in operators)
     return 0.5 if op.name == "mlp_up" and is_gated else 0.0
-
-
-def _alternate_saved(layer: Layer) -> Saved:
-    """What keeping every second product leaves out of `saved_elements` under selective recompute: k and up, as negative widths."""
-    block = layer.block if isinstance(layer, MTPHead) else layer
-    if not isinstance(block, Block) or isinstance(block.attention, LatentAttention):
-        return Saved()
-    up = block.mlp.ffn_dim if isinstance(block.mlp, DenseMLP) and block.mlp.gated else 0
-    return Saved(tp=-float(block.attention.kv_dim + up))
 
 
 def _tensor_parallel_s(
@@ -393,16 +385,21 @@ def _activation_bytes(
         compute_bytes=workload.compute_bytes,
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
-        keeps_expert_output=workload.engine != "megatron",
+        engine=engine_memory.ENGINES.get(workload.engine),
+        every_second=workload.selective == "alternate_products",
+        saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
-    if workload.selective == "alternate_products":
-        choices[RECOMPUTES.index("selective")] += _alternate_saved(layer)
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
     mean = batch.recompute_fraction * chosen + (1 - batch.recompute_fraction) * kept[0]
     # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.
-    return mean, kept[0] - chosen + 0.5 * kept[0]
+    gradients = 0.5 * kept[0]
+    if how.engine is not None and how.score_width:
+        # Each gradient of the scores takes the place of a saved tensor that has been used.
+        fused = _saved(layer, hidden_dim, "none", replace(how, score_width=0), workload)
+        gradients = 0.5 * _saved_bytes(fused, batch, workload)
+    return mean, kept[0] - chosen + gradients
 
 
 def _saved(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels, workload: Workload) -> Saved:

@@ -13,7 +13,7 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
     temporary    working set of one layer, gradients and fp32 reduction buffers of one unit, workspace; under a pipeline the
                  receive buffers of all m micro-batches, hidden states from one side and gradients from the other
 
-Engines other than fsdp2 keep their copies and one gradient buffer for the whole step and reduce in place.
+Other engines than fsdp2 keep copies and one gradient buffer for the whole step: engine_memory.py.
 
 fully_shard is there whenever ranks share data parallelism or parameters are cast; without it nothing is gathered or reduced.
 Phase `loss`: the last micro-batch's backward begins; activations, logits, copies and gradients of earlier micro-batches are there.
@@ -23,14 +23,16 @@ Source: runtime/data_parallel.py, runtime/loss.py and torch's fully_shard; measu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..schema import ClusterSpec, Workload
 from ..schema.plan import MemoryBreakdown
+from . import engine_memory
 from .coefficients import coefficients
+from .experts import sharded_params
 
 Array = Any
 """A float or a float array; all arguments of one call broadcast together."""
@@ -53,6 +55,15 @@ class StageContents:
     logits: Array
     boundary_bytes: Array
 
+    def frozen_bytes(self, step: StepShape, workload: Workload) -> Array:
+        """Bytes of a frozen model beside adapters: whole, or this rank's shard under zero 3."""
+        stored = 0.0 if workload.adapters is None else workload.adapters.frozen_bytes
+        return stored * self.params / np.where(step.zero_stage == 3, step.dp_shard, 1)
+
+    def owned(self, step: StepShape) -> Array:
+        """Trained parameters of which one rank owns the states; those of experts are sharded over groups of their own."""
+        return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
@@ -73,15 +84,15 @@ class StepShape:
     offload: Array
     offload_fraction: Array
 
+    @property
+    def on_device(self) -> Array:
+        """Part of the optimizer states, and of the masters they update, that is not on the host."""
+        return 1.0 - np.where(self.offload > 0, self.offload_fraction, 0.0)
+
 
 def has_copies(layout: Any, workload: Workload) -> Array:
     """Whether parameters are gathered or cast by fully_shard; ``layout`` has dp_replicate and dp_shard, numbers or arrays."""
     return (layout.dp_shard * layout.dp_replicate > 1) | (workload.precision not in ("fp32", "bf16"))
-
-
-def sharded_params(params: Array, expert_params: Array, num_shards: Array, expert_shards: Array) -> Array:
-    """Parameters of which one rank owns the states: of ``params``, those of experts are sharded over groups of their own."""
-    return params / num_shards + expert_params * (1 / expert_shards - 1 / num_shards)
 
 
 def in_flight(
@@ -99,63 +110,57 @@ def in_flight(
 
 def stage_memory(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
-    b, ours = workload.compute_bytes, workload.engine == "fsdp2"
-    sharded = sharded_params(stage.trained, stage.expert_params, step.dp_shard, step.expert_shards)
+    stage = replace(stage, activation_bytes=stage.activation_bytes * cluster.calibration.activations)
+    if workload.engine != "fsdp2":
+        return _other_engine(stage, step, workload, cluster)
+    b = workload.compute_bytes
     copies = has_copies(step, workload)
     in_pieces = (step.zero_stage == 3) | (step.offload == 2)
     gathered = b * np.where(in_pieces, stage.root_params + 2 * stage.block_params, stage.trained)
-    kept, final = _gradients(stage, step, workload, ours=ours)
-    on_device = 1.0 - np.where(step.offload > 0, step.offload_fraction, 0.0)
+    kept, final = _gradients(stage, step, workload)
     loss = {
         "gradients": kept,
         "unsharded": np.where(copies, gathered, 0.0),
-        "activations": step.in_flight * stage.activation_bytes * cluster.calibration.activations,
+        "activations": step.in_flight * stage.activation_bytes,
         "logits": np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0),
     }
     update = {
         "gradients": final,
-        "unsharded": np.where(copies, b * stage.root_params if ours else gathered, 0.0),
+        "unsharded": np.where(copies, b * stage.root_params, 0.0),
         "activations": 0.0 * loss["activations"],
         "logits": 0.0 * loss["logits"],
     }
     at_loss = total_bytes(loss) >= total_bytes(update)
     return {
-        "parameters": _parameters(stage, step, workload, on_device),
-        "optimizer": float(workload.optimizer_bytes) * sharded * on_device,
+        "parameters": _parameters(stage, step, workload),
+        "optimizer": float(workload.optimizer_bytes) * stage.owned(step) * step.on_device,
         "temporary": stage.working_bytes + _buffers(stage, step, copies, workload) + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
 
 
-def _parameters(stage: StageContents, step: StepShape, workload: Workload, on_device: Array) -> Array:
+def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Array:
     """Bytes of the trained parameters as the optimizer sees them, as far as they are on the device, and of frozen ones.
 
     Of trained parameters whose masters are on the host a shard in the compute dtype remains under zero 3 (below it, the copies
     that every pass uses are counted as unsharded); offloaded parameters leave nothing.
     """
-    shard = sharded_params(stage.trained, stage.expert_params, step.dp_shard, step.expert_shards)
-    left_behind = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - on_device), 0.0)
-    trained = shard * (workload.master_bytes * on_device + left_behind)
-    frozen = 0.0
-    if workload.adapters is not None:
-        is_sharded = step.zero_stage == 3
-        frozen = workload.adapters.frozen_bytes * stage.params / np.where(is_sharded, step.dp_shard, 1)
-    return np.where(step.offload == 2, 0.0, trained + frozen)
+    left_behind = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - step.on_device), 0.0)
+    trained = stage.owned(step) * (workload.master_bytes * step.on_device + left_behind)
+    return np.where(step.offload == 2, 0.0, trained + stage.frozen_bytes(step, workload))
 
 
-def _gradients(stage: StageContents, step: StepShape, workload: Workload, *, ours: bool) -> tuple[Array, Array]:
-    """Bytes of gradients when the last backward pass begins, and when it has ended.
+def _other_engine(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
+    always, phases = engine_memory.phases(stage, step, workload)
+    largest = np.argmax(np.stack(np.broadcast_arrays(*(total_bytes(phase) for phase in phases))), axis=0)
+    peak = {name: np.choose(largest, [phase[name] for phase in phases]) for name in phases[0]}
+    return {**always, **peak, "temporary": peak["temporary"] + _workspace_bytes(cluster)}
 
-    Other engines than fsdp2 hold one fp32 buffer for the whole time: all of it below zero_stage 2, else this rank's shard.
-    """
+
+def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tuple[Array, Array]:
+    """Bytes of gradients when the last backward pass begins, and when it has ended."""
     whole = float(workload.master_bytes) * stage.trained
-    owned = sharded_params(stage.trained, stage.expert_params, step.dp_shard, step.expert_shards)
-    sharded = float(workload.master_bytes) * owned
-    if not ours:
-        buffer = np.where(step.zero_stage >= 2, sharded, whole)
-        if workload.engine == "deepspeed":  # each shard leaves for the host as soon as it is reduced
-            buffer = np.where((step.zero_stage >= 2) & (step.offload > 0), 0.0, buffer)
-        return buffer, buffer
+    sharded = float(workload.master_bytes) * stage.owned(step)
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.
     final = np.where((step.zero_stage == 0) | ((step.zero_stage == 1) & accumulates), whole, sharded)
@@ -166,10 +171,9 @@ def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Wor
     """Gradients of one unit in the compute dtype, input and output of its fp32 reduction; receive buffers of a pipeline."""
     b = workload.compute_bytes
     unit = np.maximum(stage.block_params, stage.root_params) * stage.trained / stage.params
-    reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit if workload.engine == "fsdp2" else b * unit
-    # torch's pipelining allocates receive buffers for every micro-batch once; others only for those in flight.
-    waiting = step.num_microbatches if workload.engine == "fsdp2" else np.minimum(step.in_flight, 2)
-    return reduction + step.num_neighbours * waiting * stage.boundary_bytes
+    reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit
+    # torch's pipelining allocates receive buffers for every micro-batch once.
+    return reduction + step.num_neighbours * step.num_microbatches * stage.boundary_bytes
 
 
 def _workspace_bytes(cluster: ClusterSpec) -> float:
@@ -193,6 +197,19 @@ def reserved_over_allocated(cluster: ClusterSpec) -> float:
     return float(coefficients()["memory"]["resident_over_allocated_cpu" if is_cpu else "reserved_over_allocated"])
 
 
-def upper_bytes(allocated: Array, cluster: ClusterSpec) -> Array:
+def context_bytes(cluster: ClusterSpec) -> float:
+    """What the driver's tools show besides the reserved memory: context, kernels, NCCL's channels."""
+    return 0.0 if cluster.weakest_device.vendor == "cpu" else float(coefficients()["memory"]["context_bytes"])
+
+
+def interval_factors(workload: Workload, cluster: ClusterSpec) -> tuple[float, float]:
+    """Ends of the memory interval: of the allocated, and of the reserved peak."""
+    interval = coefficients()["interval"]
+    is_cpu = cluster.weakest_device.vendor == "cpu"
+    low, high = interval["memory_cpu" if is_cpu else f"memory_{workload.engine}"]
+    return float(low), float(high)
+
+
+def upper_bytes(allocated: Array, workload: Workload, cluster: ClusterSpec) -> Array:
     """Upper end of the interval of reserved memory: what must be within the budget."""
-    return allocated * reserved_over_allocated(cluster) * coefficients()["interval"]["memory"][1]
+    return allocated * reserved_over_allocated(cluster) * interval_factors(workload, cluster)[1]

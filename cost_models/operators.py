@@ -108,7 +108,7 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
 def layer_operators(
     layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False, engine: Engine = "fsdp2"
 ) -> tuple[Operator, ...]:
-    """Operators of one layer in an engine, forward order; ``unfused`` attention computes and stores whole [heads, seq, seq] scores."""
+    """Operators of one layer in an engine, forward order; ``unfused`` attention stores whole [heads, seq, seq] scores."""
     kernels = ENGINE_KERNELS[engine]
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)

@@ -20,6 +20,7 @@ from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
 from .engines import hides, hides_in_chunks, pass_bytes_per_param, update_bytes_per_param
+from .experts import sharded_params
 from .host_memory import host_update_s_per_param
 from .interval import time_interval
 from .layer_costs import LayerCost, layer_cost
@@ -165,7 +166,7 @@ class SpaceCosts:
         """Seconds of the optimizer on a stage with ``trained`` parameters per tensor-parallel rank, under layouts ``at``."""
         b, workload = self.batch, self.workload
         rates = device_rates(self.cluster, workload)
-        share = np.asarray(memory.sharded_params(trained, expert_params, b.num_shards[at], b.expert_shards[at]))
+        share = np.asarray(sharded_params(trained, expert_params, b.num_shards[at], b.expert_shards[at]))
         update_bytes = update_bytes_per_param(workload)
         seconds = elementwise_update_s(share, update_bytes, rates)
         if workload.optimizer == "muon":
@@ -348,14 +349,13 @@ def _assemble(
     costs: SpaceCosts, breakdown_s: TimeBreakdown, stages: tuple[StageEstimate, ...], fullest: int
 ) -> Estimate:
     workload, cluster, model = costs.workload, costs.cluster, costs.model
-    interval = coefficients()["interval"]
     device = cluster.weakest_device
     time, allocated = breakdown_s.total, stages[fullest].memory_bytes.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
     is_frozen = workload.adapters is not None
     flops = model_flops_per_token(layers, model.hidden_dim, workload.seq_len, frozen=is_frozen) * tokens_per_s
-    upper = float(memory.upper_bytes(allocated, cluster))
+    upper = float(memory.upper_bytes(allocated, workload, cluster))
     return Estimate(
         step_time_s=time,
         step_time_interval_s=time_interval(breakdown_s, cluster),
@@ -364,7 +364,8 @@ def _assemble(
         mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=int(allocated * memory.reserved_over_allocated(cluster)),
-        memory_interval_bytes=Interval(low=allocated * interval["memory"][0], high=upper),
+        peak_device_bytes=int(allocated * memory.reserved_over_allocated(cluster) + memory.context_bytes(cluster)),
+        memory_interval_bytes=Interval(low=allocated * memory.interval_factors(workload, cluster)[0], high=upper),
         budget_bytes=cluster.memory_budget_bytes,
         fits=upper <= cluster.memory_budget_bytes,
         breakdown_s=breakdown_s,

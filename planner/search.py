@@ -83,7 +83,7 @@ def search(
     start = time.perf_counter()
     costs = SpaceCosts.of(model, workload, cluster, space.batch)
     bound_s, bound_bytes = lower_bounds(costs)
-    may_fit = memory.upper_bytes(bound_bytes, cluster) <= cluster.memory_budget_bytes
+    may_fit = memory.upper_bytes(bound_bytes, workload, cluster) <= cluster.memory_budget_bytes
     order = np.flatnonzero(may_fit)[np.argsort(bound_s[may_fit], kind="stable")]
     result = SearchResult(costs)
     incumbent, bound = np.inf, np.inf
@@ -163,7 +163,7 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.
     contents = contents_between(costs, idx, first, last)
     parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None, None])
     total = np.broadcast_to(memory.total_bytes(parts), (pp, size, size))
-    return np.asarray(has_block & (memory.upper_bytes(total, costs.cluster) <= cap_bytes))
+    return np.asarray(has_block & (memory.upper_bytes(total, costs.workload, costs.cluster) <= cap_bytes))
 
 
 def _nearest_misses(

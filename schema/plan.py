@@ -104,7 +104,8 @@ class Estimate(Frozen):
 
     Attributes:
         mfu: model FLOPs (no recompute) over the peak of all devices.
-        peak_allocated_bytes: of the fullest device; reserved adds the caching allocator's slack.
+        peak_allocated_bytes: of the fullest device; reserved adds the caching allocator's slack, device (nvidia-smi) the
+            context and communication buffers outside the allocator.
         fits: the upper end of the memory interval is within ``budget_bytes``.
         stages: one entry per pipeline stage.
     """
@@ -116,6 +117,7 @@ class Estimate(Frozen):
     mfu: NonNegativeFloat
     peak_allocated_bytes: PositiveInt
     peak_reserved_bytes: PositiveInt
+    peak_device_bytes: NonNegativeInt = 0
     memory_interval_bytes: Interval
     budget_bytes: PositiveInt
     fits: bool
@@ -163,6 +165,7 @@ class Alternative(Frozen):
     layout: Layout
     step_time_s: PositiveFloat
     peak_reserved_bytes: PositiveInt
+    peak_device_bytes: NonNegativeInt = 0
     reason: str
 
 

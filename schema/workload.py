@@ -8,7 +8,7 @@ from .base import Count, Frozen
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
 Optimizer = Literal["adamw", "sgd", "muon"]
-Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo"]
+Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo", "aceso"]
 Gradients = Literal["fp32", "compute"]
 Selective = Literal["products", "alternate_products"]
 

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
-from ...schema.workload import Precision
+from ...schema.workload import Gradients, Precision
 from .features import (
     DRIVE_BYTES_PER_S,
     adapters_of,
     base_precision,
     differs_by_stage,
-    is_adapted,
     is_pure_bf16,
     offload_of,
     recompute_part,
@@ -43,6 +42,7 @@ RECOMPUTE: tuple[Default, ...] = (
     Default("torchtitan", "selective", "activation_checkpoint.mode defaults to selective"),
     Default("MaxText", "full", "remat_policy: full in base.yml"),
     Default("Pax|PAX", "full", "checkpoint_policy SAVE_NOTHING of the GPT configs"),
+    Default("Primus.*: FSDP", "full", "AMD's recipes with FSDP=1 pass RECOMPUTE=1"),
     Default("Megatron|NeMo|Primus|Pai|FlagScale", "none", "recompute_granularity is None unless set"),
     Default("nanotron", "none", "recompute_layer: false"),
     Default("", "none", "autograd keeps what it needs unless told otherwise"),
@@ -100,6 +100,7 @@ ENGINE: tuple[Default, ...] = (
     Default("nanotron", "nanotron", "its own engine"),
     Default("InternEvo", "internevo", "its own engine"),
     Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
+    Default("Aceso", "aceso", "every operator of Megatron is a module of its own"),
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )
 
@@ -179,8 +180,8 @@ class _Assumed:
     framework: str
     taken: list[str] = field(default_factory=list)
 
-    def default(self, name: str, table: tuple[Default, ...]) -> Any:
-        choice = default_of(self.framework, table)
+    def default(self, name: str, table: tuple[Default, ...], detail: str = "") -> Any:
+        choice = default_of(self.framework + detail, table)
         self.taken.append(f"{name}={choice}")
         return choice
 
@@ -203,7 +204,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     assumed = _Assumed(row.framework, list(model.assumed))
     try:
         layout = _layout(row, assumed)
-        workload = _workload(row, layout, assumed)
+        workload = _workload(row, model.spec, layout, assumed)
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return Skip(
@@ -321,17 +322,19 @@ def _sequence_parallel(row: RunRow, assumed: _Assumed) -> bool:
 def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
     choice: Recompute
     if row.recompute_class not in ("none", "selective", "full"):
-        choice = assumed.default("recompute", RECOMPUTE)
+        choice = assumed.default("recompute", RECOMPUTE, f": {row.sharding}")
         return choice
     # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
     is_scores_only = re.match("Megatron|NeMo", row.framework) and "+" not in row.recompute and "(l" not in row.recompute
     if row.recompute_class == "selective" and is_scores_only and ":m" not in row.recompute:
         return "none"
+    if row.recompute_class == "selective" and row.framework.startswith("fms-fsdp"):
+        return "full"  # selective_checkpointing there is the part of the blocks that run again as a whole; 1 unless told otherwise
     choice = row.recompute_class  # type: ignore[assignment]
     return choice
 
 
-def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
+def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed) -> Workload:
     batch = row.global_batch
     if batch is None:
         batch = layout.dp * layout.micro_batch_size * (row.grad_accum or 1)
@@ -339,9 +342,12 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
     precision = base_precision(row)
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
-    keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
     found = adapters_of(row)
     assumed.taken.extend(found[1] if found else ())
+    # Gated feed-forward layers came after FlashAttention, and the scripts for such models turn it on where it runs.
+    is_recent = model.block_runs[-1][0].norm == "rmsnorm"
+    unfused = default_of(row.framework, UNFUSED_ATTENTION) and not is_recent
+    keeps_scores = unfused or row.gpu_type.startswith("V100")
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
@@ -350,7 +356,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
-        gradients=default_of(row.framework, GRADIENTS),
+        gradients=_gradients(row, precision),
         overlap=default_of(row.framework, OVERLAP),
         selective="alternate_products" if _is_per_operator(row) else "products",
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
@@ -360,3 +366,12 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
 def _is_per_operator(row: RunRow) -> bool:
     """Torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
     return row.framework.startswith("torchtitan") and "layer" not in row.recompute
+
+
+def _gradients(row: RunRow, precision: str) -> Gradients:
+    if re.search(r"fp32 (main )?grad", row.precision.lower()):
+        return "fp32"
+    if precision == "fp16":
+        return "compute"  # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only
+    choice: Gradients = default_of(row.framework, GRADIENTS)
+    return choice

@@ -11,7 +11,7 @@ import numpy as np
 from ...cost_models.layouts import LayoutBatch
 from ...cost_models.step import SpaceCosts, estimate_step
 from ...schema import Calibration, ClusterSpec, ConfigError, Estimate
-from ...schema.model import Block
+from ...schema.model import Block, Embedding, Head
 from ...solvers import stage_split
 from .inputs import RunInputs, Skip, run_inputs
 from .rows import RunRow
@@ -77,19 +77,43 @@ def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
 
 
 def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...]:
-    """Stages as the engine that ran cuts them: by cost, or as many blocks on each with embedding and head on top.
+    """Stages as the engine that ran cuts them: at equal weights, or as many blocks on each with embedding and head on top.
 
     Where the blocks do not divide, embedding and head count as a layer each (as recipes for such models do), else by cost.
     """
     pp, num_blocks, size = int(costs.batch.pp[idx]), costs.model.num_blocks, len(costs.kind_of_layer)
     if pp == 1:
         return (0, size)
-    if not balanced and num_blocks % pp == 0:
+    if balanced:
+        return _by_thresholds(costs, pp)
+    if num_blocks % pp == 0:
         each = num_blocks // pp
         return (0, *(1 + each * s for s in range(1, pp)), size)
-    if not balanced and size % pp == 0:
+    if size % pp == 0:
         return tuple(range(0, size + 1, size // pp))
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])
     has_block = np.broadcast_to(blocks[None, :] > blocks[:, None], (pp, size + 1, size + 1))
     return stage_split.solve(stage_split.Instance(costs.per_layer("busy_s", idx), has_block)).boundaries
+
+
+def _by_thresholds(costs: SpaceCosts, pp: int) -> tuple[int, ...]:
+    """Nanotron's cut: a stage ends with the layer that takes the weights of all before it above (s + 1) / pp of the whole.
+
+    An embedding weighs nothing, a tied head what it multiplies with. Source: nanotron, PipelineParallel build_model and
+    get_block_compute_costs.
+    """
+    model = costs.model
+    weights = [
+        0 if isinstance(layer, Embedding)
+        else model.vocab_size * model.hidden_dim if isinstance(layer, Head)
+        else layer.num_params(model.hidden_dim)
+        for layer in model.iter_layers()
+    ]  # fmt: skip
+    before = np.cumsum(weights)
+    cuts, stage = [0], 0
+    for layer_idx, total in enumerate(before[:-1]):
+        if stage < pp - 1 and total > before[-1] * (stage + 1) / pp:
+            cuts.append(layer_idx + 1)
+            stage += 1
+    return (*cuts, len(weights))

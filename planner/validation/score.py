@@ -5,6 +5,7 @@ Ratios are predicted over measured, so a bias above zero means we are too slow o
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata
 
+from ...schema import Estimate
 from ...schema.units import GIB
 from .predict import Prediction
 from .rows import RunRow
@@ -138,13 +140,24 @@ def regret(
 
 
 def memory_kind(text: str) -> str:
-    """allocated, reserved, nvidia-smi or unstated."""
+    """allocated, reserved, nvidia-smi, "peak" (whose counter is not stated) or unstated."""
     words = text.lower()
     if "nvidia-smi" in words:
         return "nvidia-smi"
     if "reserved" in words and "not stated" not in words:
         return "reserved"
-    return "allocated" if "allocated" in words and "not stated" not in words else "unstated"
+    if "not stated" in words:
+        return "unstated"
+    if "allocated" in words:
+        return "allocated"
+    return "peak" if re.search(r"\b(peak|max)", words) else "unstated"
+
+
+def _predicted_bytes(estimate: Estimate, kind: str) -> int:
+    """Our figure for a kind of measurement; a peak of a framework is torch's max_memory_allocated unless it says otherwise."""
+    if kind in ("allocated", "peak"):
+        return estimate.peak_allocated_bytes
+    return estimate.peak_device_bytes if kind == "nvidia-smi" else estimate.peak_reserved_bytes
 
 
 def score_sources(
@@ -215,14 +228,13 @@ def _score_time(pairs: list[Pair]) -> TimeScore | None:
 
 
 def _score_memory(pairs: list[Pair]) -> dict[str, MemoryScore]:
-    """By kind of measurement; everything but an allocated peak is compared with our reserved one."""
+    """By kind of measurement."""
     by_kind: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row, p in pairs:
         if p.estimate is None or row.peak_mem_gib is None or row.status != "ok":
             continue
         kind = memory_kind(row.mem_kind)
-        predicted = p.estimate.peak_allocated_bytes if kind == "allocated" else p.estimate.peak_reserved_bytes
-        by_kind[kind].append((predicted, row.peak_mem_gib * GIB))
+        by_kind[kind].append((_predicted_bytes(p.estimate, kind), row.peak_mem_gib * GIB))
     return {
         kind: MemoryScore(len(values), relative_error(*zip(*values, strict=True)), log_bias(*zip(*values, strict=True)))
         for kind, values in sorted(by_kind.items())

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
+from meshwright.cost_models.layouts import LayoutBatch
+from meshwright.cost_models.step import SpaceCosts
 from meshwright.planner import estimate
 from meshwright.planner.validation import (
     RunInputs,
@@ -18,9 +20,11 @@ from meshwright.planner.validation import (
     score_sources,
 )
 from meshwright.planner.validation.machines import network
+from meshwright.planner.validation.predict import boundaries
 from meshwright.planner.validation.rows import RunRow
 from meshwright.planner.validation.score import log_bias, memory_kind, rank_correlation, regret, relative_error
-from meshwright.schema import ConfigError
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, SoftmaxAttention
 from meshwright.schema.units import GIB
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/measured_runs"
@@ -276,6 +280,30 @@ def test_scores_by_hand() -> None:
     assert rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
 
 
+def test_nanotron_cuts_stages_where_the_weights_pass_their_share() -> None:
+    """Blocks of 12 h^2 and a head of 32 h^2 on 4 stages: 128 h^2 in all, a stage ends with the block that passes 32, 64, 96."""
+    attention = SoftmaxAttention(kind="mha", num_heads=4, num_kv_heads=4, head_dim=16, rope_fraction=0.0)
+    block = Block(attention=attention, mlp=DenseMLP(ffn_dim=256, gated=False))
+    vocab = 32 * 64
+    spec = ModelSpec(
+        name="test",
+        architecture="decoder",
+        hidden_dim=64,
+        layers=(
+            LayerRun(layer=Embedding(vocab_size=vocab)),
+            LayerRun(layer=block, count=8),
+            LayerRun(layer=Head(vocab_size=vocab)),
+        ),
+        tie_embeddings=False,
+        max_seq_len=4096,
+    )
+    batch = LayoutBatch.of([Layout(pp=4)], 8)
+    workload = Workload(seq_len=64, global_batch_size=8, engine="nanotron")
+    costs = SpaceCosts.of(spec, workload, ClusterSpec.parse("4xH100-SXM-80GB"), batch)
+    assert boundaries(costs, 0, balanced=True) == (0, 4, 7, 9, 10)
+    assert boundaries(costs, 0, balanced=False) == (0, 3, 5, 7, 10)
+
+
 def test_regret_is_of_the_fastest_prediction_that_fits() -> None:
     assert regret([3.0, 1.0, 2.0], [True, False, True], [4.0, 1.0, 2.0], 1.0) == (2, 0.5)
     assert regret([3.0, 1.0, 2.0], [False, False, False], [4.0, 1.0, 2.0], 1.0) == (1, 0.0)
@@ -288,6 +316,8 @@ def test_regret_is_of_the_fastest_prediction_that_fits() -> None:
         ("peak reserved (torchtitan log; max over ranks)", "reserved"),
         ("nvidia-smi style, integer GiB of 80", "nvidia-smi"),
         ("allocated vs reserved not stated", "unstated"),
+        ('peak memory "GB" as printed, max over stages', "peak"),
+        ("GPU memory as printed", "unstated"),
         ("", "unstated"),
     ],
 )
