@@ -28,6 +28,7 @@ from .features import (
     recompute_part,
 )
 from .machines import cluster_of, with_drives
+from .mapping import completed_mapping
 from .models import model_of
 from .rows import RunRow
 
@@ -92,7 +93,7 @@ SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
     ("not modelled: expert parallelism", lambda r: (r.ep or 1) > 1 or (r.etp or 1) > 1),
     ("mapping: stages have different numbers of devices", differs_by_stage),
     ("precision not known", lambda r: base_precision(r) not in ("", "unknown", *PRECISIONS)),
-    ("mapping not stated", lambda r: r.seq_len is None or r.micro_batch is None or r.tp is None or r.pp is None),
+    ("mapping: sequence length not stated", lambda r: r.seq_len is None),
 )
 """Reason and condition; a feature that the cost model learns loses its line here (and gains one in `_layout`)."""
 
@@ -155,12 +156,16 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     reason = next((reason for reason, applies in SKIP if applies(row)), None)
     if reason is not None:
         return Skip(reason)
+    completed = completed_mapping(row)
+    if isinstance(completed, str):
+        return Skip(completed)
+    row, derived = completed
     model, cluster = model_of(row), cluster_of(row)
     if isinstance(model, str):
         return Skip(model)
     if isinstance(cluster, str):
         return Skip(cluster)
-    assumed = _Assumed(row.framework, list(model.assumed))
+    assumed = _Assumed(row.framework, [*model.assumed, *derived])
     try:
         layout = _layout(row, assumed)
         workload = _workload(row, layout, assumed)
@@ -173,8 +178,6 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         return Skip("layout: degrees do not multiply to the number of devices")
     if (row.cp or 1) > 1 and _hidden_attention(model.spec, row) > MAX_HIDDEN_ATTENTION:
         return Skip("not modelled: context parallelism where attention weighs")
-    if layout.pp > model.spec.num_blocks:
-        return Skip("layout: fewer blocks than stages")
     approximated = tuple(name for name, applies in APPROXIMATE if applies(row))
     return RunInputs(
         model=model.spec,

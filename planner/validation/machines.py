@@ -35,7 +35,7 @@ DEVICES = {
 }
 """Names of tables that are neither names nor aliases of the catalogue."""
 
-NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB", "mi350x": "MI355X-288GB"}
+NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB"}
 """Devices that the catalogue lacks, and the nearest one it has: rows that take one say so."""
 
 SCALE_UP = {"a800-sxm-80gb": "nvlink4-h800", "a800": "nvlink4-h800"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from ...schema.model import (
     SoftmaxAttention,
 )
 from .rows import RunRow
+from .shapes import Shape, canonical, shape_named, shape_of_size
 
 PARAMS_TOLERANCE = 0.05
 """Stated and counted parameters may differ by this before a row says so: tables round, and leave out embeddings or biases."""
@@ -50,6 +52,13 @@ FAMILIES: tuple[tuple[str, Traits], ...] = (
         for name in ("nanotron", "llama", "qwen", "internlm", "glm", "mixtral", "mpf", "grok", "deepseek")
     ),
     *((name, _LLAMA) for name in ("tinyllama", "smollm", "simumax", "gpt-oss", "mistral")),
+    *((name, _LLAMA) for name in ("yi-", "baichuan", "chatglm", "codellama", "vicuna", "gemma", "phi-3", "phi-4", "phi3", "phi4")),
+    *((name, _LLAMA) for name in ("olmo", "dbrx", "minicpm", "aquila", "skywork", "orion", "solar", "command", "granite")),
+    *((name, _LLAMA) for name in ("hunyuan", "ernie", "exaone", "arctic", "phimoe", "minimax", "megrez", "stablelm-2")),
+    ("phi", Traits(gated=False, learned_positions=False, biases=True)),
+    ("stablelm", Traits(gated=False, learned_positions=False, biases=True)),
+    ("gpt-neox", Traits(gated=False, learned_positions=False, biases=True)),
+    ("gpt-j", Traits(gated=False, learned_positions=False, biases=True)),
     ("mpt", Traits(gated=False, learned_positions=True, biases=False)),
     ("nemotron", Traits(gated=False, learned_positions=False, biases=False)),  # squared ReLU, rotary
     ("bloom", Traits(gated=False, learned_positions=False, biases=True)),  # ALiBi
@@ -58,9 +67,11 @@ FAMILIES: tuple[tuple[str, Traits], ...] = (
 )
 """First match at the start of the model's or the family's name; everything else is a GPT-2-like decoder."""
 
-_NOT_DECODERS = ("hybrid", "mamba")
-
-_CATALOGUE_ALIASES = {"pythia-1b": "pythia-1b", "llama 2 7 b": "llama-2-7b"}
+_NOT_DECODERS = (
+    r"hybrid|mamba|jamba|zamba|rwkv|retnet|hyena|recurrent|griffin|nemotron-h|\b(ro|de|al)?berta?\b|\bm?t5\b|flan|\bul2\b"
+    r"|encoder|\bbart\b|vit\b|swin|diffusion|unet|\bdit\b|flux|whisper|\bclip\b|dlrm|resnet|\bgnn\b|retina"
+)
+"""State-space, recurrent, encoder, diffusion and recommendation models: their layers are not blocks of attention and feed-forward."""
 
 
 class RowModel(NamedTuple):
@@ -73,11 +84,11 @@ class RowModel(NamedTuple):
 
 def model_of(row: RunRow) -> RowModel | str:
     """The model of a row, or why it cannot be built."""
-    if any(word in row.model_family.lower() for word in _NOT_DECODERS):
+    kind = f"{row.model_family} {row.model}" if "gpt" not in row.model.lower() else row.model
+    if re.search(_NOT_DECODERS, kind.lower()):
         return "model: not a plain decoder"
     if row.layers is None or row.hidden is None:
-        named = _named(row.model)
-        return RowModel(named, (), ()) if named else "model: shape not stated"
+        return _named(row)
     shape = (row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
     return _model(row.model, row.model_family, shape, row.params_b, row.seq_len or 0)
 
@@ -89,7 +100,7 @@ def _model(
     published = _published(shape)
     if published is not None:
         return RowModel(published, (), ())
-    if "deepseek" in (name + family).lower():
+    if re.search(r"deepseek.*(v[234]|r1)|kimi|moonlight", f"{name} {family}".lower()):
         return "model: latent attention of a shape that is not in the catalogue"
     assumed = ("vocab",) if shape[5] is None else ()
     try:
@@ -158,10 +169,39 @@ def _feed_forward(traits: Traits, ffn: int, experts: int | None, top_k: int | No
     return DenseMLP(ffn_dim=ffn, gated=traits.gated, activation=activation, bias=traits.biases)  # type: ignore[arg-type]
 
 
-def _named(name: str) -> ModelSpec | None:
-    wanted = name.lower().strip()
-    wanted = _CATALOGUE_ALIASES.get(wanted, wanted)
-    return ModelSpec.named(wanted) if wanted in model_names() else None
+def _named(row: RunRow) -> RowModel | str:
+    """A model known by name, else one of the stated size."""
+    for wanted in (row.model.lower().strip(), canonical(row.model)):
+        if wanted in model_names():
+            return RowModel(ModelSpec.named(wanted), (), ())
+    shape, approximated = shape_named(row.model), ()
+    if shape is None:
+        if not row.params_b or row.experts:
+            return "model: shape not stated"
+        shape, approximated = shape_of_size(row.params_b * 1e9, row.vocab or DEFAULT_VOCAB), ("shape",)
+    return _of_shape(row.model, row.model_family, shape, row.params_b, row.seq_len or 0, approximated)
+
+
+@cache
+def _of_shape(
+    name: str, family: str, shape: Shape, params_b: float | None, seq_len: int, approximated: tuple[str, ...]
+) -> RowModel | str:
+    *sizes, head_dim = shape
+    found = _model(name, family, tuple(sizes), params_b, seq_len)
+    if isinstance(found, str) or not head_dim or approximated:
+        return found if isinstance(found, str) else found._replace(approximated=found.approximated + approximated)
+    return found._replace(spec=_with_head_dim(found.spec, head_dim))
+
+
+def _with_head_dim(spec: ModelSpec, head_dim: int) -> ModelSpec:
+    """Heads of a width of their own, instead of hidden / heads."""
+    runs = []
+    for run in spec.layers:
+        layer = run.layer
+        if isinstance(layer, Block) and isinstance(layer.attention, SoftmaxAttention):
+            layer = layer.replace(attention=layer.attention.replace(head_dim=head_dim))
+        runs.append(run.replace(layer=layer))
+    return spec.replace(layers=tuple(runs))
 
 
 @cache

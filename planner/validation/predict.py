@@ -62,6 +62,8 @@ def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...
     pp, num_blocks, size = int(costs.batch.pp[idx]), costs.model.num_blocks, len(costs.kind_of_layer)
     if pp == 1:
         return (0, size)
+    if num_blocks < pp:  # some stages have no block: spread, embedding before the first and head after the last
+        return (0, *(1 + -(-s * num_blocks // pp) for s in range(1, pp)), size)
     if not balanced and num_blocks % pp == 0:
         each = num_blocks // pp
         return (0, *(1 + each * s for s in range(1, pp)), size)
