@@ -41,11 +41,15 @@ class Kernels:
         compute_bytes: of one element.
         unfused_norm: RMSNorm is several kernels (torch on a CPU).
         score_width: tokens in a row of an attention score matrix that is kept; 0 for fused attention.
+        eager: every operation is a kernel of its own that keeps its inputs (plain model code, LitGPT's or transformers').
+        frozen: the weights of norms need no gradients, so that normalised inputs are not kept.
     """
 
     compute_bytes: int
     unfused_norm: bool
     score_width: int
+    eager: bool = False
+    frozen: bool = False
 
 
 @cache
@@ -69,6 +73,8 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
         )  # scores after the mask, and after the softmax
     for _ in range(layer.num_norms):
         saved += _norm(hidden_dim, how)
+    if how.eager:
+        saved += _eager(layer, hidden_dim, how)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
     return saved + Saved(whole=min(layer.num_norms, 2) * hidden_dim)
 
@@ -85,6 +91,22 @@ def saved_for_weights(layer: Layer, hidden_dim: int, recompute: Recompute) -> Sa
     mlp = layer.mlp
     down = mlp.ffn_dim if isinstance(mlp, DenseMLP) else mlp.top_k * mlp.ffn_dim + (mlp.shared_ffn_dim or 0)
     return Saved(tp=down, whole=min(layer.num_norms, 2) * hidden_dim)
+
+
+def _eager(layer: Block, hidden_dim: int, how: Kernels) -> Saved:
+    """What plain model code keeps besides: norms' inputs in fp32 (and normalised ones), q and k before they are rotated, keys and
+    values repeated for every query head, silu(gate).
+    """
+    extra = Saved()
+    if layer.norm == "rmsnorm":
+        copies = (4 if how.frozen else 8) / how.compute_bytes - 1
+        extra += Saved(tokens=layer.num_norms * copies * hidden_dim)
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, SoftmaxAttention):
+        before_rotation = attention.q_dim + attention.kv_dim if attention.rope_fraction > 0 else 0
+        extra += Saved(tp=before_rotation + 2 * (attention.q_dim - attention.kv_dim))
+    rows = 1 if isinstance(mlp, DenseMLP) else mlp.top_k
+    return extra + Saved(tp=rows * mlp.ffn_dim if mlp.gated else 0)
 
 
 def _norm(width: int, how: Kernels) -> Saved:

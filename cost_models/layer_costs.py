@@ -35,6 +35,7 @@ class LayerCost:
         gather_s: all-gather of the layer's parameters over dp_shard.
         reduce_s: reduction of its gradients over dp_shard and dp_replicate.
         num_params: parameters of this rank's tensor-parallel share.
+        frozen_bytes: of parameters that are not trained, as they are stored.
         num_trained: those of them, or of adapters beside them, that are trained.
         activation_bytes: kept from forward to backward.
         working_bytes: alive only while this layer runs backward.
@@ -48,6 +49,7 @@ class LayerCost:
     gather_s: FloatArray
     reduce_s: FloatArray
     num_params: FloatArray
+    frozen_bytes: FloatArray
     num_trained: FloatArray
     activation_bytes: FloatArray
     working_bytes: FloatArray
@@ -70,14 +72,15 @@ def layer_cost(
     compute = _compute_s(layer, operators, times, tp_s, batch, workload, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
     num_trained = trained_params(layer, hidden_dim, num_params, batch, workload)
-    gather, reduce = _data_parallel_s(num_params, num_trained, batch, workload, cluster)
+    frozen = frozen_bytes(layer, num_params, batch, workload)
+    gather, reduce = _data_parallel_s(frozen, num_trained, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
     forward, backward, recompute = compute
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
     forward, backward = np.maximum(forward, moved_s), np.maximum(backward, moved_s)
     kept = kept * (1 - batch.offload_activations)
-    return LayerCost(forward, backward, recompute, *tp_s, gather, reduce, num_params, num_trained, kept, working)
+    return LayerCost(forward, backward, recompute, *tp_s, gather, reduce, num_params, frozen, num_trained, kept, working)
 
 
 def _operator_times(
@@ -209,15 +212,22 @@ def trained_params(
     return np.asarray(whole + cut / batch.tp, dtype=np.float64)
 
 
+def frozen_bytes(layer: Layer, num_params: FloatArray, batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """Bytes of one rank's frozen parameters [N]: quantised products of blocks, everything else in 16 bits."""
+    if workload.adapters is None:
+        return np.zeros(len(batch))
+    is_quantised = isinstance(layer, Block) or (isinstance(layer, Head) and workload.adapters.frozen == "nf4")
+    return num_params * (workload.adapters.frozen_bytes if is_quantised else 2.0)
+
+
 def _data_parallel_s(
-    num_params: FloatArray, num_trained: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+    frozen: FloatArray, num_trained: FloatArray, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> tuple[FloatArray, FloatArray]:
     """All-gather of parameters in the compute dtype; reduce-scatter (and all-reduce over replicas) of gradients.
 
     Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
     """
     stride = batch.tp
-    frozen = num_params * (0.0 if workload.adapters is None else workload.adapters.frozen_bytes)
     size = num_trained * workload.compute_bytes + np.where(batch.zero_stage == 3, frozen, 0.0)
     gather = collective_s("all_gather", size, batch.dp_shard, stride, cluster)
     from_host = (num_trained * workload.compute_bytes + frozen) / batch.dp_shard
@@ -238,6 +248,8 @@ def _activation_bytes(
         compute_bytes=workload.compute_bytes,
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
+        eager=workload.kernels == "eager",
+        frozen=workload.adapters is not None,
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
@@ -252,7 +264,8 @@ def _saved(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels, wo
     saved = saved_elements(layer, hidden_dim, recompute, how)
     if workload.adapters is None:
         return saved
-    saved -= saved_for_weights(layer, hidden_dim, recompute)
+    if workload.adapters.frozen != "nf4":  # its product keeps its input all the same
+        saved -= saved_for_weights(layer, hidden_dim, recompute)
     return saved if recompute == "full" else saved + saved_beside(layer, hidden_dim, workload.adapters)
 
 

@@ -45,6 +45,7 @@ class StageContents:
 
     params: Array
     trained: Array
+    frozen_bytes: Array
     root_params: Array
     block_params: Array
     activation_bytes: Array
@@ -124,10 +125,7 @@ def _parameters(stage: StageContents, step: StepShape, workload: Workload, on_de
     shard = stage.trained / step.dp_shard
     left_behind = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - on_device), 0.0)
     trained = shard * (workload.master_bytes * on_device + left_behind)
-    frozen = 0.0
-    if workload.adapters is not None:
-        is_sharded = step.zero_stage == 3
-        frozen = workload.adapters.frozen_bytes * stage.params / np.where(is_sharded, step.dp_shard, 1)
+    frozen = stage.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
     return np.where(step.offload == 2, 0.0, trained + frozen)
 
 
@@ -140,8 +138,9 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload, *, our
     sharded = whole / step.dp_shard
     if not ours:
         buffer = np.where(step.zero_stage >= 2, sharded, whole)
-        if workload.engine == "deepspeed":  # each shard leaves for the host as soon as it is reduced
-            buffer = np.where((step.zero_stage >= 2) & (step.offload > 0), 0.0, buffer)
+        # Each shard leaves for the host as soon as it is reduced; with offloaded parameters every engine streams so.
+        leaves = (step.zero_stage >= 2) & (step.offload > 0) if workload.engine == "deepspeed" else False
+        buffer = np.where(leaves | (step.offload == 2), 0.0, buffer)
         return buffer, buffer
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.

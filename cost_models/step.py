@@ -14,7 +14,7 @@ import numpy as np
 
 from ..schema import ClusterSpec, Estimate, ModelSpec, Workload
 from ..schema.model import Block, Head
-from ..schema.plan import Interval, StageEstimate, TimeBreakdown
+from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
@@ -189,6 +189,7 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     contents = memory.StageContents(
         params=params,
         trained=trained,
+        frozen_bytes=costs.total("frozen_bytes") / b.pp,
         root_params=np.where(b.pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
         activation_bytes=costs.total("activation_bytes") / b.pp,
@@ -242,6 +243,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
     return memory.StageContents(
         params=span(params),
         trained=span(costs.per_layer("num_trained", idx)),
+        frozen_bytes=span(costs.per_layer("frozen_bytes", idx)),
         root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
         block_params=costs.block_params[idx],
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
@@ -297,6 +299,19 @@ def _time_breakdown(
         optimizer=float(np.max(costs.update_s(contents.trained, idx))),
     )
     return parts, (forward + tp_forward, backward + recompute + tp_backward)
+
+
+def with_memory(estimate: Estimate, parts: MemoryBreakdown, cluster: ClusterSpec) -> Estimate:
+    """The estimate with another peak of the fullest device."""
+    interval, allocated = coefficients()["interval"], parts.total
+    upper = float(memory.upper_bytes(allocated, cluster))
+    return estimate.replace(
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=int(allocated * memory.reserved_over_allocated(cluster)),
+        memory_interval_bytes=Interval(low=allocated * interval["memory"][0], high=upper),
+        fits=upper <= cluster.memory_budget_bytes,
+        memory_bytes=parts,
+    )
 
 
 def _assemble(

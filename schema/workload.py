@@ -44,6 +44,7 @@ class Workload(Frozen):
             parameters, gradients and optimizer states in bf16.
         optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
+        kernels: fused operations of an engine, or eager ones of plain model code, which keep what each of them read.
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
@@ -53,6 +54,7 @@ class Workload(Frozen):
     precision: Precision = "bf16-mixed"
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
+    kernels: Literal["fused", "eager"] = "fused"
     adapters: LowRank | None = None
     engine: Engine = "fsdp2"
 

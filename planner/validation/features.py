@@ -25,8 +25,8 @@ ADAPTERS: tuple[tuple[str, LowRank, str], ...] = (
 _PREFIX_TUNING = LowRank(rank=1, targets=("qkv", "out", "mlp"), dropout=False)
 """Prefix vectors, or a scale and a bias on every product: a rank-1 adapter has as many parameters and kernels."""
 
-DRIVE_BYTES_PER_S = 3.0e9
-"""One data-centre NVMe drive, reading and writing about as much."""
+DRIVE_BYTES_PER_S = 4.5e9
+"""One data-centre NVMe drive reading and writing as much: 6.5 and 3.4 GB/s (Intel P5510 data sheet), harmonic mean."""
 
 
 class OffloadChoice(NamedTuple):
@@ -107,10 +107,24 @@ def recompute_part(row: RunRow) -> float | None:
         return min(int(match[1]) / max(whole, 1), 1.0)
     if match := re.search(r"(\d+(?:\.\d+)?) ?%", text):
         return min(float(match[1]) / 100, 1.0)
-    if match := re.search(r"gradient_checkpointing:((?: - \d+)+)", row.notes):
-        layers = [int(number) for number in re.findall(r"\d+", match[1])]
-        return min(sum(layers) / row.layers, 1.0) if row.layers else None
-    return None
+    layers = _numbers("gradient_checkpointing", row.notes)
+    return min(sum(layers) / row.layers, 1.0) if layers and row.layers else None
+
+
+def stage_parts(row: RunRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each stage where the row says it: the part of its blocks that recompute, of its optimizer states on the host."""
+    recomputed: tuple[float, ...] = ()
+    if match := re.search(r"\[([\d., ]+)\]", row.recompute):
+        recomputed = tuple(min(float(part), 1.0) for part in match[1].split(",") if part.strip(" ."))
+    blocks, kept = (_numbers(name, row.notes) for name in ("layer_partitions", "gradient_checkpointing"))
+    if blocks and len(blocks) == len(kept):
+        recomputed = tuple(min(k / n, 1.0) for n, k in zip(blocks, kept, strict=True))
+    return recomputed, tuple(part[2] for part in _mist_parts(row))
+
+
+def _numbers(name: str, notes: str) -> list[int]:
+    match = re.search(name + r":((?: - \d+)+)", notes)
+    return [int(number) for number in re.findall(r"\d+", match[1])] if match else []
 
 
 def differs_by_stage(row: RunRow) -> bool:
@@ -121,10 +135,14 @@ def differs_by_stage(row: RunRow) -> bool:
 
 def _mist_offload(row: RunRow) -> OffloadChoice:
     """Mean over the stages of Mist's four parts on the host: parameters, gradients, optimizer states, activations."""
-    stages = re.findall(r"- - \d+ - \d+ - \d+ - \d+ - \d+ - \d+((?: - \d\.\d+){4})", row.notes)
-    parts = [[float(part) for part in re.findall(r"\d\.\d+", stage)] for stage in stages]
+    parts = _mist_parts(row)
     if not parts:
         return OffloadChoice()
     states = sum(part[2] for part in parts) / len(parts)
     activations = sum(part[3] for part in parts) / len(parts)
     return OffloadChoice("optimizer" if states else "none", states or 1.0, activations)
+
+
+def _mist_parts(row: RunRow) -> list[list[float]]:
+    stages = re.findall(r"- - \d+ - \d+ - \d+ - \d+ - \d+ - \d+((?: - \d\.\d+){4})", row.notes)
+    return [[float(part) for part in re.findall(r"\d\.\d+", stage)] for stage in stages]

@@ -26,6 +26,7 @@ from .features import (
     is_pure_bf16,
     offload_of,
     recompute_part,
+    stage_parts,
 )
 from .machines import cluster_of, with_drives
 from .mapping import completed_mapping
@@ -86,6 +87,11 @@ ENGINE: tuple[Default, ...] = (
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )
 
+EAGER_KERNELS: tuple[Default, ...] = (
+    Default("LitGPT|HF |EasyContext|LLaMA-Factory|[Aa]xolotl|[Aa]ccelerate|PEFT", True, "model code in plain PyTorch"),
+    Default("", False, "fused norms, rotary embeddings and activations"),
+)
+
 MAX_HIDDEN_ATTENTION = 0.10
 """Without context parallelism in the model, a sequence is cut into cp shorter ones: at most this share of the FLOPs may vanish."""
 
@@ -120,6 +126,7 @@ class RunInputs:
 
     Attributes:
         balanced_stages: stages are cut by cost; otherwise every stage has the same number of blocks.
+        stage_layouts: where stages recompute or offload different parts, the layout of each; `layout` has their mean.
         assumed: choices the row does not state, as "name=value".
         approximated: features that something nearby stands in for.
     """
@@ -129,6 +136,7 @@ class RunInputs:
     workload: Workload
     layout: Layout
     balanced_stages: bool
+    stage_layouts: tuple[Layout, ...] = ()
     assumed: tuple[str, ...] = ()
     approximated: tuple[str, ...] = ()
 
@@ -184,7 +192,8 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         cluster=_with_storage(cluster.spec, row),
         workload=workload,
         layout=layout,
-        balanced_stages=default_of(row.framework, BALANCED_STAGES),
+        balanced_stages=default_of(row.framework, BALANCED_STAGES) or row.recompute_class == "custom",
+        stage_layouts=_stage_layouts(row, layout),
         assumed=tuple(assumed.taken),
         approximated=(*model.approximated, *cluster.approximated, *approximated),
     )
@@ -219,6 +228,18 @@ def _recompute_fields(row: RunRow, assumed: _Assumed) -> dict[str, Any]:
     if row.recompute_class == "selective" and part is not None:
         choice = "full"  # some whole layers
     return {"recompute": choice, "recompute_fraction": part if part and choice != "none" else 1.0}
+
+
+def _stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
+    parts, states = stage_parts(row)
+    if layout.pp == 1 or max(len(parts), len(states)) != layout.pp:
+        return ()
+    changes: list[dict[str, Any]] = [{} for _ in range(layout.pp)]
+    for change, part in zip(changes, parts, strict=False):
+        change |= {"recompute": "full" if part else "none", "recompute_fraction": part or 1.0}
+    for change, part in zip(changes, states, strict=False):
+        change |= {"offload": "optimizer" if part else "none", "offload_fraction": part or 1.0}
+    return tuple(layout.replace(**change) for change in changes)
 
 
 def _offload_fields(row: RunRow, zero_stage: int) -> dict[str, Any]:
@@ -288,6 +309,8 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
     keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
+    if stated := re.search(r"flash_attn=(true|false)", row.notes.lower()):
+        keeps_scores = stated[1] == "false"
     found = adapters_of(row)
     assumed.taken.extend(found[1] if found else ())
     return Workload(
@@ -295,6 +318,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         global_batch_size=batch * cp,
         precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
         optimizer="muon" if row.optimizer.lower() == "muon" else "adamw",
+        kernels="eager" if default_of(row.framework, EAGER_KERNELS) else "fused",
         adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",

@@ -56,11 +56,15 @@ def _micro_batch(row: RunRow) -> int:
 
 
 def _mist_strategy(row: RunRow) -> RunRow:
-    """Micro-batch, dp and tp of a plan whose stages all have the same ones, as its tuner prints them: ``- - 1 - 2 - 1 ...``."""
-    stages = set(re.findall(r"- - (\d+) - (\d+) - (\d+) - \d+ - \d+ - \d+ - \d\.\d", row.notes))
+    """What a plan whose stages are all alike says in its tuner's words: micro-batch, dp, tp, whether parameters, gradients and
+    states are sharded, and four parts on the host: ``- - 1 - 2 - 1 - 0 - 0 - 1 - 0.0 ...``.
+    """
+    stages = set(re.findall(r"- - (\d+) - (\d+) - (\d+) - (\d) - (\d) - (\d) - \d\.\d", row.notes))
     if len(stages) != 1:
         return row
-    micro, dp, tp = (int(number) for number in stages.pop())
+    micro, dp, tp, parameters, gradients, states = (int(number) for number in stages.pop())
     if row.n_gpus != dp * tp * (row.pp or 1) * (row.cp or 1):
         return row
-    return replace(row, micro_batch=row.micro_batch or micro, dp=row.dp or dp, tp=row.tp or tp)
+    sharding = "zero3" if parameters else "zero2" if gradients else "zero1" if states else "none"
+    filled = replace(row, micro_batch=row.micro_batch or micro, dp=row.dp or dp, tp=row.tp or tp)
+    return replace(filled, sharding_class=sharding) if row.sharding_class in ("", "unknown") else filled

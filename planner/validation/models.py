@@ -116,7 +116,7 @@ def _model(
 
 def _traits(name: str, family: str) -> Traits:
     for start, traits in FAMILIES:
-        if name.lower().startswith(start) or family.lower().startswith(start):
+        if name.lower().startswith(start) or canonical(name).startswith(start) or family.lower().startswith(start):
             return traits
     return _GPT
 

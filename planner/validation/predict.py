@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cost_models.layouts import LayoutBatch
-from ...cost_models.step import SpaceCosts, estimate_step
+from ...cost_models.step import SpaceCosts, estimate_step, with_memory
 from ...schema import ConfigError, Estimate
 from ...schema.model import Block
 from ...solvers import stage_split
@@ -48,10 +48,27 @@ def _predict_batch(members: list[tuple[int, RunInputs]]) -> dict[int, Prediction
         costs = SpaceCosts.of(first.model, first.workload, first.cluster, batch)
     except ConfigError as error:
         return {idx: Prediction(inputs, None, f"estimate: {error.message}") for idx, inputs in members}
-    return {
-        idx: Prediction(inputs, estimate_step(costs, n, boundaries(costs, n, balanced=inputs.balanced_stages)), None)
-        for n, (idx, inputs) in enumerate(members)
-    }
+    return {idx: Prediction(inputs, _estimate(costs, n, inputs), None) for n, (idx, inputs) in enumerate(members)}
+
+
+def _estimate(costs: SpaceCosts, idx: int, inputs: RunInputs) -> Estimate:
+    cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
+    estimate = estimate_step(costs, idx, cuts)
+    if inputs.stage_layouts:
+        estimate = _with_stage_layouts(costs, estimate, inputs, cuts)
+    # torch's optimizers raise on an empty list of parameters, and even norm, head and loss as stages of their own leave some empty.
+    if inputs.layout.pp > costs.model.num_layers + 2:
+        return estimate.replace(fits=False)
+    return estimate
+
+
+def _with_stage_layouts(costs: SpaceCosts, estimate: Estimate, inputs: RunInputs, cuts: tuple[int, ...]) -> Estimate:
+    """Memory where each stage recomputes and offloads another part: the fullest stage under its own layout."""
+    batch = LayoutBatch.of(list(inputs.stage_layouts), inputs.workload.global_batch_size)
+    own = SpaceCosts.of(costs.model, costs.workload, costs.cluster, batch)
+    stages = [estimate_step(own, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
+    fullest = max(stages, key=lambda stage: stage.memory_bytes.total)
+    return with_memory(estimate, fullest.memory_bytes, costs.cluster)
 
 
 def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...]:
@@ -62,8 +79,8 @@ def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...
     pp, num_blocks, size = int(costs.batch.pp[idx]), costs.model.num_blocks, len(costs.kind_of_layer)
     if pp == 1:
         return (0, size)
-    if num_blocks < pp:  # some stages have no block: spread, embedding before the first and head after the last
-        return (0, *(1 + -(-s * num_blocks // pp) for s in range(1, pp)), size)
+    if num_blocks < pp:  # some stages have no block
+        return tuple(-(-s * size // pp) for s in range(pp + 1))
     if not balanced and num_blocks % pp == 0:
         each = num_blocks // pp
         return (0, *(1 + each * s for s in range(1, pp)), size)
