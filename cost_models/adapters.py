@@ -31,13 +31,12 @@ def with_adapters(operators: tuple[Operator, ...], adapters: LowRank) -> tuple[O
     chosen = targets(operators, adapters)
     result: list[Operator] = []
     for op in operators:
-        if not isinstance(op, Gemm):
-            is_lookup = isinstance(op, Elementwise) and op.name == "embedding"
-            result.append(replace(op, backward_elements=0, backward_kernels=0) if is_lookup else op)  # type: ignore[call-arg]
-            continue
-        result.append(replace(op, frozen=True))
-        if op in chosen:
-            result += _adapter(op, adapters)
+        if isinstance(op, Gemm):
+            result += [replace(op, frozen=True), *(_adapter(op, adapters) if op in chosen else ())]
+        elif isinstance(op, Elementwise) and op.name == "embedding":
+            result.append(replace(op, backward_elements=0, backward_kernels=0))
+        else:
+            result.append(op)
     return tuple(result)
 
 
@@ -61,9 +60,7 @@ def adapter_params(layer: Layer, hidden_dim: int, adapters: LowRank) -> tuple[in
     for op in targets(layer_operators(layer, hidden_dim, 1), adapters):
         for part in _adapter(op, adapters):
             if isinstance(part, Gemm):
-                whole, cut = (
-                    (whole + part.num_params, cut) if part.shard == "none" else (whole, cut + part.num_params)
-                )
+                whole, cut = (whole + part.num_params, cut) if part.shard == "none" else (whole, cut + part.num_params)
     return whole, cut
 
 

@@ -95,10 +95,7 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
     return DeviceRates(
-        gemm_flops_per_s=peak
-        * fit.compute_efficiency
-        * _sustained(device)
-        * quantised,
+        gemm_flops_per_s=peak * fit.compute_efficiency * _sustained(device) * quantised,
         attention_forward_flops_per_s=forward,
         attention_backward_flops_per_s=backward,
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,

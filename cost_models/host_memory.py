@@ -7,7 +7,8 @@ parameter in host memory reads and writes as many bytes as on a device:
     update_s = shard * ((g + b) / link + ranks_per_node * max(u / host_bandwidth, 2 * s / storage))
 
 with g bytes of a gradient that goes down, b of a parameter that comes back, u of traffic of the optimizer, and s of fp32
-parameter and states, read and written while the next ones are updated, only where they lie on storage. Source: ZeRO-Offload, arXiv:2101.06840
+parameter and states, read and written while the next ones are updated, only where they lie on storage.
+Source: ZeRO-Offload, arXiv:2101.06840
 (gradients down, parameters up, Adam on the host); ZeRO-Infinity, arXiv:2104.07857 (storage).
 """
 

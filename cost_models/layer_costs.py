@@ -80,7 +80,9 @@ def layer_cost(
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
     forward, backward = np.maximum(forward, moved_s), np.maximum(backward, moved_s)
     kept = kept * (1 - batch.offload_activations)
-    return LayerCost(forward, backward, recompute, *tp_s, gather, reduce, num_params, frozen, num_trained, kept, working)
+    return LayerCost(
+        forward, backward, recompute, *tp_s, gather, reduce, num_params, frozen, num_trained, kept, working
+    )
 
 
 def _operator_times(

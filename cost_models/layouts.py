@@ -35,7 +35,7 @@ def not_searched(size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutBatch:
-    """One entry per layout in every array [N]; ``recompute``, ``schedule`` and ``offload`` index RECOMPUTES, SCHEDULES, OFFLOADS."""
+    """One entry per layout in every array [N]; ``recompute``, ``schedule``, ``offload`` index RECOMPUTES, SCHEDULES, OFFLOADS."""
 
     dp_replicate: IntArray
     dp_shard: IntArray
@@ -81,7 +81,9 @@ class LayoutBatch:
             "offload_to_storage": [int(layout.offload_to == "storage") for layout in layouts],
         }
         arrays: dict[str, Any] = {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
-        fractions = {name: np.array([getattr(layout, name) for layout in layouts], dtype=np.float64) for name in _FRACTIONS}
+        fractions: dict[str, Any] = {
+            name: np.array([getattr(layout, name) for layout in layouts], dtype=np.float64) for name in _FRACTIONS
+        }
         return cls(**arrays, **fractions)
 
     def layout(self, idx: int) -> Layout:

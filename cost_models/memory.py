@@ -45,6 +45,7 @@ class StageContents:
 
     params: Array
     trained: Array
+    block_trained: Array
     frozen_bytes: Array
     root_params: Array
     block_params: Array
@@ -151,7 +152,8 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload, *, our
 def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Workload) -> Array:
     """Gradients of one unit in the compute dtype, input and output of its fp32 reduction; receive buffers of a pipeline."""
     b = workload.compute_bytes
-    unit = np.maximum(stage.block_params, stage.root_params) * stage.trained / np.maximum(stage.params, 1)
+    whole = np.maximum(stage.block_params, stage.root_params)
+    unit = whole if workload.adapters is None else stage.block_trained
     reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit if workload.engine == "fsdp2" else b * unit
     # torch's pipelining allocates receive buffers for every micro-batch once; others only for those in flight.
     waiting = step.num_microbatches if workload.engine == "fsdp2" else np.minimum(step.in_flight, 2)

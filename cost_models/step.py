@@ -29,7 +29,7 @@ _UPDATE_BYTES_PER_PARAM = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 """Read parameter, gradient and states, write parameter and states, fp32."""
 
 _NEWTON_SCHULZ_FLOPS = 25.0
-"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b], a <= b."""
+"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,12 @@ class SpaceCosts:
         return np.asarray(np.max(blocks, axis=0))
 
     @cached_property
+    def block_trained(self) -> FloatArray:
+        """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
+        blocks = [c.num_trained for kind, c in zip(self.kinds, self.by_kind, strict=True) if isinstance(kind, Block)]
+        return np.asarray(np.max(blocks, axis=0))
+
+    @cached_property
     def root_kinds(self) -> tuple[int, ...]:
         """Kinds outside the blocks: embedding, head, MTP."""
         return tuple(k for k, kind in enumerate(self.kinds) if not isinstance(kind, Block))
@@ -182,13 +188,12 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
     params, trained = costs.total("num_params") / b.pp, costs.total("num_trained") / b.pp
     time = (
-        pipelined_lower_bound_s(busy, b.num_microbatches, b.pp, b.num_model_chunks)
-        + exposed
-        + costs.update_s(trained)
+        pipelined_lower_bound_s(busy, b.num_microbatches, b.pp, b.num_model_chunks) + exposed + costs.update_s(trained)
     )
     contents = memory.StageContents(
         params=params,
         trained=trained,
+        block_trained=costs.block_trained,
         frozen_bytes=costs.total("frozen_bytes") / b.pp,
         root_params=np.where(b.pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
@@ -243,6 +248,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
     return memory.StageContents(
         params=span(params),
         trained=span(costs.per_layer("num_trained", idx)),
+        block_trained=costs.block_trained[idx],
         frozen_bytes=span(costs.per_layer("frozen_bytes", idx)),
         root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
         block_params=costs.block_params[idx],

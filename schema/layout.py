@@ -112,7 +112,9 @@ class Layout(Frozen):
         part = f"x{self.recompute_fraction:g}" if self.recompute_fraction < 1 else ""
         parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}{part}"]
         if self.offload != "none":
-            parts.append(f"offload={self.offload}" + (f"x{self.offload_fraction:g}" if self.offload_fraction < 1 else ""))
+            parts.append(
+                f"offload={self.offload}" + (f"x{self.offload_fraction:g}" if self.offload_fraction < 1 else "")
+            )
         if self.offload_activations:
             parts.append(f"offload_activations={self.offload_activations:g}")
         if self.pp > 1:

@@ -65,7 +65,25 @@ def base_precision(row: RunRow) -> str:
     name = row.precision_class.lower()
     if re.search(r"nf4|int4|int8|bit", name):
         return "fp16" if "fp16" in row.precision.lower() else "bf16"
-    return name
+    if name in ("", "unknown"):
+        return name
+    known = re.search(r"nvfp4|mxfp4|mxfp8|fp8|bf16|bfloat16|fp16|float16|half|tf32|fp32|float32", name)
+    spelling = {
+        "mxfp4": "nvfp4",
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "tf32": "fp32",
+        "float32": "fp32",
+    }
+    return spelling.get(known[0], known[0]) if known else "unknown" if "lora" in name else name
+
+
+def num_chunks(row: RunRow) -> int:
+    """Model chunks of a pipeline rank: as counted; a named interleaved or zero-bubble schedule counts as two."""
+    if re.fullmatch(r"\d+", row.vpp):
+        return max(int(row.vpp), 1)
+    return 1 if row.vpp.lower().replace("-", "") in ("", "none", "1f1b", "gpipe", "afab") else 2
 
 
 def is_pure_bf16(row: RunRow) -> bool:
@@ -97,9 +115,8 @@ def offload_of(row: RunRow) -> OffloadChoice:
 def recompute_part(row: RunRow) -> float | None:
     """Part of the blocks whose activations are recomputed where the row says so; None where it does not."""
     text = row.recompute.lower()
-    if match := re.search(r"\[([\d., ]+)\]", text):
-        parts = [float(part) for part in match[1].split(",") if part.strip(" .")]
-        return sum(parts) / len(parts) if parts else None
+    if parts := _list_of_parts(text):
+        return sum(parts) / len(parts)
     if match := re.search(r"every (\d+)", text):
         return 1 / max(int(match[1]), 1)
     if (match := re.search(r"(?:first )?(\d+)(?: of (\d+))? (?:layers|blocks)", text)) and row.layers:
@@ -113,13 +130,17 @@ def recompute_part(row: RunRow) -> float | None:
 
 def stage_parts(row: RunRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """For each stage where the row says it: the part of its blocks that recompute, of its optimizer states on the host."""
-    recomputed: tuple[float, ...] = ()
-    if match := re.search(r"\[([\d., ]+)\]", row.recompute):
-        recomputed = tuple(min(float(part), 1.0) for part in match[1].split(",") if part.strip(" ."))
+    recomputed = _list_of_parts(row.recompute)
     blocks, kept = (_numbers(name, row.notes) for name in ("layer_partitions", "gradient_checkpointing"))
     if blocks and len(blocks) == len(kept):
         recomputed = tuple(min(k / n, 1.0) for n, k in zip(blocks, kept, strict=True))
     return recomputed, tuple(part[2] for part in _mist_parts(row))
+
+
+def _list_of_parts(text: str) -> tuple[float, ...]:
+    """The numbers of ``[0.5, 0.25]``, at most 1 each; none where there is no such list."""
+    match = re.search(r"\[((?:\s*\d+(?:\.\d+)?\s*,?)+)\]", text)
+    return tuple(min(float(part), 1.0) for part in re.findall(r"\d+(?:\.\d+)?", match[1])) if match else ()
 
 
 def _numbers(name: str, notes: str) -> list[int]:

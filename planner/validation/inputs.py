@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from ...cost_models.operators import model_flops_per_token
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
-from ...schema.workload import Precision
+from ...schema.workload import Optimizer, Precision
 from .features import (
     DRIVE_BYTES_PER_S,
     adapters_of,
     base_precision,
     differs_by_stage,
-    is_adapted,
     is_pure_bf16,
+    num_chunks,
     offload_of,
     recompute_part,
     stage_parts,
@@ -45,7 +45,11 @@ class Default(NamedTuple):
 RECOMPUTE: tuple[Default, ...] = (
     Default("torchtitan", "selective", "activation_checkpoint.mode defaults to selective"),
     Default("MaxText", "full", "remat_policy: full in base.yml"),
-    Default("Pax|PAX", "full", "checkpoint_policy SAVE_NOTHING of the GPT configs"),
+    Default("Pax", "full", "checkpoint_policy SAVE_NOTHING of the GPT configs"),
+    Default("GPT-?NeoX", "full", "checkpoint_activations: true in every published config"),
+    Default("LLaMA-?Factory|Unsloth|xtuner|levanter", "full", "gradient checkpointing is on unless disabled"),
+    Default("torchtune", "full", "enable_activation_checkpointing: True in the full fine-tuning recipes"),
+    Default("Alpa", "full", "its GPT benchmarks rematerialise every layer"),
     Default("Megatron|NeMo|Primus|Pai|FlagScale", "none", "recompute_granularity is None unless set"),
     Default("nanotron", "none", "recompute_layer: false"),
     Default("", "none", "autograd keeps what it needs unless told otherwise"),
@@ -53,21 +57,29 @@ RECOMPUTE: tuple[Default, ...] = (
 SHARDING: tuple[Default, ...] = (
     Default("Megatron-Bridge|Megatron-Core|NeMo", "zero1", "the recipes turn the distributed optimizer on"),
     Default("torchtitan|llm-foundry|fms-fsdp|.*FSDP", "zero3", "FSDP shards everything unless told otherwise"),
+    Default("LLM.?Foundry|Composer|OLMo|torchtune|levanter|MaxText|veScale", "zero3", "fully sharded by default"),
+    Default("LitGPT|lit-gpt|Lightning", "zero3", "FSDPStrategy on more than one device"),
+    Default("Primus|FlagScale|MindSpeed|Pai", "zero1", "--use-distributed-optimizer in the shipped scripts"),
+    Default("GPT-?NeoX", "zero1", "zero_optimization.stage: 1 in the published configs"),
+    Default("InternEvo", "zero1", "parallel.zero1 of the shipped configs"),
     Default("", "none", "plain data parallelism keeps everything whole"),
 )
 SEQUENCE_PARALLEL: tuple[Default, ...] = (
     Default("Megatron-Bridge|Megatron-Core|NeMo|Pai|Primus|FlagScale", True, "the recipes turn it on with tp"),
     Default("nanotron", True, "tp_mode REDUCE_SCATTER in scripts/scaling_benchmarks.py"),
     Default("torchtitan", True, "its tensor-parallel plans shard the sequence"),
+    Default("MindSpeed|veScale", True, "--sequence-parallel in the shipped scripts, and by design"),
     Default("", False, "all-reduce, as Megatron-LM did first"),
 )
 PRECISION: tuple[Default, ...] = (
     Default("Megatron-DeepSpeed|Megatron-LM|LiBai|Aceso", "fp16", "their example scripts pass --fp16"),
+    Default("GPT-?NeoX|Alpa|Colossal-?AI", "fp16", "fp16 in their published configs and benchmarks"),
     Default("", "bf16", "what current engines train in"),
 )
 UNFUSED_ATTENTION: tuple[Default, ...] = (
     Default(r"Megatron-LM \((SC21|Jan 2021|MLSys23)", True, "written before FlashAttention"),
     Default("Megatron-DeepSpeed|HF Transformers|LiBai|Aceso", True, "unfused scores unless --use-flash-attn"),
+    Default("GPT-?NeoX|Alpa", True, "attention_config global is unfused; Alpa has no fused kernel"),
     Default("", False, "fused attention is the default of its time"),
 )
 BALANCED_STAGES: tuple[Default, ...] = (
@@ -83,7 +95,15 @@ ENGINE: tuple[Default, ...] = (
     Default(
         "torchtitan|llm-foundry|fms-fsdp|.*FSDP|LitGPT", "fsdp2", "torch's fully sharded data parallelism and kernels"
     ),
-    Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
+    Default(
+        "LLM.?Foundry|Composer|OLMo|torchtune|lit-gpt|Lightning|PyTorch|veScale|LLaMA-?Factory|Axolotl|Unsloth"
+        "|.*Accelerate|HF Trainer",
+        "fsdp2",
+        "torch's fully sharded data parallelism and kernels",
+    ),
+    Default(
+        ".*DeepSpeed|HF Transformers|Colossal-?AI|xtuner|GPT-?NeoX", "deepspeed", "Python hooks around every module"
+    ),
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )
 
@@ -106,8 +126,12 @@ SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
 APPROXIMATE: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
     ("cp", lambda r: (r.cp or 1) > 1),  # taken as data parallelism over cp shorter sequences
     ("adapter", lambda r: r.task.startswith(("adapter", "finetune-peft"))),  # prefix or scales as an adapter of rank 1
-    ("schedule", lambda r: bool(r.vpp) and not r.vpp.isdigit()),  # a zero-bubble schedule as two interleaved chunks
+    (
+        "schedule",
+        lambda r: not r.vpp.isdigit() and num_chunks(r) > 1,
+    ),  # a zero-bubble schedule as two interleaved chunks
     ("recompute by operator", lambda r: r.recompute_class == "custom"),  # as the same part of the blocks
+    ("mxfp4", lambda r: "mxfp4" in r.precision_class.lower()),  # as nvfp4
     ("mxfp8", lambda r: r.precision_class == "mxfp8"),  # the rate of fp8
 )
 """Name and condition of what stands in for something else."""
@@ -156,7 +180,7 @@ class _Assumed:
 
 def default_of(framework: str, table: tuple[Default, ...]) -> Any:
     """The choice of the first line of a table that matches the start of the framework's name."""
-    return next(line.choice for line in table if re.match(line.frameworks, framework))
+    return next(line.choice for line in table if re.match(line.frameworks, framework, re.IGNORECASE))
 
 
 def run_inputs(row: RunRow) -> RunInputs | Skip:
@@ -176,7 +200,8 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     assumed = _Assumed(row.framework, [*model.assumed, *derived])
     try:
         layout = _layout(row, assumed)
-        workload = _workload(row, layout, assumed)
+        has_bf16 = cluster.spec.weakest_device.peak_flops_per_s.bf16 is not None
+        workload = _workload(row, layout, assumed, has_bf16=has_bf16)
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return Skip(
@@ -209,7 +234,7 @@ def _layout(row: RunRow, assumed: _Assumed) -> Layout:
         dp_shard=group,
         tp=tp,
         pp=pp,
-        num_model_chunks=(int(row.vpp or 1) if row.vpp.isdigit() or not row.vpp else 2) if pp > 1 else 1,
+        num_model_chunks=num_chunks(row) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
         zero_stage=stage if group > 1 else 0,
         sequence_parallel=tp > 1 and _sequence_parallel(row, assumed),
@@ -299,7 +324,7 @@ def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
     return choice
 
 
-def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
+def _workload(row: RunRow, layout: Layout, assumed: _Assumed, *, has_bf16: bool) -> Workload:
     cp = row.cp or 1
     batch = row.global_batch
     if batch is None:
@@ -308,6 +333,8 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
     precision = base_precision(row)
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
+        if precision == "bf16" and not has_bf16:
+            precision = "fp16"  # the device has no bf16 units
     keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
     if stated := re.search(r"flash_attn=(true|false)", row.notes.lower()):
         keeps_scores = stated[1] == "false"
@@ -317,12 +344,18 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         seq_len=-(-(row.seq_len or 1) // cp),
         global_batch_size=batch * cp,
         precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
-        optimizer="muon" if row.optimizer.lower() == "muon" else "adamw",
+        optimizer=_optimizer(row),
         kernels="eager" if default_of(row.framework, EAGER_KERNELS) else "fused",
         adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
+
+
+def _optimizer(row: RunRow) -> Optimizer:
+    """AdamW unless another one is named that is modelled."""
+    name = row.optimizer.lower()
+    return "muon" if "muon" in name else "sgd" if re.match(r"sgd\b", name) else "adamw"
 
 
 def _hidden_attention(model: ModelSpec, row: RunRow) -> float:

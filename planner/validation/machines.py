@@ -12,6 +12,7 @@ from ...schema.catalogue import find_device
 from ...schema.cluster import Link, NodeGroup
 from ...schema.cluster_levels import catalogue_device, catalogue_link, derived_levels
 from ...schema.units import GB, GIB
+from .device_names import device_named
 from .rows import RunRow
 
 MEMORY_TOLERANCE = 0.1
@@ -73,7 +74,12 @@ def cluster_of(row: RunRow) -> RowCluster | str:
     """The cluster of a row, or why it cannot be built."""
     if row.n_gpus is None:
         return "cluster: number of devices not stated"
-    return _cluster(row.gpu_type, row.gpu_class, row.n_gpus, row.gpus_per_node, row.inter_interconnect, row.gpu_mem_gib)
+    try:
+        return _cluster(
+            row.gpu_type, row.gpu_class, row.n_gpus, row.gpus_per_node, row.inter_interconnect, row.gpu_mem_gib
+        )
+    except ConfigError as error:
+        return f"cluster: {error.message}"
 
 
 @cache
@@ -112,7 +118,7 @@ def _device_name(text: str) -> str | None:
     try:
         return find_device(wanted)[0]
     except ConfigError:
-        return None
+        return device_named(text)
 
 
 def network(text: str, *, devices_per_node: int, default: str) -> Link:

@@ -13,16 +13,17 @@ TOKENS_PER_PASS = 8192
 
 def completed_mapping(row: RunRow) -> tuple[RunRow, tuple[str, ...]] | str:
     """The row with tp, pp, dp and micro_batch filled in, and which were assumed; or why they stay open."""
-    if row.n_gpus is None:
+    num_devices = row.n_gpus
+    if num_devices is None:
         return row, ()  # the cluster cannot be built either
     row = _mist_strategy(row)
     missing = [name for name in ("tp", "pp", "dp") if getattr(row, name) is None]
     assumed: list[str] = []
-    if "tp" in missing and "pp" in missing and row.dp is None and row.n_gpus > 1:
+    if "tp" in missing and "pp" in missing and row.dp is None and num_devices > 1:
         return "mapping: tp, pp and dp not stated"
     degrees = {name: getattr(row, name) or 0 for name in ("tp", "pp", "dp")}
     known = (row.cp or 1) * max(degrees["tp"], 1) * max(degrees["pp"], 1) * max(degrees["dp"], 1)
-    rest, left = divmod(row.n_gpus, known)
+    rest, left = divmod(num_devices, known)
     if left and missing:
         return "layout: degrees do not multiply to the number of devices"
     if len(missing) > 1:
@@ -35,7 +36,7 @@ def completed_mapping(row: RunRow) -> tuple[RunRow, tuple[str, ...]] | str:
         degrees[last] = rest
     elif missing:
         degrees[missing[0]] = rest
-    filled = replace(row, **degrees)
+    filled = replace(row, tp=degrees["tp"], pp=degrees["pp"], dp=degrees["dp"])
     if filled.micro_batch is None:
         filled = replace(filled, micro_batch=_micro_batch(filled))
         assumed.append("micro_batch" if filled.grad_accum else f"micro_batch={filled.micro_batch}")
@@ -43,7 +44,7 @@ def completed_mapping(row: RunRow) -> tuple[RunRow, tuple[str, ...]] | str:
 
 
 def _micro_batch(row: RunRow) -> int:
-    """global / (dp * accumulation) where that is stated; one sequence for Megatron's engines; FSDP's as many as are worth it."""
+    """Global / (dp * accumulation) where that is stated; one sequence for Megatron's engines; FSDP's as many as are worth it."""
     share = (row.global_batch or 0) // (row.dp or 1)
     if share < 1:
         return 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from ...schema import ConfigError, ModelSpec
@@ -15,13 +16,14 @@ from ...schema.model import (
     Embedding,
     FeedForward,
     Head,
+    LatentAttention,
     LayerRun,
     MoE,
     Rope,
     SoftmaxAttention,
 )
 from .rows import RunRow
-from .shapes import Shape, canonical, shape_named, shape_of_size
+from .shapes import SIZES, Shape, canonical, shape_named, shape_of_size
 
 PARAMS_TOLERANCE = 0.05
 """Stated and counted parameters may differ by this before a row says so: tables round, and leave out embeddings or biases."""
@@ -30,6 +32,10 @@ DEFAULT_VOCAB = 51200
 """GPT-2's 50257 tokens as Megatron pads them; only where a GPT's vocabulary is not stated."""
 
 _MANY_POSITIONS = 2**20
+
+_LATENT = r"deepseek.*(v[23]|r1)|kimi|moonlight"
+_SMALL_LATENT = 2048
+"""Hidden width up to which queries are not compressed (DeepSeek-V2-Lite, Moonlight)."""
 
 
 class Traits(NamedTuple):
@@ -45,16 +51,36 @@ _GPT = Traits(gated=False, learned_positions=True, biases=True)
 
 FAMILIES: tuple[tuple[str, Traits], ...] = (
     ("mist-llama", _LLAMA),
-    ("mist", _GPT),
+    ("mist-", _GPT),
     ("llama-2", _LLAMA),
     *(
         (name, _LLAMA)
         for name in ("nanotron", "llama", "qwen", "internlm", "glm", "mixtral", "mpf", "grok", "deepseek")
     ),
     *((name, _LLAMA) for name in ("tinyllama", "smollm", "simumax", "gpt-oss", "mistral")),
-    *((name, _LLAMA) for name in ("yi-", "baichuan", "chatglm", "codellama", "vicuna", "gemma", "phi-3", "phi-4", "phi3", "phi4")),
-    *((name, _LLAMA) for name in ("olmo", "dbrx", "minicpm", "aquila", "skywork", "orion", "solar", "command", "granite")),
-    *((name, _LLAMA) for name in ("hunyuan", "ernie", "exaone", "arctic", "phimoe", "minimax", "megrez", "stablelm-2")),
+    *(
+        (name, _LLAMA)
+        for name in ("yi-", "baichuan", "chatglm", "codellama", "vicuna", "gemma", "phi-3", "phi-4", "phi3", "phi4")
+    ),
+    *(
+        (name, _LLAMA)
+        for name in ("olmo", "dbrx", "minicpm", "aquila", "skywork", "orion", "solar", "command", "granite")
+    ),
+    *(
+        (name, _LLAMA)
+        for name in (
+            "hunyuan",
+            "kimi",
+            "moonlight",
+            "ernie",
+            "exaone",
+            "arctic",
+            "phimoe",
+            "minimax",
+            "megrez",
+            "stablelm-2",
+        )
+    ),
     ("phi", Traits(gated=False, learned_positions=False, biases=True)),
     ("stablelm", Traits(gated=False, learned_positions=False, biases=True)),
     ("gpt-neox", Traits(gated=False, learned_positions=False, biases=True)),
@@ -71,7 +97,7 @@ _NOT_DECODERS = (
     r"hybrid|mamba|jamba|zamba|rwkv|retnet|hyena|recurrent|griffin|nemotron-h|\b(ro|de|al)?berta?\b|\bm?t5\b|flan|\bul2\b"
     r"|encoder|\bbart\b|vit\b|swin|diffusion|unet|\bdit\b|flux|whisper|\bclip\b|dlrm|resnet|\bgnn\b|retina"
 )
-"""State-space, recurrent, encoder, diffusion and recommendation models: their layers are not blocks of attention and feed-forward."""
+"""State-space, recurrent, encoder, diffusion and recommendation models: not blocks of attention and feed-forward."""
 
 
 class RowModel(NamedTuple):
@@ -100,18 +126,32 @@ def _model(
     published = _published(shape)
     if published is not None:
         return RowModel(published, (), ())
-    if re.search(r"deepseek.*(v[234]|r1)|kimi|moonlight", f"{name} {family}".lower()):
-        return "model: latent attention of a shape that is not in the catalogue"
     assumed = ("vocab",) if shape[5] is None else ()
     try:
         candidates = list(_candidates(name, _traits(name, family), shape, seq_len))
     except ConfigError as error:
         return f"model: {error.message}"
+    stands_in: tuple[str, ...] = ()
+    if re.search(_LATENT, f"{name} {family}".lower()):
+        candidates, stands_in = [_latent(spec) for spec in candidates], ("latent attention",)
     if params_b is None:
-        return RowModel(candidates[0], assumed, ())
+        return RowModel(candidates[0], assumed, stands_in)
     best = min(candidates, key=lambda spec: abs(spec.num_params / 1e9 - params_b))
     off = abs(best.num_params / 1e9 / params_b - 1)
-    return RowModel(best, assumed, ("parameters",) if off > PARAMS_TOLERANCE else ())
+    return RowModel(best, assumed, (*stands_in, "parameters") if off > PARAMS_TOLERANCE else stands_in)
+
+
+def _latent(spec: ModelSpec) -> ModelSpec:
+    """The same with the latent attention that DeepSeek-V2, V3 and Kimi-K2 share; the small ones do not compress queries."""
+    attention = partial(LatentAttention, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    rank = 1536 if spec.hidden_dim > _SMALL_LATENT else None
+    runs = []
+    for run in spec.layers:
+        layer = run.layer
+        if isinstance(layer, Block):
+            layer = layer.replace(attention=attention(num_heads=layer.attention.num_heads, q_lora_rank=rank))
+        runs.append(run.replace(layer=layer))
+    return spec.replace(layers=tuple(runs))
 
 
 def _traits(name: str, family: str) -> Traits:
@@ -122,12 +162,18 @@ def _traits(name: str, family: str) -> Traits:
 
 
 def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int) -> Iterator[ModelSpec]:
-    """Both ways of a head, the family's usual one first: the stated parameter count decides which it is."""
-    for tied in (not traits.gated, traits.gated):
-        yield _decoder(name, traits, shape, seq_len, tied=tied)
+    """Both ways of a head, the family's usual one first, and experts that every token visits beside the routed ones.
+
+    The stated parameter count decides which it is.
+    """
+    num_shared = (0, 1, 2, 4, 8) if shape[6] else (0,)
+    for shared, tied in itertools.product(num_shared, (not traits.gated, traits.gated)):
+        yield _decoder(name, traits, shape, seq_len, tied=tied, num_shared=shared)
 
 
-def _decoder(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int, *, tied: bool) -> ModelSpec:
+def _decoder(
+    name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int, *, tied: bool, num_shared: int = 0
+) -> ModelSpec:
     layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k = shape
     assert layers is not None
     assert hidden is not None
@@ -145,7 +191,10 @@ def _decoder(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: 
         rope_fraction=0.0 if traits.learned_positions else 1.0,
     )
     norm = {"norm": "layernorm" if not traits.gated else "rmsnorm", "norm_bias": traits.biases}
-    block = Block(attention=attention, mlp=_feed_forward(traits, ffn, experts, top_k), **norm)  # type: ignore[arg-type]
+    mlp = _feed_forward(traits, ffn, experts, top_k)
+    if isinstance(mlp, MoE) and num_shared:
+        mlp = mlp.replace(shared_ffn_dim=num_shared * ffn)
+    block = Block(attention=attention, mlp=mlp, **norm)  # type: ignore[arg-type]
     positions = seq_len if traits.learned_positions else 0
     return ModelSpec(
         name=name or "unnamed",
@@ -174,12 +223,14 @@ def _named(row: RunRow) -> RowModel | str:
     for wanted in (row.model.lower().strip(), canonical(row.model)):
         if wanted in model_names():
             return RowModel(ModelSpec.named(wanted), (), ())
-    shape, approximated = shape_named(row.model), ()
+    approximated: tuple[str, ...] = ()
+    shape = shape_named(row.model)
     if shape is None:
         if not row.params_b or row.experts:
             return "model: shape not stated"
         shape, approximated = shape_of_size(row.params_b * 1e9, row.vocab or DEFAULT_VOCAB), ("shape",)
-    return _of_shape(row.model, row.model_family, shape, row.params_b, row.seq_len or 0, approximated)
+    params_b = row.params_b or SIZES.get(canonical(row.model))
+    return _of_shape(row.model, row.model_family, shape, params_b, row.seq_len or 0, approximated)
 
 
 @cache

@@ -25,6 +25,19 @@ class Shape(NamedTuple):
 
 
 # fmt: off
+SIZES = {
+    # mixtures with experts that every token visits
+    "deepseek-moe-16b": 16.4, "deepseek-v2": 235.7, "kimi-k2": 1026.0, "qwen1.5-moe-a2.7b": 14.3, "qwen2-57b-a14b": 57.4,
+    # heads that are tied or not against their family's habit
+    "nemotron-8b": 8.5, "nemotron-22b": 21.3, "nemotron-4-15b": 15.6, "phi-1.5": 1.42, "phi-2": 2.78, "gpt-neox-20b": 20.55,
+    "gpt-j-6b": 6.05, "pythia-160m": 0.162, "pythia-410m": 0.405, "pythia-1.4b": 1.41, "pythia-2.8b": 2.78, "pythia-6.9b": 6.86,
+    "stablelm-alpha-3b": 3.64, "stablelm-alpha-7b": 7.87, "llama-3.2-3b": 3.21, "gemma-2b": 2.51, "gemma-7b": 8.54,
+    "gemma-2-2b": 2.61, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0,
+    "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02,
+    "smollm2-360m": 0.362, "olmo-1b": 1.18,
+}
+"""Published sizes, billions of parameters, where the shape alone leaves open what else is counted."""
+
 SHAPES: dict[str, Shape] = {
     # NeMo's GPT and Nemotron recipes; Megatron's sizes (arXiv:2104.04473 table 1)
     "gpt3-126m": Shape(12, 768, 12, 12, 3072, 51200), "gpt3-5b": Shape(24, 4096, 32, 32, 16384, 51200),
@@ -68,10 +81,14 @@ SHAPES: dict[str, Shape] = {
     "qwen3-1.7b": Shape(28, 2048, 16, 8, 6144, 151936), "qwen3-4b": Shape(36, 2560, 32, 8, 9728, 151936, head_dim=128),
     "qwen3-14b": Shape(40, 5120, 40, 8, 17408, 151936),
     # Gemma, Phi
-    "gemma-2b": Shape(18, 2048, 8, 1, 16384, 256000, head_dim=256), "gemma-7b": Shape(28, 3072, 16, 16, 24576, 256000, head_dim=256),
-    "gemma-2-2b": Shape(26, 2304, 8, 4, 9216, 256000, head_dim=256), "gemma-2-27b": Shape(46, 4608, 32, 16, 36864, 256000, head_dim=128),
-    "gemma-3-1b": Shape(26, 1152, 4, 1, 6912, 262144, head_dim=256), "gemma-3-4b": Shape(34, 2560, 8, 4, 10240, 262144, head_dim=256),
-    "gemma-3-12b": Shape(48, 3840, 16, 8, 15360, 262144, head_dim=256), "gemma-3-27b": Shape(62, 5376, 32, 16, 21504, 262144, head_dim=128),
+    "gemma-2b": Shape(18, 2048, 8, 1, 16384, 256000, head_dim=256),
+    "gemma-7b": Shape(28, 3072, 16, 16, 24576, 256000, head_dim=256),
+    "gemma-2-2b": Shape(26, 2304, 8, 4, 9216, 256000, head_dim=256),
+    "gemma-2-27b": Shape(46, 4608, 32, 16, 36864, 256000, head_dim=128),
+    "gemma-3-1b": Shape(26, 1152, 4, 1, 6912, 262144, head_dim=256),
+    "gemma-3-4b": Shape(34, 2560, 8, 4, 10240, 262144, head_dim=256),
+    "gemma-3-12b": Shape(48, 3840, 16, 8, 15360, 262144, head_dim=256),
+    "gemma-3-27b": Shape(62, 5376, 32, 16, 21504, 262144, head_dim=128),
     "phi-1.5": Shape(24, 2048, 32, 32, 8192, 51200), "phi-2": Shape(32, 2560, 32, 32, 10240, 51200),
     "phi-3-mini": Shape(32, 3072, 32, 32, 8192, 32064), "phi-3-medium": Shape(40, 5120, 40, 10, 17920, 32064),
     "phi-4": Shape(40, 5120, 40, 10, 17920, 100352),
@@ -95,6 +112,9 @@ SHAPES: dict[str, Shape] = {
     # Mixtures
     "dbrx": Shape(40, 6144, 48, 8, 10752, 100352, 16, 4), "grok-1": Shape(64, 6144, 48, 8, 32768, 131072, 8, 2, head_dim=128),
     "deepseek-moe-16b": Shape(28, 2048, 16, 16, 1408, 102400, 64, 6),
+    "deepseek-v2": Shape(60, 5120, 128, 128, 1536, 102400, 160, 6), "kimi-k2": Shape(61, 7168, 64, 64, 2048, 163840, 384, 8),
+    "qwen1.5-moe-a2.7b": Shape(24, 2048, 16, 16, 1408, 151936, 60, 4),
+    "qwen2-57b-a14b": Shape(28, 3584, 28, 4, 2560, 151936, 64, 8),
 }
 # fmt: on
 

@@ -82,8 +82,9 @@ SURVEY_DEVICE = {
 
 # What the survey lacks, or says in other units (chips of a torus): data sheets only.
 NOT_SURVEYED = {
-    "P100-SXM2-16GB", "A30-24GB", "A800-PCIe-80GB", "L40-48GB", "RTX6000-Ada-48GB", "H200-NVL-141GB", "MI210-64GB", "MI250-GCD",
-    "MI350X-288GB", "Gaudi2-96GB", "Gaudi3-128GB", "TPU-v4", "TPU-v5e", "TPU-v5p", "TPU-v6e", "Trainium1-32GB", "Trainium2-96GB",
+    "P100-SXM2-16GB", "A30-24GB", "A800-PCIe-80GB", "L40-48GB", "RTX6000-Ada-48GB", "H200-NVL-141GB", "MI210-64GB",
+    "MI250-GCD", "MI350X-288GB", "MI300A-128GB", "L20-48GB", "Gaudi2-96GB", "Gaudi3-128GB", "TPU-v4", "TPU-v5e", "TPU-v5p",
+    "TPU-v6e", "Trainium1-32GB", "Trainium2-96GB",
 }  # fmt: skip
 
 # (device, survey column) whose value we deliberately do not share, with the reason.
