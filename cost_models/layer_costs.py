@@ -64,7 +64,7 @@ def layer_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
-    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=workload.attention == "math")
+    operators = layer_operators(layer, hidden_dim, workload.attended_len, unfused=workload.attention == "math")
     if workload.adapters is not None:
         operators = with_adapters(operators, workload.adapters)
     times = _operator_times(operators, batch, workload, cluster)

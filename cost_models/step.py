@@ -331,7 +331,7 @@ def _assemble(
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
     is_frozen = workload.adapters is not None
-    flops = model_flops_per_token(layers, model.hidden_dim, workload.seq_len, frozen=is_frozen) * tokens_per_s
+    flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen) * tokens_per_s
     upper = float(memory.upper_bytes(allocated, cluster))
     return Estimate(
         step_time_s=time,

@@ -46,6 +46,7 @@ class Workload(Frozen):
         attention: flash keeps no [seq, seq] matrix; math does.
         kernels: fused operations of an engine, or eager ones of plain model code, which keep what each of them read.
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
+        document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
 
@@ -55,6 +56,7 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     kernels: Literal["fused", "eager"] = "fused"
+    document_len: Count | None = None
     adapters: LowRank | None = None
     engine: Engine = "fsdp2"
 
@@ -62,6 +64,11 @@ class Workload(Frozen):
     def tokens_per_step(self) -> int:
         """Tokens of one step over the whole cluster."""
         return self.seq_len * self.global_batch_size
+
+    @property
+    def attended_len(self) -> int:
+        """Tokens within which attention is causal: a sequence, or a document of a packed one."""
+        return min(self.seq_len, self.document_len or self.seq_len)
 
     @property
     def compute_bytes(self) -> int:

@@ -112,6 +112,14 @@ EAGER_KERNELS: tuple[Default, ...] = (
     Default("", False, "fused norms, rotary embeddings and activations"),
 )
 
+PACKED_DOCUMENT: tuple[Default, ...] = (
+    Default(
+        "Megatron-Core/NeMo|NeMo/Megatron-Core|Megatron-Bridge", 256, "fine-tuning recipes pack SQuAD's short examples"
+    ),
+    Default("", None, "one document a sequence"),
+)
+"""Tokens of a document in the sequences of fine-tuning."""
+
 MAX_HIDDEN_ATTENTION = 0.10
 """Without context parallelism in the model, a sequence is cut into cp shorter ones: at most this share of the FLOPs may vanish."""
 
@@ -345,6 +353,7 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed, *, has_bf16: bool)
         global_batch_size=batch * cp,
         precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
         optimizer=_optimizer(row),
+        document_len=default_of(row.framework, PACKED_DOCUMENT) if row.task in ("sft", "lora") else None,
         kernels="eager" if default_of(row.framework, EAGER_KERNELS) else "fused",
         adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),

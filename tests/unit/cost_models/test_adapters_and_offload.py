@@ -90,6 +90,12 @@ def test_partial_recompute_lies_between() -> None:
     assert full.memory_bytes.activations < part.memory_bytes.activations < none.memory_bytes.activations
 
 
+def test_packed_documents_only_shorten_attention() -> None:
+    packed = found(WORKLOAD.replace(document_len=256))
+    assert packed.breakdown_s.compute < found().breakdown_s.compute
+    assert packed.memory_bytes == found().memory_bytes
+
+
 def test_eager_kernels_keep_more() -> None:
     eager = found(WORKLOAD.replace(kernels="eager"), recompute="none")
     assert eager.memory_bytes.activations > 1.2 * found(recompute="none").memory_bytes.activations
