@@ -107,6 +107,8 @@ def offload_of(row: RunRow) -> OffloadChoice:
     if moves_states and fraction > 0:
         is_all = re.search(r"param|weight|full|model", words) and row.sharding_class not in ("zero1", "zero2")
         away = "parameters" if is_all and fraction == 1 else "optimizer"
+    if away == "parameters" and re.match("Megatron-DeepSpeed ZeRO-3", row.framework) and "activ" not in words:
+        words += " activations"  # its ZeRO-3 script checkpoints into the host's memory (--checkpoint-in-cpu)
     drives = re.search(r"(\d+) ssd", words)
     to_storage = int(drives[1]) if drives else int(bool(re.search("nvme|disk|ssd|storage", words)))
     return OffloadChoice(away, fraction if away != "none" else 1.0, part if "activ" in words else 0.0, to_storage)

@@ -372,6 +372,6 @@ def _hidden_attention(model: ModelSpec, row: RunRow) -> float:
     layers = tuple((run.layer, run.count) for run in model.layers)
     whole, part = (
         model_flops_per_token(layers, model.hidden_dim, n)
-        for n in (row.seq_len or 1, (row.seq_len or 1) // (row.cp or 1))
+        for n in (row.seq_len or 1, max((row.seq_len or 1) // (row.cp or 1), 1))
     )
     return 1 - part / whole

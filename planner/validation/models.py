@@ -31,6 +31,9 @@ PARAMS_TOLERANCE = 0.05
 DEFAULT_VOCAB = 51200
 """GPT-2's 50257 tokens as Megatron pads them; only where a GPT's vocabulary is not stated."""
 
+MAX_LAYERS = 2000
+"""Cutting layers into stages takes time and memory that grow with their square."""
+
 _MANY_POSITIONS = 2**20
 
 _LATENT = r"deepseek.*(v[23]|r1)|kimi|moonlight"
@@ -113,6 +116,8 @@ def model_of(row: RunRow) -> RowModel | str:
     kind = f"{row.model_family} {row.model}" if "gpt" not in row.model.lower() else row.model
     if re.search(_NOT_DECODERS, kind.lower()):
         return "model: not a plain decoder"
+    if (row.layers or 0) > MAX_LAYERS:
+        return f"model: {row.layers} layers are more than any model has"
     if row.layers is None or row.hidden is None:
         return _named(row)
     shape = (row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
