@@ -49,6 +49,8 @@ class Kernels:
         engine: whose kernels; None is our own runtime.
         every_second: selective recompute keeps every second product's output only.
         saves_fp8: what the products read is kept in fp8 (Transformer Engine).
+        eager: every operation is a kernel of its own that keeps its inputs (plain model code, LitGPT's or transformers').
+        frozen: the weights of norms need no gradients, so that normalised inputs are not kept.
     """
 
     compute_bytes: int
@@ -57,6 +59,8 @@ class Kernels:
     engine: EngineFacts | None = None
     saves_fp8: bool = False
     every_second: bool = False
+    eager: bool = False
+    frozen: bool = False
 
 
 @cache
@@ -85,6 +89,8 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
         )  # scores after the mask, and after the softmax
     for _ in range(layer.num_norms):
         saved += _norm(hidden_dim, how)
+    if how.eager:
+        saved += _eager(layer, hidden_dim, how)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
     return saved + Saved(whole=min(layer.num_norms, 2) * hidden_dim)
 
@@ -166,6 +172,22 @@ def _engine_mlp(mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: Engin
         routed=mlp.top_k * (read + engine.keeps_expert_output) * hidden_dim,
     )
     return rows + (_engine_mlp(mlp.shared, hidden_dim, read, engine, drops=drops) if mlp.shared else Saved())
+
+
+def _eager(layer: Block, hidden_dim: int, how: Kernels) -> Saved:
+    """What plain model code keeps besides: norms' inputs in fp32 (and normalised ones), q and k before they are rotated, keys and
+    values repeated for every query head, silu(gate).
+    """
+    extra = Saved()
+    if layer.norm == "rmsnorm":
+        copies = (4 if how.frozen else 8) / how.compute_bytes - 1
+        extra += Saved(tokens=layer.num_norms * copies * hidden_dim)
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, SoftmaxAttention):
+        before_rotation = attention.q_dim + attention.kv_dim if attention.rope_fraction > 0 else 0
+        extra += Saved(tp=before_rotation + 2 * (attention.q_dim - attention.kv_dim))
+    rows = 1 if isinstance(mlp, DenseMLP) else mlp.top_k
+    return extra + Saved(tp=rows * mlp.ffn_dim if mlp.gated else 0)
 
 
 def _norm(width: int, how: Kernels) -> Saved:

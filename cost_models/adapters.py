@@ -31,14 +31,12 @@ def with_adapters(operators: tuple[Operator, ...], adapters: LowRank) -> tuple[O
     chosen = targets(operators, adapters)
     result: list[Operator] = []
     for op in operators:
-        if not isinstance(op, Gemm):
-            if isinstance(op, Elementwise) and op.name == "embedding":
-                op = replace(op, backward_elements=0, backward_kernels=0)
+        if isinstance(op, Gemm):
+            result += [replace(op, frozen=True), *(_adapter(op, adapters) if op in chosen else ())]
+        elif isinstance(op, Elementwise) and op.name == "embedding":
+            result.append(replace(op, backward_elements=0, backward_kernels=0))
+        else:
             result.append(op)
-            continue
-        result.append(replace(op, frozen=True))
-        if op in chosen:
-            result += _adapter(op, adapters)
     return tuple(result)
 
 

@@ -118,7 +118,7 @@ def _states(stage: StageContents, step: StepShape, workload: Workload) -> dict[s
     masters: Array = np.where(_is_master(workload) & (step.zero_stage < 3), stage.trained, sharded)
     trained = float(workload.master_bytes) * masters * step.on_device
     return {
-        "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen_bytes(step, workload)),
+        "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step)),
         "optimizer": float(workload.optimizer_bytes) * sharded * step.on_device,
     }
 
@@ -147,7 +147,8 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
     keeps = ENGINES[workload.engine].keeps_fp32_gradients
     if keeps and g == 4:
         g += workload.compute_bytes
-    leaves = keeps & (step.zero_stage >= 2) & (step.offload > 0)
+    # With offloaded parameters every engine streams so.
+    leaves = (keeps & (step.zero_stage >= 2) & (step.offload > 0)) | (step.offload == 2)
     buffer = np.where(leaves, 0.0, g * np.where(step.zero_stage >= 2, sharded, stage.trained))
     # Under zero 3 the update goes through sub-groups of 1e9 parameters.
     updated = np.where(step.zero_stage == 3, np.minimum(1e9, sharded), sharded) * step.on_device

@@ -41,6 +41,7 @@ class LayerCost:
         gather_s: all-gather of the layer's parameters over dp_shard.
         reduce_s: reduction of its gradients over dp_shard and dp_replicate.
         num_params: parameters of this rank's tensor-parallel share and of the experts it holds.
+        frozen_bytes: of parameters that are not trained, as they are stored.
         num_trained: those of them, or of adapters beside them, that are trained.
         expert_params: those of the trained ones that are routed experts'.
         activation_bytes: kept from forward to backward.
@@ -55,6 +56,7 @@ class LayerCost:
     gather_s: FloatArray
     reduce_s: FloatArray
     num_params: FloatArray
+    frozen_bytes: FloatArray
     num_trained: FloatArray
     activation_bytes: FloatArray
     working_bytes: FloatArray
@@ -86,7 +88,7 @@ def layer_cost(
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
     unfused = workload.attention == "math"
-    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=unfused, engine=workload.engine)
+    operators = layer_operators(layer, hidden_dim, workload.attended_len, unfused=unfused, engine=workload.engine)
     if workload.adapters is not None:
         operators = with_adapters(operators, workload.adapters)
     times = _operator_times(operators, batch, workload, cluster)
@@ -99,14 +101,15 @@ def layer_cost(
     num_trained = trained_params(layer, hidden_dim, num_params, batch, workload)
     routed = expert_params(layer, hidden_dim, batch) if workload.adapters is None else np.zeros(len(batch))
     num_tensors = sum(isinstance(op, Gemm) for op in operators) + 2 * isinstance(layer, Block | MTPHead)
-    gather, reduce = _data_parallel_s(num_params, num_trained, routed, num_tensors, batch, workload, cluster)
+    frozen = frozen_bytes(layer, num_params, batch, workload)
+    gather, reduce = _data_parallel_s(frozen, num_trained, routed, num_tensors, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
     forward, backward = np.maximum(forward, moved_s), np.maximum(backward, moved_s)
     kept = kept * (1 - batch.offload_activations)
-    compute = (forward, backward, recompute)
-    return LayerCost(*compute, *tp_s, gather, reduce, num_params, num_trained, kept, working, *cp_s, *ep_s, routed)
+    costs = (gather, reduce, num_params, frozen, num_trained, kept, working)
+    return LayerCost(forward, backward, recompute, *tp_s, *costs, *cp_s, *ep_s, routed)
 
 
 def _operator_times(
@@ -325,8 +328,16 @@ def trained_params(
     return np.asarray(whole + cut / batch.tp, dtype=np.float64)
 
 
+def frozen_bytes(layer: Layer, num_params: FloatArray, batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """Bytes of one rank's frozen parameters [N]: quantised products of blocks, everything else in 16 bits."""
+    if workload.adapters is None:
+        return np.zeros(len(batch))
+    is_quantised = isinstance(layer, Block) or (isinstance(layer, Head) and workload.adapters.frozen == "nf4")
+    return num_params * (workload.adapters.frozen_bytes if is_quantised else 2.0)
+
+
 def _data_parallel_s(
-    num_params: FloatArray,
+    frozen: FloatArray,
     num_trained: FloatArray,
     routed: FloatArray,
     num_tensors: int,
@@ -339,7 +350,6 @@ def _data_parallel_s(
     Where the engine runs them tensor by tensor, each further one costs the steps of a ring: its latency is not shared.
     Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
     """
-    frozen = num_params * (0.0 if workload.adapters is None else workload.adapters.frozen_bytes)
     together = np.where(batch.experts_follow_tp, num_trained, num_trained - routed)
     gathered = together * workload.compute_bytes + np.where(batch.zero_stage == 3, frozen, 0.0)
     buckets = num_buckets(batch, workload, together)
@@ -388,6 +398,8 @@ def _activation_bytes(
         engine=engine_memory.ENGINES.get(workload.engine),
         every_second=workload.selective == "alternate_products",
         saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
+        eager=workload.kernels == "eager",
+        frozen=workload.adapters is not None,
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
@@ -407,7 +419,8 @@ def _saved(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels, wo
     saved = saved_elements(layer, hidden_dim, recompute, how)
     if workload.adapters is None:
         return saved
-    saved -= saved_for_weights(layer, hidden_dim, recompute)
+    if workload.adapters.frozen != "nf4":  # its product keeps its input all the same
+        saved -= saved_for_weights(layer, hidden_dim, recompute)
     return saved if recompute == "full" else saved + saved_beside(layer, hidden_dim, workload.adapters)
 
 

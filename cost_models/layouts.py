@@ -36,7 +36,7 @@ def not_searched(size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutBatch:
-    """One entry per layout in every array [N]; ``recompute``, ``schedule`` and ``offload`` index RECOMPUTES, SCHEDULES, OFFLOADS."""
+    """One entry per layout in every array [N]; ``recompute``, ``schedule``, ``offload`` index RECOMPUTES, SCHEDULES, OFFLOADS."""
 
     dp_replicate: IntArray
     dp_shard: IntArray

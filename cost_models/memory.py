@@ -48,6 +48,8 @@ class StageContents:
     params: Array
     expert_params: Array
     trained: Array
+    block_trained: Array
+    frozen_bytes: Array
     root_params: Array
     block_params: Array
     activation_bytes: Array
@@ -55,10 +57,9 @@ class StageContents:
     logits: Array
     boundary_bytes: Array
 
-    def frozen_bytes(self, step: StepShape, workload: Workload) -> Array:
+    def frozen(self, step: StepShape) -> Array:
         """Bytes of a frozen model beside adapters: whole, or this rank's shard under zero 3."""
-        stored = 0.0 if workload.adapters is None else workload.adapters.frozen_bytes
-        return stored * self.params / np.where(step.zero_stage == 3, step.dp_shard, 1)
+        return self.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
 
     def owned(self, step: StepShape) -> Array:
         """Trained parameters of which one rank owns the states; those of experts are sharded over groups of their own."""
@@ -147,7 +148,7 @@ def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Ar
     """
     left_behind = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - step.on_device), 0.0)
     trained = stage.owned(step) * (workload.master_bytes * step.on_device + left_behind)
-    return np.where(step.offload == 2, 0.0, trained + stage.frozen_bytes(step, workload))
+    return np.where(step.offload == 2, 0.0, trained + stage.frozen(step))
 
 
 def _other_engine(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
@@ -170,7 +171,8 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
 def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Workload) -> Array:
     """Gradients of one unit in the compute dtype, input and output of its fp32 reduction; receive buffers of a pipeline."""
     b = workload.compute_bytes
-    unit = np.maximum(stage.block_params, stage.root_params) * stage.trained / stage.params
+    whole = np.maximum(stage.block_params, stage.root_params)
+    unit = whole if workload.adapters is None else stage.block_trained
     reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit
     # torch's pipelining allocates receive buffers for every micro-batch once.
     return reduction + step.num_neighbours * step.num_microbatches * stage.boundary_bytes

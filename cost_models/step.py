@@ -14,7 +14,7 @@ import numpy as np
 
 from ..schema import ClusterSpec, Estimate, ModelSpec, Workload
 from ..schema.model import Block, Head
-from ..schema.plan import Interval, StageEstimate, TimeBreakdown
+from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
@@ -187,6 +187,12 @@ class SpaceCosts:
         return np.asarray(np.max(blocks, axis=0))
 
     @cached_property
+    def block_trained(self) -> FloatArray:
+        """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
+        blocks = [c.num_trained for kind, c in zip(self.kinds, self.by_kind, strict=True) if isinstance(kind, Block)]
+        return np.asarray(np.max(blocks, axis=0))
+
+    @cached_property
     def root_kinds(self) -> tuple[int, ...]:
         """Kinds outside the blocks: embedding, head, MTP."""
         return tuple(k for k, kind in enumerate(self.kinds) if not isinstance(kind, Block))
@@ -227,6 +233,8 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
         params=params,
         trained=trained,
         expert_params=expert_params,
+        block_trained=costs.block_trained,
+        frozen_bytes=costs.total("frozen_bytes") / b.pp,
         root_params=np.where(b.pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
         activation_bytes=costs.total("activation_bytes") / b.pp,
@@ -282,6 +290,8 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         params=span(params),
         trained=span(costs.per_layer("num_trained", idx)),
         expert_params=span(costs.per_layer("expert_params", idx)),
+        block_trained=costs.block_trained[idx],
+        frozen_bytes=span(costs.per_layer("frozen_bytes", idx)),
         root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
         block_params=costs.block_params[idx],
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
@@ -345,6 +355,24 @@ def _time_breakdown(
     return parts, (forward + inside[0], backward + recompute + inside[1])
 
 
+def with_memory(estimate: Estimate, parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> Estimate:
+    """The estimate with another peak of the fullest device."""
+    allocated = parts.total
+    reserved, upper = (
+        allocated * memory.reserved_over_allocated(cluster),
+        memory.upper_bytes(allocated, workload, cluster),
+    )
+    low = allocated * memory.interval_factors(workload, cluster)[0]
+    return estimate.replace(
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=int(reserved),
+        peak_device_bytes=int(reserved + memory.context_bytes(cluster)),
+        memory_interval_bytes=Interval(low=low, high=float(upper)),
+        fits=float(upper) <= cluster.memory_budget_bytes,
+        memory_bytes=parts,
+    )
+
+
 def _assemble(
     costs: SpaceCosts, breakdown_s: TimeBreakdown, stages: tuple[StageEstimate, ...], fullest: int
 ) -> Estimate:
@@ -354,7 +382,7 @@ def _assemble(
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
     is_frozen = workload.adapters is not None
-    flops = model_flops_per_token(layers, model.hidden_dim, workload.seq_len, frozen=is_frozen) * tokens_per_s
+    flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen) * tokens_per_s
     upper = float(memory.upper_bytes(allocated, workload, cluster))
     return Estimate(
         step_time_s=time,

@@ -36,8 +36,8 @@ class Facts:
     sequence_parallel: IntLike
     one_f_one_b: IntLike
     world_size: int
-    offloads: IntLike
-    recompute_fraction: IntLike
+    offloads: IntLike = 0
+    recompute_fraction: IntLike = 1
     scaleup_domain: int
     seq_len: int
     global_batch_size: int

@@ -47,7 +47,9 @@ class Workload(Frozen):
         optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
+        kernels: fused operations of an engine, or eager ones of plain model code, which keep what each of them read.
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
+        document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
         gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
         overlap: communication of data parallelism and of interleaved pipelines runs beside compute where the engine can.
@@ -60,6 +62,8 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
+    kernels: Literal["fused", "eager"] = "fused"
+    document_len: Count | None = None
     adapters: LowRank | None = None
     engine: Engine = "fsdp2"
     gradients: Gradients = "fp32"
@@ -70,6 +74,11 @@ class Workload(Frozen):
     def tokens_per_step(self) -> int:
         """Tokens of one step over the whole cluster."""
         return self.seq_len * self.global_batch_size
+
+    @property
+    def attended_len(self) -> int:
+        """Tokens within which attention is causal: a sequence, or a document of a packed one."""
+        return min(self.seq_len, self.document_len or self.seq_len)
 
     @property
     def compute_bytes(self) -> int:

@@ -25,8 +25,8 @@ ADAPTERS: tuple[tuple[str, LowRank, str], ...] = (
 _PREFIX_TUNING = LowRank(rank=1, targets=("qkv", "out", "mlp"), dropout=False)
 """Prefix vectors, or a scale and a bias on every product: a rank-1 adapter has as many parameters and kernels."""
 
-DRIVE_BYTES_PER_S = 3.0e9
-"""One data-centre NVMe drive, reading and writing about as much."""
+DRIVE_BYTES_PER_S = 4.5e9
+"""One data-centre NVMe drive reading and writing as much: 6.5 and 3.4 GB/s (Intel P5510 data sheet), harmonic mean."""
 
 
 class OffloadChoice(NamedTuple):
@@ -65,7 +65,25 @@ def base_precision(row: RunRow) -> str:
     name = row.precision_class.lower()
     if re.search(r"nf4|int4|int8|bit", name):
         return "fp16" if "fp16" in row.precision.lower() else "bf16"
-    return name
+    if name in ("", "unknown"):
+        return name
+    known = re.search(r"nvfp4|mxfp4|mxfp8|fp8|bf16|bfloat16|fp16|float16|half|tf32|fp32|float32", name)
+    spelling = {
+        "mxfp4": "nvfp4",
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "tf32": "fp32",
+        "float32": "fp32",
+    }
+    return spelling.get(known[0], known[0]) if known else "unknown" if "lora" in name else name
+
+
+def num_chunks(row: RunRow) -> int:
+    """Model chunks of a pipeline rank: as counted; a named interleaved or zero-bubble schedule counts as two."""
+    if re.fullmatch(r"\d+", row.vpp):
+        return max(int(row.vpp), 1)
+    return 1 if row.vpp.lower().replace("-", "") in ("", "none", "1f1b", "gpipe", "afab") else 2
 
 
 def is_pure_bf16(row: RunRow) -> bool:
@@ -89,6 +107,8 @@ def offload_of(row: RunRow) -> OffloadChoice:
     if moves_states and fraction > 0:
         is_all = re.search(r"param|weight|full|model", words) and row.sharding_class not in ("zero1", "zero2")
         away = "parameters" if is_all and fraction == 1 else "optimizer"
+    if away == "parameters" and re.match("Megatron-DeepSpeed ZeRO-3", row.framework) and "activ" not in words:
+        words += " activations"  # its ZeRO-3 script checkpoints into the host's memory (--checkpoint-in-cpu)
     drives = re.search(r"(\d+) ssd", words)
     to_storage = int(drives[1]) if drives else int(bool(re.search("nvme|disk|ssd|storage", words)))
     return OffloadChoice(away, fraction if away != "none" else 1.0, part if "activ" in words else 0.0, to_storage)
@@ -97,9 +117,8 @@ def offload_of(row: RunRow) -> OffloadChoice:
 def recompute_part(row: RunRow) -> float | None:
     """Part of the blocks whose activations are recomputed where the row says so; None where it does not."""
     text = row.recompute.lower()
-    if match := re.search(r"\[([\d., ]+)\]", text):
-        parts = [float(part) for part in match[1].split(",") if part.strip(" .")]
-        return sum(parts) / len(parts) if parts else None
+    if parts := _list_of_parts(text):
+        return sum(parts) / len(parts)
     if match := re.search(r"every (\d+)", text):
         return 1 / max(int(match[1]), 1)
     if (match := re.search(r"(?:first )?(\d+)(?: of (\d+))? (?:layers|blocks)", text)) and row.layers:
@@ -107,10 +126,28 @@ def recompute_part(row: RunRow) -> float | None:
         return min(int(match[1]) / max(whole, 1), 1.0)
     if match := re.search(r"(\d+(?:\.\d+)?) ?%", text):
         return min(float(match[1]) / 100, 1.0)
-    if match := re.search(r"gradient_checkpointing:((?: - \d+)+)", row.notes):
-        layers = [int(number) for number in re.findall(r"\d+", match[1])]
-        return min(sum(layers) / row.layers, 1.0) if row.layers else None
-    return None
+    layers = _numbers("gradient_checkpointing", row.notes)
+    return min(sum(layers) / row.layers, 1.0) if layers and row.layers else None
+
+
+def stage_parts(row: RunRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each stage where the row says it: the part of its blocks that recompute, of its optimizer states on the host."""
+    recomputed = _list_of_parts(row.recompute)
+    blocks, kept = (_numbers(name, row.notes) for name in ("layer_partitions", "gradient_checkpointing"))
+    if blocks and len(blocks) == len(kept):
+        recomputed = tuple(min(k / n, 1.0) for n, k in zip(blocks, kept, strict=True))
+    return recomputed, tuple(part[2] for part in _mist_parts(row))
+
+
+def _list_of_parts(text: str) -> tuple[float, ...]:
+    """The numbers of ``[0.5, 0.25]``, at most 1 each; none where there is no such list."""
+    match = re.search(r"\[((?:\s*\d+(?:\.\d+)?\s*,?)+)\]", text)
+    return tuple(min(float(part), 1.0) for part in re.findall(r"\d+(?:\.\d+)?", match[1])) if match else ()
+
+
+def _numbers(name: str, notes: str) -> list[int]:
+    match = re.search(name + r":((?: - \d+)+)", notes)
+    return [int(number) for number in re.findall(r"\d+", match[1])] if match else []
 
 
 def differs_by_stage(row: RunRow) -> bool:
@@ -121,10 +158,14 @@ def differs_by_stage(row: RunRow) -> bool:
 
 def _mist_offload(row: RunRow) -> OffloadChoice:
     """Mean over the stages of Mist's four parts on the host: parameters, gradients, optimizer states, activations."""
-    stages = re.findall(r"- - \d+ - \d+ - \d+ - \d+ - \d+ - \d+((?: - \d\.\d+){4})", row.notes)
-    parts = [[float(part) for part in re.findall(r"\d\.\d+", stage)] for stage in stages]
+    parts = _mist_parts(row)
     if not parts:
         return OffloadChoice()
     states = sum(part[2] for part in parts) / len(parts)
     activations = sum(part[3] for part in parts) / len(parts)
     return OffloadChoice("optimizer" if states else "none", states or 1.0, activations)
+
+
+def _mist_parts(row: RunRow) -> list[list[float]]:
+    stages = re.findall(r"- - \d+ - \d+ - \d+ - \d+ - \d+ - \d+((?: - \d\.\d+){4})", row.notes)
+    return [[float(part) for part in re.findall(r"\d\.\d+", stage)] for stage in stages]

@@ -15,17 +15,20 @@ from typing import Any, NamedTuple
 
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
-from ...schema.workload import Gradients, Precision
+from ...schema.workload import Gradients, Optimizer, Precision
 from .features import (
     DRIVE_BYTES_PER_S,
     adapters_of,
     base_precision,
     differs_by_stage,
     is_pure_bf16,
+    num_chunks,
     offload_of,
     recompute_part,
+    stage_parts,
 )
 from .machines import cluster_of, with_drives
+from .mapping import completed_mapping
 from .models import model_of
 from .rows import RunRow
 
@@ -41,7 +44,11 @@ class Default(NamedTuple):
 RECOMPUTE: tuple[Default, ...] = (
     Default("torchtitan", "selective", "activation_checkpoint.mode defaults to selective"),
     Default("MaxText", "full", "remat_policy: full in base.yml"),
-    Default("Pax|PAX", "full", "checkpoint_policy SAVE_NOTHING of the GPT configs"),
+    Default("Pax", "full", "checkpoint_policy SAVE_NOTHING of the GPT configs"),
+    Default("GPT-?NeoX", "full", "checkpoint_activations: true in every published config"),
+    Default("LLaMA-?Factory|Unsloth|xtuner|levanter", "full", "gradient checkpointing is on unless disabled"),
+    Default("torchtune", "full", "enable_activation_checkpointing: True in the full fine-tuning recipes"),
+    Default("Alpa", "full", "its GPT benchmarks rematerialise every layer"),
     Default("Primus.*: FSDP", "full", "AMD's recipes with FSDP=1 pass RECOMPUTE=1"),
     Default("Megatron|NeMo|Primus|Pai|FlagScale", "none", "recompute_granularity is None unless set"),
     Default("nanotron", "none", "recompute_layer: false"),
@@ -50,21 +57,29 @@ RECOMPUTE: tuple[Default, ...] = (
 SHARDING: tuple[Default, ...] = (
     Default("Megatron-Bridge|Megatron-Core|NeMo", "zero1", "the recipes turn the distributed optimizer on"),
     Default("torchtitan|llm-foundry|fms-fsdp|.*FSDP", "zero3", "FSDP shards everything unless told otherwise"),
+    Default("LLM.?Foundry|Composer|OLMo|torchtune|levanter|MaxText|veScale", "zero3", "fully sharded by default"),
+    Default("LitGPT|lit-gpt|Lightning", "zero3", "FSDPStrategy on more than one device"),
+    Default("Primus|FlagScale|MindSpeed|Pai", "zero1", "--use-distributed-optimizer in the shipped scripts"),
+    Default("GPT-?NeoX", "zero1", "zero_optimization.stage: 1 in the published configs"),
+    Default("InternEvo", "zero1", "parallel.zero1 of the shipped configs"),
     Default("", "none", "plain data parallelism keeps everything whole"),
 )
 SEQUENCE_PARALLEL: tuple[Default, ...] = (
     Default("Megatron-Bridge|Megatron-Core|NeMo|Pai|Primus|FlagScale", True, "the recipes turn it on with tp"),
     Default("nanotron", True, "tp_mode REDUCE_SCATTER in scripts/scaling_benchmarks.py"),
     Default("torchtitan", True, "its tensor-parallel plans shard the sequence"),
+    Default("MindSpeed|veScale", True, "--sequence-parallel in the shipped scripts, and by design"),
     Default("", False, "all-reduce, as Megatron-LM did first"),
 )
 PRECISION: tuple[Default, ...] = (
     Default("Megatron-DeepSpeed|Megatron-LM|LiBai|Aceso", "fp16", "their example scripts pass --fp16"),
+    Default("GPT-?NeoX|Alpa|Colossal-?AI", "fp16", "fp16 in their published configs and benchmarks"),
     Default("", "bf16", "what current engines train in"),
 )
 UNFUSED_ATTENTION: tuple[Default, ...] = (
     Default(r"Megatron-LM \((SC21|Jan 2021|MLSys23)", True, "written before FlashAttention"),
     Default("Megatron-DeepSpeed|HF Transformers|LiBai|Aceso", True, "unfused scores unless --use-flash-attn"),
+    Default("GPT-?NeoX|Alpa", True, "attention_config global is unfused; Alpa has no fused kernel"),
     Default("", False, "fused attention is the default of its time"),
 )
 FLASH_GENERATION: tuple[Default, ...] = (
@@ -99,7 +114,15 @@ ENGINE: tuple[Default, ...] = (
     ),
     Default("nanotron", "nanotron", "its own engine"),
     Default("InternEvo", "internevo", "its own engine"),
-    Default(".*DeepSpeed|HF Transformers|ColossalAI", "deepspeed", "Python hooks around every module"),
+    Default(
+        "LLM.?Foundry|Composer|OLMo|torchtune|lit-gpt|Lightning|PyTorch|veScale|LLaMA-?Factory|Axolotl|Unsloth"
+        "|.*Accelerate|HF Trainer",
+        "fsdp2",
+        "torch's fully sharded data parallelism and kernels",
+    ),
+    Default(
+        ".*DeepSpeed|HF Transformers|Colossal-?AI|xtuner|GPT-?NeoX", "deepspeed", "Python hooks around every module"
+    ),
     Default("Aceso", "aceso", "every operator of Megatron is a module of its own"),
     Default("", "megatron", "Megatron's kernels, Python modules and distributed optimizer, or descended from them"),
 )
@@ -131,17 +154,35 @@ OVERLAP: tuple[Default, ...] = (
     Default("", True, "on in the recipes, or the engine's own way"),
 )
 
+EAGER_KERNELS: tuple[Default, ...] = (
+    Default("LitGPT|HF |EasyContext|LLaMA-Factory|[Aa]xolotl|[Aa]ccelerate|PEFT", True, "model code in plain PyTorch"),
+    Default("", False, "fused norms, rotary embeddings and activations"),
+)
+
+PACKED_DOCUMENT: tuple[Default, ...] = (
+    Default(
+        "Megatron-Core/NeMo|NeMo/Megatron-Core|Megatron-Bridge", 256, "fine-tuning recipes pack SQuAD's short examples"
+    ),
+    Default("", None, "one document a sequence"),
+)
+"""Tokens of a document in the sequences of fine-tuning."""
+
+
 SKIP: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
     ("mapping: stages have different numbers of devices", differs_by_stage),
     ("precision not known", lambda r: base_precision(r) not in ("", "unknown", *PRECISIONS)),
-    ("mapping not stated", lambda r: r.seq_len is None or r.micro_batch is None or r.tp is None or r.pp is None),
+    ("mapping: sequence length not stated", lambda r: r.seq_len is None),
 )
 """Reason and condition; a feature that the cost model learns loses its line here (and gains one in `_layout`)."""
 
 APPROXIMATE: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
     ("adapter", lambda r: r.task.startswith(("adapter", "finetune-peft"))),  # prefix or scales as an adapter of rank 1
-    ("schedule", lambda r: bool(r.vpp) and not r.vpp.isdigit()),  # a zero-bubble schedule as two interleaved chunks
+    (
+        "schedule",
+        lambda r: not r.vpp.isdigit() and num_chunks(r) > 1,
+    ),  # a zero-bubble schedule as two interleaved chunks
     ("recompute by operator", lambda r: r.recompute_class == "custom"),  # as the same part of the blocks
+    ("mxfp4", lambda r: "mxfp4" in r.precision_class.lower()),  # as nvfp4
     ("mxfp8", lambda r: r.precision_class == "mxfp8"),  # the rate of fp8
 )
 """Name and condition of what stands in for something else."""
@@ -160,6 +201,7 @@ class RunInputs:
 
     Attributes:
         balanced_stages: stages are cut by cost; otherwise every stage has the same number of blocks.
+        stage_layouts: where stages recompute or offload different parts, the layout of each; `layout` has their mean.
         assumed: choices the row does not state, as "name=value".
         approximated: features that something nearby stands in for.
     """
@@ -169,6 +211,7 @@ class RunInputs:
     workload: Workload
     layout: Layout
     balanced_stages: bool
+    stage_layouts: tuple[Layout, ...] = ()
     assumed: tuple[str, ...] = ()
     approximated: tuple[str, ...] = ()
 
@@ -188,7 +231,7 @@ class _Assumed:
 
 def default_of(framework: str, table: tuple[Default, ...]) -> Any:
     """The choice of the first line of a table that matches the start of the framework's name."""
-    return next(line.choice for line in table if re.match(line.frameworks, framework))
+    return next(line.choice for line in table if re.match(line.frameworks, framework, re.IGNORECASE))
 
 
 def run_inputs(row: RunRow) -> RunInputs | Skip:
@@ -196,15 +239,20 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     reason = next((reason for reason, applies in SKIP if applies(row)), None)
     if reason is not None:
         return Skip(reason)
+    completed = completed_mapping(row)
+    if isinstance(completed, str):
+        return Skip(completed)
+    row, derived = completed
     model, cluster = model_of(row), cluster_of(row)
     if isinstance(model, str):
         return Skip(model)
     if isinstance(cluster, str):
         return Skip(cluster)
-    assumed = _Assumed(row.framework, list(model.assumed))
+    assumed = _Assumed(row.framework, [*model.assumed, *derived])
     try:
         layout = _layout(row, assumed)
-        workload = _workload(row, model.spec, layout, assumed)
+        has_bf16 = cluster.spec.weakest_device.peak_flops_per_s.bf16 is not None
+        workload = _workload(row, model.spec, layout, assumed, has_bf16=has_bf16)
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return Skip(
@@ -214,15 +262,14 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         return Skip("layout: degrees do not multiply to the number of devices")
     if layout.stage_ranks % (layout.ep * layout.expert_tp):
         return Skip("layout: experts do not divide over the ranks of a stage")
-    if layout.pp > model.spec.num_blocks:
-        return Skip("layout: fewer blocks than stages")
     approximated = tuple(name for name, applies in APPROXIMATE if applies(row))
     return RunInputs(
         model=model.spec,
         cluster=_with_storage(cluster.spec, row),
         workload=workload,
         layout=layout,
-        balanced_stages=default_of(row.framework, BALANCED_STAGES),
+        balanced_stages=default_of(row.framework, BALANCED_STAGES) or row.recompute_class == "custom",
+        stage_layouts=_stage_layouts(row, layout),
         assumed=tuple(assumed.taken),
         approximated=(*model.approximated, *cluster.approximated, *approximated),
     )
@@ -241,7 +288,7 @@ def _layout(row: RunRow, assumed: _Assumed) -> Layout:
         pp=pp,
         ep=row.ep or 1,
         etp=_expert_tp(row, dp * cp * tp, assumed),
-        num_model_chunks=(int(row.vpp or 1) if row.vpp.isdigit() or not row.vpp else 2) if pp > 1 else 1,
+        num_model_chunks=num_chunks(row) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
         zero_stage=stage if group * cp > 1 else 0,
         sequence_parallel=tp > 1 and _sequence_parallel(row, assumed),
@@ -260,6 +307,18 @@ def _recompute_fields(row: RunRow, assumed: _Assumed) -> dict[str, Any]:
     if row.recompute_class == "selective" and part is not None:
         choice = "full"  # some whole layers
     return {"recompute": choice, "recompute_fraction": part if part and choice != "none" else 1.0}
+
+
+def _stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
+    parts, states = stage_parts(row)
+    if layout.pp == 1 or max(len(parts), len(states)) != layout.pp:
+        return ()
+    changes: list[dict[str, Any]] = [{} for _ in range(layout.pp)]
+    for change, part in zip(changes, parts, strict=False):
+        change |= {"recompute": "full" if part else "none", "recompute_fraction": part or 1.0}
+    for change, part in zip(changes, states, strict=False):
+        change |= {"offload": "optimizer" if part else "none", "offload_fraction": part or 1.0}
+    return tuple(layout.replace(**change) for change in changes)
 
 
 def _offload_fields(row: RunRow, zero_stage: int) -> dict[str, Any]:
@@ -334,7 +393,7 @@ def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
     return choice
 
 
-def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed) -> Workload:
+def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed, *, has_bf16: bool) -> Workload:
     batch = row.global_batch
     if batch is None:
         batch = layout.dp * layout.micro_batch_size * (row.grad_accum or 1)
@@ -342,17 +401,23 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed) 
     precision = base_precision(row)
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
+        if precision == "bf16" and not has_bf16:
+            precision = "fp16"  # the device has no bf16 units
     found = adapters_of(row)
     assumed.taken.extend(found[1] if found else ())
     # Gated feed-forward layers came after FlashAttention, and the scripts for such models turn it on where it runs.
     is_recent = model.block_runs[-1][0].norm == "rmsnorm"
     unfused = default_of(row.framework, UNFUSED_ATTENTION) and not is_recent
     keeps_scores = unfused or row.gpu_type.startswith("V100")
+    if stated := re.search(r"flash_attn=(true|false)", row.notes.lower()):
+        keeps_scores = stated[1] == "false"
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
         precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
-        optimizer="muon" if row.optimizer.lower() == "muon" else "adamw",
+        optimizer=_optimizer(row),
+        document_len=default_of(row.framework, PACKED_DOCUMENT) if row.task in ("sft", "lora") else None,
+        kernels="eager" if default_of(row.framework, EAGER_KERNELS) else "fused",
         adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
@@ -375,3 +440,9 @@ def _gradients(row: RunRow, precision: str) -> Gradients:
         return "compute"  # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only
     choice: Gradients = default_of(row.framework, GRADIENTS)
     return choice
+
+
+def _optimizer(row: RunRow) -> Optimizer:
+    """AdamW unless another one is named that is modelled."""
+    name = row.optimizer.lower()
+    return "muon" if "muon" in name else "sgd" if re.match(r"sgd\b", name) else "adamw"

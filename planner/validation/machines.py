@@ -11,6 +11,7 @@ from ...schema.catalogue import find_device
 from ...schema.cluster import NodeGroup
 from ...schema.cluster_levels import catalogue_device, derived_levels
 from ...schema.units import GIB
+from .device_names import device_named
 from .networks import network
 from .rows import RunRow
 
@@ -35,7 +36,7 @@ DEVICES = {
 }
 """Names of tables that are neither names nor aliases of the catalogue."""
 
-NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB", "mi350x": "MI355X-288GB"}
+NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB"}
 """Devices that the catalogue lacks, and the nearest one it has: rows that take one say so."""
 
 SCALE_UP = {"a800-sxm-80gb": "nvlink4-h800", "a800": "nvlink4-h800"}
@@ -53,7 +54,12 @@ def cluster_of(row: RunRow) -> RowCluster | str:
     """The cluster of a row, or why it cannot be built."""
     if row.n_gpus is None:
         return "cluster: number of devices not stated"
-    return _cluster(row.gpu_type, row.gpu_class, row.n_gpus, row.gpus_per_node, row.inter_interconnect, row.gpu_mem_gib)
+    try:
+        return _cluster(
+            row.gpu_type, row.gpu_class, row.n_gpus, row.gpus_per_node, row.inter_interconnect, row.gpu_mem_gib
+        )
+    except ConfigError as error:
+        return f"cluster: {error.message}"
 
 
 @cache
@@ -92,4 +98,4 @@ def _device_name(text: str) -> str | None:
     try:
         return find_device(wanted)[0]
     except ConfigError:
-        return None
+        return device_named(text)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from ...schema import ConfigError, ModelSpec
@@ -22,6 +23,7 @@ from ...schema.model import (
     SoftmaxAttention,
 )
 from .rows import RunRow
+from .shapes import SIZES, Shape, canonical, shape_named, shape_of_size
 
 PARAMS_TOLERANCE = 0.05
 """Stated and counted parameters may differ by this before a row says so: tables round, and leave out embeddings or biases."""
@@ -29,7 +31,14 @@ PARAMS_TOLERANCE = 0.05
 DEFAULT_VOCAB = 51200
 """GPT-2's 50257 tokens as Megatron pads them; only where a GPT's vocabulary is not stated."""
 
+MAX_LAYERS = 2000
+"""Cutting layers into stages takes time and memory that grow with their square."""
+
 _MANY_POSITIONS = 2**20
+
+_LATENT = r"deepseek.*(v[23]|r1)|kimi|moonlight"
+_SMALL_LATENT = 2048
+"""Hidden width up to which queries are not compressed (DeepSeek-V2-Lite, Moonlight)."""
 
 
 class Traits(NamedTuple):
@@ -45,13 +54,40 @@ _GPT = Traits(gated=False, learned_positions=True, biases=True)
 
 FAMILIES: tuple[tuple[str, Traits], ...] = (
     ("mist-llama", _LLAMA),
-    ("mist", _GPT),
+    ("mist-", _GPT),
     ("llama-2", _LLAMA),
     *(
         (name, _LLAMA)
         for name in ("nanotron", "llama", "qwen", "internlm", "glm", "mixtral", "mpf", "grok", "deepseek")
     ),
     *((name, _LLAMA) for name in ("tinyllama", "smollm", "simumax", "gpt-oss", "mistral")),
+    *(
+        (name, _LLAMA)
+        for name in ("yi-", "baichuan", "chatglm", "codellama", "vicuna", "gemma", "phi-3", "phi-4", "phi3", "phi4")
+    ),
+    *(
+        (name, _LLAMA)
+        for name in ("olmo", "dbrx", "minicpm", "aquila", "skywork", "orion", "solar", "command", "granite")
+    ),
+    *(
+        (name, _LLAMA)
+        for name in (
+            "hunyuan",
+            "kimi",
+            "moonlight",
+            "ernie",
+            "exaone",
+            "arctic",
+            "phimoe",
+            "minimax",
+            "megrez",
+            "stablelm-2",
+        )
+    ),
+    ("phi", Traits(gated=False, learned_positions=False, biases=True)),
+    ("stablelm", Traits(gated=False, learned_positions=False, biases=True)),
+    ("gpt-neox", Traits(gated=False, learned_positions=False, biases=True)),
+    ("gpt-j", Traits(gated=False, learned_positions=False, biases=True)),
     ("mpt", Traits(gated=False, learned_positions=True, biases=False)),
     ("nemotron", Traits(gated=False, learned_positions=False, biases=False)),  # squared ReLU, rotary
     ("bloom", Traits(gated=False, learned_positions=False, biases=True)),  # ALiBi
@@ -64,9 +100,11 @@ _QWEN2_MOE = re.compile(r"qwen(1\.5|2)\b.*(moe|-a\d)")
 _EXPERTS_OF_V3 = 256
 _HIDDEN_OF_LITE = 2048
 
-_NOT_DECODERS = ("hybrid", "mamba")
-
-_CATALOGUE_ALIASES = {"pythia-1b": "pythia-1b", "llama 2 7 b": "llama-2-7b"}
+_NOT_DECODERS = (
+    r"hybrid|mamba|jamba|zamba|rwkv|retnet|hyena|recurrent|griffin|nemotron-h|\b(ro|de|al)?berta?\b|\bm?t5\b|flan|\bul2\b"
+    r"|encoder|\bbart\b|vit\b|swin|diffusion|unet|\bdit\b|flux|whisper|\bclip\b|dlrm|resnet|\bgnn\b|retina"
+)
+"""State-space, recurrent, encoder, diffusion and recommendation models: not blocks of attention and feed-forward."""
 
 
 class RowModel(NamedTuple):
@@ -79,11 +117,13 @@ class RowModel(NamedTuple):
 
 def model_of(row: RunRow) -> RowModel | str:
     """The model of a row, or why it cannot be built."""
-    if any(word in row.model_family.lower() for word in _NOT_DECODERS):
+    kind = f"{row.model_family} {row.model}" if "gpt" not in row.model.lower() else row.model
+    if re.search(_NOT_DECODERS, kind.lower()):
         return "model: not a plain decoder"
+    if (row.layers or 0) > MAX_LAYERS:
+        return f"model: {row.layers} layers are more than any model has"
     if row.layers is None or row.hidden is None:
-        named = _named(row.model)
-        return RowModel(named, (), ()) if named else "model: shape not stated"
+        return _named(row)
     shape = (row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
     return _model(row.model, row.model_family, shape, row.params_b, row.seq_len or 0)
 
@@ -100,25 +140,47 @@ def _model(
         candidates = list(_candidates(name, _traits(name, family), shape, seq_len))
     except ConfigError as error:
         return f"model: {error.message}"
+    stands_in: tuple[str, ...] = ()
+    if re.search(_LATENT, f"{name} {family}".lower()):
+        candidates, stands_in = [_latent(spec) for spec in candidates], ("latent attention",)
     if params_b is None:
-        return RowModel(candidates[0], assumed, ())
+        return RowModel(candidates[0], assumed, stands_in)
     best = min(candidates, key=lambda spec: abs(spec.num_params / 1e9 - params_b))
     off = abs(best.num_params / 1e9 / params_b - 1)
-    return RowModel(best, assumed, ("parameters",) if off > PARAMS_TOLERANCE else ())
+    return RowModel(best, assumed, (*stands_in, "parameters") if off > PARAMS_TOLERANCE else stands_in)
+
+
+def _latent(spec: ModelSpec) -> ModelSpec:
+    """The same with the latent attention that DeepSeek-V2, V3 and Kimi-K2 share; the small ones do not compress queries."""
+    attention = partial(LatentAttention, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    rank = 1536 if spec.hidden_dim > _SMALL_LATENT else None
+    runs = []
+    for run in spec.layers:
+        layer = run.layer
+        if isinstance(layer, Block):
+            layer = layer.replace(attention=attention(num_heads=layer.attention.num_heads, q_lora_rank=rank))
+        runs.append(run.replace(layer=layer))
+    return spec.replace(layers=tuple(runs))
 
 
 def _traits(name: str, family: str) -> Traits:
     for start, traits in FAMILIES:
-        if name.lower().startswith(start) or family.lower().startswith(start):
+        if name.lower().startswith(start) or canonical(name).startswith(start) or family.lower().startswith(start):
             return traits
     return _GPT
 
 
 def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int) -> Iterator[ModelSpec]:
-    """Both ways of a head, the family's usual one first: the stated parameter count decides which it is."""
-    for tied in (not traits.gated, traits.gated):
-        plain = _decoder(name, traits, shape, seq_len, tied=tied)
-        yield _with_shared_experts(plain)
+    """Both ways of a head, the family's usual one first, and experts that every token visits beside the routed ones.
+
+    The stated parameter count decides which it is.
+    """
+    plain = [_decoder(name, traits, shape, seq_len, tied=tied) for tied in (not traits.gated, traits.gated)]
+    known = [_with_shared_experts(spec) for spec in plain]
+    yield from known
+    if shape[6] and known == plain:
+        for shared, tied in itertools.product((1, 2, 4, 8), (not traits.gated, traits.gated)):
+            yield _decoder(name, traits, shape, seq_len, tied=tied, num_shared=shared)
 
 
 def _with_shared_experts(plain: ModelSpec) -> ModelSpec:
@@ -170,7 +232,9 @@ def _deepseek(plain: ModelSpec) -> ModelSpec:
     return plain.replace(layers=(plain.layers[0], *blocks, plain.layers[-1]))
 
 
-def _decoder(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int, *, tied: bool) -> ModelSpec:
+def _decoder(
+    name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int, *, tied: bool, num_shared: int = 0
+) -> ModelSpec:
     layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k = shape
     assert layers is not None
     assert hidden is not None
@@ -188,7 +252,10 @@ def _decoder(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: 
         rope_fraction=0.0 if traits.learned_positions else 1.0,
     )
     norm = {"norm": "layernorm" if not traits.gated else "rmsnorm", "norm_bias": traits.biases}
-    block = Block(attention=attention, mlp=_feed_forward(traits, ffn, experts, top_k), **norm)  # type: ignore[arg-type]
+    mlp = _feed_forward(traits, ffn, experts, top_k)
+    if isinstance(mlp, MoE) and num_shared:
+        mlp = mlp.replace(shared_ffn_dim=num_shared * ffn)
+    block = Block(attention=attention, mlp=mlp, **norm)  # type: ignore[arg-type]
     positions = seq_len if traits.learned_positions else 0
     return ModelSpec(
         name=name or "unnamed",
@@ -212,10 +279,41 @@ def _feed_forward(traits: Traits, ffn: int, experts: int | None, top_k: int | No
     return DenseMLP(ffn_dim=ffn, gated=traits.gated, activation=activation, bias=traits.biases)  # type: ignore[arg-type]
 
 
-def _named(name: str) -> ModelSpec | None:
-    wanted = name.lower().strip()
-    wanted = _CATALOGUE_ALIASES.get(wanted, wanted)
-    return ModelSpec.named(wanted) if wanted in model_names() else None
+def _named(row: RunRow) -> RowModel | str:
+    """A model known by name, else one of the stated size."""
+    for wanted in (row.model.lower().strip(), canonical(row.model)):
+        if wanted in model_names():
+            return RowModel(ModelSpec.named(wanted), (), ())
+    approximated: tuple[str, ...] = ()
+    shape = shape_named(row.model)
+    if shape is None:
+        if not row.params_b or row.experts:
+            return "model: shape not stated"
+        shape, approximated = shape_of_size(row.params_b * 1e9, row.vocab or DEFAULT_VOCAB), ("shape",)
+    params_b = row.params_b or SIZES.get(canonical(row.model))
+    return _of_shape(row.model, row.model_family, shape, params_b, row.seq_len or 0, approximated)
+
+
+@cache
+def _of_shape(
+    name: str, family: str, shape: Shape, params_b: float | None, seq_len: int, approximated: tuple[str, ...]
+) -> RowModel | str:
+    *sizes, head_dim = shape
+    found = _model(name, family, tuple(sizes), params_b, seq_len)
+    if isinstance(found, str) or not head_dim or approximated:
+        return found if isinstance(found, str) else found._replace(approximated=found.approximated + approximated)
+    return found._replace(spec=_with_head_dim(found.spec, head_dim))
+
+
+def _with_head_dim(spec: ModelSpec, head_dim: int) -> ModelSpec:
+    """Heads of a width of their own, instead of hidden / heads."""
+    runs = []
+    for run in spec.layers:
+        layer = run.layer
+        if isinstance(layer, Block) and isinstance(layer.attention, SoftmaxAttention):
+            layer = layer.replace(attention=layer.attention.replace(head_dim=head_dim))
+        runs.append(run.replace(layer=layer))
+    return spec.replace(layers=tuple(runs))
 
 
 @cache

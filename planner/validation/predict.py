@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...cost_models.layouts import LayoutBatch
-from ...cost_models.step import SpaceCosts, estimate_step
+from ...cost_models.step import SpaceCosts, estimate_step, with_memory
 from ...schema import Calibration, ClusterSpec, ConfigError, Estimate
 from ...schema.model import Block, Embedding, Head
 from ...solvers import stage_split
@@ -73,7 +73,22 @@ def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
         costs = SpaceCosts.of(first.model, first.workload, first.cluster, batch)
     except ConfigError as error:
         return [f"estimate: {error.message}"] * len(runs)
-    return [estimate_step(costs, n, boundaries(costs, n, balanced=run.balanced_stages)) for n, run in enumerate(runs)]
+    return [_estimate(costs, n, run) for n, run in enumerate(runs)]
+
+
+def _estimate(costs: SpaceCosts, idx: int, inputs: RunInputs) -> Estimate:
+    cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
+    estimate = estimate_step(costs, idx, cuts)
+    return _with_stage_layouts(costs, estimate, inputs, cuts) if inputs.stage_layouts else estimate
+
+
+def _with_stage_layouts(costs: SpaceCosts, estimate: Estimate, inputs: RunInputs, cuts: tuple[int, ...]) -> Estimate:
+    """Memory where each stage recomputes and offloads another part: the fullest stage under its own layout."""
+    batch = LayoutBatch.of(list(inputs.stage_layouts), inputs.workload.global_batch_size)
+    own = SpaceCosts.of(costs.model, costs.workload, costs.cluster, batch)
+    stages = [estimate_step(own, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
+    fullest = max(stages, key=lambda stage: stage.memory_bytes.total)
+    return with_memory(estimate, fullest.memory_bytes, costs.workload, costs.cluster)
 
 
 def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...]:
@@ -84,6 +99,8 @@ def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...
     pp, num_blocks, size = int(costs.batch.pp[idx]), costs.model.num_blocks, len(costs.kind_of_layer)
     if pp == 1:
         return (0, size)
+    if num_blocks < pp:  # some stages have no block
+        return tuple(-(-s * size // pp) for s in range(pp + 1))
     if balanced:
         return _by_thresholds(costs, pp)
     if num_blocks % pp == 0:

@@ -20,7 +20,7 @@ HEADER = (
 ROWS = (
     "a,dev,one,g,Megatron-LM,A100-SXM-80GB,8,gpt,GPT,24,2048,16,8192,51200,2048,64,2,4,2,1,none,fp16,none,2.0,ok",
     "b,dev,one,g,Megatron-LM,A100-SXM-80GB,8,gpt,GPT,24,2048,16,8192,51200,2048,64,1,8,1,1,full,fp16,none,3.0,ok",
-    "c,other,two,,Megatron-LM,A100-SXM-80GB,8,gpt,GPT,24,2048,16,8192,51200,2048,64,1,8,1,1,full,fp16,cpu,3.0,ok",
+    "c,other,two,,Megatron-LM,A100-SXM-80GB,8,T5-11B,GPT,24,2048,16,8192,51200,2048,64,1,8,1,1,full,fp16,cpu,3.0,ok",
 )
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -48,7 +48,7 @@ def invoke(*args: object):
 def test_tables_name_sources_scores_and_skip_reasons(runs, groups) -> None:
     result = invoke(runs, "--groups", groups)
     assert result.exit_code == 0, result.output
-    for expected in ("one", "two", "MAPE", "bias", "false alarms", "not modelled: offload", "regret"):
+    for expected in ("one", "two", "MAPE", "bias", "false alarms", "not a plain decoder", "regret"):
         assert expected in result.stdout
     assert "next: meshwright validate" in result.stderr
 
@@ -61,7 +61,7 @@ def test_json_has_a_row_for_every_input_row(runs, groups) -> None:
     needed = {"id", "step_time_s", "peak_allocated_bytes", "peak_reserved_bytes", "fits", "skipped"}
     assert all(needed <= row.keys() for row in document["rows"])
     assert document["rows"][0]["step_time_s"] > 0
-    assert document["rows"][2]["skipped"] == "not modelled: offload"
+    assert document["rows"][2]["skipped"] == "model: not a plain decoder"
     assert document["sources"]["one"]["time"]["count"] == 2
     assert document["groups"]["g"]["regret"] >= 0
 

@@ -150,17 +150,15 @@ def test_wrong_parameter_count_is_named() -> None:
     ("changes", "reason"),
     [
         ({"ep": 16, "experts": 16, "topk": 2}, "experts do not divide"),
-        ({"offload": "optimizer->CPU"}, "offload"),
-        ({"task": "finetune-lora"}, "LoRA"),
-        ({"recompute_class": "custom"}, "recompute that differs"),
-        ({"vpp": "DualPipe"}, "schedule"),
+        ({"notes": "stage gpus=[1, 1, 2]; tp sets"}, "different numbers of devices"),
+        ({"model": "T5-11B"}, "not a plain decoder"),
         ({"gpu_type": "unknown"}, "device not in the catalogue"),
         ({"layers": None}, "shape not stated"),
         ({"n_gpus": 32}, "do not multiply"),
         ({"global_batch": 66}, "batch does not divide"),
-        ({"precision_class": "nvfp4"}, "precision"),
-        ({"tp": None}, "mapping not stated"),
-        ({"pp": 4, "dp": 2, "layers": 3}, "fewer blocks than stages"),
+        ({"precision_class": "w4a8"}, "precision not known"),
+        ({"tp": None, "pp": None, "dp": None}, "tp, pp and dp not stated"),
+        ({"seq_len": None}, "sequence length not stated"),
     ],
 )
 def test_row_that_cannot_be_predicted_says_why(changes, reason) -> None:

@@ -1,0 +1,126 @@
+"""Frozen models, offloading and partial recompute: laws, hand arithmetic, and bounds that stay bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshwright.cost_models.adapters import adapter_params
+from meshwright.cost_models.host_memory import host_link_bytes_per_s, host_update_s_per_param
+from meshwright.cost_models.layouts import LayoutBatch
+from meshwright.cost_models.step import SpaceCosts, lower_bounds
+from meshwright.planner import estimate, plan
+from meshwright.planner.search import expand
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.model import Block
+from meshwright.schema.rules import why_not_runnable
+from meshwright.schema.workload import LowRank
+
+LLAMA = ModelSpec.named("llama-3.1-8b")
+CLUSTER = ClusterSpec.parse("8xA100-SXM-80GB")
+WORKLOAD = Workload(seq_len=4096, global_batch_size=32)
+LORA = WORKLOAD.replace(adapters=LowRank(rank=16))
+
+
+def found(workload: Workload = WORKLOAD, **choices: object):
+    return estimate(LLAMA, CLUSTER, workload, Layout(**{"dp_shard": 8, "recompute": "full", **choices}))
+
+
+def test_adapter_has_rank_times_both_widths() -> None:
+    block = next(layer for layer in LLAMA.iter_layers() if isinstance(layer, Block))
+    whole, cut = adapter_params(block, 4096, LowRank(rank=16, targets=("qkv",)))
+    assert (whole, cut) == (16 * 4096, 16 * (4096 + 2 * 1024))
+
+
+def test_a_frozen_model_has_no_states_but_its_adapters() -> None:
+    lora, full = found(LORA, dp_shard=1, dp_replicate=8, zero_stage=0), found()
+    assert lora.memory_bytes.parameters == pytest.approx(2 * LLAMA.num_params, rel=0.01)
+    assert lora.memory_bytes.optimizer < 0.01 * full.memory_bytes.optimizer * 8
+    assert lora.breakdown_s.optimizer < 0.02 * full.breakdown_s.optimizer * 8
+
+
+def test_frozen_compute_is_about_two_thirds() -> None:
+    ratio = found(LORA, recompute="none").breakdown_s.compute / found(recompute="none").breakdown_s.compute
+    assert 0.6 < ratio < 0.85  # four FLOPs a weight for six, attention and elementwise kernels as before
+
+
+def test_quantised_storage_orders_memory() -> None:
+    plain = {"dp_shard": 1, "dp_replicate": 8, "zero_stage": 0}
+    sizes = [
+        found(WORKLOAD.replace(adapters=LowRank(frozen=frozen)), **plain).memory_bytes.parameters
+        for frozen in ("nf4", "8-bit", "16-bit")
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 0.4 * sizes[2]
+
+
+def test_pure_bf16_halves_the_states_and_drops_the_copies() -> None:
+    mixed = estimate(LLAMA, CLUSTER, WORKLOAD, Layout(dp_shard=8, zero_stage=3))
+    pure = estimate(LLAMA, CLUSTER, WORKLOAD.replace(precision="bf16"), Layout(dp_shard=8, zero_stage=3))
+    assert pure.memory_bytes.optimizer == pytest.approx(mixed.memory_bytes.optimizer / 2, rel=1e-6)
+    assert pure.memory_bytes.parameters == pytest.approx(mixed.memory_bytes.parameters / 2, rel=1e-6)
+
+
+def test_offload_trades_memory_for_time_in_proportion() -> None:
+    plain, half, whole = found(), found(offload="optimizer", offload_fraction=0.5), found(offload="optimizer")
+    assert plain.step_time_s < half.step_time_s < whole.step_time_s
+    assert half.memory_bytes.optimizer == pytest.approx(plain.memory_bytes.optimizer / 2, rel=1e-6)
+    assert whole.memory_bytes.optimizer == 0
+    assert found(offload="parameters").peak_allocated_bytes < whole.peak_allocated_bytes
+
+
+def test_offloaded_activations_leave_the_device() -> None:
+    kept, away = found(), found(offload_activations=0.5)
+    assert away.memory_bytes.activations == pytest.approx(kept.memory_bytes.activations / 2, rel=1e-6)
+    assert away.step_time_s >= kept.step_time_s
+
+
+def test_host_rates() -> None:
+    # Eight devices copying at once over PCIe 4 measure 6.1 GB/s each (A100, L4).
+    assert float(host_link_bytes_per_s(np.array(0), CLUSTER)) == pytest.approx(6.1e9, rel=0.02)
+    # Adam of ZeRO-Offload (arXiv:2101.06840 table 4): 0.22 to 0.26 s for each 1e9 parameters of one host.
+    one = ClusterSpec.parse("1xV100-SXM2-32GB")
+    link = float(host_link_bytes_per_s(np.array(0), one))
+    update = float(host_update_s_per_param(WORKLOAD, one, np.array(0), 28.0)) - 6 / link
+    assert 0.22e-9 < update < 0.27e-9
+
+
+def test_partial_recompute_lies_between() -> None:
+    none, part, full = found(recompute="none"), found(recompute_fraction=0.5), found()
+    assert none.step_time_s < part.step_time_s < full.step_time_s
+    assert full.memory_bytes.activations < part.memory_bytes.activations < none.memory_bytes.activations
+
+
+def test_packed_documents_only_shorten_attention() -> None:
+    packed = found(WORKLOAD.replace(document_len=256))
+    assert packed.breakdown_s.compute < found().breakdown_s.compute
+    assert packed.memory_bytes == found().memory_bytes
+
+
+def test_eager_kernels_keep_more() -> None:
+    eager = found(WORKLOAD.replace(kernels="eager"), recompute="none")
+    assert eager.memory_bytes.activations > 1.2 * found(recompute="none").memory_bytes.activations
+
+
+@pytest.mark.parametrize("workload", [WORKLOAD, LORA, WORKLOAD.replace(optimizer="muon", kernels="eager")])
+def test_bounds_hold_with_every_choice(workload: Workload) -> None:
+    layouts = [
+        Layout(dp_shard=4, pp=2, zero_stage=1, offload="optimizer", offload_fraction=0.5),
+        Layout(dp_shard=8, zero_stage=3, offload="parameters", recompute="full", recompute_fraction=0.5),
+        Layout(tp=2, pp=4, recompute="full", recompute_fraction=0.25, offload_activations=0.5),
+        Layout(dp_replicate=2, tp=2, pp=2, offload="optimizer", offload_to="storage"),
+    ]
+    batch = LayoutBatch.of(layouts, workload.global_batch_size)
+    assert [batch.layout(idx) for idx in range(len(layouts))] == layouts
+    costs = SpaceCosts.of(LLAMA, workload, CLUSTER, batch)
+    bound_s, bound_bytes = lower_bounds(costs)
+    for idx in range(len(layouts)):
+        real = expand(costs, idx).estimate
+        assert bound_s[idx] <= real.step_time_s * (1 + 1e-9)
+        assert bound_bytes[idx] <= real.peak_allocated_bytes + 16
+
+
+def test_search_and_runtime_refuse_what_only_estimate_knows() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(LLAMA, CLUSTER, WORKLOAD, fixed={"offload": "optimizer"})
+    assert any("[offload]" in reason for reason in caught.value.details)
+    assert any("adapters" in reason for reason in why_not_runnable(LLAMA, LORA))
