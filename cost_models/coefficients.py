@@ -12,6 +12,7 @@ from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
 from ..schema.workload import Precision
 from .learned.attention import PROCESSORS, Silicon, kernel_name
+from .learned.gemm import GemmRates, Hardware, is_known, known_coefficients
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -45,12 +46,14 @@ class DeviceRates(NamedTuple):
     """What one device achieves.
 
     Attributes:
+        gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
         gemm_flops_per_s: large matrix products.
         attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
     """
 
+    gemm: GemmRates | None
     gemm_flops_per_s: float
     attention: AttentionRates | None
     gemm_bytes_per_s: float
@@ -101,14 +104,13 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 def device_rates(device: Device, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one)."""
     c, fit = coefficients(), _gemm_fit(device)
-    peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
+    gemm = None if is_cpu else gemm_rates(device, workload.precision)
+    slowed = 1.0 if gemm is None else gemm.sustained_ratio
     return DeviceRates(
-        gemm_flops_per_s=peak
-        * fit.compute_efficiency
-        * _sustained(device)
-        * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
+        gemm=gemm,
+        gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         attention=None if is_cpu else _attention_rates(device, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
@@ -118,8 +120,47 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
     )
 
 
+def gemm_rates(device: Device, precision: Precision) -> GemmRates:
+    """Matrix products of an accelerator: coefficients measured on it, else those of its kind, on top of its data sheet."""
+    own, _ = known_coefficients(device.name, device.architecture)
+    if device.gemm is not None:
+        fit = device.gemm
+        own = own._replace(
+            launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
+        )
+    ratio = coefficients()["fp8"]["gemm_efficiency_ratio"] if precision == "fp8" else 1.0
+    return GemmRates(own, gemm_hardware(device, precision), _sustained(device) * ratio)
+
+
+def is_measured(device: Device) -> bool:
+    """Whether matrix products were measured on this device or on its kind, not only on its architecture."""
+    return device.gemm is not None or (device.vendor != "cpu" and is_known(device.name))
+
+
+def gemm_hardware(device: Device, precision: Precision) -> Hardware:
+    """What the learned model of matrix products knows of a device."""
+    c = coefficients()["gemm"]
+    return Hardware(
+        peak_flops_per_s(device, precision),
+        device.memory_bandwidth_bytes_per_s,
+        device.num_sms or c["num_sms"],
+        float(device.cache_bytes or c["cache_bytes"]),
+    )
+
+
 def _gemm_fit(device: Device) -> GemmFit:
-    return device.gemm or GemmFit(**coefficients()["gemm"])
+    if device.gemm is not None:
+        return device.gemm
+    if device.vendor != "cpu":
+        own, _ = known_coefficients(device.name, device.architecture)
+        return GemmFit(
+            launch_s=own.launch_s,
+            compute_efficiency=own.compute_efficiency,
+            memory_efficiency=own.memory_efficiency,
+            source="cost_models/learned/gemm.npz",
+        )
+    c = coefficients()["gemm"]
+    return GemmFit(**{name: c[name] for name in GemmFit.model_fields})
 
 
 def _sustained(device: Device) -> float:
