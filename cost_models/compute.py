@@ -42,7 +42,7 @@ def operator_time(
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
         if rates.gemm is not None and op.num_matrices == 1:
-            forward, backward = _product_s(rows, n, k, rates.gemm, compute_bytes)
+            forward, backward = _product_s(rows, n, k, rates.gemm)
             return OperatorTime(forward, backward, 1, 2)
         forward = gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
@@ -54,14 +54,12 @@ def operator_time(
 
 
 def _product_s(
-    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: GemmRates, element_bytes: int
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: GemmRates
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of a product forward, and of its two gradients."""
     m = np.asarray(rows, dtype=np.float64)
     passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
-    forward, dgrad, wgrad = (
-        gemm_seconds(m, n, k, rates, element_bytes=float(element_bytes), which=which) for which in passes
-    )
+    forward, dgrad, wgrad = (gemm_seconds(m, n, k, rates, which=which) for which in passes)
     return forward, dgrad + wgrad
 
 
@@ -82,7 +80,13 @@ def gemm_s(
 
 
 def attention_s(
-    op: FusedAttention, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates, element_bytes: int, *, backward: bool
+    op: FusedAttention,
+    tokens: IntArray | FloatArray,
+    tp: IntArray,
+    rates: DeviceRates,
+    element_bytes: int,
+    *,
+    backward: bool,
 ) -> FloatArray:
     """Seconds of fused causal attention of ``tokens`` tokens on one rank."""
     if rates.attention is None:

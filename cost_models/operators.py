@@ -162,7 +162,9 @@ def _attention(
         operators.append(_passes("rotary", rotated, kernels.rotary, "column"))
     longest, width = min(attention.window or seq_len, seq_len), attention.head_dim
     operators.append(
-        FusedAttention("attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads)
+        FusedAttention(
+            "attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads
+        )
     )
     operators.append(Gemm("attention_out", hidden_dim, q, "row"))
     return tuple(operators)
