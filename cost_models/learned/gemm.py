@@ -11,7 +11,7 @@ ensemble of trees on dimensionless features, clipped to the trained range. The f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..layouts import FloatArray
+from .least_squares import bent, least_squares
 from .trees import ResidualModel
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
@@ -127,12 +128,9 @@ def gemm_seconds(
     """
     shapes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
     first, inverse = _distinct(*shapes)
-    if which == "input_gradient":
-        shapes = [shapes[0], shapes[2], shapes[1]]
-    elif which == "weight_gradient":
-        shapes = [shapes[2], shapes[1], shapes[0]]
-    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in shapes)
-    seconds = _seconds(*distinct, rates)
+    order = {"forward": (0, 1, 2), "input_gradient": (0, 2, 1), "weight_gradient": (2, 1, 0)}[which]
+    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in (shapes[at] for at in order))
+    seconds = _seconds(distinct[0], distinct[1], distinct[2], rates)
     ratio = float(model().provenance["weight_gradient_ratio"]) if which == "weight_gradient" else 1.0
     return np.asarray(ratio * seconds[inverse].reshape(shapes[0].shape))
 
@@ -150,8 +148,8 @@ def _distinct(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=1 << 14)
 def _seconds(m: bytes, n: bytes, k: bytes, rates: GemmRates) -> FloatArray:
-    sizes = tuple(np.frombuffer(size, dtype=np.float64) for size in (m, n, k))
-    return predict(*sizes, rates)
+    rows, columns, depth = (np.frombuffer(size, dtype=np.float64) for size in (m, n, k))
+    return predict(rows, columns, depth, rates)
 
 
 def predict(
@@ -271,7 +269,9 @@ def calibrate(
     left = np.log(seconds / predict(m, n, k, short, residual=residual))
     centres = _scaled(features(m, n, k, own, sheet, element_bytes=size, software=rates.software))
     kernel = _kernel(centres, centres) + _NOISE**2 * np.eye(len(left))
-    return corrected._replace(correction=Correction(centres, np.linalg.solve(kernel, left)))
+    return corrected._replace(
+        correction=Correction(centres, np.asarray(np.linalg.solve(kernel, left), dtype=np.float64))
+    )
 
 
 def correction_of(columns: Mapping[str, FloatArray], correction: Correction | None) -> FloatArray | float:
@@ -288,27 +288,3 @@ def _scaled(columns: Mapping[str, FloatArray]) -> FloatArray:
 def _kernel(a: FloatArray, b: FloatArray) -> FloatArray:
     distance = ((a[:, None] - b[None]) ** 2).sum(axis=-1)
     return np.asarray(_AMPLITUDE**2 * np.exp(-0.5 * distance))
-
-
-def bent(error: FloatArray, width: float) -> FloatArray:
-    """Residuals whose square grows linearly beyond ``width`` (pseudo-Huber), for least squares with outliers."""
-    return np.asarray(np.sign(error) * np.sqrt(2 * width * (np.sqrt(error**2 + width**2) - width)))
-
-
-def least_squares(misfit: Any, start: FloatArray | Sequence[float], num_steps: int = 40) -> FloatArray:
-    """Levenberg-Marquardt with numerical derivatives: the few coefficients here need no more."""
-    z, damping = np.asarray(start, dtype=np.float64), 1e-2
-    value = misfit(z)
-    for _ in range(num_steps):
-        slope = np.stack([(misfit(z + step) - value) / 1e-4 for step in 1e-4 * np.eye(len(z))], axis=1)
-        curvature = slope.T @ slope
-        move = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope.T @ value)
-        trial = misfit(z + move)
-        if trial @ trial < value @ value:
-            done = np.abs(move).max() < 1e-5
-            z, value, damping = z + move, trial, damping / 3
-            if done:
-                break
-        else:
-            damping *= 4
-    return z

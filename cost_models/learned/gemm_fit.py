@@ -2,8 +2,8 @@
 
 Rows: bf16 and fp8 of aiconfigurator's tables (A100, H100, H200, B200, GB200, L40S; three software builds). A build is a column:
 the same GPU differs 4 to 7 % between builds, and one of them runs large bf16 products at clocks that sustained load does not
-reach. Planning in bf16 uses the build that covers every device and size; in fp8 the one whose rows include the quantisation of
-activations, as training pays for it too (fp8 with scales per block includes the host's launches and is left out).
+reach. Planning in bf16 uses the build that covers every device and size. fp8 rows are TensorRT-LLM's alone, plain kernels of sizes
+from 1024 on H100 and B200: those of vLLM include the quantisation of activations, those with scales per block the host's launches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from . import gemm
 from .estimator import RooflineRegressor
 from .fit import Fitted
 from .gemm import GemmCoefficients, GemmRates
+from .least_squares import bent, least_squares
 from .trees import ResidualModel
 
-SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0, "trtllm-fp8": 3.0, "vllm-fp8": 4.0}
+SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0, "trtllm-fp8": 3.0}
 """Software build -> column. The first two run large products with random operands at sustained clocks; large bf16 products of the
 third exceed the highest rates published (0.96 of the peak on A100, where 0.87 is the best found by search)."""
 
@@ -41,7 +42,7 @@ _SYSTEMS = dict(zip(("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "gb200", "l
 _CLASSES = {"A100-80GB": "A100-SXM-80GB", "H100-80GB": "H100-SXM-80GB", "B200": "B200-SXM-180GB"}
 _START = GemmCoefficients(3.5e-6, 0.75, 0.8, 2.6, 0.1)
 _LOOSE = np.array([1.0, 0.2, 0.2, 0.5, 1.0])
-_NUM_TREES = 260
+_NUM_TREES = 320
 _MOST_FP8 = 6000  # rows of a device and build, so that fp8 does not outweigh bf16
 
 Mask = NDArray[np.bool_]
@@ -73,7 +74,8 @@ def read_rows(folder: Path) -> pd.DataFrame:
     second = second.rename(columns={"dtype": "gemm_dtype"})
     columns = ["device", "build", "gemm_dtype", "m", "n", "k", "seconds"]
     rows = pd.concat([first[columns], second[columns]], ignore_index=True).astype(dict.fromkeys("mnk", float))
-    rows = rows[rows.gemm_dtype.isin(["bfloat16", "fp8"])].sample(frac=1, random_state=0)
+    fp8 = (rows.gemm_dtype == "fp8") & (rows.build == "trtllm")
+    rows = rows[(rows.gemm_dtype == "bfloat16") | fp8].sample(frac=1, random_state=0)
     fp8 = rows.gemm_dtype == "fp8"
     rows = rows[~fp8 | (rows.groupby(["device", "build", "gemm_dtype"]).cumcount() < _MOST_FP8)].sort_index()
     software = rows.build + np.where(rows.gemm_dtype == "fp8", "-fp8", "")
@@ -94,9 +96,9 @@ def fit_roofline(rows: pd.DataFrame, rates: GemmRates, most: int = 3000) -> Gemm
     def misfit(z: FloatArray) -> FloatArray:
         at = GemmCoefficients(*np.exp(z))
         error = np.log(gemm.roofline_s(m, n, k, at, rates.hardware, rates.element_bytes) / seconds)
-        return np.concatenate([gemm.bent(error * weight, 0.1), (z - prior) / _LOOSE])
+        return np.concatenate([bent(error * weight, 0.1), (z - prior) / _LOOSE])
 
-    return GemmCoefficients(*(float(value) for value in np.exp(gemm.least_squares(misfit, prior))))
+    return GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
 
 
 Rooflines = Mapping[tuple[str, str], GemmCoefficients]
@@ -153,7 +155,7 @@ def fit(folder: Path, *, score: bool) -> Fitted:
         ],
         "rooflines": {
             "bf16": shipped_rooflines(rooflines, "sglang"),
-            "fp8": shipped_rooflines(rooflines, "vllm-fp8"),
+            "fp8": shipped_rooflines(rooflines, "trtllm-fp8"),
         },
         "relative_error": errors,
         "weight_gradient_ratio": weight_gradient_ratio(folder),
