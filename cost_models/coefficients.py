@@ -129,7 +129,8 @@ def gemm_rates(device: Device, precision: Precision) -> GemmRates:
             launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
         )
     element_bytes = {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
-    return GemmRates(own, gemm_hardware(device, precision), software, element_bytes, _sustained(device))
+    ratio = coefficients()["fp8"]["gemm_efficiency_ratio"] if precision == "fp8" else 1.0
+    return GemmRates(own, gemm_hardware(device, precision), software, element_bytes, _sustained(device) * ratio)
 
 
 def is_measured(device: Device) -> bool:
