@@ -103,10 +103,11 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 
 def device_rates(device: Device, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one)."""
-    c, fit = coefficients(), _gemm_fit(device)
+    c = coefficients()
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
     gemm = None if is_cpu else gemm_rates(device, workload.precision)
+    fit = _cpu_fit(device) if gemm is None else gemm.coefficients
     slowed = 1.0 if gemm is None else gemm.sustained_ratio
     return DeviceRates(
         gemm=gemm,
@@ -149,19 +150,9 @@ def gemm_hardware(device: Device, precision: Precision) -> Hardware:
     )
 
 
-def _gemm_fit(device: Device) -> GemmFit:
-    if device.gemm is not None:
-        return device.gemm
-    if device.vendor != "cpu":
-        own, *_ = known_coefficients(device.name, device.architecture)
-        return GemmFit(
-            launch_s=own.launch_s,
-            compute_efficiency=own.compute_efficiency,
-            memory_efficiency=own.memory_efficiency,
-            source="cost_models/learned/gemm.npz",
-        )
+def _cpu_fit(device: Device) -> GemmFit:
     c = coefficients()["gemm"]
-    return GemmFit(**{name: c[name] for name in GemmFit.model_fields})
+    return device.gemm or GemmFit(**{name: c[name] for name in GemmFit.model_fields})
 
 
 def _sustained(device: Device) -> float:
