@@ -12,6 +12,7 @@ from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
 from ..schema.workload import Precision
 from .learned.attention import PROCESSORS, Silicon, kernel_name
+from .learned.gemm import GemmRates, Hardware, is_known, known_coefficients
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -47,6 +48,7 @@ class DeviceRates(NamedTuple):
     """What one device achieves.
 
     Attributes:
+        gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
         gemm_flops_per_s: large matrix products.
         attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
@@ -54,6 +56,7 @@ class DeviceRates(NamedTuple):
         update_bytes_per_s: passes of the optimizer over parameters and states.
     """
 
+    gemm: GemmRates | None
     gemm_flops_per_s: float
     attention: AttentionRates | None
     gemm_bytes_per_s: float
@@ -119,12 +122,14 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one) and the calibration."""
     c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
-    fit, peak = _gemm_fit(device), peak_flops_per_s(device, workload.precision)
-    quantised = c[workload.precision]["gemm_efficiency_ratio"] if workload.precision in ("fp8", "nvfp4") else 1.0
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
+    gemm = None if is_cpu else gemm_rates(device, workload.precision, ratio.products)
+    fit = _cpu_fit(device) if gemm is None else gemm.coefficients
+    slowed = ratio.products if gemm is None else gemm.sustained_ratio
     return DeviceRates(
-        gemm_flops_per_s=peak * fit.compute_efficiency * ratio.products * _sustained(device) * quantised,
+        gemm=gemm,
+        gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         attention=None if is_cpu else _attention_rates(cluster, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
@@ -137,8 +142,39 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     )
 
 
-def _gemm_fit(device: Device) -> GemmFit:
-    return device.gemm or GemmFit(**coefficients()["gemm"])
+def gemm_rates(device: Device, precision: Precision, calibration: float = 1.0) -> GemmRates:
+    """Matrix products of an accelerator: coefficients measured on it, else those of its kind, on top of its data sheet."""
+    own, software, _ = known_coefficients(device.name, device.architecture, is_fp8=precision == "fp8")
+    if device.gemm is not None:
+        fit = device.gemm
+        own = own._replace(
+            launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
+        )
+    element_bytes = {"nvfp4": 0.5, "fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
+    ratio = coefficients()[precision]["gemm_efficiency_ratio"] if precision in ("fp8", "nvfp4") else 1.0
+    slowed = _sustained(device) * ratio * calibration
+    return GemmRates(own, gemm_hardware(device, precision), software, element_bytes, slowed)
+
+
+def is_measured(device: Device) -> bool:
+    """Whether matrix products were measured on this device or on its kind, not only on its architecture."""
+    return device.gemm is not None or (device.vendor != "cpu" and is_known(device.name))
+
+
+def gemm_hardware(device: Device, precision: Precision) -> Hardware:
+    """What the learned model of matrix products knows of a device."""
+    c = coefficients()["gemm"]
+    return Hardware(
+        peak_flops_per_s(device, precision),
+        device.memory_bandwidth_bytes_per_s,
+        device.num_sms or c["num_sms"],
+        float(device.cache_bytes or c["cache_bytes"]),
+    )
+
+
+def _cpu_fit(device: Device) -> GemmFit:
+    c = coefficients()["gemm"]
+    return device.gemm or GemmFit(**{name: c[name] for name in GemmFit.model_fields})
 
 
 def _sustained(device: Device) -> float:

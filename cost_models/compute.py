@@ -12,6 +12,7 @@ import numpy as np
 from .coefficients import DeviceRates
 from .layouts import FloatArray, IntArray
 from .learned.attention import AttentionShape, attention_seconds
+from .learned.gemm import GemmRates, Pass, gemm_seconds
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 
 
@@ -40,6 +41,9 @@ def operator_time(
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
+        if rates.gemm is not None and op.num_matrices == 1:
+            forward, backward = _product_s(rows, n, k, rates.gemm)
+            return OperatorTime(forward, backward, 1, 2)
         forward = gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
         return OperatorTime(forward, forward, 1, 1) if op.frozen else OperatorTime(forward, 2 * forward, 1, 2)
@@ -47,6 +51,16 @@ def operator_time(
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
     return _elementwise_time(op, tokens, tp, sequence_parallel, rates, compute_bytes)
+
+
+def _product_s(
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: GemmRates
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of a product forward, and of its two gradients."""
+    m = np.asarray(rows, dtype=np.float64)
+    passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+    forward, dgrad, wgrad = (gemm_seconds(m, n, k, rates, which=which) for which in passes)
+    return forward, dgrad + wgrad
 
 
 def gemm_s(
