@@ -45,13 +45,16 @@ class DeviceRates(NamedTuple):
     """What one device achieves.
 
     Attributes:
-        gemm_flops_per_s: large matrix products.
+        gemm_flops_per_s: large matrix products; full_gemm_flops_per_s: those that fp8 training keeps in bf16.
+        quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
         attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
     """
 
     gemm_flops_per_s: float
+    full_gemm_flops_per_s: float
+    quantize_bytes: float
     attention: AttentionRates | None
     gemm_bytes_per_s: float
     elementwise_bytes_per_s: float
@@ -104,11 +107,12 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
     peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
+    slowed = fit.compute_efficiency * _sustained(device)
+    full = peak_flops_per_s(device, "bf16-mixed") if is_fp8 else peak
     return DeviceRates(
-        gemm_flops_per_s=peak
-        * fit.compute_efficiency
-        * _sustained(device)
-        * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
+        gemm_flops_per_s=peak * slowed * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
+        full_gemm_flops_per_s=full * slowed,
+        quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
         attention=None if is_cpu else _attention_rates(device, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s

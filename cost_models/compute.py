@@ -40,9 +40,13 @@ def operator_time(
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
-        forward = gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
+        used = rates if op.quantized else rates._replace(gemm_flops_per_s=rates.full_gemm_flops_per_s)
+        forward = gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
-        return OperatorTime(forward, 2 * forward, 1, 2)
+        if not (op.quantized and rates.quantize_bytes):
+            return OperatorTime(forward, 2 * forward, 1, 2)
+        cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
+        return OperatorTime(forward + cast[0], 2 * forward + cast[1], 2, 3)
     if isinstance(op, FusedAttention):
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
@@ -65,8 +69,21 @@ def gemm_s(
     return np.asarray(rates.launch_s + roofline, dtype=np.float64)
 
 
+def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArray:
+    """Seconds of casting the input of a product to fp8, forward its activations and backward the gradient of its output."""
+    return np.asarray(
+        rates.kernel_s + elements * rates.quantize_bytes / rates.elementwise_bytes_per_s, dtype=np.float64
+    )
+
+
 def attention_s(
-    op: FusedAttention, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates, element_bytes: int, *, backward: bool
+    op: FusedAttention,
+    tokens: IntArray | FloatArray,
+    tp: IntArray,
+    rates: DeviceRates,
+    element_bytes: int,
+    *,
+    backward: bool,
 ) -> FloatArray:
     """Seconds of fused causal attention of ``tokens`` tokens on one rank."""
     if rates.attention is None:

@@ -25,7 +25,12 @@ Layer = Embedding | Block | Head | MTPHead
 
 @dataclass(frozen=True)
 class Gemm:
-    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows); ``routed`` ones are experts."""
+    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows).
+
+    Attributes:
+        routed: the weights are experts.
+        quantized: fp8 training runs it in fp8; engines keep logits and routers in bf16.
+    """
 
     name: str
     n: int
@@ -34,6 +39,7 @@ class Gemm:
     rows_per_token: int = 1
     num_matrices: int = 1
     routed: bool = False
+    quantized: bool = True
 
     @property
     def num_params(self) -> int:
@@ -104,7 +110,10 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
 def layer_operators(
     layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False, engine: Engine = "fsdp2"
 ) -> tuple[Operator, ...]:
-    """Operators of one layer in an engine, forward order; ``unfused`` attention computes and stores whole [heads, seq, seq] scores."""
+    """Operators of one layer in an engine, forward order.
+
+    ``unfused`` attention computes and stores whole [heads, seq, seq] scores.
+    """
     kernels = ENGINE_KERNELS[engine]
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
@@ -116,7 +125,7 @@ def layer_operators(
         block = layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine)
         return (*norms, projection, *block)
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
-    residuals = Elementwise("residual_adds", 6 * hidden_dim, 6 * hidden_dim, 2, 2, "tokens")
+    residuals = _passes("residual_adds", hidden_dim, kernels.residual, "tokens")
     attention = _attention(layer.attention, hidden_dim, seq_len, kernels)
     if unfused:
         attention = tuple(part for op in attention for part in _unfused(op, seq_len))
@@ -143,7 +152,7 @@ def _passes(name: str, width: float, passes: Passes, shard: Shard, element_bytes
 
 def _logits(vocab_size: int, hidden_dim: int, kernels: EngineKernels) -> tuple[Operator, ...]:
     loss = _passes("cross_entropy", vocab_size, kernels.loss, "column", element_bytes=4)
-    return (Gemm("logits", vocab_size, hidden_dim, "column"), loss)
+    return (Gemm("logits", vocab_size, hidden_dim, "column", quantized=False), loss)
 
 
 def _attention(
@@ -156,15 +165,22 @@ def _attention(
     q, kv = attention.q_dim, attention.kv_dim
     rotated = int((q + kv) * attention.rope_fraction)
     operators: list[Operator] = [Gemm("qkv", q + 2 * kv, hidden_dim, "column")]
+    if attention.qkv_bias:
+        operators.append(_passes("qkv_bias", q + 2 * kv, kernels.bias, "column"))
+    operators.append(_passes("qkv_copies", q + 2 * kv, kernels.qkv, "column"))
     if attention.qk_norm != "none":
         operators.append(_norm("qk_norm", q + kv, "column", kernels))
     if rotated:
         operators.append(_passes("rotary", rotated, kernels.rotary, "column"))
     longest, width = min(attention.window or seq_len, seq_len), attention.head_dim
     operators.append(
-        FusedAttention("attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads)
+        FusedAttention(
+            "attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads
+        )
     )
     operators.append(Gemm("attention_out", hidden_dim, q, "row"))
+    if attention.out_bias:
+        operators.append(_passes("out_bias", hidden_dim, kernels.bias, "tokens"))
     return tuple(operators)
 
 
@@ -202,10 +218,15 @@ def _dense(
     width = (2 if mlp.gated else 1) * mlp.ffn_dim
     passes = kernels.gated if mlp.gated else kernels.plain
     activation = replace(_passes(f"{prefix}activation", mlp.ffn_dim * rows, passes, "column"), routed=routed)
+    biases = (
+        _passes(f"{prefix}up_bias", width * rows, kernels.bias, "column"),
+        _passes(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens"),
+    )
     return (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
         activation,
         Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices, routed),
+        *(replace(bias, routed=routed) for bias in (biases if mlp.bias else ())),
     )
 
 
@@ -216,7 +237,7 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, kernels: EngineKernels) -> tuple[
     width = 5 * mlp.top_k * hidden_dim
     dispatch = Elementwise("dispatch", width, width, 6, 6, "none", routed=True)
     shared = _dense(mlp.shared, hidden_dim, "shared_", kernels) if mlp.shared else ()
-    router = Gemm("router", mlp.num_experts, hidden_dim, "none")
+    router = Gemm("router", mlp.num_experts, hidden_dim, "none", quantized=False)
     experts = _dense(mlp.expert, hidden_dim, "expert_", kernels, mlp.top_k, mlp.num_experts, routed=True)
     return (router, dispatch, *experts, *shared)
 

@@ -102,7 +102,9 @@ def attention_bytes(shape: AttentionShape, *, backward: bool) -> FloatArray:
     return np.asarray(once * (2.0 if backward else 1.0), dtype=np.float64)
 
 
-def residual_features(shape: AttentionShape, silicon: Silicon, columns: FloatArray, terms: FloatArray) -> dict[str, FloatArray]:
+def residual_features(
+    shape: AttentionShape, silicon: Silicon, columns: FloatArray, terms: FloatArray
+) -> dict[str, FloatArray]:
     """Features of the residual [N]: sizes, waves of thread blocks, and the share of each term in the roofline."""
     weighted = columns * terms
     share = weighted / weighted.sum(axis=-1, keepdims=True)

@@ -42,11 +42,16 @@ PUBLISHED_TFLOPS: dict[tuple[str, str, int, bool], tuple[float, ...]] = {
     ("hopper", "backward", 64, False): (272, 363, 422, 453, 472, 474),
     ("hopper", "backward", 128, False): (316, 424, 501, 542, 559, 561),
 }
-"""(kernel, pass, head width, causal) -> TFLOP/s on H100 SXM at 16k tokens and 2048 / width heads. Source: arXiv:2407.08608, figures 5 and 6."""
+"""(kernel, pass, head width, causal) -> TFLOP/s on H100 SXM at 16k tokens and 2048 / width heads.
 
-SOURCES = "attention_prefill.parquet (ai-dynamo/aiconfigurator 095f58a, Apache-2.0), SimuMax (Apache-2.0), arXiv:2407.08608"
+Source: arXiv:2407.08608, figures 5 and 6.
+"""
+
+SOURCES = (
+    "attention_prefill.parquet (ai-dynamo/aiconfigurator 095f58a, Apache-2.0), SimuMax (Apache-2.0), arXiv:2407.08608"
+)
 BACKWARD_PRIOR = np.array([1.2, 1.0, 2.0])
-"""Products: 0.8 of the forward efficiency (FlashAttention-2 paper); tail: as forward; traffic: queries' gradients add up in fp32."""
+"""Products: 0.8 of the forward efficiency (FlashAttention-2 paper); tail: as forward; traffic: dq adds up in fp32."""
 MIN_SEQ_LEN, MAX_WIDTH = 128, 256
 
 
@@ -58,7 +63,8 @@ def fit(folder: Path, *, score: bool) -> Fitted:
     forward["other"] = np.median([forward[name] for name in ("ampere", "ada", "hopper", "blackwell")], axis=0)
     slower = _backward_ratios(folder / "operators" / "simumax" / "efficiency.csv", forward)
     kernels = {
-        name: {"forward": terms.tolist(), "backward": (terms * slower[name]).tolist()} for name, terms in forward.items()
+        name: {"forward": terms.tolist(), "backward": (terms * slower[name]).tolist()}
+        for name, terms in forward.items()
     }
     sample = table.sample(min(len(table), 40_000), random_state=0)
     model = _fit_residual(sample, forward).to_model(
@@ -146,7 +152,9 @@ def _backward_ratios(path: Path, forward: dict[str, FloatArray]) -> dict[str, Fl
     return {name: ratios.get(name, typical) for name in forward}
 
 
-def _ratio(terms: FloatArray, ahead: FloatArray, ahead_s: FloatArray, behind: FloatArray, behind_s: FloatArray) -> FloatArray:
+def _ratio(
+    terms: FloatArray, ahead: FloatArray, ahead_s: FloatArray, behind: FloatArray, behind_s: FloatArray
+) -> FloatArray:
     """Ratios of the products (with the softmax), the tail and the traffic that explain the backward times of one host.
 
     The host's own speed is what its forward passes say, so that a slow one does not pass for a slow backward kernel. The ratios
@@ -206,7 +214,7 @@ def _fit_residual(table: pd.DataFrame, forward: dict[str, FloatArray]) -> Roofli
 
 def _predict(regressor: RooflineRegressor, table: pd.DataFrame, forward: dict[str, FloatArray]) -> FloatArray:
     _, features, roofline = _matrix(table, forward)
-    return regressor.predict(np.column_stack([roofline, features]))
+    return np.asarray(regressor.predict(np.column_stack([roofline, features])))
 
 
 def _scores(table: pd.DataFrame) -> dict[str, Any]:
@@ -215,7 +223,10 @@ def _scores(table: pd.DataFrame) -> dict[str, Any]:
     largest = work > work.groupby(table.system).transform(lambda part: part.quantile(0.8))
     random = np.random.default_rng(0).random(len(table)) < 0.2
     scores = {}
-    for name, left_out in (("a random fifth of the rows", random), ("the largest fifth of the sizes", largest.to_numpy())):
+    for name, left_out in (
+        ("a random fifth of the rows", random),
+        ("the largest fifth of the sizes", largest.to_numpy()),
+    ):
         kept = table[~left_out]
         forward = {family: fit_terms(part) for family, part in kept.groupby("family")}
         regressor = _fit_residual(kept.sample(min(len(kept), 30_000), random_state=0), forward)

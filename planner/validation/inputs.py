@@ -275,5 +275,3 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         flash_generation=default_of(row.framework, FLASH_GENERATION),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
-
-
