@@ -47,6 +47,7 @@ class DeviceRates(NamedTuple):
     Attributes:
         gemm_flops_per_s: large matrix products; full_gemm_flops_per_s: those that fp8 training keeps in bf16.
         quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
+        expert_by_expert: the engine launches a product for each expert instead of one for all.
         attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
@@ -55,6 +56,7 @@ class DeviceRates(NamedTuple):
     gemm_flops_per_s: float
     full_gemm_flops_per_s: float
     quantize_bytes: float
+    expert_by_expert: bool
     attention: AttentionRates | None
     gemm_bytes_per_s: float
     elementwise_bytes_per_s: float
@@ -113,6 +115,7 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         gemm_flops_per_s=peak * slowed * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
         full_gemm_flops_per_s=full * slowed,
         quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
+        expert_by_expert=workload.engine in ("megatron", "deepspeed"),  # Transformer Engine's GroupedLinear loops over streams
         attention=None if is_cpu else _attention_rates(device, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s

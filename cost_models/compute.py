@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .coefficients import DeviceRates
+from .coefficients import DeviceRates, coefficients
 from .layouts import FloatArray, IntArray
 from .learned.attention import AttentionShape, attention_seconds
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
@@ -41,12 +41,16 @@ def operator_time(
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
         used = rates if op.quantized else rates._replace(gemm_flops_per_s=rates.full_gemm_flops_per_s)
-        forward = gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
-        # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
+        if op.num_matrices > 1:
+            forward, backward = grouped_gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
+        else:
+            # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
+            forward = gemm_s(rows, n, k, used, compute_bytes)
+            backward = 2 * forward
         if not (op.quantized and rates.quantize_bytes):
-            return OperatorTime(forward, 2 * forward, 1, 2)
+            return OperatorTime(forward, backward, 1, 2)
         cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
-        return OperatorTime(forward + cast[0], 2 * forward + cast[1], 2, 3)
+        return OperatorTime(forward + cast[0], backward + cast[1], 2, 3)
     if isinstance(op, FusedAttention):
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
@@ -54,19 +58,52 @@ def operator_time(
 
 
 def gemm_s(
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
+) -> FloatArray:
+    """Seconds of one [rows,k] x [k,n] product."""
+    return np.asarray(rates.launch_s + _product_s(rows, n, k, 1.0, rates, element_bytes), dtype=np.float64)
+
+
+def _product_s(
+    rows: FloatArray | IntArray,
+    n: FloatArray,
+    k: FloatArray,
+    num_matrices: FloatArray | float,
+    rates: DeviceRates,
+    element_bytes: float,
+    weight_bytes: float | None = None,
+) -> FloatArray:
+    """Roofline of products whose rows are spread over ``num_matrices`` weights; weights may move other bytes than the rest."""
+    flops = 2.0 * rows * n * k
+    weights = (element_bytes if weight_bytes is None else weight_bytes) * num_matrices * n * k
+    traffic = element_bytes * rows * (n + k) + weights
+    return np.asarray(np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.gemm_bytes_per_s), dtype=np.float64)
+
+
+def grouped_gemm_s(
     rows: FloatArray | IntArray,
     n: FloatArray,
     k: FloatArray,
     num_matrices: FloatArray | float,
     rates: DeviceRates,
     element_bytes: int,
-) -> FloatArray:
-    """Seconds of [rows,k] x [k,n] products whose rows are spread over ``num_matrices`` weights."""
-    flops = 2.0 * rows * n * k
-    traffic = element_bytes * (rows * (n + k) + num_matrices * n * k)
-    # Experts run as one grouped kernel where there is one; a launch for each of a few is the floor.
-    roofline = np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.gemm_bytes_per_s)
-    return np.asarray(rates.launch_s + roofline, dtype=np.float64)
+) -> tuple[FloatArray, FloatArray]:
+    """Forward and backward seconds of one product for every expert, the rows spread evenly over ``num_matrices`` experts.
+
+        pass = launch + experts * per_expert_s + slower * roofline
+
+    Sizes that leave few rows to an expert are bound by its weights and by what each expert costs by itself. The weights'
+    gradients add up in fp32, read and written. Coefficients: coefficients.toml, [grouped_gemm].
+    """
+    c = coefficients()["grouped_gemm"]
+    same = _product_s(rows, n, k, num_matrices, rates, element_bytes)
+    weights = _product_s(rows, n, k, num_matrices, rates, element_bytes, weight_bytes=8.0)
+    one_by_one = num_matrices * 1.0 if rates.expert_by_expert else 0.0
+    forward, to_inputs, to_weights = (
+        rates.launch_s + one_by_one * c[f"{name}_expert_s"] + c[f"{name}_ratio"] * roofline
+        for name, roofline in (("forward", same), ("dgrad", same), ("wgrad", weights))
+    )
+    return np.asarray(forward, dtype=np.float64), np.asarray(to_inputs + to_weights, dtype=np.float64)
 
 
 def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArray:
