@@ -12,6 +12,7 @@ from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
 from ..schema.workload import Precision
 from .learned.attention import PROCESSORS, Silicon, kernel_name
+from .learned.gemm import GemmRates, Hardware, is_known, known_coefficients
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -45,7 +46,9 @@ class DeviceRates(NamedTuple):
     """What one device achieves.
 
     Attributes:
-        gemm_flops_per_s: large matrix products; full_gemm_flops_per_s: those that fp8 training keeps in bf16.
+        gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
+        full_gemm: the same for those that fp8 training keeps in bf16.
+        gemm_flops_per_s: large matrix products.
         quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
         expert_by_expert: the engine launches a product for each expert instead of one for all.
         attention: fused attention; None where it runs at the rate of products (CPUs).
@@ -53,8 +56,9 @@ class DeviceRates(NamedTuple):
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
     """
 
+    gemm: GemmRates | None
+    full_gemm: GemmRates | None
     gemm_flops_per_s: float
-    full_gemm_flops_per_s: float
     quantize_bytes: float
     expert_by_expert: bool
     attention: AttentionRates | None
@@ -106,14 +110,14 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 def device_rates(device: Device, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one)."""
     c, fit = coefficients(), _gemm_fit(device)
-    peak, is_fp8 = peak_flops_per_s(device, workload.precision), workload.precision == "fp8"
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
-    slowed = fit.compute_efficiency * _sustained(device)
-    full = peak_flops_per_s(device, "bf16-mixed") if is_fp8 else peak
+    gemm, is_fp8 = None if is_cpu else gemm_rates(device, workload.precision), workload.precision == "fp8"
+    slowed = 1.0 if gemm is None else gemm.sustained_ratio
     return DeviceRates(
-        gemm_flops_per_s=peak * slowed * (c["fp8"]["gemm_efficiency_ratio"] if is_fp8 else 1.0),
-        full_gemm_flops_per_s=full * slowed,
+        gemm=gemm,
+        full_gemm=gemm_rates(device, "bf16-mixed") if is_fp8 else gemm,
+        gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
         expert_by_expert=workload.engine in ("megatron", "deepspeed"),  # Transformer Engine's GroupedLinear loops over streams
         attention=None if is_cpu else _attention_rates(device, workload),
@@ -125,8 +129,47 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
     )
 
 
+def gemm_rates(device: Device, precision: Precision) -> GemmRates:
+    """Matrix products of an accelerator: coefficients measured on it, else those of its kind, on top of its data sheet."""
+    own, _ = known_coefficients(device.name, device.architecture)
+    if device.gemm is not None:
+        fit = device.gemm
+        own = own._replace(
+            launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
+        )
+    ratio = coefficients()["fp8"]["gemm_efficiency_ratio"] if precision == "fp8" else 1.0
+    return GemmRates(own, gemm_hardware(device, precision), _sustained(device) * ratio)
+
+
+def is_measured(device: Device) -> bool:
+    """Whether matrix products were measured on this device or on its kind, not only on its architecture."""
+    return device.gemm is not None or (device.vendor != "cpu" and is_known(device.name))
+
+
+def gemm_hardware(device: Device, precision: Precision) -> Hardware:
+    """What the learned model of matrix products knows of a device."""
+    c = coefficients()["gemm"]
+    return Hardware(
+        peak_flops_per_s(device, precision),
+        device.memory_bandwidth_bytes_per_s,
+        device.num_sms or c["num_sms"],
+        float(device.cache_bytes or c["cache_bytes"]),
+    )
+
+
 def _gemm_fit(device: Device) -> GemmFit:
-    return device.gemm or GemmFit(**coefficients()["gemm"])
+    if device.gemm is not None:
+        return device.gemm
+    if device.vendor != "cpu":
+        own, _ = known_coefficients(device.name, device.architecture)
+        return GemmFit(
+            launch_s=own.launch_s,
+            compute_efficiency=own.compute_efficiency,
+            memory_efficiency=own.memory_efficiency,
+            source="cost_models/learned/gemm.npz",
+        )
+    c = coefficients()["gemm"]
+    return GemmFit(**{name: c[name] for name in GemmFit.model_fields})
 
 
 def _sustained(device: Device) -> float:
@@ -139,8 +182,7 @@ def _attention_rates(device: Device, workload: Workload) -> AttentionRates:
     c, kernel = coefficients()["attention"], kernel_name(device.architecture, workload.engine)
     # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
     sustained = 1.0 if kernel == "hopper_fa2" else _sustained(device)
-    silicon = Silicon(
-        peak * sustained, device.memory_bandwidth_bytes_per_s, PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
-    )
+    processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
+    silicon = Silicon(peak * sustained, device.memory_bandwidth_bytes_per_s, processors)
     is_first = workload.flash_generation == 1
     return AttentionRates(kernel, silicon, c["first_generation_ratio"] if is_first else 1.0)

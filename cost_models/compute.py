@@ -12,6 +12,7 @@ import numpy as np
 from .coefficients import DeviceRates, coefficients
 from .layouts import FloatArray, IntArray
 from .learned.attention import AttentionShape, attention_seconds
+from .learned.gemm import Pass, gemm_seconds
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 
 
@@ -40,13 +41,11 @@ def operator_time(
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
-        used = rates if op.quantized else rates._replace(gemm_flops_per_s=rates.full_gemm_flops_per_s)
+        used = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
         if op.num_matrices > 1:
             forward, backward = grouped_gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
         else:
-            # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
-            forward = gemm_s(rows, n, k, used, compute_bytes)
-            backward = 2 * forward
+            forward, backward = _product_s(rows, n, k, used, compute_bytes)
         if not (op.quantized and rates.quantize_bytes):
             return OperatorTime(forward, backward, 1, 2)
         cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
@@ -57,27 +56,29 @@ def operator_time(
     return _elementwise_time(op, tokens, tp, sequence_parallel, rates, compute_bytes)
 
 
+def _product_s(
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of a product forward, and of its two gradients."""
+    if rates.gemm is None:
+        # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
+        forward = gemm_s(rows, n, k, rates, element_bytes)
+        return forward, 2 * forward
+    m, own, size = np.asarray(rows, dtype=np.float64), rates.gemm, float(element_bytes)
+    passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+    forward, dgrad, wgrad = (gemm_seconds(m, n, k, own, element_bytes=size, which=which) for which in passes)
+    return forward, dgrad + wgrad
+
+
 def gemm_s(
     rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
 ) -> FloatArray:
     """Seconds of one [rows,k] x [k,n] product."""
-    return np.asarray(rates.launch_s + _product_s(rows, n, k, 1.0, rates, element_bytes), dtype=np.float64)
-
-
-def _product_s(
-    rows: FloatArray | IntArray,
-    n: FloatArray,
-    k: FloatArray,
-    num_matrices: FloatArray | float,
-    rates: DeviceRates,
-    element_bytes: float,
-    weight_bytes: float | None = None,
-) -> FloatArray:
-    """Roofline of products whose rows are spread over ``num_matrices`` weights; weights may move other bytes than the rest."""
-    flops = 2.0 * rows * n * k
-    weights = (element_bytes if weight_bytes is None else weight_bytes) * num_matrices * n * k
-    traffic = element_bytes * rows * (n + k) + weights
-    return np.asarray(np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.gemm_bytes_per_s), dtype=np.float64)
+    if rates.gemm is not None:
+        return gemm_seconds(np.asarray(rows, dtype=np.float64), n, k, rates.gemm, element_bytes=float(element_bytes))
+    flops = 2.0 * rows * n * k / rates.gemm_flops_per_s
+    traffic = element_bytes * (rows * (n + k) + n * k) / rates.gemm_bytes_per_s
+    return np.asarray(rates.launch_s + np.maximum(flops, traffic), dtype=np.float64)
 
 
 def grouped_gemm_s(
@@ -90,18 +91,21 @@ def grouped_gemm_s(
 ) -> tuple[FloatArray, FloatArray]:
     """Forward and backward seconds of one product for every expert, the rows spread evenly over ``num_matrices`` experts.
 
-        pass = launch + experts * per_expert_s + slower * roofline
+        pass = experts * per_expert_s + ratio * max(one product of all rows, bytes / (W e_m))
 
-    Sizes that leave few rows to an expert are bound by its weights and by what each expert costs by itself. The weights'
+    Sizes that leave few rows to an expert are bound by the weights and by what each expert costs by itself. The weights'
     gradients add up in fp32, read and written. Coefficients: coefficients.toml, [grouped_gemm].
     """
-    c = coefficients()["grouped_gemm"]
-    same = _product_s(rows, n, k, num_matrices, rates, element_bytes)
-    weights = _product_s(rows, n, k, num_matrices, rates, element_bytes, weight_bytes=8.0)
+    c, together = coefficients()["grouped_gemm"], gemm_s(rows, n, k, rates, element_bytes)
     one_by_one = num_matrices * 1.0 if rates.expert_by_expert else 0.0
     forward, to_inputs, to_weights = (
-        rates.launch_s + one_by_one * c[f"{name}_expert_s"] + c[f"{name}_ratio"] * roofline
-        for name, roofline in (("forward", same), ("dgrad", same), ("wgrad", weights))
+        one_by_one * c[f"{name}_expert_s"]
+        + c[f"{name}_ratio"]
+        * np.maximum(
+            together,
+            (element_bytes * rows * (n + k) + weight_bytes * num_matrices * n * k) / rates.gemm_bytes_per_s,
+        )
+        for name, weight_bytes in (("forward", element_bytes), ("dgrad", element_bytes), ("wgrad", 8))
     )
     return np.asarray(forward, dtype=np.float64), np.asarray(to_inputs + to_weights, dtype=np.float64)
 

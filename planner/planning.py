@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import LayoutBatch
 from ..cost_models.step import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
@@ -148,7 +149,7 @@ def _notes(
         notes.append(
             f"sequences of {workload.seq_len} are longer than the {model.max_seq_len} of the published configuration"
         )
-    if cluster.weakest_device.gemm is None:
+    if not is_measured(cluster.weakest_device):
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
     if cluster.bandwidth_matrix is not None:
         notes.append("the bandwidth matrix is not used yet: links count with the bandwidth of their level")

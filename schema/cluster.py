@@ -45,7 +45,8 @@ class Device(Frozen):
 
     Attributes:
         memory_bytes: what the framework reports as total, not the decimal figure of the data sheet.
-        gemm: measured efficiencies; None where only the data sheet is known.
+        num_sms: streaming multiprocessors (AMD: compute units); cache_bytes: second-level cache; None where unknown.
+        gemm: efficiencies measured on this machine; None where none were.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Device(Frozen):
     memory_bytes: PositiveInt
     memory_bandwidth_bytes_per_s: PositiveFloat
     peak_flops_per_s: PeakFlops
+    num_sms: PositiveInt | None = None
+    cache_bytes: PositiveInt | None = None
     gemm: GemmFit | None = None
     price_per_hour: PositiveFloat | None = None
     source: str = ""

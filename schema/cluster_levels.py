@@ -10,7 +10,8 @@ from .catalogue import find_link
 from .cluster import CollectiveLatency, Device, GemmFit, Link, LinkEfficiency, LinkLevel, NodeGroup, PeakFlops
 
 _DEVICE_FIELDS = (
-    "vendor", "architecture", "memory_bytes", "memory_bandwidth_bytes_per_s", "price_per_hour", "source",
+    "vendor", "architecture", "memory_bytes", "memory_bandwidth_bytes_per_s", "num_sms", "cache_bytes",
+    "price_per_hour", "source",
 )  # fmt: skip
 
 

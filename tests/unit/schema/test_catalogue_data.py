@@ -23,6 +23,8 @@ DEVICE_REQUIRED = {
     "memory_bytes",
     "memory_bandwidth_bytes_per_s",
     "peak_flops_per_s",
+    "num_sms",
+    "cache_bytes",
     "scaleup",
     "scaleup_domain",
     "devices_per_node",
@@ -30,7 +32,7 @@ DEVICE_REQUIRED = {
     "host_link_bytes_per_s",
     "source",
 }
-DEVICE_OPTIONAL = {"max_matmul_flops_per_s", "price_per_hour", "price_source", "gemm"}
+DEVICE_OPTIONAL = {"max_matmul_flops_per_s", "price_per_hour", "price_source"}
 LINK_FIELDS = {
     "kind",
     "title",
@@ -187,13 +189,11 @@ def test_device_peaks_are_dense_and_ordered(name: str) -> None:
         assert 0.4 * peaks[dtype] <= rate <= peaks[dtype]
 
 
-@pytest.mark.parametrize("name", [name for name, device in DEVICES.items() if "gemm" in device])
-def test_gemm_coefficients_are_fractions_and_microseconds(name: str) -> None:
-    gemm = DEVICES[name]["gemm"]
-    assert set(gemm) == {"launch_s", "compute_efficiency", "memory_efficiency", "source"}
-    assert 1e-7 <= gemm["launch_s"] <= 1e-4
-    assert 0 < gemm["compute_efficiency"] <= 1
-    assert 0 < gemm["memory_efficiency"] <= 1
+@pytest.mark.parametrize("name", DEVICES)
+def test_processors_and_cache_are_plausible(name: str) -> None:
+    device = DEVICES[name]
+    assert 40 <= device["num_sms"] <= 304
+    assert 4 * 2**20 <= device["cache_bytes"] <= 256 * 2**20
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -212,7 +212,7 @@ def test_link_figures_are_in_plausible_units(name: str) -> None:
 @pytest.mark.parametrize("table", [DEVICES, LINKS], ids=["devices", "links"])
 def test_every_entry_names_its_source(table: dict[str, dict[str, Any]]) -> None:
     for name, entry in table.items():
-        texts = [entry["source"], entry.get("price_source", "-"), entry.get("gemm", {}).get("source", "-")]
+        texts = [entry["source"], entry.get("price_source", "-")]
         assert all(isinstance(text, str) and text.strip() for text in texts), name
 
 

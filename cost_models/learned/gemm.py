@@ -1,0 +1,312 @@
+"""Seconds of one matrix product [m,k] x [k,n] on an accelerator: a roofline with soft corners times a learned residual.
+
+    t = (t0 + (c^p + b^p)^(1/p)) * exp(r(x))
+    c = F / (P e_c) * (1 + a / waves)          F = 2 m n k; waves = m n / (128 * 128 * SMs): the last wave is not full
+    b = B h / (W e_m)                          B = bytes of the three matrices once; h <= 1: what the cache holds is cheaper
+    h = phi + (1 - phi) min(1, 3 B / L2)       phi = 0.1
+
+t0, e_c, e_m, p, a belong to the device (fitted; the median of the known ones for a device that is only a data sheet); r is an
+ensemble of trees on dimensionless features, clipped to the trained range. The fit is gemm_fit.py, the artefact gemm.npz.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ..layouts import FloatArray
+from .trees import ResidualModel
+
+Pass = Literal["forward", "input_gradient", "weight_gradient"]
+
+_TILE = 128
+_CACHED_COST = 0.1  # of a byte from cache over one from memory; with _CACHE_PARTS the value that carries best to unseen devices
+_CACHE_PARTS = 3.0  # operands up to a third of the cache stay in it [fitted: both on families left out, gemm_fit.py --score]
+_SOFTWARE = 0.0  # software whose large products run at the clocks of sustained load (see gemm_fit.SOFTWARE)
+
+
+class GemmCoefficients(NamedTuple):
+    """What a device adds to its data sheet.
+
+    Attributes:
+        launch_s: t0; compute_efficiency, memory_efficiency: e_c, e_m, of the peaks.
+        sharpness: p of the soft maximum; tail_waves: a, waves' worth of time that the last wave and the filling cost.
+    """
+
+    launch_s: float
+    compute_efficiency: float
+    memory_efficiency: float
+    sharpness: float
+    tail_waves: float
+
+
+class Hardware(NamedTuple):
+    """The data sheet: dense FLOP/s, bytes/s, streaming multiprocessors and bytes of second-level cache."""
+
+    peak_flops_per_s: float
+    memory_bandwidth_bytes_per_s: float
+    num_processors: int
+    cache_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """What points measured on one device add to the log-residual: a Gaussian process through them.
+
+    Attributes:
+        centres: scaled features of the points [P, 5]; weights [P].
+    """
+
+    centres: FloatArray
+    weights: FloatArray
+
+
+class GemmRates(NamedTuple):
+    """A device ready to be asked.
+
+    Attributes:
+        sustained_ratio: arithmetic rate over hours of training over that of a short benchmark.
+        correction: of points measured on this device, where there are any.
+    """
+
+    coefficients: GemmCoefficients
+    hardware: Hardware
+    sustained_ratio: float = 1.0
+    correction: Correction | None = None
+
+
+def model() -> ResidualModel:
+    """The shipped residual; its provenance holds the coefficients of the devices it was fitted on."""
+    return ResidualModel.load("gemm")
+
+
+def known_coefficients(device: str, architecture: str) -> tuple[GemmCoefficients, float]:
+    """Coefficients for a device and the relative error (one standard deviation) to expect of single products.
+
+    A device without measurements takes its architecture's, an unknown architecture the median of all, with the error that
+    devices and families left out of the fit had.
+    """
+    fits, errors = model().provenance["rooflines"], model().provenance["relative_error"]
+    for group, key in (("devices", device), ("architectures", architecture)):
+        if key in fits[group]:
+            return GemmCoefficients(*fits[group][key]), float(errors[group])
+    return GemmCoefficients(*fits["median"]), float(errors["unknown"])
+
+
+def is_known(device: str) -> bool:
+    """Whether products of this device are among those the model was fitted on."""
+    return device in model().provenance["rooflines"]["devices"]
+
+
+def relative_error(device: str, architecture: str) -> float:
+    """Standard deviation of measured over predicted to expect of single products on a device."""
+    return known_coefficients(device, architecture)[1]
+
+
+def gemm_seconds(
+    m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, element_bytes: float = 2.0, which: Pass = "forward"
+) -> FloatArray:
+    """Seconds [N] of the products [m,k] x [k,n] of a pass; ``m, n, k`` [N] are always those of the forward product.
+
+    Equal shapes are evaluated once. dgrad is [m,n] x [n,k], wgrad [k,m] x [m,n]; measured (SimuMax, A100 and B200) the first
+    runs as fast as a forward product of its shape, the second ``weight_gradient_ratio`` longer (transposed operands, fp32 sums).
+    """
+    shapes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
+    first, inverse = _distinct(*shapes)
+    if which == "input_gradient":
+        shapes = [shapes[0], shapes[2], shapes[1]]
+    elif which == "weight_gradient":
+        shapes = [shapes[2], shapes[1], shapes[0]]
+    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in shapes)
+    seconds = _seconds(*distinct, rates, element_bytes)
+    ratio = float(model().provenance["weight_gradient_ratio"]) if which == "weight_gradient" else 1.0
+    return np.asarray(ratio * seconds[inverse].reshape(shapes[0].shape))
+
+
+def _distinct(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[Any, Any]:
+    """Positions of the first of equal shapes, and which of them each shape is."""
+    # One sort of a 64-bit mix instead of three: among thousands of shapes two mixes agree with a probability of 1e-12.
+    mix = np.zeros(m.size, dtype=np.uint64)
+    for size, factor in ((m, 0x9E3779B97F4A7C15), (n, 0xC2B2AE3D27D4EB4F), (k, 0x165667B19E3779F9)):
+        mix = (mix ^ np.ascontiguousarray(size.ravel()).view(np.uint64)) * np.uint64(factor)
+        mix ^= mix >> np.uint64(29)
+    _, first, inverse = np.unique(mix, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+@lru_cache(maxsize=1 << 14)
+def _seconds(m: bytes, n: bytes, k: bytes, rates: GemmRates, element_bytes: float) -> FloatArray:
+    sizes = tuple(np.frombuffer(size, dtype=np.float64) for size in (m, n, k))
+    return predict(*sizes, rates, element_bytes)
+
+
+def predict(
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    rates: GemmRates,
+    element_bytes: float = 2.0,
+    *,
+    residual: ResidualModel | None = None,
+    software: float = _SOFTWARE,
+) -> FloatArray:
+    """Seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
+    columns = features(m, n, k, rates.coefficients, rates.hardware, element_bytes, software)
+    log_residual = (residual or model()).log_residual(columns) + correction_of(columns, rates.correction)
+    slowed = rates.coefficients._replace(
+        compute_efficiency=rates.coefficients.compute_efficiency * rates.sustained_ratio
+    )
+    return roofline_s(m, n, k, slowed, rates.hardware, element_bytes) * np.exp(log_residual)
+
+
+def parts_s(
+    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: Hardware, element_bytes: float = 2.0
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of arithmetic (c) and of traffic (b) [N]."""
+    waves = m * n / (_TILE * _TILE * hardware.num_processors)
+    traffic = element_bytes * (m * n + m * k + n * k)
+    missed = _CACHED_COST + (1 - _CACHED_COST) * np.minimum(1.0, _CACHE_PARTS * traffic / hardware.cache_bytes)
+    compute = 2.0 * m * n * k / (hardware.peak_flops_per_s * own.compute_efficiency) * (1 + own.tail_waves / waves)
+    return compute, traffic * missed / (hardware.memory_bandwidth_bytes_per_s * own.memory_efficiency)
+
+
+def roofline_s(
+    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: Hardware, element_bytes: float = 2.0
+) -> FloatArray:
+    """t0 + (c^p + b^p)^(1/p) [N]."""
+    compute, traffic = parts_s(m, n, k, own, hardware, element_bytes)
+    longer, shorter = np.maximum(compute, traffic), np.minimum(compute, traffic)
+    corner = (1 + (shorter / longer) ** own.sharpness) ** (1 / own.sharpness)
+    return np.asarray(own.launch_s + longer * corner)
+
+
+def features(
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    own: GemmCoefficients,
+    hardware: Hardware,
+    element_bytes: float = 2.0,
+    software: FloatArray | float = _SOFTWARE,
+) -> dict[str, FloatArray]:
+    """Dimensionless columns [N]: logarithms are to base two.
+
+    compute, memory: c and b over t0; balance: c over b; waves_*: output tiles of a size over SMs, fill_*: how full the last
+    wave is; row_fill, column_fill: useful part of the tiles of 128; depth: k in steps of 64; aspect: m over n; cache,
+    panel_cache: all operands, and the smaller input panel, over the cache; processors, ridge: of the device.
+    """
+    compute, traffic = parts_s(m, n, k, own, hardware, element_bytes)
+    whole = element_bytes * (m * n + m * k + n * k)
+    columns = {
+        "compute": np.log2(compute / own.launch_s),
+        "memory": np.log2(traffic / own.launch_s),
+        "balance": np.log2(compute / traffic),
+        "row_fill": m / (np.ceil(m / _TILE) * _TILE),
+        "column_fill": n / (np.ceil(n / _TILE) * _TILE),
+        "depth": np.log2(k / 64),
+        "aspect": np.log2(m / n),
+        "cache": np.log2(whole / hardware.cache_bytes),
+        "panel_cache": np.log2(element_bytes * np.minimum(m, n) * k / hardware.cache_bytes),
+        "processors": np.full(m.shape, float(hardware.num_processors)),
+        "ridge": np.full(m.shape, np.log2(hardware.peak_flops_per_s / hardware.memory_bandwidth_bytes_per_s)),
+        "software": np.broadcast_to(np.asarray(software, dtype=np.float64), m.shape),
+    }
+    for rows, width in ((128, 128), (128, 256), (256, 128), (64, 64)):
+        waves = np.ceil(m / rows) * np.ceil(n / width) / hardware.num_processors
+        columns[f"waves_{rows}x{width}"] = np.log2(waves)
+        columns[f"fill_{rows}x{width}"] = waves / np.ceil(waves)
+    return columns
+
+
+_SCALES: Mapping[str, float] = {
+    "compute": 3.0,
+    "memory": 3.0,
+    "waves_128x128": 3.0,
+    "depth": 3.0,
+    "aspect": 4.0,
+}
+_AMPLITUDE, _NOISE = 0.15, 0.10  # of log-residuals between devices, and of a single point
+_SPREAD = (0.4, 0.15, 0.15, 0.3, 0.5)  # of the logarithms of coefficients between families
+
+
+def calibrate(
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    seconds: FloatArray,
+    rates: GemmRates,
+    *,
+    element_bytes: float = 2.0,
+    residual: ResidualModel | None = None,
+    software: float = _SOFTWARE,
+) -> GemmRates:
+    """Rates corrected by products measured on the device itself: a handful moves the coefficients, tens the residual too.
+
+    Maximum a posteriori: coefficients around ``rates.coefficients`` with the spread they have between device families, then a
+    Gaussian process with the spread of residuals through what is left. No points give ``rates`` back.
+
+    Args:
+        m, n, k, seconds: [P] measured forward products; best spread over sizes from launch-bound to compute-bound.
+    """
+    if len(seconds) == 0:
+        return rates
+    prior, own, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
+    for _ in range(3):
+        learned = residual.log_residual(features(m, n, k, own, rates.hardware, element_bytes, software))
+
+        def misfit(z: FloatArray, learned: FloatArray = learned) -> FloatArray:
+            at = GemmCoefficients(*np.exp(z))
+            error = np.log(roofline_s(m, n, k, at, rates.hardware, element_bytes) / seconds) + learned
+            return np.concatenate([bent(error, 0.15) / 0.12, (z - prior) / _SPREAD])
+
+        own = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
+    corrected = rates._replace(coefficients=own, correction=None)
+    short = corrected._replace(sustained_ratio=1.0)
+    left = np.log(seconds / predict(m, n, k, short, element_bytes, residual=residual, software=software))
+    centres = _scaled(features(m, n, k, own, rates.hardware, element_bytes))
+    kernel = _kernel(centres, centres) + _NOISE**2 * np.eye(len(left))
+    return corrected._replace(correction=Correction(centres, np.linalg.solve(kernel, left)))
+
+
+def correction_of(columns: Mapping[str, FloatArray], correction: Correction | None) -> FloatArray | float:
+    """What measured points add to the log-residual [N]."""
+    if correction is None:
+        return 0.0
+    return np.asarray(_kernel(_scaled(columns), correction.centres) @ correction.weights)
+
+
+def _scaled(columns: Mapping[str, FloatArray]) -> FloatArray:
+    return np.stack([columns[name] / scale for name, scale in _SCALES.items()], axis=1)
+
+
+def _kernel(a: FloatArray, b: FloatArray) -> FloatArray:
+    distance = ((a[:, None] - b[None]) ** 2).sum(axis=-1)
+    return np.asarray(_AMPLITUDE**2 * np.exp(-0.5 * distance))
+
+
+def bent(error: FloatArray, width: float) -> FloatArray:
+    """Residuals whose square grows linearly beyond ``width`` (pseudo-Huber), for least squares with outliers."""
+    return np.asarray(np.sign(error) * np.sqrt(2 * width * (np.sqrt(error**2 + width**2) - width)))
+
+
+def least_squares(misfit: Any, start: FloatArray | Sequence[float], num_steps: int = 40) -> FloatArray:
+    """Levenberg-Marquardt with numerical derivatives: the few coefficients here need no more."""
+    z, damping = np.asarray(start, dtype=np.float64), 1e-2
+    value = misfit(z)
+    for _ in range(num_steps):
+        slope = np.stack([(misfit(z + step) - value) / 1e-4 for step in 1e-4 * np.eye(len(z))], axis=1)
+        curvature = slope.T @ slope
+        move = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope.T @ value)
+        trial = misfit(z + move)
+        if trial @ trial < value @ value:
+            done = np.abs(move).max() < 1e-5
+            z, value, damping = z + move, trial, damping / 3
+            if done:
+                break
+        else:
+            damping *= 4
+    return z
