@@ -42,11 +42,14 @@ class Kernels:
         compute_bytes: of one element.
         unfused_norm: RMSNorm is several kernels (torch on a CPU).
         score_width: tokens in a row of an attention score matrix that is kept; 0 for fused attention.
+        keeps_expert_output: experts' results are weighted by themselves, which needs them again for the gradient of the weights.
+            Megatron weights inside the activation instead.
     """
 
     compute_bytes: int
     unfused_norm: bool
     score_width: int
+    keeps_expert_output: bool = True
 
 
 @cache
@@ -61,7 +64,7 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Ker
         return inner + Saved(whole=2 * hidden_dim, tokens=2 * hidden_dim)
     if recompute == "full":
         return Saved(tokens=hidden_dim)
-    saved = _attention(layer.attention, hidden_dim, recompute) + _mlp(layer.mlp, hidden_dim, recompute)
+    saved = _attention(layer.attention, hidden_dim, recompute) + _mlp(layer.mlp, hidden_dim, recompute, how)
     if recompute == "selective":
         return saved + Saved(tokens=hidden_dim)  # the block's input; the norms run again
     if how.score_width:
@@ -95,11 +98,15 @@ def _attention(attention: SoftmaxAttention | LatentAttention, hidden_dim: int, r
     return qkv_and_output + Saved(tp=normed)
 
 
-def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute) -> Saved:
+def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute, how: Kernels) -> Saved:
     if isinstance(mlp, DenseMLP):
         return _dense(mlp, recompute)
     routed = _dense(mlp.expert, recompute)
-    rows = Saved(tp=mlp.top_k * routed.tp, whole=2 * mlp.num_experts, routed=mlp.top_k * 2 * hidden_dim)
+    rows = Saved(
+        tp=mlp.top_k * routed.tp,
+        whole=2 * mlp.num_experts,
+        routed=mlp.top_k * (1 + how.keeps_expert_output) * hidden_dim,
+    )
     return rows + (_dense(mlp.shared, recompute) if mlp.shared else Saved())
 
 

@@ -6,8 +6,9 @@ do not already share:
 
     bytes_l = S * (f_l - 1) / f_l / inner_{l-1},   f_l = inner_l / inner_{l-1}
 
-for all-gather and reduce-scatter of S bytes in total; all-reduce is one of each; all-to-all the same with S the
-buffer of one rank. Levels work at the same time on different chunks, so the slowest one decides; latencies add.
+for all-gather and reduce-scatter of S bytes in total; all-reduce is one of each. All-to-all with S the buffer of one rank
+moves S * (inner_l - inner_{l-1}) / group over level l.
+Levels work at the same time on different chunks, so the slowest one decides; latencies add.
 A flat ring over nodes would be 5 to 13 times too slow. The latency of an all-reduce grows with log2 of the ranks (trees); between
 nodes all-gather and reduce-scatter have rings only, whose latency grows with the nodes.
 """
@@ -47,7 +48,9 @@ def collective_s(
         inside = np.gcd(np.maximum(level.domain_size // stride, 1), group)
         members = group if level is cluster.levels[-1] else inside
         fanout = members / inner
-        moved = _PASSES[op] * size * (fanout - 1) / fanout / inner
+        shared = _PASSES[op] * size * (fanout - 1) / fanout / inner
+        # In an all-to-all every pair has bytes of its own: inner members share nothing.
+        moved = size * (members - inner) / group if op == "all_to_all" else shared
         bandwidth_s = np.maximum(bandwidth_s, moved / _bandwidth(level, op, cluster))
         latency = level.link.collective_latency_s
         is_ring = op != "all_reduce" and level.link.kind == "scale-out"

@@ -57,18 +57,18 @@ def ring(
     tokens, steps = batch.tokens(workload.seq_len), batch.cp - 1
     kv_bytes = np.asarray(tokens * kv_width(attention) / batch.tp * workload.compute_bytes)
     distance = batch.tp * batch.cp - 1  # the ring crosses whatever its ranks span, and its slowest link decides
-    exposed = [
-        steps * np.maximum(times * p2p_s(kv_bytes, distance, cluster) - seconds / batch.cp, 0.0)
-        for times, seconds in zip((1, 2), attention_s, strict=True)
-    ]
+    transfer_s = p2p_s(kv_bytes, distance, cluster)
+    exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / batch.cp, 0.0)
+    exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / batch.cp, 0.0)
     v_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
     out, q = attention.num_heads * v_dim, attention.q_dim
     floor = rates.launch_s + MERGE_KERNELS * rates.kernel_s
-    # Reads the running and the new part and writes the sum; three of four parts on average take part (half of the steps, half the rows).
+    # Reads the running and the new part and writes the sum; half of the steps concern half of the rows only.
     merged = 0.75 * 3 * tokens / batch.tp * workload.compute_bytes / rates.elementwise_bytes_per_s
     return Ring(
         steps * (floor + merged * out),
         steps * (floor + merged * (q + kv_width(attention))),
-        *exposed,
-        dispatches=np.asarray(steps * float(_STEP_DISPATCHES)),
+        np.asarray(exposed_forward),
+        np.asarray(exposed_backward),
+        np.asarray(steps * float(_STEP_DISPATCHES)),
     )

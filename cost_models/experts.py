@@ -18,7 +18,7 @@ import numpy as np
 from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, MoE, MTPHead
 from .collectives import collective_s
-from .layouts import FloatArray, LayoutBatch
+from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer
 
 
@@ -43,6 +43,11 @@ def expert_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArr
     return np.asarray(moe.num_experts * (weights / batch.expert_tp + biases) / batch.ep)
 
 
+def distinct(num_groups: IntArray, picks: int) -> FloatArray:
+    """Expected number of different groups among ``picks`` even picks of ``num_groups``: n (1 - (1 - 1/n)^k)."""
+    return np.asarray(num_groups * (1 - (1 - 1 / num_groups) ** picks))
+
+
 def dispatch_s(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> FloatArray:
@@ -50,10 +55,30 @@ def dispatch_s(
     moe = routed_part(layer)
     if moe is None:
         return np.zeros(len(batch))
-    row_bytes = moe.top_k * hidden_dim * float(workload.compute_bytes)
-    sent = batch.tokens(workload.seq_len) / batch.tp * row_bytes
-    there_and_back = 2 * collective_s("all_to_all", sent, batch.ep, batch.expert_tp, cluster)
-    gathered, stride = sent * batch.expert_tp, np.ones_like(batch.tp)
+    token_bytes = batch.tokens(workload.seq_len) / batch.tp * hidden_dim * float(workload.compute_bytes)
+    there_and_back = 2 * _exchange_s(token_bytes, moe, batch, workload, cluster)
+    gathered, stride = moe.top_k * token_bytes * batch.expert_tp, np.ones_like(batch.tp)
     gather = collective_s("all_gather", gathered, batch.expert_tp, stride, cluster)
     scatter = collective_s("reduce_scatter", gathered, batch.expert_tp, stride, cluster)
     return np.asarray(np.where(batch.experts_follow_tp, 0.0, there_and_back + gather + scatter))
+
+
+def _exchange_s(
+    token_bytes: FloatArray, moe: MoE, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> FloatArray:
+    """All-to-all over ep of ``token_bytes`` [N] bytes, top_k copies of them.
+
+    Megatron's recipes for experts that span nodes use dispatchers that send a token once to each node and copy it there
+    (DeepEP, HybridEP): a node gets it if any of its experts does, and of all nodes at most those of the token's groups.
+    """
+    top_k = moe.top_k
+    plain = collective_s("all_to_all", top_k * token_bytes, batch.ep, batch.expert_tp, cluster)
+    if workload.engine != "megatron" or len(cluster.levels) == 1:
+        return plain
+    inside = np.gcd(np.maximum(cluster.scaleup_domain // batch.expert_tp, 1), batch.ep)
+    domains = batch.ep // inside
+    reached = np.minimum(domains, moe.top_groups * np.maximum(domains // moe.num_groups, 1))
+    between_bytes = distinct(reached if moe.num_groups > 1 else domains, top_k) * token_bytes
+    between = collective_s("all_to_all", between_bytes, domains, batch.expert_tp * inside, cluster)
+    within = collective_s("all_to_all", top_k * token_bytes, inside, batch.expert_tp, cluster)
+    return np.minimum(plain, np.maximum(between, within))

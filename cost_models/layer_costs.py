@@ -163,7 +163,10 @@ def _compute_s(
     keeps_attention = workload.attention == "flash"
     recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
-    per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
+    is_wrapped = has_copies(batch, workload) | (batch.cp > 1)
+    per_pass = collectives * host.collective_s + np.where(is_wrapped, host.fsdp_unit_s / 2, 0.0)
+    if routed_part(layer) is not None and not host.adds:
+        per_pass = per_pass + host.routing_s / 2
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s
@@ -288,6 +291,7 @@ def _activation_bytes(
         compute_bytes=workload.compute_bytes,
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
+        keeps_expert_output=workload.engine != "megatron",
     )
     choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])

@@ -42,7 +42,7 @@ class LayoutBatch:
         return len(self.tp)
 
     def tokens(self, seq_len: int) -> IntArray:
-        """Tokens of one micro-batch on a tensor-parallel group: each sequence is cut over cp (rounded up where it does not divide)."""
+        """Tokens of one micro-batch on a tensor-parallel group: sequences are cut over cp, rounded up where they do not divide."""
         return np.asarray(-(-self.micro_batch_size * seq_len // self.cp))
 
     @cached_property

@@ -98,9 +98,7 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout:
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
     """Why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
-    facts = layout_facts(
-        model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
-    )
+    facts = layout_facts(model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
     return broken_rules(facts, RUNTIME_RULES)
 
 

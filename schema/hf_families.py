@@ -163,7 +163,11 @@ def _deepseek_blocks(config: Fields, *, dense: int, shared: int) -> tuple[LayerR
         config.refuse("moe_layer_freq", "only 1 is supported, as in transformers")
     num_shared = config.optional_integer("n_shared_experts", shared, minimum=0) or 0
     shared_ffn_dim = num_shared * config.integer("moe_intermediate_size")
-    moe = _moe(config, "moe_intermediate_size", "n_routed_experts", shared_ffn_dim=shared_ffn_dim)
+    groups = {
+        "num_groups": config.optional_integer("n_group", 1) or 1,
+        "top_groups": config.optional_integer("topk_group", 1) or 1,
+    }
+    moe = _moe(config, "moe_intermediate_size", "n_routed_experts", shared_ffn_dim=shared_ffn_dim, **groups)
     first = config.integer("first_k_dense_replace", default=dense, minimum=0)
 
     def block(sparse: bool) -> Block:

@@ -141,6 +141,7 @@ class MoE(Frozen):
         ffn_dim: width of one routed expert.
         shared_ffn_dim: width of all shared experts together; 0 for none.
         shared_gate: a learned scalar gate [D,1] on the shared experts (Qwen2-MoE).
+        num_groups, top_groups: experts stand in groups, and a token visits those of at most top_groups of them (DeepSeek-V3).
     """
 
     kind: Literal["moe"] = "moe"
@@ -150,6 +151,8 @@ class MoE(Frozen):
     shared_ffn_dim: NonNegativeInt = 0
     shared_gate: bool = False
     router_bias: bool = False
+    num_groups: PositiveInt = 1
+    top_groups: PositiveInt = 1
     gated: bool = True
     activation: Activation = "silu"
     bias: bool = False

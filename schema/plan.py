@@ -49,7 +49,15 @@ class TimeBreakdown(Frozen):
     def total(self) -> float:
         """Seconds of one step."""
         return (
-            self.compute + self.recompute + self.tp + self.cp + self.ep + self.dp + self.pp + self.bubble + self.optimizer
+            self.compute
+            + self.recompute
+            + self.tp
+            + self.cp
+            + self.ep
+            + self.dp
+            + self.pp
+            + self.bubble
+            + self.optimizer
         )
 
 

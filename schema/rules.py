@@ -134,7 +134,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_per_cp",
         lambda f: (f.cp == 1) | (f.seq_len % (2 * f.cp) == 0),
-        lambda f: f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (each rank works on two pieces, for even causal work)",
+        lambda f: (
+            f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (two pieces a rank, for even causal work)"
+        ),
     ),
     Rule(
         "layers_per_stage",
@@ -161,7 +163,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "expert_ffn_per_etp",
         lambda f: _all_divide(f.expert_ffn_dims, f.expert_tp),
-        lambda f: f"expert width {_not_dividing(f.expert_ffn_dims, f.expert_tp)} does not divide over {f.expert_tp} ranks",
+        lambda f: (
+            f"expert width {_not_dividing(f.expert_ffn_dims, f.expert_tp)} does not divide over {f.expert_tp} ranks"
+        ),
     ),
     Rule(
         "expert_ranks",
@@ -171,7 +175,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "tokens_of_experts",
         lambda f: f.experts_follow_tp | (f.tp == 1) | (f.sequence_parallel != 0),
-        lambda f: f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times",
+        lambda f: (
+            f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times"
+        ),
     ),
 )
 """What any engine needs."""

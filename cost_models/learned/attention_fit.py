@@ -261,7 +261,8 @@ def _local_residual(seen: pd.DataFrame, predicted: FloatArray, rest: pd.DataFram
     def logs(part: pd.DataFrame) -> FloatArray:
         heads = part.batch_size * part.num_heads
         group = part.num_heads / part.num_key_value_heads
-        return np.log2(np.column_stack([part.isl, heads, part.head_dim**2, group**0.5]).astype(float))
+        sizes = np.column_stack([part.isl, heads, part.head_dim**2, group**0.5])
+        return np.asarray(np.log2(sizes.astype(float)))
 
     smooth = ConstantKernel(0.02, "fixed") * RBF([3.0, 3.0, 2.0, 2.0], "fixed") + WhiteKernel(0.003, "fixed")
     process = GaussianProcessRegressor(smooth).fit(logs(seen), np.log(seen.seconds.to_numpy() / predicted))

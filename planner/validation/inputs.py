@@ -68,6 +68,9 @@ BALANCED_STAGES: tuple[Default, ...] = (
 
 EXPERTS_FOLLOW_TP: tuple[Default, ...] = (
     Default(
+        "Megatron-Bridge|Megatron-Core/NeMo", False, "Megatron-Bridge's recipes set expert_tensor_parallel_size = 1"
+    ),
+    Default(
         "Megatron|NeMo|Pai|Primus|FlagScale",
         True,
         "expert_tensor_parallel_size is tensor_model_parallel_size unless set",

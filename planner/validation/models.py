@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from ...schema.model import (
     Embedding,
     FeedForward,
     Head,
+    LatentAttention,
     LayerRun,
     MoE,
     Rope,
@@ -58,6 +60,10 @@ FAMILIES: tuple[tuple[str, Traits], ...] = (
 )
 """First match at the start of the model's or the family's name; everything else is a GPT-2-like decoder."""
 
+_QWEN2_MOE = re.compile(r"qwen(1\.5|2)\b.*(moe|-a\d)")
+_EXPERTS_OF_V3 = 256
+_HIDDEN_OF_LITE = 2048
+
 _NOT_DECODERS = ("hybrid", "mamba")
 
 _CATALOGUE_ALIASES = {"pythia-1b": "pythia-1b", "llama 2 7 b": "llama-2-7b"}
@@ -89,8 +95,6 @@ def _model(
     published = _published(shape)
     if published is not None:
         return RowModel(published, (), ())
-    if "deepseek" in (name + family).lower():
-        return "model: latent attention of a shape that is not in the catalogue"
     assumed = ("vocab",) if shape[5] is None else ()
     try:
         candidates = list(_candidates(name, _traits(name, family), shape, seq_len))
@@ -113,7 +117,57 @@ def _traits(name: str, family: str) -> Traits:
 def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int) -> Iterator[ModelSpec]:
     """Both ways of a head, the family's usual one first: the stated parameter count decides which it is."""
     for tied in (not traits.gated, traits.gated):
-        yield _decoder(name, traits, shape, seq_len, tied=tied)
+        plain = _decoder(name, traits, shape, seq_len, tied=tied)
+        yield _with_shared_experts(plain)
+
+
+def _with_shared_experts(plain: ModelSpec) -> ModelSpec:
+    """What families of experts have besides the routed ones, which columns do not say."""
+    block, count = plain.block_runs[0]
+    if not isinstance(block.mlp, MoE):
+        return plain
+    if "deepseek" in plain.name.lower():
+        return _deepseek(plain)
+    if not _QWEN2_MOE.search(plain.name.lower()):
+        return plain
+    # Gated, and as wide as the routed experts one token visits (config.json of Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B).
+    shared = block.mlp.replace(shared_ffn_dim=block.mlp.top_k * block.mlp.ffn_dim, shared_gate=True)
+    experts = LayerRun(layer=block.replace(mlp=shared), count=count)
+    return plain.replace(layers=(plain.layers[0], experts, plain.layers[-1]))
+
+
+def _deepseek(plain: ModelSpec) -> ModelSpec:
+    """DeepSeek's experts (arXiv:2401.06066), and from V2 on its latent attention, in a decoder of the same columns.
+
+    All published ones share the widths of a head: 128 without and 64 with rotary, 128 for values, keys and values from 512, queries
+    from 1536 but in Lite (arXiv:2405.04434 section 3.1.2, arXiv:2412.19437 section 4.2). V3 has one shared expert and three dense
+    blocks, those before it two and one; a dense block is as wide as the experts one token visits. But in Lite, a token visits at
+    most four (V3) or three of eight groups of experts.
+    """
+    (block, count), hidden = plain.block_runs[0], plain.hidden_dim
+    assert isinstance(block.mlp, MoE)
+    is_v3 = block.mlp.num_experts >= _EXPERTS_OF_V3
+    is_lite = hidden <= _HIDDEN_OF_LITE
+    num_shared, num_dense, top_groups = (1, 3, 4) if is_v3 else (2, 1, 3)
+    groups = {} if is_lite else {"num_groups": 8, "top_groups": top_groups}
+    num_dense = min(num_dense, count - 1) or 1
+    heads, width = block.attention.num_heads, (block.mlp.top_k + num_shared) * block.mlp.ffn_dim
+    latent = LatentAttention(
+        num_heads=heads,
+        q_lora_rank=None if is_lite else 1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+    attention = block.attention if re.search(r"deepseek-?moe", plain.name.lower()) else latent
+    experts = block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim, **groups)
+    routed = block.replace(attention=attention, mlp=experts)
+    dense = block.replace(attention=attention, mlp=DenseMLP(ffn_dim=width))
+    blocks = [LayerRun(layer=dense, count=num_dense)]
+    if count > num_dense:
+        blocks.append(LayerRun(layer=routed, count=count - num_dense))
+    return plain.replace(layers=(plain.layers[0], *blocks, plain.layers[-1]))
 
 
 def _decoder(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int, *, tied: bool) -> ModelSpec:

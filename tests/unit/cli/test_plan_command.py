@@ -73,6 +73,23 @@ def test_estimate_json_is_an_estimate() -> None:
     assert CliRunner().invoke(app, args).exit_code == 0
 
 
+def test_estimate_costs_axes_that_are_not_executed_and_says_so() -> None:
+    args = [
+        "estimate",
+        "mixtral-8x7b",
+        "--cluster",
+        "32xH100-SXM-80GB",
+        "--global-batch-size",
+        "64",
+        "--seq-len",
+        "8192",
+    ]
+    result = CliRunner().invoke(app, [*args, "--layout", "cp=2,ep=8,dp_shard=16,zero_stage=1,recompute=full"])
+    assert result.exit_code == 0, result.output
+    assert "tokens to experts and back" in result.stdout
+    assert "[axes_of_this_version]" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["models", "devices"])
 def test_catalogue_commands_list_their_entries(command) -> None:
     table = CliRunner().invoke(app, [command])

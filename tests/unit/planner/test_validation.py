@@ -145,7 +145,7 @@ def test_wrong_parameter_count_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"ep": 8, "experts": 8, "topk": 2}, "expert parallelism"),
+        ({"ep": 16, "experts": 16, "topk": 2}, "experts do not divide"),
         ({"offload": "optimizer->CPU"}, "offload"),
         ({"task": "finetune-lora"}, "LoRA"),
         ({"recompute_class": "custom"}, "recompute that differs"),
@@ -156,7 +156,6 @@ def test_wrong_parameter_count_is_named() -> None:
         ({"global_batch": 66}, "batch does not divide"),
         ({"precision_class": "nvfp4"}, "precision"),
         ({"tp": None}, "mapping not stated"),
-        ({"cp": 2, "dp": 2, "seq_len": 262144}, "context parallelism"),
         ({"pp": 4, "dp": 2, "layers": 3}, "fewer blocks than stages"),
     ],
 )
@@ -169,17 +168,38 @@ def test_row_that_cannot_be_predicted_says_why(changes, reason) -> None:
 def test_stand_ins_and_defaults_are_named() -> None:
     unstated = {"recompute_class": "unknown", "sharding_class": "", "seq_parallel": ""}
     found = inputs_of(cp=2, seq_len=1024, dp=2, vpp="4", framework="NeMo/Megatron-Core", **unstated)
-    assert found.approximated == ("cp",)
+    assert found.approximated == ()
     assert found.layout.num_model_chunks == (4 if found.layout.pp > 1 else 1)
     assert set(found.assumed) == {"sharding=zero1", "sequence_parallel=True", "recompute=none"}
     assert (found.layout.zero_stage, found.layout.sequence_parallel, found.layout.recompute) == (1, True, "none")
 
 
-def test_context_parallelism_becomes_shorter_sequences_and_more_of_them() -> None:
+def test_context_and_expert_parallelism_are_axes_of_the_layout() -> None:
     found = inputs_of(cp=2, dp=2, seq_len=2048)
-    assert (found.workload.seq_len, found.workload.global_batch_size) == (1024, 128)
-    assert found.layout.dp == 4
-    assert found.layout.num_microbatches(128) == 64 // 2
+    assert (found.workload.seq_len, found.workload.global_batch_size) == (2048, 64)
+    assert (found.layout.dp, found.layout.cp, found.layout.world_size) == (2, 2, 16)
+    experts = {"experts": 8, "topk": 2, "ep": 4, "seq_parallel": "yes"}
+    # Megatron cuts experts over tp unless told otherwise, where the ranks of a stage allow it.
+    assert inputs_of(**experts).layout.etp == 2
+    assert inputs_of(**experts, framework="torchtitan").layout.etp == 1
+    assert inputs_of(**{**experts, "ep": 8}).layout.etp == 1
+    assert inputs_of(**experts, etp=1).layout.etp == 1
+
+
+def test_shared_experts_of_a_family_are_added_to_the_columns() -> None:
+    """Qwen1.5-MoE-A2.7B: 14.3 B parameters, 2.7 B of them active."""
+    shape = {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 1408, "vocab": 151936}
+    found = inputs_of(model="Qwen1.5-MoE-A2.7B", model_family="Qwen", experts=60, topk=4, params_b=14.3, **shape)
+    assert found.approximated == ()
+    assert found.model.num_active_params == pytest.approx(2.7e9, rel=0.01)
+
+
+def test_deepseek_is_built_from_the_columns() -> None:
+    """V2's published sizes: 236 B parameters, 21 B of them active."""
+    shape = {"layers": 60, "hidden": 5120, "heads": 128, "kv_heads": 128, "ffn": 1536, "vocab": 102400}
+    model = inputs_of(model="deepseek-v2", model_family="DeepSeek", experts=160, topk=6, **shape).model
+    assert model.num_params == pytest.approx(236e9, rel=0.01)
+    assert model.num_active_params == pytest.approx(21.4e9, rel=0.03)
 
 
 def test_sharding_inside_a_group_is_hybrid() -> None:
