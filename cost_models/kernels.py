@@ -4,9 +4,8 @@ fsdp2       torch, eager: F.rms_norm and F.layer_norm are one kernel forward and
             and the loss's casts are kernels each.
 megatron    Transformer Engine's norms; apply_rope_fusion, bias_swiglu_fusion, bias_gelu_fusion, fused cross entropy, as its recipes
             set them; the gradients of q, k and v are concatenated.
-deepspeed   Megatron-DeepSpeed: fused norms and bias-gelu, bias-dropout-add with its default hidden_dropout of 0.1; the attended
-            context is copied, the gradients of q, k and v concatenated; vocab_parallel_cross_entropy step by step; rotary and
-            gated parts as torch.
+deepspeed   Megatron-DeepSpeed: fused norms and bias-gelu; the attended context is copied, the gradients of q, k and v
+            concatenated; vocab_parallel_cross_entropy step by step; rotary and gated parts as torch.
 nanotron    flash-attn's Triton norm and rotary kernels; gated part as torch.
 internevo   fused norm, flash-attn's rotary, silu and product fused.
 
@@ -77,10 +76,11 @@ ENGINE_KERNELS: dict[str, EngineKernels] = {
         qkv=Passes(0, 2, 0, 1),
         bias=Passes(0, 0, 0, 0),
     ),
-    # A dropout's mask is one byte: half an element written forward, read backward with the gradient.
-    "deepspeed": _TORCH._replace(
-        norm=_FUSED_NORM, loss=Passes(9.5, 3.5, 7, 3), residual=Passes(7, 11, 2, 4), qkv=Passes(0.67, 2.67, 1, 2)
-    ),
+    "deepspeed": _TORCH._replace(norm=_FUSED_NORM, loss=Passes(9.5, 3.5, 7, 3), qkv=Passes(0.67, 2.67, 1, 2)),
     "nanotron": _TORCH._replace(norm=_FUSED_NORM, rotary=_FUSED_ROTARY, loss=Passes(9.5, 3.5, 7, 3)),
     "internevo": _TORCH._replace(norm=_FUSED_NORM, rotary=_FUSED_ROTARY, gated=_FUSED_GATED),
 }
+
+DROPOUT = Passes(1, 5, 0, 2)
+"""What dropout before both additions of a block adds to them, fused with them forward: a mask of one byte an element is written
+forward and read backward, where the gradient is read and written besides."""

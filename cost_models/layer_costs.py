@@ -79,7 +79,9 @@ def layer_cost(
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
     unfused = workload.attention == "math"
-    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=unfused, engine=workload.engine)
+    operators = layer_operators(
+        layer, hidden_dim, workload.seq_len, unfused=unfused, engine=workload.engine, dropout=workload.dropout
+    )
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)

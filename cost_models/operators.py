@@ -17,7 +17,7 @@ from typing import Literal
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from ..schema.workload import Engine
 from .coefficients import coefficients
-from .kernels import ENGINE_KERNELS, EngineKernels, Passes
+from .kernels import DROPOUT, ENGINE_KERNELS, EngineKernels, Passes
 
 Shard = Literal["column", "row", "none", "tokens"]
 Layer = Embedding | Block | Head | MTPHead
@@ -108,7 +108,13 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
 
 @cache
 def layer_operators(
-    layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False, engine: Engine = "fsdp2"
+    layer: Layer,
+    hidden_dim: int,
+    seq_len: int,
+    *,
+    unfused: bool = False,
+    engine: Engine = "fsdp2",
+    dropout: bool = False,
 ) -> tuple[Operator, ...]:
     """Operators of one layer in an engine, forward order.
 
@@ -122,10 +128,12 @@ def layer_operators(
     if isinstance(layer, MTPHead):
         norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens", kernels) for i in range(3))
         projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
-        block = layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine)
+        block = layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine, dropout=dropout)
         return (*norms, projection, *block)
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
-    residuals = _passes("residual_adds", hidden_dim, kernels.residual, "tokens")
+    passes = zip(kernels.residual, DROPOUT, strict=True)
+    adds = Passes(*(a + b for a, b in passes)) if dropout else kernels.residual
+    residuals = _passes("residual_adds", hidden_dim, adds, "tokens")
     attention = _attention(layer.attention, hidden_dim, seq_len, kernels)
     if unfused:
         attention = tuple(part for op in attention for part in _unfused(op, seq_len))

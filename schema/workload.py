@@ -20,6 +20,7 @@ class Workload(Frozen):
         precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32.
         optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
+        dropout: after attention and feed-forward part, as Megatron-LM does unless told otherwise; our runtime has none.
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
@@ -30,6 +31,7 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
+    dropout: bool = False
     engine: Engine = "fsdp2"
 
     @property

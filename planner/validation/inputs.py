@@ -61,6 +61,12 @@ FLASH_GENERATION: tuple[Default, ...] = (
     Default("llm-foundry", 1, "scripts/train/benchmarking/submit_benchmarks.py: --attn_impl triton"),
     Default("", 2, "FlashAttention-2 or what the engine has newer"),
 )
+DROPOUT: tuple[Default, ...] = (
+    Default(
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$", True, "hidden_dropout is 0.1 in their arguments.py"
+    ),
+    Default("", False, "current recipes train without"),
+)
 BALANCED_STAGES: tuple[Default, ...] = (
     Default("nanotron", True, "blocks are placed by get_block_compute_costs"),
     Default("", False, "layers / pp blocks on every stage, embedding and head on top"),
@@ -276,5 +282,6 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
+        dropout=default_of(row.framework, DROPOUT),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
