@@ -207,7 +207,7 @@ def _feature_names(table: pd.DataFrame, forward: dict[str, FloatArray]) -> list[
 
 def _fit_residual(table: pd.DataFrame, forward: dict[str, FloatArray]) -> RooflineRegressor:
     _, features, roofline = _matrix(table, forward)
-    trees = HistGradientBoostingRegressor(max_iter=120, max_leaf_nodes=24, min_samples_leaf=60, random_state=0)
+    trees = HistGradientBoostingRegressor(max_iter=300, max_leaf_nodes=24, min_samples_leaf=40, random_state=0)
     regressor = RooflineRegressor(roofline_column=0, residual=trees)
     return regressor.fit(np.column_stack([roofline, features]), table.seconds.to_numpy())
 
