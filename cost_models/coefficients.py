@@ -121,7 +121,8 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         full_gemm=gemm_rates(device, "bf16-mixed") if is_fp8 else gemm,
         gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
-        expert_by_expert=workload.engine in ("megatron", "deepspeed"),  # Transformer Engine's GroupedLinear loops over streams
+        expert_by_expert=workload.engine
+        in ("megatron", "deepspeed"),  # Transformer Engine's GroupedLinear loops over streams
         attention=None if is_cpu else _attention_rates(device, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s

@@ -80,7 +80,13 @@ def layer_cost(
     """Cost of ``layer`` under every layout of ``batch``."""
     unfused = workload.attention == "math"
     operators = layer_operators(
-        layer, hidden_dim, workload.seq_len, unfused=unfused, engine=workload.engine, dropout=workload.dropout
+        layer,
+        hidden_dim,
+        workload.seq_len,
+        unfused=unfused,
+        engine=workload.engine,
+        dropout=workload.dropout,
+        fusion=workload.fusion,
     )
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)

@@ -15,9 +15,9 @@ from functools import cache
 from typing import Literal
 
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
-from ..schema.workload import Engine
+from ..schema.workload import Engine, Fusion
 from .coefficients import coefficients
-from .kernels import DROPOUT, ENGINE_KERNELS, EngineKernels, Passes
+from .kernels import DROPOUT, EngineKernels, Passes, added, kernels_of
 
 Shard = Literal["column", "row", "none", "tokens"]
 Layer = Embedding | Block | Head | MTPHead
@@ -115,12 +115,13 @@ def layer_operators(
     unfused: bool = False,
     engine: Engine = "fsdp2",
     dropout: bool = False,
+    fusion: Fusion = "engine",
 ) -> tuple[Operator, ...]:
     """Operators of one layer in an engine, forward order.
 
     ``unfused`` attention computes and stores whole [heads, seq, seq] scores.
     """
-    kernels = ENGINE_KERNELS[engine]
+    kernels = kernels_of(engine, fusion)
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
     if isinstance(layer, Head):
@@ -128,11 +129,12 @@ def layer_operators(
     if isinstance(layer, MTPHead):
         norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens", kernels) for i in range(3))
         projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
-        block = layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine, dropout=dropout)
+        block = layer_operators(
+            layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine, dropout=dropout, fusion=fusion
+        )
         return (*norms, projection, *block)
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
-    passes = zip(kernels.residual, DROPOUT, strict=True)
-    adds = Passes(*(a + b for a, b in passes)) if dropout else kernels.residual
+    adds = added(kernels.residual, DROPOUT) if dropout else kernels.residual
     residuals = _passes("residual_adds", hidden_dim, adds, "tokens")
     attention = _attention(layer.attention, hidden_dim, seq_len, kernels)
     if unfused:

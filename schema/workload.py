@@ -9,6 +9,7 @@ from .base import Count, Frozen
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
 Engine = Literal["fsdp2", "megatron", "deepspeed"]
+Fusion = Literal["engine", "compiled", "composite_norm"]
 
 
 class Workload(Frozen):
@@ -21,6 +22,8 @@ class Workload(Frozen):
         optimizer: adamw keeps two fp32 states per parameter, sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
         dropout: after attention and feed-forward part, as Megatron-LM does unless told otherwise; our runtime has none.
+        fusion: of memory-bound kernels: as the engine has them, by torch.compile, or eager with RMSNorm as separate kernels
+            (torch before 2.8).
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
     """
@@ -32,6 +35,7 @@ class Workload(Frozen):
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
     dropout: bool = False
+    fusion: Fusion = "engine"
     engine: Engine = "fsdp2"
 
     @property

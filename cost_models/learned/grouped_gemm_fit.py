@@ -85,7 +85,7 @@ def _fused_layers(path: Path) -> dict[str, Any]:
     table = pd.read_parquet(path)
     plain = (table.moe_dtype == "bfloat16") & (table.moe_ep_size == 1) & (table.num_tokens >= 1024)
     table = table[plain & table.kernel_source.str.contains("tritonexperts|trtllm|vllm_fused_moe")].astype(
-        {name: float for name in ("num_tokens", "topk", "hidden_size", "inter_size", "num_experts", "moe_tp_size")}
+        dict.fromkeys(("num_tokens", "topk", "hidden_size", "inter_size", "num_experts", "moe_tp_size"), float)
     )
     peaks = np.array([PEAKS[name] for name in table.system])
     rows, width = table.num_tokens * table.topk, table.inter_size / table.moe_tp_size

@@ -63,9 +63,16 @@ FLASH_GENERATION: tuple[Default, ...] = (
 )
 DROPOUT: tuple[Default, ...] = (
     Default(
-        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$", True, "hidden_dropout is 0.1 in their arguments.py"
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$",
+        True,
+        "hidden_dropout is 0.1 in their arguments.py",
     ),
     Default("", False, "current recipes train without"),
+)
+FUSION: tuple[Default, ...] = (
+    Default("torchtitan", "composite_norm", "compile is off unless set; RMSNorm is one kernel from torch 2.8 on"),
+    Default("fms-fsdp", "compiled", "use_torch_compile: true"),
+    Default("", "engine", "kernels the engine brings"),
 )
 BALANCED_STAGES: tuple[Default, ...] = (
     Default("nanotron", True, "blocks are placed by get_block_compute_costs"),
@@ -283,5 +290,15 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
         dropout=default_of(row.framework, DROPOUT),
+        fusion=_fusion(row),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
+
+
+def _fusion(row: RunRow) -> Any:
+    """Whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels."""
+    quantised = row.framework.startswith("torchtitan") and row.precision_class in ("fp8", "mxfp8")
+    stated = re.search(r"\bcompile\b", row.notes)
+    if quantised or (stated and not re.search(r"\bNo torch\.compile", row.notes)):
+        return "compiled"
+    return default_of(row.framework, FUSION)

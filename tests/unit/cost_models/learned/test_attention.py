@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from meshwright.cost_models.learned.attention import (
     PROCESSORS,
     AttentionShape,
@@ -54,7 +53,9 @@ def test_no_kernel_exceeds_the_peak(name, backward) -> None:
 )
 def test_long_sequences_reach_published_rates(name, width, backward, published) -> None:
     # The forward tables were measured on another software stack than the figures: FlashAttention-3 differs by a tenth.
-    assert tflops(name, causal(16384, 2048 / width, width), H100, backward=backward) == pytest.approx(published, rel=0.15)
+    assert tflops(name, causal(16384, 2048 / width, width), H100, backward=backward) == pytest.approx(
+        published, rel=0.15
+    )
 
 
 def test_flash_attention_3_is_faster_than_2_on_hopper() -> None:
@@ -81,7 +82,8 @@ def test_a_slower_generation_moves_the_same_bytes() -> None:
     shape = causal(128, 4096)
     plain = term_columns(shape, A100, backward=False)[0] * np.asarray(kernel("ampere").forward)
     new, old = (
-        float(attention_seconds("ampere", shape, A100, backward=True, arithmetic_ratio=ratio)[0]) for ratio in (1.0, 2.0)
+        float(attention_seconds("ampere", shape, A100, backward=True, arithmetic_ratio=ratio)[0])
+        for ratio in (1.0, 2.0)
     )
     assert plain[4] > plain[1]  # so short a sequence is bound by traffic
     assert new < old < 2 * new
