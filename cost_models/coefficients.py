@@ -134,14 +134,14 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
 
 def gemm_rates(device: Device, precision: Precision) -> GemmRates:
     """Matrix products of an accelerator: coefficients measured on it, else those of its kind, on top of its data sheet."""
-    own, _ = known_coefficients(device.name, device.architecture)
+    own, software, _ = known_coefficients(device.name, device.architecture, is_fp8=precision == "fp8")
     if device.gemm is not None:
         fit = device.gemm
         own = own._replace(
             launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
         )
-    ratio = coefficients()["fp8"]["gemm_efficiency_ratio"] if precision == "fp8" else 1.0
-    return GemmRates(own, gemm_hardware(device, precision), _sustained(device) * ratio)
+    element_bytes = {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
+    return GemmRates(own, gemm_hardware(device, precision), software, element_bytes, _sustained(device))
 
 
 def is_measured(device: Device) -> bool:
@@ -164,7 +164,7 @@ def _gemm_fit(device: Device) -> GemmFit:
     if device.gemm is not None:
         return device.gemm
     if device.vendor != "cpu":
-        own, _ = known_coefficients(device.name, device.architecture)
+        own, *_ = known_coefficients(device.name, device.architecture)
         return GemmFit(
             launch_s=own.launch_s,
             compute_efficiency=own.compute_efficiency,

@@ -64,9 +64,9 @@ def _product_s(
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
         forward = gemm_s(rows, n, k, rates, element_bytes)
         return forward, 2 * forward
-    m, own, size = np.asarray(rows, dtype=np.float64), rates.gemm, float(element_bytes)
+    m, own = np.asarray(rows, dtype=np.float64), rates.gemm
     passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
-    forward, dgrad, wgrad = (gemm_seconds(m, n, k, own, element_bytes=size, which=which) for which in passes)
+    forward, dgrad, wgrad = (gemm_seconds(m, n, k, own, which=which) for which in passes)
     return forward, dgrad + wgrad
 
 
@@ -75,7 +75,7 @@ def gemm_s(
 ) -> FloatArray:
     """Seconds of one [rows,k] x [k,n] product."""
     if rates.gemm is not None:
-        return gemm_seconds(np.asarray(rows, dtype=np.float64), n, k, rates.gemm, element_bytes=float(element_bytes))
+        return gemm_seconds(np.asarray(rows, dtype=np.float64), n, k, rates.gemm)
     flops = 2.0 * rows * n * k / rates.gemm_flops_per_s
     traffic = element_bytes * (rows * (n + k) + n * k) / rates.gemm_bytes_per_s
     return np.asarray(rates.launch_s + np.maximum(flops, traffic), dtype=np.float64)

@@ -135,7 +135,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "sequence_per_cp",
         lambda f: (f.cp == 1) | (f.seq_len % (2 * f.cp) == 0),
         lambda f: (
-            f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (two pieces a rank, for even causal work)"
+            f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (each rank works on two pieces, for even causal work)"
         ),
     ),
     Rule(

@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .trees import ResidualModel
 
 KINDS = ("gemm", "attention", "grouped_gemm")
@@ -40,14 +42,13 @@ class Fitted:
 
 def stamped(model: ResidualModel, scores: Mapping[str, Any]) -> ResidualModel:
     """The model with date, command, versions and scores in its provenance."""
-    import numpy
     import sklearn
 
     stamp = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": COMMAND,
         "scikit_learn": sklearn.__version__,
-        "numpy": numpy.__version__,
+        "numpy": np.__version__,
         "scores": scores,
     }
     return replace(model, provenance={**model.provenance, **stamp})

@@ -11,7 +11,7 @@ ensemble of trees on dimensionless features, clipped to the trained range. The f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -19,14 +19,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..layouts import FloatArray
+from .least_squares import bent, least_squares
 from .trees import ResidualModel
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 
 _TILE = 128
-_CACHED_COST = 0.1  # of a byte from cache over one from memory; with _CACHE_PARTS the value that carries best to unseen devices
-_CACHE_PARTS = 3.0  # operands up to a third of the cache stay in it [fitted: both on families left out, gemm_fit.py --score]
-_SOFTWARE = 0.0  # software whose large products run at the clocks of sustained load (see gemm_fit.SOFTWARE)
+_CACHED_COST = (
+    0.1  # of a byte from cache over one from memory; with _CACHE_PARTS the value that carries best to unseen devices
+)
+_CACHE_PARTS = (
+    3.0  # operands up to a third of the cache stay in it [fitted: both on families left out, gemm_fit.py --score]
+)
 
 
 class GemmCoefficients(NamedTuple):
@@ -69,12 +73,16 @@ class GemmRates(NamedTuple):
     """A device ready to be asked.
 
     Attributes:
+        software: column of the software build and format that stands for training (gemm_fit.SOFTWARE).
+        element_bytes: of an operand.
         sustained_ratio: arithmetic rate over hours of training over that of a short benchmark.
         correction: of points measured on this device, where there are any.
     """
 
     coefficients: GemmCoefficients
     hardware: Hardware
+    software: float = 0.0
+    element_bytes: float = 2.0
     sustained_ratio: float = 1.0
     correction: Correction | None = None
 
@@ -84,31 +92,34 @@ def model() -> ResidualModel:
     return ResidualModel.load("gemm")
 
 
-def known_coefficients(device: str, architecture: str) -> tuple[GemmCoefficients, float]:
-    """Coefficients for a device and the relative error (one standard deviation) to expect of single products.
+def known_coefficients(
+    device: str, architecture: str, *, is_fp8: bool = False
+) -> tuple[GemmCoefficients, float, float]:
+    """Coefficients for a device, its software column, and the relative error (one deviation) to expect of single products.
 
     A device without measurements takes its architecture's, an unknown architecture the median of all, with the error that
     devices and families left out of the fit had.
     """
-    fits, errors = model().provenance["rooflines"], model().provenance["relative_error"]
+    fits, errors = model().provenance["rooflines"]["fp8" if is_fp8 else "bf16"], model().provenance["relative_error"]
+    software = float(fits["software"])
     for group, key in (("devices", device), ("architectures", architecture)):
         if key in fits[group]:
-            return GemmCoefficients(*fits[group][key]), float(errors[group])
-    return GemmCoefficients(*fits["median"]), float(errors["unknown"])
+            return GemmCoefficients(*fits[group][key]), software, float(errors[group])
+    return GemmCoefficients(*fits["median"]), software, float(errors["unknown"])
 
 
 def is_known(device: str) -> bool:
     """Whether products of this device are among those the model was fitted on."""
-    return device in model().provenance["rooflines"]["devices"]
+    return device in model().provenance["rooflines"]["bf16"]["devices"]
 
 
 def relative_error(device: str, architecture: str) -> float:
     """Standard deviation of measured over predicted to expect of single products on a device."""
-    return known_coefficients(device, architecture)[1]
+    return known_coefficients(device, architecture)[2]
 
 
 def gemm_seconds(
-    m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, element_bytes: float = 2.0, which: Pass = "forward"
+    m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, which: Pass = "forward"
 ) -> FloatArray:
     """Seconds [N] of the products [m,k] x [k,n] of a pass; ``m, n, k`` [N] are always those of the forward product.
 
@@ -117,12 +128,9 @@ def gemm_seconds(
     """
     shapes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
     first, inverse = _distinct(*shapes)
-    if which == "input_gradient":
-        shapes = [shapes[0], shapes[2], shapes[1]]
-    elif which == "weight_gradient":
-        shapes = [shapes[2], shapes[1], shapes[0]]
-    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in shapes)
-    seconds = _seconds(*distinct, rates, element_bytes)
+    order = {"forward": (0, 1, 2), "input_gradient": (0, 2, 1), "weight_gradient": (2, 1, 0)}[which]
+    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in (shapes[at] for at in order))
+    seconds = _seconds(distinct[0], distinct[1], distinct[2], rates)
     ratio = float(model().provenance["weight_gradient_ratio"]) if which == "weight_gradient" else 1.0
     return np.asarray(ratio * seconds[inverse].reshape(shapes[0].shape))
 
@@ -139,28 +147,20 @@ def _distinct(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _seconds(m: bytes, n: bytes, k: bytes, rates: GemmRates, element_bytes: float) -> FloatArray:
-    sizes = tuple(np.frombuffer(size, dtype=np.float64) for size in (m, n, k))
-    return predict(*sizes, rates, element_bytes)
+def _seconds(m: bytes, n: bytes, k: bytes, rates: GemmRates) -> FloatArray:
+    rows, columns, depth = (np.frombuffer(size, dtype=np.float64) for size in (m, n, k))
+    return predict(rows, columns, depth, rates)
 
 
 def predict(
-    m: FloatArray,
-    n: FloatArray,
-    k: FloatArray,
-    rates: GemmRates,
-    element_bytes: float = 2.0,
-    *,
-    residual: ResidualModel | None = None,
-    software: float = _SOFTWARE,
+    m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, residual: ResidualModel | None = None
 ) -> FloatArray:
     """Seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
-    columns = features(m, n, k, rates.coefficients, rates.hardware, element_bytes, software)
+    own, sheet, size = rates.coefficients, rates.hardware, rates.element_bytes
+    columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
     log_residual = (residual or model()).log_residual(columns) + correction_of(columns, rates.correction)
-    slowed = rates.coefficients._replace(
-        compute_efficiency=rates.coefficients.compute_efficiency * rates.sustained_ratio
-    )
-    return roofline_s(m, n, k, slowed, rates.hardware, element_bytes) * np.exp(log_residual)
+    slowed = own._replace(compute_efficiency=own.compute_efficiency * rates.sustained_ratio)
+    return roofline_s(m, n, k, slowed, sheet, size) * np.exp(log_residual)
 
 
 def parts_s(
@@ -190,8 +190,9 @@ def features(
     k: FloatArray,
     own: GemmCoefficients,
     hardware: Hardware,
-    element_bytes: float = 2.0,
-    software: FloatArray | float = _SOFTWARE,
+    *,
+    element_bytes: float,
+    software: float,
 ) -> dict[str, FloatArray]:
     """Dimensionless columns [N]: logarithms are to base two.
 
@@ -213,7 +214,7 @@ def features(
         "panel_cache": np.log2(element_bytes * np.minimum(m, n) * k / hardware.cache_bytes),
         "processors": np.full(m.shape, float(hardware.num_processors)),
         "ridge": np.full(m.shape, np.log2(hardware.peak_flops_per_s / hardware.memory_bandwidth_bytes_per_s)),
-        "software": np.broadcast_to(np.asarray(software, dtype=np.float64), m.shape),
+        "software": np.full(m.shape, software),
     }
     for rows, width in ((128, 128), (128, 256), (256, 128), (64, 64)):
         waves = np.ceil(m / rows) * np.ceil(n / width) / hardware.num_processors
@@ -240,9 +241,7 @@ def calibrate(
     seconds: FloatArray,
     rates: GemmRates,
     *,
-    element_bytes: float = 2.0,
     residual: ResidualModel | None = None,
-    software: float = _SOFTWARE,
 ) -> GemmRates:
     """Rates corrected by products measured on the device itself: a handful moves the coefficients, tens the residual too.
 
@@ -255,21 +254,24 @@ def calibrate(
     if len(seconds) == 0:
         return rates
     prior, own, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
+    sheet, size = rates.hardware, rates.element_bytes
     for _ in range(3):
-        learned = residual.log_residual(features(m, n, k, own, rates.hardware, element_bytes, software))
+        learned = residual.log_residual(features(m, n, k, own, sheet, element_bytes=size, software=rates.software))
 
         def misfit(z: FloatArray, learned: FloatArray = learned) -> FloatArray:
             at = GemmCoefficients(*np.exp(z))
-            error = np.log(roofline_s(m, n, k, at, rates.hardware, element_bytes) / seconds) + learned
+            error = np.log(roofline_s(m, n, k, at, sheet, size) / seconds) + learned
             return np.concatenate([bent(error, 0.15) / 0.12, (z - prior) / _SPREAD])
 
         own = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
     corrected = rates._replace(coefficients=own, correction=None)
     short = corrected._replace(sustained_ratio=1.0)
-    left = np.log(seconds / predict(m, n, k, short, element_bytes, residual=residual, software=software))
-    centres = _scaled(features(m, n, k, own, rates.hardware, element_bytes))
+    left = np.log(seconds / predict(m, n, k, short, residual=residual))
+    centres = _scaled(features(m, n, k, own, sheet, element_bytes=size, software=rates.software))
     kernel = _kernel(centres, centres) + _NOISE**2 * np.eye(len(left))
-    return corrected._replace(correction=Correction(centres, np.linalg.solve(kernel, left)))
+    return corrected._replace(
+        correction=Correction(centres, np.asarray(np.linalg.solve(kernel, left), dtype=np.float64))
+    )
 
 
 def correction_of(columns: Mapping[str, FloatArray], correction: Correction | None) -> FloatArray | float:
@@ -286,27 +288,3 @@ def _scaled(columns: Mapping[str, FloatArray]) -> FloatArray:
 def _kernel(a: FloatArray, b: FloatArray) -> FloatArray:
     distance = ((a[:, None] - b[None]) ** 2).sum(axis=-1)
     return np.asarray(_AMPLITUDE**2 * np.exp(-0.5 * distance))
-
-
-def bent(error: FloatArray, width: float) -> FloatArray:
-    """Residuals whose square grows linearly beyond ``width`` (pseudo-Huber), for least squares with outliers."""
-    return np.asarray(np.sign(error) * np.sqrt(2 * width * (np.sqrt(error**2 + width**2) - width)))
-
-
-def least_squares(misfit: Any, start: FloatArray | Sequence[float], num_steps: int = 40) -> FloatArray:
-    """Levenberg-Marquardt with numerical derivatives: the few coefficients here need no more."""
-    z, damping = np.asarray(start, dtype=np.float64), 1e-2
-    value = misfit(z)
-    for _ in range(num_steps):
-        slope = np.stack([(misfit(z + step) - value) / 1e-4 for step in 1e-4 * np.eye(len(z))], axis=1)
-        curvature = slope.T @ slope
-        move = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope.T @ value)
-        trial = misfit(z + move)
-        if trial @ trial < value @ value:
-            done = np.abs(move).max() < 1e-5
-            z, value, damping = z + move, trial, damping / 3
-            if done:
-                break
-        else:
-            damping *= 4
-    return z

@@ -1,14 +1,15 @@
 """Fits gemm.npz: rooflines of measured devices and the residual they share.
 
-Rows: bf16 of aiconfigurator's tables (A100, H100, H200, B200, GB200, L40S; three software builds). A build is a column: the same
-GPU differs 4 to 7 % between builds, and one of them runs large products at clocks that sustained load does not reach, so that
-planning uses the build that covers every device and size. fp8 rows of the same tables are used for a ratio only: those of vllm
-include the quantisation of activations.
+Rows: bf16 and fp8 of aiconfigurator's tables (A100, H100, H200, B200, GB200, L40S; three software builds). A build is a column:
+the same GPU differs 4 to 7 % between builds, and one of them runs large bf16 products at clocks that sustained load does not
+reach. Planning in bf16 uses the build that covers every device and size. fp8 rows are TensorRT-LLM's alone, plain kernels of sizes
+from 1024 on H100 and B200: those of vLLM include the quantisation of activations, those with scales per block the host's launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from ..layouts import FloatArray
 from . import gemm
 from .estimator import RooflineRegressor
 from .fit import Fitted
-from .gemm import GemmCoefficients, GemmRates, Hardware
+from .gemm import GemmCoefficients, GemmRates
+from .least_squares import bent, least_squares
 from .trees import ResidualModel
 
-SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0}
-"""Software build -> column. The first two run large products with random operands at sustained clocks; large products of the
+SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0, "trtllm-fp8": 3.0}
+"""Software build -> column. The first two run large products with random operands at sustained clocks; large bf16 products of the
 third exceed the highest rates published (0.96 of the peak on A100, where 0.87 is the best found by search)."""
 
 FAMILIES = {
@@ -40,35 +42,48 @@ _SYSTEMS = dict(zip(("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "gb200", "l
 _CLASSES = {"A100-80GB": "A100-SXM-80GB", "H100-80GB": "H100-SXM-80GB", "B200": "B200-SXM-180GB"}
 _START = GemmCoefficients(3.5e-6, 0.75, 0.8, 2.6, 0.1)
 _LOOSE = np.array([1.0, 0.2, 0.2, 0.5, 1.0])
-_NUM_TREES = 220
+_NUM_TREES = 320
+_MOST_FP8 = 6000  # rows of a device and build, so that fp8 does not outweigh bf16
 
 Mask = NDArray[np.bool_]
 
 
-def hardware(device: str) -> Hardware:
-    """Data sheet of a catalogue device, bf16."""
+def is_fp8(software: str) -> bool:
+    """Whether a build's rows are fp8 products."""
+    return software.endswith("fp8")
+
+
+@cache
+def device_rates(device: str, software: str) -> GemmRates:
+    """Data sheet of a catalogue device in the format of a build, before any fit."""
     from ...schema.catalogue import find_device
     from ...schema.cluster_levels import catalogue_device
     from ..coefficients import gemm_hardware
 
     key, entry = find_device(device)
-    return gemm_hardware(catalogue_device(key, entry), "bf16-mixed")
+    sheet = gemm_hardware(catalogue_device(key, entry), "fp8" if is_fp8(software) else "bf16-mixed")
+    return GemmRates(_START, sheet, SOFTWARE[software], 1.0 if is_fp8(software) else 2.0)
 
 
 def read_rows(folder: Path) -> pd.DataFrame:
-    """Measured bf16 products: device, family, software, m, n, k, seconds."""
+    """Measured products: device, family, software (with "-fp8" appended), m, n, k, seconds."""
     table = pd.read_parquet(folder / "operators/gemm.parquet")
-    table = table[table.gemm_dtype == "bfloat16"]
-    first = table.assign(device=table.system.map(_SYSTEMS), software=table.fw, seconds=table.latency / 1e3)
+    first = table.assign(device=table.system.map(_SYSTEMS), build=table.fw, seconds=table.latency / 1e3)
     table = pd.read_csv(folder / "measured_runs/gemm_kernels.csv")
-    table = table[table.dtype == "bfloat16"]
-    second = table.assign(device=table.gpu_class.map(_CLASSES), software="trtllm", seconds=table.latency_ms / 1e3)
-    columns = ["device", "software", "m", "n", "k", "seconds"]
+    second = table.assign(device=table.gpu_class.map(_CLASSES), build="trtllm", seconds=table.latency_ms / 1e3)
+    second = second.rename(columns={"dtype": "gemm_dtype"})
+    columns = ["device", "build", "gemm_dtype", "m", "n", "k", "seconds"]
     rows = pd.concat([first[columns], second[columns]], ignore_index=True).astype(dict.fromkeys("mnk", float))
-    return rows.assign(family=rows.device.map(FAMILIES), flops=2 * rows.m * rows.n * rows.k)
+    fp8 = (rows.gemm_dtype == "fp8") & (rows.build == "trtllm")
+    rows = rows[(rows.gemm_dtype == "bfloat16") | fp8].sample(frac=1, random_state=0)
+    fp8 = rows.gemm_dtype == "fp8"
+    rows = rows[~fp8 | (rows.groupby(["device", "build", "gemm_dtype"]).cumcount() < _MOST_FP8)].sort_index()
+    software = rows.build + np.where(rows.gemm_dtype == "fp8", "-fp8", "")
+    rows = rows.assign(software=software, family=rows.device.map(FAMILIES), flops=2 * rows.m * rows.n * rows.k)
+    return rows.drop(columns=["build", "gemm_dtype"]).reset_index(drop=True)
 
 
-def fit_roofline(rows: pd.DataFrame, sheet: Hardware, most: int = 3000) -> GemmCoefficients:
+def fit_roofline(rows: pd.DataFrame, rates: GemmRates, most: int = 3000) -> GemmCoefficients:
     """Coefficients of one device and build: robust least squares of logarithms, every factor of two in time weighing the same."""
     if len(rows) > most:
         rows = rows.sample(most, random_state=0)
@@ -79,10 +94,11 @@ def fit_roofline(rows: pd.DataFrame, sheet: Hardware, most: int = 3000) -> GemmC
     prior = np.log(_START)
 
     def misfit(z: FloatArray) -> FloatArray:
-        error = np.log(gemm.roofline_s(m, n, k, GemmCoefficients(*np.exp(z)), sheet) / seconds)
-        return np.concatenate([gemm.bent(error * weight, 0.1), (z - prior) / _LOOSE])
+        at = GemmCoefficients(*np.exp(z))
+        error = np.log(gemm.roofline_s(m, n, k, at, rates.hardware, rates.element_bytes) / seconds)
+        return np.concatenate([bent(error * weight, 0.1), (z - prior) / _LOOSE])
 
-    return GemmCoefficients(*(float(value) for value in np.exp(gemm.least_squares(misfit, prior))))
+    return GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
 
 
 Rooflines = Mapping[tuple[str, str], GemmCoefficients]
@@ -91,7 +107,7 @@ Rooflines = Mapping[tuple[str, str], GemmCoefficients]
 def fit_rooflines(rows: pd.DataFrame, train: Mask) -> dict[tuple[str, str], GemmCoefficients]:
     """(device, software) -> coefficients, from the rows in ``train``."""
     return {
-        (device, software): fit_roofline(part, hardware(device))
+        (device, software): fit_roofline(part, device_rates(device, software))
         for (device, software), part in rows[train].groupby(["device", "software"])
     }
 
@@ -102,12 +118,12 @@ def design(rows: pd.DataFrame, rooflines: Rooflines) -> tuple[list[str], FloatAr
     x, roofline = None, np.zeros(len(rows))
     for (device, software), at in rows.groupby(["device", "software"]).indices.items():
         m, n, k = (rows[name].to_numpy()[at] for name in "mnk")
-        own, sheet = rooflines[device, software], hardware(device)
-        columns = gemm.features(m, n, k, own, sheet, software=SOFTWARE[software])
+        own, (_, sheet, column, size, *_) = rooflines[device, software], device_rates(device, software)
+        columns = gemm.features(m, n, k, own, sheet, element_bytes=size, software=column)
         names = list(columns)
         x = np.zeros((len(rows), len(names))) if x is None else x
         x[at] = np.stack([columns[name] for name in names], axis=1)
-        roofline[at] = gemm.roofline_s(m, n, k, own, sheet)
+        roofline[at] = gemm.roofline_s(m, n, k, own, sheet, size)
     assert x is not None
     return names, x, roofline
 
@@ -133,26 +149,30 @@ def fit(folder: Path, *, score: bool) -> Fitted:
     provenance: dict[str, Any] = {
         "rows": len(rows),
         "sources": [
-            "operators/gemm.parquet (ai-dynamo/aiconfigurator 095f58a, Apache-2.0), bf16",
-            "measured_runs/gemm_kernels.csv (the same project, TensorRT-LLM builds), bf16",
+            "operators/gemm.parquet (ai-dynamo/aiconfigurator 095f58a, Apache-2.0), bf16, fp8",
+            "measured_runs/gemm_kernels.csv (the same project, TensorRT-LLM builds), bf16, fp8",
             "operators/simumax/efficiency.csv (MooreThreads/SimuMax 4dcaae5, Apache-2.0), ratio of weight gradients",
         ],
-        "rooflines": shipped_rooflines(rooflines),
+        "rooflines": {
+            "bf16": shipped_rooflines(rooflines, "sglang"),
+            "fp8": shipped_rooflines(rooflines, "trtllm-fp8"),
+        },
         "relative_error": errors,
         "weight_gradient_ratio": weight_gradient_ratio(folder),
     }
     return Fitted({"gemm": regressor.to_model(names, provenance)}, scores)
 
 
-def shipped_rooflines(rooflines: Rooflines) -> dict[str, Any]:
+def shipped_rooflines(rooflines: Rooflines, build: str) -> dict[str, Any]:
     """Coefficients that planning uses: of each device, of each architecture (mean of its devices), and the median of those."""
-    devices = {device: list(own) for (device, software), own in rooflines.items() if SOFTWARE[software] == 0.0}
+    devices = {device: list(own) for (device, software), own in rooflines.items() if software == build}
     architectures = {
         family: _mean([devices[device] for device in devices if FAMILIES[device] == family])
-        for family in dict.fromkeys(FAMILIES.values())
+        for family in dict.fromkeys(FAMILIES[device] for device in devices)
     }
     median = np.exp(np.median(np.log(list(architectures.values())), axis=0))
-    return {"devices": devices, "architectures": architectures, "median": [float(value) for value in median]}
+    middle = [float(value) for value in median]
+    return {"software": SOFTWARE[build], "devices": devices, "architectures": architectures, "median": middle}
 
 
 def _mean(members: list[list[float]]) -> list[float]:
@@ -184,14 +204,18 @@ def scored(rows: pd.DataFrame) -> tuple[dict[str, Any], dict[str, float]]:
         ratio = regressor.predict(np.column_stack([x, roofline])[~train]) / seconds[~train]
         left = rows[~train].assign(error=np.abs(ratio - 1))
         by_build = left.groupby(["device", "software"]).error.mean()
-        scores[title] = round(float(by_build.mean()), 4)
+        fp8 = [is_fp8(build) for _, build in by_build.index]
+        scores[title] = round(float(by_build[np.invert(fp8)].mean()), 4)
+        scores[f"{title}, fp8"] = round(float(by_build[fp8].mean()), 4)
         scores.update({f"{title}: {device} {build}": round(float(v), 4) for (device, build), v in by_build.items()})
-    families = dict(_left_out_families(rows))
+    families = dict(_left_out_families(rows[~rows.software.map(is_fp8)]))
     for number in (0, 10, 100):
         mine = {family: by_number[number] for family, by_number in families.items()}
         scores[f"family left out, {number} points"] = round(float(np.mean(list(mine.values()))), 4)
         scores.update({f"family left out, {number} points: {family}": round(v, 4) for family, v in mine.items()})
-    known = scores["20 % of rows left out"] * 1.25  # a normal error of mean magnitude e has a standard deviation of 1.25 e
+    known = (
+        scores["20 % of rows left out"] * 1.25
+    )  # a normal error of mean magnitude e has a standard deviation of 1.25 e
     unknown = scores["family left out, 0 points"] * 1.25
     errors = {"devices": known, "architectures": (known + unknown) / 2, "unknown": unknown}
     return scores, {name: round(float(value), 3) for name, value in errors.items()}
@@ -211,13 +235,17 @@ def _left_out_families(rows: pd.DataFrame) -> Iterator[tuple[str, dict[int, floa
             part = rows[~others].iloc[at]
             prior = _prior(rooflines, family, software)
             for number, found in errors.items():
-                found.append(_error_with_points(part, residual, prior, hardware(device), software, number))
+                found.append(
+                    _error_with_points(
+                        part, residual, device_rates(device, software)._replace(coefficients=prior), number
+                    )
+                )
         yield family, {number: float(np.mean(found)) for number, found in errors.items()}
 
 
 def _prior(rooflines: Rooflines, family: str, software: str) -> GemmCoefficients:
     """Median over the other families, of the same build (of the reference build where others lack it)."""
-    build = software if software != "trtllm" else "sglang"
+    build = "sglang" if software == "trtllm" else software
     mine: dict[str, list[list[float]]] = {}
     for (device, other), own in rooflines.items():
         if FAMILIES[device] != family and other == build:
@@ -226,18 +254,15 @@ def _prior(rooflines: Rooflines, family: str, software: str) -> GemmCoefficients
     return GemmCoefficients(*(float(value) for value in median))
 
 
-def _error_with_points(
-    part: pd.DataFrame, residual: ResidualModel, prior: GemmCoefficients, sheet: Hardware, software: str, number: int
-) -> float:
+def _error_with_points(part: pd.DataFrame, residual: ResidualModel, prior: GemmRates, number: int) -> float:
     """Mean error on the rest of a device's rows after calibration on ``number`` random ones, over three draws."""
     found = []
     for seed in range(3 if number else 1):
         chosen = np.random.default_rng(seed).choice(len(part), number, replace=False)
         rest = np.setdiff1d(np.random.default_rng(9).permutation(len(part))[:4000], chosen)
         points, others = part.iloc[chosen], part.iloc[rest]
-        how = {"residual": residual, "software": SOFTWARE[software]}
-        rates = gemm.calibrate(*_columns(points), points.seconds.to_numpy(), GemmRates(prior, sheet), **how)
-        predicted = gemm.predict(*_columns(others), rates, **how)
+        rates = gemm.calibrate(*_columns(points), points.seconds.to_numpy(), prior, residual=residual)
+        predicted = gemm.predict(*_columns(others), rates, residual=residual)
         found.append(float(np.mean(np.abs(predicted / others.seconds.to_numpy() - 1))))
     return float(np.mean(found))
 

@@ -1,0 +1,118 @@
+"""Matrix products: laws of the shipped model, calibration, and scores on measured tables where those are present."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from meshwright.cost_models.coefficients import gemm_rates, is_measured
+from meshwright.cost_models.learned import gemm
+from meshwright.cost_models.learned.fit import KINDS
+from meshwright.schema.catalogue import find_device
+from meshwright.schema.cluster_levels import catalogue_device
+
+SHARED = Path(__file__).resolve().parents[5] / "shared/data"
+KNOWN = ("A100", "H100", "H200", "B200", "GB200", "L40S")
+UNMEASURED = ("V100", "MI300X", "H20", "RTX4090")
+
+
+def _rates(name, precision="bf16-mixed"):
+    device = catalogue_device(*find_device(name))
+    return gemm_rates(device, "fp16-mixed" if device.peak_flops_per_s.bf16 is None else precision)
+
+
+def _square(size):
+    return (np.asarray(size, dtype=float),) * 3
+
+
+@pytest.mark.parametrize("name", KNOWN + UNMEASURED)
+def test_efficiency_stays_below_the_peak_and_grows_with_size(name):
+    rates, sizes = _rates(name), np.array([64.0, 512, 4096, 16384])
+    seconds = gemm.gemm_seconds(*_square(sizes), rates)
+    efficiency = 2 * sizes**3 / seconds / rates.hardware.peak_flops_per_s
+    assert np.all(efficiency < 1)
+    assert np.all(np.diff(efficiency[:3]) > 0)
+    assert efficiency[-1] > 0.3
+
+
+@pytest.mark.parametrize("name", KNOWN + UNMEASURED)
+@pytest.mark.parametrize("axis", range(3))
+def test_twice_the_work_never_takes_less_time(name, axis):
+    """By trees only nearly so: a factor of two in one size may gain 10 % from a better fitting kernel, no more."""
+    sizes = np.stack(np.meshgrid(*([2.0 ** np.arange(8, 15)] * 3), indexing="ij"), axis=-1).reshape(-1, 3)
+    doubled = sizes.copy()
+    doubled[:, axis] *= 2
+    rates = _rates(name)
+    ratio = gemm.gemm_seconds(*doubled.T, rates) / gemm.gemm_seconds(*sizes.T, rates)
+    assert ratio.min() > 0.9
+    assert np.median(ratio) > 1.5
+
+
+def test_equal_shapes_are_evaluated_once_and_keep_their_places():
+    rates = _rates("H100")
+    random = np.random.default_rng(0)
+    m, n, k = (random.choice([256.0, 1024.0, 4096.0], 500) for _ in range(3))
+    alone = np.array([gemm.predict(*(np.array([size]) for size in row), rates)[0] for row in zip(m, n, k, strict=True)])
+    assert np.allclose(gemm.gemm_seconds(m, n, k, rates), alone, rtol=1e-12)
+    assert gemm.gemm_seconds(m.reshape(20, 25), n.reshape(20, 25), k.reshape(20, 25), rates).shape == (20, 25)
+
+
+def test_gradients_are_products_of_the_same_three_sizes():
+    rates, m, n, k = _rates("A100"), np.array([4096.0]), np.array([1536.0]), np.array([5120.0])
+    backward = gemm.gemm_seconds(m, n, k, rates, which="input_gradient")
+    assert backward == gemm.gemm_seconds(m, k, n, rates)
+    ratio = gemm.model().provenance["weight_gradient_ratio"]
+    assert 1.02 < ratio < 1.08
+    assert gemm.gemm_seconds(m, n, k, rates, which="weight_gradient") == ratio * gemm.gemm_seconds(k, n, m, rates)
+
+
+def test_a_device_of_which_only_the_data_sheet_is_known_is_less_certain():
+    known, kin, unknown = (
+        gemm.relative_error(*pair) for pair in (("H100-SXM-80GB", "hopper"), ("H20-96GB", "hopper"), ("X", "volta"))
+    )
+    assert 0.03 < known < kin < unknown < 0.5
+    assert is_measured(catalogue_device(*find_device("H100")))
+    assert not is_measured(catalogue_device(*find_device("H20")))
+
+
+def test_fp8_products_are_faster_than_bf16_by_less_than_the_peaks():
+    ratio = gemm.gemm_seconds(*_square([8192.0]), _rates("H100", "bf16-mixed")) / gemm.gemm_seconds(
+        *_square([8192.0]), _rates("H100", "fp8")
+    )
+    assert 1.1 < ratio[0] < 1.9
+
+
+def test_calibration_follows_measured_points():
+    """A device half as fast as its kind: ten points halve the gap, a hundred all but close it; no points change nothing."""
+    rates = _rates("V100")
+    random = np.random.default_rng(0)
+    m, n, k = 2 ** random.uniform(7, 14, (3, 400))
+    truth = gemm.predict(m, n, k, rates._replace(coefficients=rates.coefficients._replace(compute_efficiency=0.35)))
+    truth = truth * np.exp(0.03 * random.standard_normal(400))
+    errors = []
+    for number in (0, 10, 100):
+        fitted = gemm.calibrate(m[:number], n[:number], k[:number], truth[:number], rates)
+        errors.append(np.mean(np.abs(gemm.predict(m[100:], n[100:], k[100:], fitted) / truth[100:] - 1)))
+    assert errors[0] > 0.2
+    assert errors[1] < 0.5 * errors[0]
+    assert errors[2] < 0.06
+    assert gemm.calibrate(m[:0], n[:0], k[:0], truth[:0], rates) is rates
+
+
+def test_artefact_says_where_it_comes_from():
+    provenance = gemm.model().provenance
+    assert provenance["rows"] > 100_000
+    assert {"sources", "date", "command", "scikit_learn", "scores", "relative_error"} <= set(provenance)
+    assert "gemm" in KINDS
+
+
+@pytest.mark.skipif(not (SHARED / "operators/gemm.parquet").exists(), reason="measured tables are not here")
+def test_measured_products_are_met():
+    """The shipped model on a sample of the rows it was fitted on: a change of features without a new fit would show."""
+    fit = pytest.importorskip("meshwright.cost_models.learned.gemm_fit")
+    rows = fit.read_rows(SHARED)
+    rows = rows[rows.software == "sglang"].sample(4000, random_state=1)
+    for device, part in rows.groupby("device"):
+        rates = _rates(device)._replace(sustained_ratio=1.0)
+        sizes = (part[name].to_numpy() for name in "mnk")
+        error = np.abs(gemm.predict(*sizes, rates) / part.seconds.to_numpy() - 1)
+        assert error.mean() < 0.10, device
