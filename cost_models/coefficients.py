@@ -49,7 +49,10 @@ class DeviceRates(NamedTuple):
 
     Attributes:
         gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
+        full_gemm: the same for those that fp8 training keeps in bf16.
         gemm_flops_per_s: large matrix products.
+        quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
+        expert_by_expert: the engine launches a product for each expert instead of one for all.
         attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
@@ -57,7 +60,10 @@ class DeviceRates(NamedTuple):
     """
 
     gemm: GemmRates | None
+    full_gemm: GemmRates | None
     gemm_flops_per_s: float
+    quantize_bytes: float
+    expert_by_expert: bool
     attention: AttentionRates | None
     gemm_bytes_per_s: float
     elementwise_bytes_per_s: float
@@ -124,12 +130,16 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
+    is_fp8 = workload.precision == "fp8"
     gemm = None if is_cpu else gemm_rates(device, workload.precision, ratio.products)
     fit = _cpu_fit(device) if gemm is None else gemm.coefficients
     slowed = ratio.products if gemm is None else gemm.sustained_ratio
     return DeviceRates(
         gemm=gemm,
+        full_gemm=gemm_rates(device, "bf16-mixed", ratio.products) if is_fp8 else gemm,
         gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
+        quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
+        expert_by_expert=workload.engine != "fsdp2",  # Transformer Engine's GroupedLinear loops over streams
         attention=None if is_cpu else _attention_rates(cluster, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
@@ -144,16 +154,22 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
 
 def gemm_rates(device: Device, precision: Precision, calibration: float = 1.0) -> GemmRates:
     """Matrix products of an accelerator: coefficients measured on it, else those of its kind, on top of its data sheet."""
-    own, software, _ = known_coefficients(device.name, device.architecture, is_fp8=precision == "fp8")
+    # Measured fp8 products hold the cast of their inputs (11 to 16 bytes an element); training's own is counted beside them.
+    own, software, _ = known_coefficients(device.name, device.architecture)
     if device.gemm is not None:
         fit = device.gemm
         own = own._replace(
             launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
         )
-    element_bytes = {"nvfp4": 0.5, "fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
-    ratio = coefficients()[precision]["gemm_efficiency_ratio"] if precision in ("fp8", "nvfp4") else 1.0
-    slowed = _sustained(device) * ratio * calibration
-    return GemmRates(own, gemm_hardware(device, precision), software, element_bytes, slowed)
+    slowed = _sustained(device) * calibration
+    if precision == "fp8":
+        # The bf16 product of the same shape with arithmetic that much faster, so that its residual stays in the trained range.
+        faster = peak_flops_per_s(device, "fp8") / peak_flops_per_s(device, "bf16-mixed")
+        faster *= coefficients()["fp8"]["gemm_efficiency_ratio"]
+        return GemmRates(own, gemm_hardware(device, "bf16-mixed"), software, 2.0, slowed * faster)
+    element_bytes = {"nvfp4": 0.5, "fp32": 4.0}.get(precision, 2.0)
+    ratio = coefficients()[precision]["gemm_efficiency_ratio"] if precision == "nvfp4" else 1.0
+    return GemmRates(own, gemm_hardware(device, precision), software, element_bytes, slowed * ratio)
 
 
 def is_measured(device: Device) -> bool:
@@ -188,7 +204,7 @@ def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates
     c, kernel = coefficients()["attention"], kernel_name(device.architecture, workload.engine)
     # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
     sustained = cluster.calibration.attention * (1.0 if kernel == "hopper_fa2" else _sustained(device))
-    processors = PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
+    processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
     silicon = Silicon(peak * sustained, device.memory_bandwidth_bytes_per_s, processors)
     is_first = workload.flash_generation == 1
     return AttentionRates(kernel, silicon, c["first_generation_ratio"] if is_first else 1.0)

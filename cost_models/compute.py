@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .coefficients import DeviceRates
+from .coefficients import DeviceRates, coefficients
 from .layouts import FloatArray, IntArray
 from .learned.attention import AttentionShape, attention_seconds
-from .learned.gemm import GemmRates, Pass, gemm_seconds
+from .learned.gemm import Pass, gemm_seconds
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 
 
@@ -41,12 +41,18 @@ def operator_time(
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
-        if rates.gemm is not None and op.num_matrices == 1:
-            forward, backward = _product_s(rows, n, k, rates.gemm)
-            return OperatorTime(forward, backward, 1, 2)
-        forward = gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
-        # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
-        return OperatorTime(forward, forward, 1, 1) if op.frozen else OperatorTime(forward, 2 * forward, 1, 2)
+        used = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
+        if op.num_matrices > 1:
+            forward, backward = grouped_gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
+        else:
+            forward, backward = _product_s(rows, n, k, used, compute_bytes)
+        if op.frozen:  # no gradient of the weights; that of the input takes as long as the product itself
+            backward = forward
+        dispatches = (1, 1 if op.frozen else 2)
+        if not (op.quantized and rates.quantize_bytes):
+            return OperatorTime(forward, backward, *dispatches)
+        cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
+        return OperatorTime(forward + cast[0], backward + cast[1], dispatches[0] + 1, dispatches[1] + 1)
     if isinstance(op, FusedAttention):
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
@@ -54,29 +60,64 @@ def operator_time(
 
 
 def _product_s(
-    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: GemmRates
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of a product forward, and of its two gradients."""
-    m = np.asarray(rows, dtype=np.float64)
+    if rates.gemm is None:
+        # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
+        forward = gemm_s(rows, n, k, rates, element_bytes)
+        return forward, 2 * forward
+    m, own = np.asarray(rows, dtype=np.float64), rates.gemm
     passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
-    forward, dgrad, wgrad = (gemm_seconds(m, n, k, rates, which=which) for which in passes)
+    forward, dgrad, wgrad = (gemm_seconds(m, n, k, own, which=which) for which in passes)
     return forward, dgrad + wgrad
 
 
 def gemm_s(
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
+) -> FloatArray:
+    """Seconds of one [rows,k] x [k,n] product."""
+    if rates.gemm is not None:
+        return gemm_seconds(np.asarray(rows, dtype=np.float64), n, k, rates.gemm)
+    flops = 2.0 * rows * n * k / rates.gemm_flops_per_s
+    traffic = element_bytes * (rows * (n + k) + n * k) / rates.gemm_bytes_per_s
+    return np.asarray(rates.launch_s + np.maximum(flops, traffic), dtype=np.float64)
+
+
+def grouped_gemm_s(
     rows: FloatArray | IntArray,
     n: FloatArray,
     k: FloatArray,
     num_matrices: FloatArray | float,
     rates: DeviceRates,
     element_bytes: int,
-) -> FloatArray:
-    """Seconds of [rows,k] x [k,n] products whose rows are spread over ``num_matrices`` weights."""
-    flops = 2.0 * rows * n * k
-    traffic = element_bytes * (rows * (n + k) + num_matrices * n * k)
-    # Experts run as one grouped kernel where there is one; a launch for each of a few is the floor.
-    roofline = np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.gemm_bytes_per_s)
-    return np.asarray(rates.launch_s + roofline, dtype=np.float64)
+) -> tuple[FloatArray, FloatArray]:
+    """Forward and backward seconds of one product for every expert, the rows spread evenly over ``num_matrices`` experts.
+
+        pass = experts * per_expert_s + ratio * max(one product of all rows, bytes / (W e_m))
+
+    Sizes that leave few rows to an expert are bound by the weights and by what each expert costs by itself. The weights'
+    gradients add up in fp32, read and written. Coefficients: coefficients.toml, [grouped_gemm].
+    """
+    c, together = coefficients()["grouped_gemm"], gemm_s(rows, n, k, rates, element_bytes)
+    one_by_one = num_matrices * 1.0 if rates.expert_by_expert else 0.0
+    forward, to_inputs, to_weights = (
+        one_by_one * c[f"{name}_expert_s"]
+        + c[f"{name}_ratio"]
+        * np.maximum(
+            together,
+            (element_bytes * rows * (n + k) + weight_bytes * num_matrices * n * k) / rates.gemm_bytes_per_s,
+        )
+        for name, weight_bytes in (("forward", element_bytes), ("dgrad", element_bytes), ("wgrad", 8))
+    )
+    return np.asarray(forward, dtype=np.float64), np.asarray(to_inputs + to_weights, dtype=np.float64)
+
+
+def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArray:
+    """Seconds of casting the input of a product to fp8, forward its activations and backward the gradient of its output."""
+    return np.asarray(
+        rates.kernel_s + elements * rates.quantize_bytes / rates.elementwise_bytes_per_s, dtype=np.float64
+    )
 
 
 def attention_s(

@@ -88,7 +88,15 @@ def layer_cost(
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
     unfused = workload.attention == "math"
-    operators = layer_operators(layer, hidden_dim, workload.attended_len, unfused=unfused, engine=workload.engine)
+    operators = layer_operators(
+        layer,
+        hidden_dim,
+        workload.attended_len,
+        unfused=unfused,
+        engine=workload.engine,
+        dropout=workload.dropout,
+        fusion=workload.fusion,
+    )
     if workload.adapters is not None:
         operators = with_adapters(operators, workload.adapters)
     times = _operator_times(operators, batch, workload, cluster)
@@ -398,7 +406,7 @@ def _activation_bytes(
         engine=engine_memory.ENGINES.get(workload.engine),
         every_second=workload.selective == "alternate_products",
         saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
-        eager=workload.kernels == "eager",
+        eager=workload.fusion == "eager",
         frozen=workload.adapters is not None,
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]

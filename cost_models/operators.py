@@ -15,9 +15,9 @@ from functools import cache
 from typing import Literal
 
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
-from ..schema.workload import Engine
+from ..schema.workload import Engine, Fusion
 from .coefficients import coefficients
-from .kernels import ENGINE_KERNELS, EngineKernels, Passes
+from .kernels import DROPOUT, EngineKernels, Passes, added, kernels_of
 
 Shard = Literal["column", "row", "none", "tokens"]
 Layer = Embedding | Block | Head | MTPHead
@@ -27,7 +27,10 @@ Layer = Embedding | Block | Head | MTPHead
 class Gemm:
     """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows).
 
-    ``routed`` ones are experts; ``frozen`` ones have no wgrad.
+    Attributes:
+        routed: the weights are experts.
+        frozen: no gradient of the weights is taken.
+        quantized: fp8 training runs it in fp8; engines keep logits and routers in bf16.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Gemm:
     num_matrices: int = 1
     routed: bool = False
     frozen: bool = False
+    quantized: bool = True
 
     @property
     def num_params(self) -> int:
@@ -106,10 +110,20 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
 
 @cache
 def layer_operators(
-    layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False, engine: Engine = "fsdp2"
+    layer: Layer,
+    hidden_dim: int,
+    seq_len: int,
+    *,
+    unfused: bool = False,
+    engine: Engine = "fsdp2",
+    dropout: bool = False,
+    fusion: Fusion = "engine",
 ) -> tuple[Operator, ...]:
-    """Operators of one layer in an engine, forward order; ``unfused`` attention stores whole [heads, seq, seq] scores."""
-    kernels = ENGINE_KERNELS[engine]
+    """Operators of one layer in an engine, forward order.
+
+    ``unfused`` attention computes and stores whole [heads, seq, seq] scores.
+    """
+    kernels = kernels_of(engine, fusion)
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
     if isinstance(layer, Head):
@@ -117,10 +131,13 @@ def layer_operators(
     if isinstance(layer, MTPHead):
         norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens", kernels) for i in range(3))
         projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
-        block = layer_operators(layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine)
+        block = layer_operators(
+            layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine, dropout=dropout, fusion=fusion
+        )
         return (*norms, projection, *block)
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
-    residuals = Elementwise("residual_adds", 6 * hidden_dim, 6 * hidden_dim, 2, 2, "tokens")
+    adds = added(kernels.residual, DROPOUT) if dropout else kernels.residual
+    residuals = _passes("residual_adds", hidden_dim, adds, "tokens")
     attention = _attention(layer.attention, hidden_dim, seq_len, kernels)
     if unfused:
         attention = tuple(part for op in attention for part in _unfused(op, seq_len))
@@ -147,7 +164,7 @@ def _passes(name: str, width: float, passes: Passes, shard: Shard, element_bytes
 
 def _logits(vocab_size: int, hidden_dim: int, kernels: EngineKernels) -> tuple[Operator, ...]:
     loss = _passes("cross_entropy", vocab_size, kernels.loss, "column", element_bytes=4)
-    return (Gemm("logits", vocab_size, hidden_dim, "column"), loss)
+    return (Gemm("logits", vocab_size, hidden_dim, "column", quantized=False), loss)
 
 
 def _attention(
@@ -160,6 +177,9 @@ def _attention(
     q, kv = attention.q_dim, attention.kv_dim
     rotated = int((q + kv) * attention.rope_fraction)
     operators: list[Operator] = [Gemm("qkv", q + 2 * kv, hidden_dim, "column")]
+    if attention.qkv_bias:
+        operators.append(_passes("qkv_bias", q + 2 * kv, kernels.bias, "column"))
+    operators.append(_passes("qkv_copies", q + 2 * kv, kernels.qkv, "column"))
     if attention.qk_norm != "none":
         operators.append(_norm("qk_norm", q + kv, "column", kernels))
     if rotated:
@@ -171,6 +191,8 @@ def _attention(
         )
     )
     operators.append(Gemm("attention_out", hidden_dim, q, "row"))
+    if attention.out_bias:
+        operators.append(_passes("out_bias", hidden_dim, kernels.bias, "tokens"))
     return tuple(operators)
 
 
@@ -208,10 +230,15 @@ def _dense(
     width = (2 if mlp.gated else 1) * mlp.ffn_dim
     passes = kernels.gated if mlp.gated else kernels.plain
     activation = replace(_passes(f"{prefix}activation", mlp.ffn_dim * rows, passes, "column"), routed=routed)
+    biases = (
+        _passes(f"{prefix}up_bias", width * rows, kernels.bias, "column"),
+        _passes(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens"),
+    )
     return (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
         activation,
         Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices, routed),
+        *(replace(bias, routed=routed) for bias in (biases if mlp.bias else ())),
     )
 
 
@@ -222,7 +249,7 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, kernels: EngineKernels) -> tuple[
     width = 5 * mlp.top_k * hidden_dim
     dispatch = Elementwise("dispatch", width, width, 6, 6, "none", routed=True)
     shared = _dense(mlp.shared, hidden_dim, "shared_", kernels) if mlp.shared else ()
-    router = Gemm("router", mlp.num_experts, hidden_dim, "none")
+    router = Gemm("router", mlp.num_experts, hidden_dim, "none", quantized=False)
     experts = _dense(mlp.expert, hidden_dim, "expert_", kernels, mlp.top_k, mlp.num_experts, routed=True)
     return (router, dispatch, *experts, *shared)
 

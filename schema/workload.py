@@ -11,6 +11,7 @@ Optimizer = Literal["adamw", "sgd", "muon"]
 Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo", "aceso"]
 Gradients = Literal["fp32", "compute"]
 Selective = Literal["products", "alternate_products"]
+Fusion = Literal["engine", "compiled", "composite_norm", "eager"]
 
 FrozenStorage = Literal["16-bit", "8-bit", "nf4"]
 
@@ -46,8 +47,10 @@ class Workload(Frozen):
             parameters, gradients and optimizer states in bf16.
         optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
         attention: flash keeps no [seq, seq] matrix; math does.
+        dropout: after attention and feed-forward part, as Megatron-LM does unless told otherwise; our runtime has none.
+        fusion: of memory-bound kernels: as the engine has them, by torch.compile, or eager with RMSNorm as separate kernels
+            (torch before 2.8); eager is plain model code, where each kernel keeps what it read besides.
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
-        kernels: fused operations of an engine, or eager ones of plain model code, which keep what each of them read.
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
@@ -62,9 +65,10 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
-    kernels: Literal["fused", "eager"] = "fused"
-    document_len: Count | None = None
     adapters: LowRank | None = None
+    document_len: Count | None = None
+    dropout: bool = False
+    fusion: Fusion = "engine"
     engine: Engine = "fsdp2"
     gradients: Gradients = "fp32"
     selective: Selective = "products"

@@ -42,13 +42,16 @@ PUBLISHED_TFLOPS: dict[tuple[str, str, int, bool], tuple[float, ...]] = {
     ("hopper", "backward", 64, False): (272, 363, 422, 453, 472, 474),
     ("hopper", "backward", 128, False): (316, 424, 501, 542, 559, 561),
 }
-"""(kernel, pass, head width, causal) -> TFLOP/s on H100 SXM at 16k tokens and 2048 / width heads. Source: arXiv:2407.08608, figures 5 and 6."""
+"""(kernel, pass, head width, causal) -> TFLOP/s on H100 SXM at 16k tokens and 2048 / width heads.
+
+Source: arXiv:2407.08608, figures 5 and 6.
+"""
 
 SOURCES = (
     "attention_prefill.parquet (ai-dynamo/aiconfigurator 095f58a, Apache-2.0), SimuMax (Apache-2.0), arXiv:2407.08608"
 )
 BACKWARD_PRIOR = np.array([1.2, 1.0, 2.0])
-"""Products: 0.8 of the forward efficiency (FlashAttention-2 paper); tail: as forward; traffic: queries' gradients add up in fp32."""
+"""Products: 0.8 of the forward efficiency (FlashAttention-2 paper); tail: as forward; traffic: dq adds up in fp32."""
 MIN_SEQ_LEN, MAX_WIDTH = 128, 256
 
 
@@ -204,14 +207,14 @@ def _feature_names(table: pd.DataFrame, forward: dict[str, FloatArray]) -> list[
 
 def _fit_residual(table: pd.DataFrame, forward: dict[str, FloatArray]) -> RooflineRegressor:
     _, features, roofline = _matrix(table, forward)
-    trees = HistGradientBoostingRegressor(max_iter=120, max_leaf_nodes=24, min_samples_leaf=60, random_state=0)
+    trees = HistGradientBoostingRegressor(max_iter=300, max_leaf_nodes=24, min_samples_leaf=40, random_state=0)
     regressor = RooflineRegressor(roofline_column=0, residual=trees)
     return regressor.fit(np.column_stack([roofline, features]), table.seconds.to_numpy())
 
 
 def _predict(regressor: RooflineRegressor, table: pd.DataFrame, forward: dict[str, FloatArray]) -> FloatArray:
     _, features, roofline = _matrix(table, forward)
-    return regressor.predict(np.column_stack([roofline, features]))
+    return np.asarray(regressor.predict(np.column_stack([roofline, features])))
 
 
 def _scores(table: pd.DataFrame) -> dict[str, Any]:
@@ -258,7 +261,8 @@ def _local_residual(seen: pd.DataFrame, predicted: FloatArray, rest: pd.DataFram
     def logs(part: pd.DataFrame) -> FloatArray:
         heads = part.batch_size * part.num_heads
         group = part.num_heads / part.num_key_value_heads
-        return np.log2(np.column_stack([part.isl, heads, part.head_dim**2, group**0.5]).astype(float))
+        sizes = np.column_stack([part.isl, heads, part.head_dim**2, group**0.5])
+        return np.asarray(np.log2(sizes.astype(float)))
 
     smooth = ConstantKernel(0.02, "fixed") * RBF([3.0, 3.0, 2.0, 2.0], "fixed") + WhiteKernel(0.003, "fixed")
     process = GaussianProcessRegressor(smooth).fit(logs(seen), np.log(seen.seconds.to_numpy() / predicted))

@@ -21,7 +21,7 @@ import numpy as np
 
 from .trees import ResidualModel
 
-KINDS = ("gemm", "attention")
+KINDS = ("gemm", "attention", "grouped_gemm")
 """Operator kinds: ``<kind>_fit.py`` has ``fit(folder, *, score) -> Fitted``."""
 
 COMMAND = "python -m meshwright.cost_models.learned.fit DATA_FOLDER --score"

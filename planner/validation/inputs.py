@@ -86,6 +86,22 @@ FLASH_GENERATION: tuple[Default, ...] = (
     Default("llm-foundry", 1, "scripts/train/benchmarking/submit_benchmarks.py: --attn_impl triton"),
     Default("", 2, "FlashAttention-2 or what the engine has newer"),
 )
+DROPOUT: tuple[Default, ...] = (
+    Default(
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$",
+        True,
+        "hidden_dropout is 0.1 in their arguments.py",
+    ),
+    Default("", False, "current recipes train without"),
+)
+FUSION: tuple[Default, ...] = (
+    Default("torchtitan", "composite_norm", "compile is off unless set; RMSNorm is one kernel from torch 2.8 on"),
+    Default(
+        "LitGPT|HF |EasyContext|LLaMA-Factory|[Aa]xolotl|[Aa]ccelerate|PEFT", "eager", "model code in plain PyTorch"
+    ),
+    Default("fms-fsdp", "compiled", "use_torch_compile: true"),
+    Default("", "engine", "kernels the engine brings"),
+)
 BALANCED_STAGES: tuple[Default, ...] = (
     Default("nanotron", True, "blocks are placed by get_block_compute_costs"),
     Default("", False, "layers / pp blocks on every stage, embedding and head on top"),
@@ -152,11 +168,6 @@ OVERLAP: tuple[Default, ...] = (
     ),
     Default("Megatron-LM$", False, "--overlap-grad-reduce is off unless set"),
     Default("", True, "on in the recipes, or the engine's own way"),
-)
-
-EAGER_KERNELS: tuple[Default, ...] = (
-    Default("LitGPT|HF |EasyContext|LLaMA-Factory|[Aa]xolotl|[Aa]ccelerate|PEFT", True, "model code in plain PyTorch"),
-    Default("", False, "fused norms, rotary embeddings and activations"),
 )
 
 PACKED_DOCUMENT: tuple[Default, ...] = (
@@ -417,13 +428,14 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed, 
         precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
         optimizer=_optimizer(row),
         document_len=default_of(row.framework, PACKED_DOCUMENT) if row.task in ("sft", "lora") else None,
-        kernels="eager" if default_of(row.framework, EAGER_KERNELS) else "fused",
         adapters=found[0] if found else None,
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
         gradients=_gradients(row, precision),
         overlap=default_of(row.framework, OVERLAP),
         selective="alternate_products" if _is_per_operator(row) else "products",
+        dropout=default_of(row.framework, DROPOUT),
+        fusion=_fusion(row),
         attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
     )
 
@@ -446,3 +458,12 @@ def _optimizer(row: RunRow) -> Optimizer:
     """AdamW unless another one is named that is modelled."""
     name = row.optimizer.lower()
     return "muon" if "muon" in name else "sgd" if re.match(r"sgd\b", name) else "adamw"
+
+
+def _fusion(row: RunRow) -> Any:
+    """Whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels."""
+    quantised = row.framework.startswith("torchtitan") and row.precision_class in ("fp8", "mxfp8")
+    stated = re.search(r"\bcompile\b", row.notes)
+    if quantised or (stated and not re.search(r"\bNo torch\.compile", row.notes)):
+        return "compiled"
+    return default_of(row.framework, FUSION)

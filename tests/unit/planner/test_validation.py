@@ -362,3 +362,20 @@ def test_measured_runs_are_read_whole_and_mostly_predicted() -> None:
     assert sum(score.rows for score in scores.values()) == len(rows)
     assert all(math.isfinite(score.time.mape) for score in scores.values() if score.time)
     assert sum(score.regret.count for score in scores.values() if score.regret) > 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "fusion", "generation", "dropout"),
+    [
+        ({"framework": "torchtitan (FSDP2)"}, "composite_norm", 2, False),
+        ({"framework": "torchtitan (FSDP2)", "notes": "FSDP + torch.compile."}, "compiled", 2, False),
+        ({"framework": "torchtitan (FSDP2)", "notes": "No torch.compile (default)."}, "composite_norm", 2, False),
+        ({"framework": "torchtitan (FSDP2)", "precision_class": "fp8"}, "compiled", 2, False),
+        ({"framework": "llm-foundry/Composer FSDP1"}, "engine", 1, False),
+        ({"framework": "Megatron-DeepSpeed"}, "engine", 2, True),
+        ({"framework": "NeMo/Megatron-Core"}, "engine", 2, False),
+    ],
+)
+def test_kernels_follow_the_framework_and_what_the_row_states(changes, fusion, generation, dropout) -> None:
+    workload = inputs_of(**changes).workload
+    assert (workload.fusion, workload.flash_generation, workload.dropout) == (fusion, generation, dropout)

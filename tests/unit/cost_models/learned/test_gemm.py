@@ -78,7 +78,7 @@ def test_fp8_products_are_faster_than_bf16_by_less_than_the_peaks():
     ratio = gemm.gemm_seconds(*_square([8192.0]), _rates("H100", "bf16-mixed")) / gemm.gemm_seconds(
         *_square([8192.0]), _rates("H100", "fp8")
     )
-    assert 1.1 < ratio[0] < 1.9
+    assert 1.1 < ratio[0] < 2.0
 
 
 def test_calibration_follows_measured_points():
