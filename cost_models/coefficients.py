@@ -33,6 +33,7 @@ class DeviceRates(NamedTuple):
         gemm_flops_per_s: large matrix products.
         attention_forward_flops_per_s, attention_backward_flops_per_s: fused attention, causal FLOPs counted once.
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
+        streaming_bytes_per_s: single kernels that read and write one large tensor.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
     """
 
@@ -41,6 +42,7 @@ class DeviceRates(NamedTuple):
     attention_backward_flops_per_s: float
     gemm_bytes_per_s: float
     elementwise_bytes_per_s: float
+    streaming_bytes_per_s: float
     launch_s: float
     kernel_s: float
 
@@ -101,6 +103,8 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
         * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
+        streaming_bytes_per_s=device.memory_bandwidth_bytes_per_s
+        * (1.0 if is_cpu else c["elementwise"]["streaming_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
     )

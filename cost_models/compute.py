@@ -70,7 +70,8 @@ def _elementwise_time(
     split = {"column": tp, "row": tp, "none": np.ones_like(tp), "tokens": np.where(sequence_parallel == 1, tp, 1)}[
         op.shard
     ]
-    bytes_per_element = (op.element_bytes or element_bytes) * tokens / split / rates.elementwise_bytes_per_s
+    bytes_per_s = rates.streaming_bytes_per_s if op.streams else rates.elementwise_bytes_per_s
+    bytes_per_element = (op.element_bytes or element_bytes) * tokens / split / bytes_per_s
     return OperatorTime(
         op.forward_kernels * rates.kernel_s + op.forward_elements * bytes_per_element,
         op.backward_kernels * rates.kernel_s + op.backward_elements * bytes_per_element,

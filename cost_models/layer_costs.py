@@ -6,7 +6,7 @@ and saved activations (activations.py). Stages and steps only add layers up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from .collectives import collective_s
 from .compute import OperatorTime, operator_time
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .memory import has_copies
-from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
+from .operators import CORE_ATTENTION, FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def layer_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
-    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=workload.attention == "math")
+    operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=softmax_kernels(workload))
     times = _operator_times(operators, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
     compute = _compute_s(layer, operators, times, tp_s, batch, workload, cluster)
@@ -65,6 +65,21 @@ def layer_cost(
     gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
     kept, working = _activation_bytes(layer, hidden_dim, batch, workload, cluster)
     return LayerCost(*compute, *tp_s, gather, reduce, num_params, kept, working)
+
+
+def softmax_kernels(workload: Workload) -> Softmax | None:
+    """How unfused attention turns scores into probabilities; None for fused attention.
+
+    Megatron's scale-mask-softmax kernel takes 16-bit inputs only (FusedScaleMaskSoftmax.is_kernel_available).
+    """
+    if workload.attention == "flash":
+        return None
+    return "fused" if is_megatron(workload) and workload.compute_bytes == 2 else "separate"
+
+
+def is_megatron(workload: Workload) -> bool:
+    """Whether the engine runs Megatron's layers (DeepSpeed's runs do, or something as eager)."""
+    return workload.engine in ("megatron", "deepspeed")
 
 
 def _operator_times(
@@ -96,8 +111,7 @@ def _compute_s(
     forward = sum((time.forward_s for time in times), start=zero)
     backward = sum((time.backward_s for time in times), start=zero)
     has_block = isinstance(layer, Block | MTPHead)
-    keeps_attention = workload.attention == "flash"
-    recompute, repeated = _recompute(operators, times, batch, keeps_attention) if has_block else (zero, zero)
+    recompute, repeated = _recompute(operators, times, batch, workload) if has_block else (zero, zero)
     collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
     per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
@@ -114,20 +128,35 @@ def _compute_s(
 
 
 def _recompute(
-    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, keeps_attention: bool
+    operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, workload: Workload
 ) -> tuple[FloatArray, FloatArray]:
-    """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective.
+    """Forward seconds and dispatches repeated under each layout's recompute.
 
-    Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py).
+    Ours stops once the last product has its input, and selective repeats neither products nor fused attention
+    (runtime/recompute.py). Megatron repeats the whole layer, and selective is the core of unfused attention: scores, softmax,
+    dropout and both products (arXiv:2205.05198 section 5).
     """
-    last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
-    full = [time for idx, time in enumerate(times) if idx != last_product]
-    kept = (Gemm, FusedAttention) if keeps_attention else (Gemm,)
-    cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
+    if is_megatron(workload):
+        full = times
+        cheap = [time for op, time in zip(operators, times, strict=True) if _is_repeated_core(op, workload)]
+    else:
+        last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
+        full = [time for idx, time in enumerate(times) if idx != last_product]
+        cheap = [time for op, time in zip(operators, times, strict=True) if not _is_kept(op)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
     dispatches = [float(sum(time.forward_dispatches for time in chosen)) for chosen in (full, cheap)]
     return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)
+
+
+def _is_repeated_core(op: Operator, workload: Workload) -> bool:
+    """Megatron's selective recompute of unfused attention; with fused attention ours stands in for the engines' own choices."""
+    return op.name in CORE_ATTENTION if workload.attention == "math" else not _is_kept(op)
+
+
+def _is_kept(op: Operator) -> bool:
+    """Whether our selective recompute keeps the output: products with weights and fused attention, not scores."""
+    return isinstance(op, Gemm | FusedAttention) and op.name not in ("scores", "context")
 
 
 def _tensor_parallel_s(
@@ -149,10 +178,18 @@ def _tensor_parallel_s(
         return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(
             batch.sequence_parallel == 1, scatter, reduce
         )
-    # Both kinds of recompute repeat the forward communication but the last reduction, which nothing in the backward pass reads.
-    last = np.where(batch.sequence_parallel == 1, scatter, reduce)
-    repeated = np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, 2 * pair - last)
-    return 2 * pair, 2 * pair + repeated
+    return 2 * pair, 2 * pair + _repeated_communication_s(pair, np.where(batch.sequence_parallel == 1, scatter, reduce), batch, workload)
+
+
+def _repeated_communication_s(pair: FloatArray, last: FloatArray, batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """Recompute repeats the forward communication: Megatron all of it, and none for the core of unfused attention alone; ours all
+    but the ``last`` reduction, which nothing in the backward pass reads."""
+    full, selective = 2 * pair - last, 2 * pair - last
+    if is_megatron(workload):
+        full = 2 * pair
+        selective = np.zeros_like(pair) if workload.attention == "math" else selective
+    is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
+    return np.select(is_kind, [full, selective], 0.0)
 
 
 def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
@@ -194,6 +231,9 @@ def _activation_bytes(
         score_width=workload.seq_len if workload.attention == "math" else 0,
     )
     choices = [saved_elements(layer, hidden_dim, recompute, how) for recompute in RECOMPUTES]
+    if is_megatron(workload) and workload.attention == "math":
+        # Selective drops what lies between query, key, value and the output of attention, and nothing else.
+        choices[RECOMPUTES.index("selective")] = saved_elements(layer, hidden_dim, "none", replace(how, score_width=0))
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
     # While one layer runs backward, what it had dropped is there again, and gradients of its widest tensors beside it.

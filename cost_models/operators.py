@@ -63,6 +63,7 @@ class Elementwise:
 
     Attributes:
         element_bytes: of one element; None is the compute dtype's.
+        streams: one large tensor passes through few kernels at nearly the rate of a copy (scores of unfused attention).
     """
 
     name: str
@@ -72,6 +73,7 @@ class Elementwise:
     backward_kernels: int
     shard: Shard
     element_bytes: int | None = None
+    streams: bool = False
 
 
 Operator = Gemm | FusedAttention | Elementwise
@@ -89,8 +91,17 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
     return w - w * (w - 1) / (2 * seq_len)
 
 
+Softmax = Literal["separate", "fused"]
+"""Kernels between the two products of unfused attention: one each for scale, mask and softmax, or Megatron's one for all three."""
+
+CORE_ATTENTION = ("attention", "scores", "softmax", "context")
+"""Names of the operators between query, key, value and the output projection."""
+
+
 @cache
-def layer_operators(layer: Layer, hidden_dim: int, seq_len: int, *, unfused: bool = False) -> tuple[Operator, ...]:
+def layer_operators(
+    layer: Layer, hidden_dim: int, seq_len: int, *, unfused: Softmax | None = None
+) -> tuple[Operator, ...]:
     """Operators of one layer, forward order; ``unfused`` attention computes and stores whole [heads, seq, seq] scores."""
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
@@ -103,18 +114,26 @@ def layer_operators(layer: Layer, hidden_dim: int, seq_len: int, *, unfused: boo
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens") for i in range(layer.num_norms))
     residuals = Elementwise("residual_adds", 6 * hidden_dim, 6 * hidden_dim, 2, 2, "tokens")
     attention = _attention(layer.attention, hidden_dim, seq_len)
-    if unfused:
-        attention = tuple(part for op in attention for part in _unfused(op, seq_len))
+    if unfused is not None:
+        attention = tuple(part for op in attention for part in _unfused(op, seq_len, unfused))
     return (*norms, *attention, *_mlp(layer.mlp, hidden_dim), residuals)
 
 
-def _unfused(op: Operator, seq_len: int) -> tuple[Operator, ...]:
-    """Attention without a fused kernel: every token against all others, and passes over the score matrix."""
+def _unfused(op: Operator, seq_len: int, softmax: Softmax) -> tuple[Operator, ...]:
+    """Attention without a fused kernel: two products of every token with all others, and passes over the score matrix.
+
+    The products write and read the scores themselves. Dropout reads, writes and keeps or reads a mask of one byte.
+    """
     if not isinstance(op, FusedAttention):
         return (op,)
     c, width = coefficients()["attention"], op.num_heads * seq_len
-    forward, backward = c["score_passes_forward"] * width, c["score_passes_backward"] * width
-    return (replace(op, context=float(seq_len)), Elementwise("scores", forward, backward, 7, 9, "column"))
+    forward, backward = c[f"{softmax}_softmax_passes"]
+    kernels = (2, 2) if softmax == "fused" else (5, 6)
+    return (
+        Gemm("scores", width, op.qk_dim, "column"),
+        Elementwise("softmax", forward * width, backward * width, *kernels, "column", streams=True),
+        Gemm("context", op.v_dim, width, "row"),
+    )
 
 
 def _norm(name: str, width: int, shard: Shard) -> Elementwise:

@@ -19,7 +19,7 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
-from .layer_costs import LayerCost, layer_cost
+from .layer_costs import LayerCost, is_megatron, layer_cost
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer, model_flops_per_token
 from .pipeline import pipelined_lower_bound_s, pipelined_s
@@ -64,10 +64,20 @@ class SpaceCosts:
 
     @cached_property
     def transfer_s(self) -> FloatArray:
-        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N]."""
+        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N].
+
+        Megatron and DeepSpeed send a tensor-parallel rank's share only and gather it on arrival (scatter-gather optimisation,
+        arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned).
+        """
         b = self.batch
+        distance = b.tp * b.dp_shard * b.dp_replicate * b.pp - 1
+        sent, gathered = self.boundary_bytes, np.zeros(len(b))
+        if is_megatron(self.workload):
+            whole = np.where(b.sequence_parallel == 1, 0.0, sent)
+            sent = sent / np.where(b.sequence_parallel == 1, 1, b.tp)
+            gathered = collective_s("all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster)
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
-        once = p2p_s(self.boundary_bytes, b.tp * b.dp_shard * b.dp_replicate * b.pp - 1, self.cluster)
+        once = p2p_s(sent, distance, self.cluster) + gathered
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
     @cached_property

@@ -50,6 +50,7 @@ SEQUENCE_PARALLEL: tuple[Default, ...] = (
     Default("", False, "all-reduce, as Megatron-LM did first"),
 )
 PRECISION: tuple[Default, ...] = (
+    Default(r"Megatron-DeepSpeed \(Sailor\)", "fp32", "its ds_config.json turns neither fp16 nor bf16 on"),
     Default("Megatron-DeepSpeed|Megatron-LM|LiBai|Aceso", "fp16", "their example scripts pass --fp16"),
     Default("", "bf16", "what current engines train in"),
 )
@@ -228,6 +229,8 @@ def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
         choice = assumed.default("recompute", RECOMPUTE)
         return choice
     # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
+    if _keeps_scores(row) and row.recompute_class == "selective":
+        return "selective"
     is_scores_only = re.match("Megatron|NeMo", row.framework) and "+" not in row.recompute and "(l" not in row.recompute
     if row.recompute_class == "selective" and is_scores_only and ":m" not in row.recompute:
         return "none"
@@ -244,14 +247,18 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
     precision = row.precision_class
     if precision in ("", "unknown"):
         precision = assumed.default("precision", PRECISION)
-    keeps_scores = default_of(row.framework, UNFUSED_ATTENTION) or row.gpu_type.startswith("V100")
     return Workload(
         seq_len=-(-(row.seq_len or 1) // cp),
         global_batch_size=batch * cp,
         precision=PRECISIONS[precision],
         engine=default_of(row.framework, ENGINE),
-        attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
+        attention="math" if _keeps_scores(row) else "flash",
     )
+
+
+def _keeps_scores(row: RunRow) -> bool:
+    """Whether attention ran without a fused kernel: none for Volta, none in engines of its time."""
+    return bool(default_of(row.framework, UNFUSED_ATTENTION)) or row.gpu_type.startswith("V100")
 
 
 def _hidden_attention(model: ModelSpec, row: RunRow) -> float:
