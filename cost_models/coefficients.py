@@ -30,7 +30,7 @@ class DeviceRates(NamedTuple):
     """What one device achieves.
 
     Attributes:
-        gemm_flops_per_s: large matrix products.
+        gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
         attention_forward_flops_per_s, attention_backward_flops_per_s: fused attention, causal FLOPs counted once.
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         streaming_bytes_per_s: single kernels that read and write one large tensor.
@@ -45,6 +45,7 @@ class DeviceRates(NamedTuple):
     streaming_bytes_per_s: float
     launch_s: float
     kernel_s: float
+    vector_flops_per_s: float
 
 
 class HostCosts(NamedTuple):
@@ -107,7 +108,16 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         * (1.0 if is_cpu else c["elementwise"]["streaming_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
+        vector_flops_per_s=_vector_flops_per_s(device),
     )
+
+
+def _vector_flops_per_s(device: Device) -> float:
+    """Rate of products outside the matrix units: they accumulate in fp32 whatever the operands are. Without limit where unknown."""
+    peak = device.peak_flops_per_s.fp32
+    if peak is None or device.vendor == "cpu":
+        return float("inf")
+    return float(peak) * float(coefficients()["attention"]["misaligned_efficiency"])
 
 
 def _gemm_fit(device: Device) -> GemmFit:

@@ -14,6 +14,10 @@ from .layouts import FloatArray, IntArray
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 
 
+TENSOR_CORE_ALIGNMENT_BYTES = 16
+"""Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
+
+
 @dataclass(frozen=True)
 class OperatorTime:
     """Seconds [N] of one operator for one micro-batch, and how many operators the host dispatches for it."""
@@ -32,6 +36,8 @@ def operator_time(
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
+        if op.head_dim is not None and op.head_dim * compute_bytes % TENSOR_CORE_ALIGNMENT_BYTES:
+            rates = rates._replace(gemm_flops_per_s=min(rates.vector_flops_per_s, rates.gemm_flops_per_s))
         forward = gemm_s(rows, n, k, op.num_matrices, rates, compute_bytes)
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
         return OperatorTime(forward, 2 * forward, 1, 2)

@@ -112,11 +112,13 @@ def _compute_s(
     backward = sum((time.backward_s for time in times), start=zero)
     has_block = isinstance(layer, Block | MTPHead)
     recompute, repeated = _recompute(operators, times, batch, workload) if has_block else (zero, zero)
-    collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
+    # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.
+    collectives = np.where(batch.tp > 1, (2 if has_block else 0.5) * np.where(batch.sequence_parallel == 1, 2, 1), 0.0)
+    repeats = np.where(batch.recompute == RECOMPUTES.index("full"), 1.0, 0.0)
     per_pass = collectives * host.collective_s + np.where(has_copies(batch, workload), host.fsdp_unit_s / 2, 0.0)
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
-    host_recompute = repeated * host.operator_s
+    host_recompute = repeated * host.operator_s + repeats * collectives * host.collective_s
     if host.adds:
         return forward + host_forward, backward + host_backward, recompute + host_recompute
     tp_forward, tp_backward = tp_s

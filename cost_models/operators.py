@@ -23,7 +23,10 @@ Layer = Embedding | Block | Head | MTPHead
 
 @dataclass(frozen=True)
 class Gemm:
-    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows)."""
+    """[T * rows_per_token, k] x [k, n] on ``num_matrices`` weights (experts share the rows).
+
+    ``head_dim`` is that of a product inside attention, one small matrix for each sequence and head; None for one with weights.
+    """
 
     name: str
     n: int
@@ -31,6 +34,7 @@ class Gemm:
     shard: Shard
     rows_per_token: int = 1
     num_matrices: int = 1
+    head_dim: int | None = None
 
     @property
     def num_params(self) -> int:
@@ -130,9 +134,9 @@ def _unfused(op: Operator, seq_len: int, softmax: Softmax) -> tuple[Operator, ..
     forward, backward = c[f"{softmax}_softmax_passes"]
     kernels = (2, 2) if softmax == "fused" else (5, 6)
     return (
-        Gemm("scores", width, op.qk_dim, "column"),
+        Gemm("scores", width, op.qk_dim, "column", head_dim=op.qk_dim),
         Elementwise("softmax", forward * width, backward * width, *kernels, "column", streams=True),
-        Gemm("context", op.v_dim, width, "row"),
+        Gemm("context", op.v_dim, width, "row", head_dim=op.v_dim),
     )
 
 
