@@ -55,19 +55,24 @@ class HostCosts(NamedTuple):
         operator_s: dispatch of one operator.
         collective_s: one tensor-parallel collective.
         fsdp_unit_s: one fully sharded layer, forward plus backward.
+        overlap_norm: p of (device^p + host^p)^(1/p), the seconds of a pass.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
     """
 
     operator_s: float
     collective_s: float
     fsdp_unit_s: float
+    overlap_norm: float
     adds: bool
 
 
 def host_costs(device: Device, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
-    c = coefficients()["host"][workload.engine]
-    return HostCosts(c["operator_s"], c["collective_s"], c["fsdp_unit_s"], adds=device.vendor == "cpu")
+    shared = coefficients()["host"]
+    c = shared[workload.engine]
+    return HostCosts(
+        c["operator_s"], c["collective_s"], c["fsdp_unit_s"], shared["overlap_norm"], adds=device.vendor == "cpu"
+    )
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:

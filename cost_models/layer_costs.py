@@ -122,11 +122,21 @@ def _compute_s(
     if host.adds:
         return forward + host_forward, backward + host_backward, recompute + host_recompute
     tp_forward, tp_backward = tp_s
+    busy_backward = backward + recompute + tp_backward
     return (
-        np.maximum(forward, host_forward - tp_forward),
-        np.maximum(backward, host_backward + host_recompute - recompute - tp_backward),
+        forward + _waiting_s(forward + tp_forward, host_forward, host.overlap_norm),
+        backward + _waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
     )
+
+
+def _waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArray:
+    """How much longer than the device's own work a pass takes: (device^p + host^p)^(1/p) - device.
+
+    Were the host always far ahead it would be the larger of the two (p without limit). Where both are alike, the host is ahead
+    of the long kernels and behind the short ones.
+    """
+    return np.asarray((device_s**norm + host_s**norm) ** (1 / norm) - device_s)
 
 
 def _recompute(
