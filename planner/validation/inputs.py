@@ -61,6 +61,7 @@ UNFUSED_ATTENTION: tuple[Default, ...] = (
 )
 BALANCED_STAGES: tuple[Default, ...] = (
     Default("nanotron", True, "blocks are placed by get_block_compute_costs"),
+    Default("Megatron-LM 1F1B redis", True, "layers redistributed to level the vocabulary layers (arXiv:2411.05288)"),
     Default("", False, "layers / pp blocks on every stage, embedding and head on top"),
 )
 
