@@ -39,7 +39,7 @@ class Gemm:
     @property
     def num_params(self) -> int:
         """Weights of all matrices."""
-        return self.n * self.k * self.num_matrices
+        return 0 if self.head_dim is not None else self.n * self.k * self.num_matrices
 
 
 @dataclass(frozen=True)
