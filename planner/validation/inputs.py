@@ -258,7 +258,9 @@ def _workload(row: RunRow, layout: Layout, assumed: _Assumed) -> Workload:
 
 
 def _keeps_scores(row: RunRow) -> bool:
-    """Whether attention ran without a fused kernel: none for Volta, none in engines of its time."""
+    """Whether attention ran without a fused kernel: as the row says, else none for Volta and none in engines of its time."""
+    if stated := re.search(r"flash_attn=(True|False)", row.notes):
+        return stated[1] == "False"
     return bool(default_of(row.framework, UNFUSED_ATTENTION)) or row.gpu_type.startswith("V100")
 
 

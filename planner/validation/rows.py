@@ -99,6 +99,7 @@ class RunRow:
     status: str = "ok"
     quality: str = "A"
     flag: str = ""
+    notes: str = ""
 
     @property
     def part(self) -> Part:
