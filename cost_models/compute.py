@@ -13,7 +13,6 @@ from .coefficients import DeviceRates
 from .layouts import FloatArray, IntArray
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 
-
 TENSOR_CORE_ALIGNMENT_BYTES = 16
 """Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
 

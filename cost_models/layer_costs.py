@@ -124,13 +124,13 @@ def _compute_s(
     tp_forward, tp_backward = tp_s
     busy_backward = backward + recompute + tp_backward
     return (
-        forward + _waiting_s(forward + tp_forward, host_forward, host.overlap_norm),
-        backward + _waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
+        forward + waiting_s(forward + tp_forward, host_forward, host.overlap_norm),
+        backward + waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
     )
 
 
-def _waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArray:
+def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArray:
     """How much longer than the device's own work a pass takes: (device^p + host^p)^(1/p) - device.
 
     Were the host always far ahead it would be the larger of the two (p without limit). Where both are alike, the host is ahead
@@ -190,12 +190,15 @@ def _tensor_parallel_s(
         return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(
             batch.sequence_parallel == 1, scatter, reduce
         )
-    return 2 * pair, 2 * pair + _repeated_communication_s(pair, np.where(batch.sequence_parallel == 1, scatter, reduce), batch, workload)
+    return 2 * pair, 2 * pair + _repeated_communication_s(
+        pair, np.where(batch.sequence_parallel == 1, scatter, reduce), batch, workload
+    )
 
 
 def _repeated_communication_s(pair: FloatArray, last: FloatArray, batch: LayoutBatch, workload: Workload) -> FloatArray:
     """Recompute repeats the forward communication: Megatron all of it, and none for the core of unfused attention alone; ours all
-    but the ``last`` reduction, which nothing in the backward pass reads."""
+    but the ``last`` reduction, which nothing in the backward pass reads.
+    """
     full, selective = 2 * pair - last, 2 * pair - last
     if is_megatron(workload):
         full = 2 * pair

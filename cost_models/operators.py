@@ -10,7 +10,7 @@ causal attention takes 2*T*c*(dk + dv) per head for c attended tokens on average
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 

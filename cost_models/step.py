@@ -75,7 +75,9 @@ class SpaceCosts:
         if is_megatron(self.workload):
             whole = np.where(b.sequence_parallel == 1, 0.0, sent)
             sent = sent / np.where(b.sequence_parallel == 1, 1, b.tp)
-            gathered = collective_s("all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster)
+            gathered = collective_s(
+                "all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster
+            )
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
         once = p2p_s(sent, distance, self.cluster) + gathered
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))

@@ -152,7 +152,7 @@ def _decoder(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: 
 
 
 def _usual_heads(hidden: int) -> int:
-    """Heads of 128 where that divides the width, else the most heads above 128 that do and that eight tensor-parallel ranks share."""
+    """As many heads as 128 wide ones; where those do not divide the width, the most below that do and that eight ranks share."""
     most = max(1, hidden // 128)
     shared = (heads for heads in range(most - most % 8, 0, -8) if hidden % heads == 0)
     return most if hidden % most == 0 else next(shared, most)
