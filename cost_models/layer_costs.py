@@ -60,6 +60,7 @@ def layer_cost(
     operators = layer_operators(layer, hidden_dim, workload.seq_len, unfused=softmax_kernels(workload))
     times = _operator_times(operators, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
+    tp_s = (tp_s[0], tp_s[1] - _hidden_reduction_s(hidden_dim, operators, times, batch, workload, cluster))
     compute = _compute_s(layer, operators, times, tp_s, batch, workload, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
     gather, reduce = _data_parallel_s(num_params, batch, workload, cluster)
@@ -193,6 +194,34 @@ def _tensor_parallel_s(
     return 2 * pair, 2 * pair + _repeated_communication_s(
         pair, np.where(batch.sequence_parallel == 1, scatter, reduce), batch, workload
     )
+
+
+def _hidden_reduction_s(
+    hidden_dim: int,
+    operators: tuple[Operator, ...],
+    times: list[OperatorTime],
+    batch: LayoutBatch,
+    workload: Workload,
+    cluster: ClusterSpec,
+) -> FloatArray:
+    """Backward reductions that run beside the gradient of a weight: Megatron reduces the gradient of a column-parallel product's
+    input while it computes that of its weight, half of the product's backward time (arXiv:2205.05198 section 4.2.2 and
+    LinearWithGradAccumulationAndAsyncCommunication). One for each of the two places of a block where a reduction is due.
+    """
+    hidden = np.zeros(len(batch))
+    if workload.engine != "megatron":
+        return hidden
+    size = np.asarray(batch.micro_batch_size * workload.seq_len * hidden_dim * float(workload.compute_bytes))
+    stride = np.ones_like(batch.tp)
+    one_s = np.where(
+        batch.sequence_parallel == 1,
+        collective_s("reduce_scatter", size, batch.tp, stride, cluster),
+        collective_s("all_reduce", size, batch.tp, stride, cluster),
+    )
+    for op, time in zip(operators, times, strict=True):
+        if op.name in ("qkv", "mlp_up", "logits"):
+            hidden = hidden + np.minimum(one_s, time.backward_s / 2)
+    return hidden
 
 
 def _repeated_communication_s(pair: FloatArray, last: FloatArray, batch: LayoutBatch, workload: Workload) -> FloatArray:
