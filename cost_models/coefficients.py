@@ -108,13 +108,19 @@ def device_rates(device: Device, workload: Workload) -> DeviceRates:
         attention_backward_flops_per_s=backward,
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
-        * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
+        * (1.0 if is_cpu else _elementwise_efficiency(workload)),
         streaming_bytes_per_s=device.memory_bandwidth_bytes_per_s
         * (1.0 if is_cpu else c["elementwise"]["streaming_efficiency"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
         vector_flops_per_s=_vector_flops_per_s(device),
     )
+
+
+def _elementwise_efficiency(workload: Workload) -> float:
+    """Of the data-sheet bandwidth: Megatron fuses bias, dropout and residual and keeps to 16 bit, torch's operators do not."""
+    c = coefficients()["elementwise"]
+    return float(c["memory_efficiency" if workload.engine == "fsdp2" else "fused_efficiency"])
 
 
 def _vector_flops_per_s(device: Device) -> float:
