@@ -50,7 +50,7 @@ class DeviceRates(NamedTuple):
     Attributes:
         gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
         full_gemm: the same for those that fp8 training keeps in bf16.
-        gemm_flops_per_s: large matrix products.
+        gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
         quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
         expert_by_expert: the engine launches a product for each expert instead of one for all.
         attention: fused attention; None where it runs at the rate of products (CPUs).
@@ -70,6 +70,7 @@ class DeviceRates(NamedTuple):
     launch_s: float
     kernel_s: float
     update_bytes_per_s: float
+    vector_flops_per_s: float
 
 
 class HostCosts(NamedTuple):
@@ -80,6 +81,7 @@ class HostCosts(NamedTuple):
         collective_s: one tensor-parallel collective.
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
+        overlap_norm: p of (device^p + host^p)^(1/p), the seconds of a pass.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
         pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
         spanning_collective_s: the same for a group that spans nodes.
@@ -89,6 +91,7 @@ class HostCosts(NamedTuple):
     collective_s: float
     fsdp_unit_s: float
     routing_s: float
+    overlap_norm: float
     adds: bool
     pipelined_collective_s: float = 0.0
     spanning_collective_s: float = 0.0
@@ -96,12 +99,14 @@ class HostCosts(NamedTuple):
 
 def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
-    c, speed = coefficients()["host"][workload.engine], cluster.calibration.host
+    shared, speed = coefficients()["host"], cluster.calibration.host
+    c = shared[workload.engine]
     return HostCosts(
         c["operator_s"] / speed,
         c["collective_s"] / speed,
         c["fsdp_unit_s"] / speed,
         c["routing_s"] / speed,
+        shared["overlap_norm"],
         adds=cluster.weakest_device.vendor == "cpu",
         pipelined_collective_s=c.get("pipelined_collective_s", 0.0) / speed,
         spanning_collective_s=c.get("spanning_collective_s", 0.0) / speed,
@@ -149,7 +154,16 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
         update_bytes_per_s=device.memory_bandwidth_bytes_per_s
         * (1.0 if is_cpu else c["optimizer"]["memory_efficiency"]),
+        vector_flops_per_s=_vector_flops_per_s(device) * slowed,
     )
+
+
+def _vector_flops_per_s(device: Device) -> float:
+    """Rate of products outside the matrix units: they accumulate in fp32 whatever the operands are. Without limit where unknown."""
+    peak = device.peak_flops_per_s.fp32
+    if peak is None or device.vendor == "cpu":
+        return float("inf")
+    return float(peak) * float(coefficients()["attention"]["misaligned_efficiency"])
 
 
 def gemm_rates(device: Device, precision: Precision, calibration: float = 1.0) -> GemmRates:

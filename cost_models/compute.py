@@ -15,6 +15,9 @@ from .learned.attention import AttentionShape, attention_seconds
 from .learned.gemm import Pass, gemm_seconds
 from .operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 
+TENSOR_CORE_ALIGNMENT_BYTES = 16
+"""Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
+
 
 @dataclass(frozen=True)
 class OperatorTime:
@@ -41,6 +44,8 @@ def operator_time(
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = tokens * op.rows_per_token
+        if op.head_dim is not None:
+            return _score_product_s(rows, n, k, op.head_dim, rates, compute_bytes)
         used = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
         if op.num_matrices > 1:
             forward, backward = grouped_gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
@@ -57,6 +62,16 @@ def operator_time(
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
     return _elementwise_time(op, tokens, tp, sequence_parallel, rates, compute_bytes)
+
+
+def _score_product_s(
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, head_dim: int, rates: DeviceRates, element_bytes: int
+) -> OperatorTime:
+    """A product inside unfused attention: one small matrix for each sequence and head, without weights."""
+    aligned = head_dim * element_bytes % TENSOR_CORE_ALIGNMENT_BYTES == 0
+    peak = rates.gemm_flops_per_s if aligned else min(rates.vector_flops_per_s, rates.gemm_flops_per_s)
+    forward = gemm_s(rows, n, k, rates._replace(gemm=None, gemm_flops_per_s=peak), element_bytes)
+    return OperatorTime(forward, 2 * forward, 1, 2)
 
 
 def _product_s(

@@ -1,4 +1,7 @@
-"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients.aceso: as Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021)."""
+"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients.
+
+aceso: as Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021).
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,11 @@ _COPY_BYTES: dict[Engine, float] = {
     "internevo": 24.0,  # as deepspeed
     "aceso": 6.0,  # as megatron
 }
+
+
+def is_megatron(workload: Workload) -> bool:
+    """Whether the engine runs Megatron's layers and pipeline, or something as eager."""
+    return workload.engine in ("megatron", "deepspeed", "aceso", "internevo")
 
 
 def update_bytes_per_param(workload: Workload) -> float:

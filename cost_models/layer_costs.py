@@ -20,12 +20,12 @@ from .coefficients import HostCosts, coefficients, device_rates, host_costs
 from .collectives import collective_s
 from .compute import OperatorTime, operator_time
 from .context import ring
-from .engines import num_buckets, num_collectives
+from .engines import is_megatron, num_buckets, num_collectives
 from .experts import dispatch_s, expert_params, routed_part, token_share
 from .host_memory import host_link_bytes_per_s
 from .layouts import OFFLOADS, RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .memory import has_copies
-from .operators import FusedAttention, Gemm, Layer, Operator, layer_operators
+from .operators import CORE_ATTENTION, FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,11 @@ def layer_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
-    unfused = workload.attention == "math"
     operators = layer_operators(
         layer,
         hidden_dim,
         workload.attended_len,
-        unfused=unfused,
+        unfused=softmax_kernels(workload),
         engine=workload.engine,
         dropout=workload.dropout,
         fusion=workload.fusion,
@@ -102,6 +101,7 @@ def layer_cost(
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
     tp_s = _tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
+    tp_s = (tp_s[0], tp_s[1] - _hidden_reduction_s(hidden_dim, operators, times, batch, workload, cluster))
     ep_s = _expert_parallel_s(layer, hidden_dim, batch, workload, cluster)
     exposed_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute = _compute_s(layer, operators, times, exposed_s, batch, workload, cluster)
@@ -118,6 +118,16 @@ def layer_cost(
     kept = kept * (1 - batch.offload_activations)
     costs = (gather, reduce, num_params, frozen, num_trained, kept, working)
     return LayerCost(forward, backward, recompute, *tp_s, *costs, *cp_s, *ep_s, routed)
+
+
+def softmax_kernels(workload: Workload) -> Softmax | None:
+    """How unfused attention turns scores into probabilities; None for fused attention.
+
+    Megatron's scale-mask-softmax kernel takes 16-bit inputs only (FusedScaleMaskSoftmax.is_kernel_available).
+    """
+    if workload.attention == "flash":
+        return None
+    return "fused" if is_megatron(workload) and workload.compute_bytes == 2 else "separate"
 
 
 def _operator_times(
@@ -193,7 +203,9 @@ def _compute_s(
     if workload.adapters is not None and workload.adapters.frozen == "nf4":
         written_s = _dequantise_s(operators, batch, workload, cluster)
         forward, backward = forward + written_s, backward + written_s
-    collectives = np.where(batch.tp > 1, 4 if has_block else 1, 0)
+    # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.
+    collectives = np.where(batch.tp > 1, (2 if has_block else 0.5) * np.where(batch.sequence_parallel == 1, 2, 1), 0.0)
+    repeats = batch.recompute_fraction * (batch.recompute == RECOMPUTES.index("full"))
     each_s = host.collective_s + batch.tp * _between_nodes_s(host, batch, cluster)
     is_wrapped = has_copies(batch, workload) | (batch.cp > 1)
     per_pass = collectives * each_s + np.where(is_wrapped, host.fsdp_unit_s / 2, 0.0)
@@ -201,13 +213,14 @@ def _compute_s(
         per_pass = per_pass + host.routing_s / 2
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
-    host_recompute = repeated * host.operator_s
+    host_recompute = repeated * host.operator_s + repeats * collectives * each_s
     if host.adds:
         return forward + host_forward, backward + host_backward, recompute + host_recompute
     tp_forward, tp_backward = tp_s
+    busy_backward = backward + recompute + tp_backward
     return (
-        np.maximum(forward, host_forward - tp_forward),
-        np.maximum(backward, host_backward + host_recompute - recompute - tp_backward),
+        forward + waiting_s(forward + tp_forward, host_forward, host.overlap_norm),
+        backward + waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
     )
 
@@ -229,18 +242,31 @@ def _between_nodes_s(host: HostCosts, batch: LayoutBatch, cluster: ClusterSpec) 
     return np.asarray(over_pipeline + np.where(batch.tp > node, host.spanning_collective_s, 0.0))
 
 
+def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArray:
+    """How much longer than the device's own work a pass takes: (device^p + host^p)^(1/p) - device.
+
+    Were the host always far ahead it would be the larger of the two (p without limit). Where both are alike, the host is ahead
+    of the long kernels and behind the short ones.
+    """
+    return np.asarray((device_s**norm + host_s**norm) ** (1 / norm) - device_s)
+
+
 def _recompute(
     operators: tuple[Operator, ...], times: list[OperatorTime], batch: LayoutBatch, workload: Workload
 ) -> tuple[FloatArray, FloatArray]:
-    """Forward seconds and dispatches repeated: all but the last product if full, neither products nor attention if selective.
+    """Forward seconds and dispatches repeated under each layout's recompute.
 
-    Unfused attention is repeated by selective recompute too: its outputs are not kept (runtime/recompute.py). Where every second
-    product is kept, the others' share is repeated as well.
+    Ours stops once the last product has its input, and selective repeats neither products nor fused attention
+    (runtime/recompute.py). Megatron repeats the whole layer, and selective is the core of unfused attention: scores, softmax,
+    dropout and both products (arXiv:2205.05198 section 5).
     """
-    last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
-    full = [time for idx, time in enumerate(times) if idx != last_product]
-    kept = (Gemm, FusedAttention) if workload.attention == "flash" else (Gemm,)
-    cheap = [time for op, time in zip(operators, times, strict=True) if not isinstance(op, kept)]
+    if is_megatron(workload):
+        full = times
+        cheap = [time for op, time in zip(operators, times, strict=True) if _is_repeated_core(op, workload)]
+    else:
+        last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
+        full = [time for idx, time in enumerate(times) if idx != last_product]
+        cheap = [time for op, time in zip(operators, times, strict=True) if not _is_kept(op)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [sum((time.forward_s for time in chosen), start=np.zeros(len(batch))) for chosen in (full, cheap)]
     if workload.selective == "alternate_products":
@@ -273,6 +299,16 @@ def _repeated_share(op: Gemm, operators: tuple[Operator, ...]) -> float:
     return 0.5 if op.name == "mlp_up" and is_gated else 0.0
 
 
+def _is_repeated_core(op: Operator, workload: Workload) -> bool:
+    """Megatron's selective recompute of unfused attention; with fused attention ours stands in for the engines' own choices."""
+    return op.name in CORE_ATTENTION if workload.attention == "math" else not _is_kept(op)
+
+
+def _is_kept(op: Operator) -> bool:
+    """Whether our selective recompute keeps the output: products with weights and fused attention, not scores."""
+    return isinstance(op, Gemm | FusedAttention) and op.name not in ("scores", "context")
+
+
 def _tensor_parallel_s(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> tuple[FloatArray, FloatArray]:
@@ -292,15 +328,54 @@ def _tensor_parallel_s(
         return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(
             batch.sequence_parallel == 1, scatter, reduce
         )
-    # Both kinds of recompute repeat the forward communication but the last reduction, which nothing in the backward pass reads.
-    last = np.where(batch.sequence_parallel == 1, scatter, reduce)
     # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
     moe = routed_part(layer)
     pairs = np.where(batch.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
-    repeated = (
-        np.where(batch.recompute == RECOMPUTES.index("none"), 0.0, pairs * pair - last) * batch.recompute_fraction
-    )
+    last = np.where(batch.sequence_parallel == 1, scatter, reduce)
+    repeated = batch.recompute_fraction * _repeated_communication_s(pairs * pair, last, batch, workload)
     return pairs * pair, pairs * pair + repeated
+
+
+def _hidden_reduction_s(
+    hidden_dim: int,
+    operators: tuple[Operator, ...],
+    times: list[OperatorTime],
+    batch: LayoutBatch,
+    workload: Workload,
+    cluster: ClusterSpec,
+) -> FloatArray:
+    """Backward reductions that run beside the gradient of a weight: Megatron reduces the gradient of a column-parallel product's
+    input while it computes that of its weight, half of the product's backward time (arXiv:2205.05198 section 4.2.2 and
+    LinearWithGradAccumulationAndAsyncCommunication). One for each of the two places of a block where a reduction is due.
+    """
+    hidden = np.zeros(len(batch))
+    if workload.engine != "megatron" or not workload.overlap:
+        return hidden
+    size = np.asarray(batch.tokens(workload.seq_len) * hidden_dim * float(workload.compute_bytes))
+    stride = np.ones_like(batch.tp)
+    one_s = np.where(
+        batch.sequence_parallel == 1,
+        collective_s("reduce_scatter", size, batch.tp, stride, cluster),
+        collective_s("all_reduce", size, batch.tp, stride, cluster),
+    )
+    for op, time in zip(operators, times, strict=True):
+        if op.name in ("qkv", "mlp_up", "logits"):
+            hidden = hidden + np.minimum(one_s, time.backward_s / 2)
+    return hidden
+
+
+def _repeated_communication_s(
+    pairs_s: FloatArray, last: FloatArray, batch: LayoutBatch, workload: Workload
+) -> FloatArray:
+    """Recompute repeats the forward communication: Megatron all of it, and none for the core of unfused attention alone; ours all
+    but the ``last`` reduction, which nothing in the backward pass reads.
+    """
+    full, selective = pairs_s - last, pairs_s - last
+    if is_megatron(workload):
+        full = pairs_s
+        selective = np.zeros_like(pairs_s) if workload.attention == "math" else selective
+    is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
+    return np.select(is_kind, [full, selective], 0.0)
 
 
 def tp_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
@@ -410,6 +485,11 @@ def _activation_bytes(
         frozen=workload.adapters is not None,
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
+    if is_megatron(workload) and workload.attention == "math":
+        # Selective drops what lies between query, key, value and the output of attention, and nothing else.
+        choices[RECOMPUTES.index("selective")] = _saved(
+            layer, hidden_dim, "none", replace(how, score_width=0), workload
+        )
     kept = np.stack([_saved_bytes(saved, batch, workload) for saved in choices])
     chosen = np.take_along_axis(kept, batch.recompute[None, :], axis=0)[0]
     mean = batch.recompute_fraction * chosen + (1 - batch.recompute_fraction) * kept[0]

@@ -31,6 +31,7 @@ class Gemm:
         routed: the weights are experts.
         frozen: no gradient of the weights is taken.
         quantized: fp8 training runs it in fp8; engines keep logits and routers in bf16.
+        head_dim: of a product inside attention, one small matrix for each sequence and head; None for one with weights.
     """
 
     name: str
@@ -42,11 +43,12 @@ class Gemm:
     routed: bool = False
     frozen: bool = False
     quantized: bool = True
+    head_dim: int | None = None
 
     @property
     def num_params(self) -> int:
         """Weights of all matrices."""
-        return self.n * self.k * self.num_matrices
+        return 0 if self.head_dim is not None else self.n * self.k * self.num_matrices
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,20 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
     return w - w * (w - 1) / (2 * seq_len)
 
 
+Softmax = Literal["separate", "fused"]
+"""Kernels between the two products of unfused attention: one each for scale, mask and softmax, or Megatron's one for all three."""
+
+CORE_ATTENTION = ("attention", "scores", "softmax", "context")
+"""Names of the operators between query, key, value and the output projection."""
+
+
 @cache
 def layer_operators(
     layer: Layer,
     hidden_dim: int,
     seq_len: int,
     *,
-    unfused: bool = False,
+    unfused: Softmax | None = None,
     engine: Engine = "fsdp2",
     dropout: bool = False,
     fusion: Fusion = "engine",
@@ -139,18 +148,26 @@ def layer_operators(
     adds = added(kernels.residual, DROPOUT) if dropout else kernels.residual
     residuals = _passes("residual_adds", hidden_dim, adds, "tokens")
     attention = _attention(layer.attention, hidden_dim, seq_len, kernels)
-    if unfused:
-        attention = tuple(part for op in attention for part in _unfused(op, seq_len))
+    if unfused is not None:
+        attention = tuple(part for op in attention for part in _unfused(op, seq_len, unfused))
     return (*norms, *attention, *_mlp(layer.mlp, hidden_dim, kernels), residuals)
 
 
-def _unfused(op: Operator, seq_len: int) -> tuple[Operator, ...]:
-    """Attention without a fused kernel: every token against all others, and passes over the score matrix."""
+def _unfused(op: Operator, seq_len: int, softmax: Softmax) -> tuple[Operator, ...]:
+    """Attention without a fused kernel: two products of every token with all others, and passes over the score matrix.
+
+    The products write and read the scores themselves. Dropout reads, writes and keeps or reads a mask of one byte.
+    """
     if not isinstance(op, FusedAttention):
         return (op,)
     c, width = coefficients()["attention"], op.num_heads * seq_len
-    forward, backward = c["score_passes_forward"] * width, c["score_passes_backward"] * width
-    return (replace(op, context=float(seq_len)), Elementwise("scores", forward, backward, 7, 9, "column"))
+    forward, backward = c[f"{softmax}_softmax_passes"]
+    kernels = (2, 2) if softmax == "fused" else (5, 6)
+    return (
+        Gemm("scores", width, op.qk_dim, "column", head_dim=op.qk_dim),
+        Elementwise("softmax", forward * width, backward * width, *kernels, "column"),
+        Gemm("context", op.v_dim, width, "row", head_dim=op.v_dim),
+    )
 
 
 def _norm(name: str, width: int, shard: Shard, kernels: EngineKernels) -> Elementwise:

@@ -19,7 +19,7 @@ from . import memory
 from .coefficients import coefficients, device_rates, peak_flops_per_s
 from .collectives import collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import hides, hides_in_chunks, pass_bytes_per_param, update_bytes_per_param
+from .engines import hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
 from .experts import sharded_params
 from .host_memory import host_update_s_per_param
 from .interval import time_interval
@@ -69,10 +69,21 @@ class SpaceCosts:
 
     @cached_property
     def transfer_s(self) -> FloatArray:
-        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N]."""
+        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N].
+
+        Megatron and DeepSpeed send a tensor-parallel rank's share only and gather it on arrival (scatter-gather optimisation,
+        arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned).
+        """
         b = self.batch
+        sent, gathered = self.boundary_bytes, np.zeros(len(b))
+        if is_megatron(self.workload):
+            whole = np.where(b.sequence_parallel == 1, 0.0, sent)
+            sent = sent / np.where(b.sequence_parallel == 1, 1, b.tp)
+            gathered = collective_s(
+                "all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster
+            )
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
-        once = p2p_s(self.boundary_bytes, b.stage_ranks * b.pp - 1, self.cluster)
+        once = p2p_s(sent, b.stage_ranks * b.pp - 1, self.cluster) + gathered
         if hides_in_chunks(self.workload):
             chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
             once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)

@@ -72,6 +72,7 @@ SEQUENCE_PARALLEL: tuple[Default, ...] = (
     Default("", False, "all-reduce, as Megatron-LM did first"),
 )
 PRECISION: tuple[Default, ...] = (
+    Default(r"Megatron-DeepSpeed \(Sailor\)", "fp32", "its ds_config.json turns neither fp16 nor bf16 on"),
     Default("Megatron-DeepSpeed|Megatron-LM|LiBai|Aceso", "fp16", "their example scripts pass --fp16"),
     Default("GPT-?NeoX|Alpa|Colossal-?AI", "fp16", "fp16 in their published configs and benchmarks"),
     Default("", "bf16", "what current engines train in"),
@@ -104,6 +105,7 @@ FUSION: tuple[Default, ...] = (
 )
 BALANCED_STAGES: tuple[Default, ...] = (
     Default("nanotron", True, "blocks are placed by get_block_compute_costs"),
+    Default("Megatron-LM 1F1B redis", True, "layers redistributed to level the vocabulary layers (arXiv:2411.05288)"),
     Default("", False, "layers / pp blocks on every stage, embedding and head on top"),
 )
 
@@ -261,7 +263,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         return Skip(cluster)
     assumed = _Assumed(row.framework, [*model.assumed, *derived])
     try:
-        layout = _layout(row, assumed)
+        layout = _layout(row, model.spec, assumed)
         has_bf16 = cluster.spec.weakest_device.peak_flops_per_s.bf16 is not None
         workload = _workload(row, model.spec, layout, assumed, has_bf16=has_bf16)
         layout.num_microbatches(workload.global_batch_size)
@@ -286,7 +288,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
     )
 
 
-def _layout(row: RunRow, assumed: _Assumed) -> Layout:
+def _layout(row: RunRow, model: ModelSpec, assumed: _Assumed) -> Layout:
     tp, pp, cp = row.tp or 1, row.pp or 1, row.cp or 1
     dp = row.dp or max((row.n_gpus or 1) // (tp * pp * cp), 1)
     stage = _zero_stage(row, assumed)
@@ -303,18 +305,18 @@ def _layout(row: RunRow, assumed: _Assumed) -> Layout:
         micro_batch_size=row.micro_batch or 1,
         zero_stage=stage if group * cp > 1 else 0,
         sequence_parallel=tp > 1 and _sequence_parallel(row, assumed),
-        **_recompute_fields(row, assumed),
+        **_recompute_fields(row, model, assumed),
         **_offload_fields(row, stage if group > 1 else 0),
     )
 
 
-def _recompute_fields(row: RunRow, assumed: _Assumed) -> dict[str, Any]:
+def _recompute_fields(row: RunRow, model: ModelSpec, assumed: _Assumed) -> dict[str, Any]:
     """Which recompute, and of which part of the blocks."""
     part = recompute_part(row) if row.recompute_class not in ("none", "unknown", "") else None
     if row.recompute_class == "custom":
         choice: Recompute = "full" if part is None or part > 0 else "none"
     else:
-        choice = _recompute(row, assumed)
+        choice = _recompute(row, model, assumed)
     if row.recompute_class == "selective" and part is not None:
         choice = "full"  # some whole layers
     return {"recompute": choice, "recompute_fraction": part if part and choice != "none" else 1.0}
@@ -389,12 +391,14 @@ def _sequence_parallel(row: RunRow, assumed: _Assumed) -> bool:
     return bool(assumed.default("sequence_parallel", SEQUENCE_PARALLEL))
 
 
-def _recompute(row: RunRow, assumed: _Assumed) -> Recompute:
+def _recompute(row: RunRow, model: ModelSpec, assumed: _Assumed) -> Recompute:
     choice: Recompute
     if row.recompute_class not in ("none", "selective", "full"):
         choice = assumed.default("recompute", RECOMPUTE, f": {row.sharding}")
         return choice
     # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
+    if _keeps_scores(row, model) and row.recompute_class == "selective":
+        return "selective"
     is_scores_only = re.match("Megatron|NeMo", row.framework) and "+" not in row.recompute and "(l" not in row.recompute
     if row.recompute_class == "selective" and is_scores_only and ":m" not in row.recompute:
         return "none"
@@ -416,12 +420,6 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed, 
             precision = "fp16"  # the device has no bf16 units
     found = adapters_of(row)
     assumed.taken.extend(found[1] if found else ())
-    # Gated feed-forward layers came after FlashAttention, and the scripts for such models turn it on where it runs.
-    is_recent = model.block_runs[-1][0].norm == "rmsnorm"
-    unfused = default_of(row.framework, UNFUSED_ATTENTION) and not is_recent
-    keeps_scores = unfused or row.gpu_type.startswith("V100")
-    if stated := re.search(r"flash_attn=(true|false)", row.notes.lower()):
-        keeps_scores = stated[1] == "false"
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
@@ -436,8 +434,18 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed, 
         selective="alternate_products" if _is_per_operator(row) else "products",
         dropout=default_of(row.framework, DROPOUT),
         fusion=_fusion(row),
-        attention="math" if keeps_scores and row.recompute_class != "selective" else "flash",
+        attention="math" if _keeps_scores(row, model) else "flash",
     )
+
+
+def _keeps_scores(row: RunRow, model: ModelSpec) -> bool:
+    """Whether attention ran without a fused kernel: as the row says, else none for Volta and none in engines of its time."""
+    if stated := re.search(r"flash_attn=(true|false)", row.notes.lower()):
+        return stated[1] == "false"
+    # Gated feed-forward layers came after FlashAttention, and the scripts for such models turn it on where it runs.
+    is_recent = model.block_runs[-1][0].norm == "rmsnorm"
+    unfused = bool(default_of(row.framework, UNFUSED_ATTENTION)) and not is_recent
+    return unfused or row.gpu_type.startswith("V100")
 
 
 def _is_per_operator(row: RunRow) -> bool:

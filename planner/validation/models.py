@@ -238,7 +238,7 @@ def _decoder(
     layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k = shape
     assert layers is not None
     assert hidden is not None
-    heads = heads or max(1, hidden // 128)
+    heads = heads or _usual_heads(hidden)
     kv_heads = kv_heads or heads
     ffn = ffn or (4 * hidden)
     vocab = vocab or DEFAULT_VOCAB
@@ -270,6 +270,13 @@ def _decoder(
         max_seq_len=_MANY_POSITIONS,
         rope=None if traits.learned_positions else Rope(),
     )
+
+
+def _usual_heads(hidden: int) -> int:
+    """As many heads as 128 wide ones; where those do not divide the width, the most below that do and that eight ranks share."""
+    most = max(1, hidden // 128)
+    shared = (heads for heads in range(most - most % 8, 0, -8) if hidden % heads == 0)
+    return most if hidden % most == 0 else next(shared, most)
 
 
 def _feed_forward(traits: Traits, ffn: int, experts: int | None, top_k: int | None) -> FeedForward:
