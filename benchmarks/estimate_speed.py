@@ -18,7 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.cost_models.step import SpaceCosts, lower_bounds
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import lower_bounds
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import LayoutBatch
-from ..cost_models.step import SpaceCosts
+from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
 from ..schema.layout import check_fields
 from ..schema.plan import Provenance

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from ..cost_models import memory
 from ..cost_models.layouts import FloatArray, IntArray
-from ..cost_models.step import SpaceCosts, contents_between, estimate_step, lower_bounds, stage_memory_parts
+from ..cost_models.space_costs import SpaceCosts
+from ..cost_models.step import contents_between, estimate_step, lower_bounds, stage_memory_parts
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import stage_split

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...cost_models.layouts import LayoutBatch
-from ...cost_models.step import SpaceCosts, estimate_step, with_memory
+from ...cost_models.space_costs import SpaceCosts
+from ...cost_models.step import estimate_step, with_memory
 from ...schema import Calibration, ClusterSpec, ConfigError, Estimate
 from ...schema.model import Block, Embedding, Head
 from ...solvers import stage_split

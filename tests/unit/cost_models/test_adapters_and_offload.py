@@ -7,7 +7,8 @@ import pytest
 from meshwright.cost_models.adapters import adapter_params
 from meshwright.cost_models.host_memory import host_link_bytes_per_s, host_update_s_per_param
 from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.step import SpaceCosts, lower_bounds
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate, plan
 from meshwright.planner.search import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
@@ -97,11 +98,11 @@ def test_packed_documents_only_shorten_attention() -> None:
 
 
 def test_eager_kernels_keep_more() -> None:
-    eager = found(WORKLOAD.replace(kernels="eager"), recompute="none")
+    eager = found(WORKLOAD.replace(fusion="eager"), recompute="none")
     assert eager.memory_bytes.activations > 1.2 * found(recompute="none").memory_bytes.activations
 
 
-@pytest.mark.parametrize("workload", [WORKLOAD, LORA, WORKLOAD.replace(optimizer="muon", kernels="eager")])
+@pytest.mark.parametrize("workload", [WORKLOAD, LORA, WORKLOAD.replace(optimizer="muon", fusion="eager")])
 def test_bounds_hold_with_every_choice(workload: Workload) -> None:
     layouts = [
         Layout(dp_shard=4, pp=2, zero_stage=1, offload="optimizer", offload_fraction=0.5),

@@ -11,7 +11,8 @@ from meshwright.cost_models.context import kv_width, ring
 from meshwright.cost_models.experts import dispatch_s, distinct, expert_params, token_share
 from meshwright.cost_models.layer_costs import layer_cost
 from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.step import SpaceCosts, lower_bounds
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.search import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload

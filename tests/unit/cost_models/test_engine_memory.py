@@ -7,7 +7,8 @@ import pytest
 from meshwright.cost_models.activations import Kernels, Saved, saved_elements
 from meshwright.cost_models.engine_memory import ENGINES
 from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.step import SpaceCosts, estimate_step, lower_bounds
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import estimate_step, lower_bounds
 from meshwright.planner import estimate
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from meshwright.cost_models.compute import OperatorTime
 from meshwright.cost_models.engines import pass_bytes_per_param, update_bytes_per_param
-from meshwright.cost_models.layer_costs import alternate_products_s
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.operators import Gemm, layer_operators
-from meshwright.cost_models.step import SpaceCosts
+from meshwright.cost_models.recompute_costs import alternate_products_s
+from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, Estimate, Layout, ModelSpec, Workload
 from meshwright.schema.model import Block

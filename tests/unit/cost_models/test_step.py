@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from meshwright.cost_models import memory
 from meshwright.cost_models.operators import attended_tokens, model_flops_per_token
 from meshwright.cost_models.pipeline import pipelined_lower_bound_s, pipelined_s
-from meshwright.cost_models.step import SpaceCosts, lower_bounds
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.cost_models.step import SpaceCosts, estimate_step
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import estimate_step
 from meshwright.planner import default_precision, estimate, plan
 from meshwright.planner.choose import SAME_TIME_FRACTION
 from meshwright.planner.search import expand

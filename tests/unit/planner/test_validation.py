@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.step import SpaceCosts
+from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate
 from meshwright.planner.validation import (
     RunInputs,

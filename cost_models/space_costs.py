@@ -1,0 +1,216 @@
+"""SpaceCosts: the cost of each kind of layer under each layout, and what a step adds to the sum of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..schema import ClusterSpec, ModelSpec, Workload
+from ..schema.model import Block, Head
+from .coefficients import coefficients, device_rates
+from .collectives import collective_s, p2p_s
+from .compute import elementwise_update_s
+from .engines import hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
+from .experts import sharded_params
+from .host_memory import host_update_s_per_param
+from .layer_costs import LayerCost, layer_cost
+from .layouts import FloatArray, IntArray, LayoutBatch
+from .operators import Layer
+from .overlap import Pair, exposed_s, pair_of
+
+_NEWTON_SCHULZ_FLOPS = 25.0
+"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
+
+
+@dataclass(frozen=True)
+class SpaceCosts:
+    """Costs of every kind of layer [K] under every layout [N] of ``batch``; ``kind_of_layer`` [L] says which is which."""
+
+    model: ModelSpec
+    workload: Workload
+    cluster: ClusterSpec
+    batch: LayoutBatch
+    kinds: tuple[Layer, ...]
+    kind_of_layer: IntArray
+    by_kind: tuple[LayerCost, ...]
+
+    @classmethod
+    def of(cls, model: ModelSpec, workload: Workload, cluster: ClusterSpec, batch: LayoutBatch) -> SpaceCosts:
+        """Evaluate every kind of layer once for the whole batch."""
+        kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
+        kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
+        costs = tuple(layer_cost(layer, model.hidden_dim, batch, workload, cluster) for layer in kinds)
+        return cls(model, workload, cluster, batch, kinds, kind_of_layer, costs)
+
+    @cached_property
+    def counts(self) -> IntArray:
+        """Layers of each kind [K]."""
+        return np.bincount(self.kind_of_layer, minlength=len(self.kinds))
+
+    def total(self, name: str) -> FloatArray:
+        """Sum of a LayerCost field over all layers [N]."""
+        return np.asarray(sum(n * getattr(cost, name) for n, cost in zip(self.counts, self.by_kind, strict=True)))
+
+    def per_layer(self, name: str, idx: int) -> FloatArray:
+        """A LayerCost field of every layer [L] under one layout."""
+        values = np.array([getattr(cost, name)[idx] for cost in self.by_kind])
+        return values[self.kind_of_layer]
+
+    @cached_property
+    def transfer_s(self) -> FloatArray:
+        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N].
+
+        Megatron and DeepSpeed send a tensor-parallel rank's share only and gather it on arrival (scatter-gather optimisation,
+        arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned).
+        """
+        b = self.batch
+        sent, gathered = self.boundary_bytes, np.zeros(len(b))
+        if is_megatron(self.workload):
+            whole = np.where(b.sequence_parallel == 1, 0.0, sent)
+            sent = sent / np.where(b.sequence_parallel == 1, 1, b.tp)
+            gathered = collective_s(
+                "all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster
+            )
+        # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
+        once = p2p_s(sent, b.stage_ranks * b.pp - 1, self.cluster) + gathered
+        if hides_in_chunks(self.workload):
+            chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
+            once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)
+        return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
+
+    @cached_property
+    def boundary_bytes(self) -> FloatArray:
+        """Bytes of one micro-batch's hidden states between blocks on one rank [N]."""
+        b = self.batch
+        whole = b.tokens(self.workload.seq_len) * self.model.hidden_dim * float(self.workload.compute_bytes)
+        return np.asarray(whole / np.where(b.sequence_parallel == 1, b.tp, 1))
+
+    @cached_property
+    def overlap(self) -> float:
+        """Part of the compute time under which data-parallel communication hides."""
+        return float(coefficients()["overlap"][self.cluster.weakest_device.backend])
+
+    @cached_property
+    def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
+        """Exposed gathering and reduction of one layer over the whole step and the passes that serve them, by kind [K] of [N]."""
+        rate = device_rates(self.cluster, self.workload).update_bytes_per_s
+        passes_s = self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate
+        exposed = zip(self._collectives_exposed, self.by_kind, strict=True)
+        return tuple(np.asarray(seconds + passes_s * cost.num_trained) for seconds, cost in exposed)
+
+    @cached_property
+    def _collectives_exposed(self) -> tuple[FloatArray, ...]:
+        return tuple(self._dp_exposed(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))
+
+    def _dp_exposed(self, kind: Layer, cost: LayerCost) -> FloatArray:
+        b = self.batch
+        forward = self.overlap * (cost.forward_s + cost.comm_forward_s)
+        backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
+        gather_hides, reduction_hides = hides(b, self.workload)
+        forward, backward = forward * gather_hides, backward * reduction_hides
+        if self.workload.engine == "fsdp2":
+            # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
+            backward = np.where(b.pp > 1, 0.0, backward)
+        # The head stays gathered: its backward pass follows at once.
+        gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
+        gathered, reduced = (
+            cost.num_params * self.workload.compute_bytes,
+            cost.num_params * self.workload.gradient_bytes,
+        )
+        # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
+        parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
+        in_forward = self._beside(forward, cost.gather_s, pair_of(parts[0], cost.gather_s, self.cluster))
+        both_s = gather_backward + cost.reduce_s
+        both = np.where(gather_backward > 0, parts[0], 0.0) + parts[1]
+        in_backward = self._beside(backward, both_s, pair_of(both, both_s, self.cluster))
+        return np.asarray(self._passes * (in_forward + in_backward))
+
+    def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
+        """What a layer's collective adds to its own compute, or in all chunks but one to pp micro-batches of the next [N]."""
+        b, own = self.batch, exposed_s(compute_s, collective_s, pair)
+        if not hides_in_chunks(self.workload):
+            return own
+        others = exposed_s(compute_s * np.minimum(b.num_microbatches, b.pp), collective_s, pair)
+        return np.asarray(own / b.num_model_chunks + others * (1 - 1 / b.num_model_chunks))
+
+    @cached_property
+    def _passes(self) -> IntArray:
+        """How often in a step parameters are gathered and gradients reduced [N].
+
+        Under a pipeline fully_shard keeps parameters gathered and reduces once: torch's PipelineStage asks for it in its last
+        backward pass, and torchtitan's reshard_after_forward is off there.
+        """
+        b = self.batch
+        once = (b.zero_stage < 2) | ((b.pp > 1) & (self.workload.engine == "fsdp2"))
+        return np.asarray(np.where(once, 1, b.num_microbatches))
+
+    @cached_property
+    def dp_edges_s(self) -> FloatArray:
+        """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients."""
+        idx = int(self.kind_of_layer[0])
+        first, exposed = self.by_kind[idx], self._collectives_exposed[idx]
+        edges = np.maximum(self.overlap * self._passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
+        if not self.model.tie_embeddings:
+            return np.asarray(edges)
+        b = self.batch
+        if self.workload.adapters is not None:
+            return np.asarray(edges)  # frozen copies have no gradients
+        share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_shards
+        distance = b.stage_ranks * (b.pp - 1)
+        both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.cluster)
+        return np.asarray(edges + np.where(b.pp > 1, both, 0.0))
+
+    def update_s(
+        self, trained: FloatArray | float, expert_params: FloatArray | float, at: int | slice = slice(None)
+    ) -> FloatArray:
+        """Seconds of the optimizer on a stage with ``trained`` parameters per tensor-parallel rank, under layouts ``at``."""
+        b, workload = self.batch, self.workload
+        rates = device_rates(self.cluster, workload)
+        share = np.asarray(sharded_params(trained, expert_params, b.num_shards[at], b.expert_shards[at]))
+        update_bytes = update_bytes_per_param(workload)
+        seconds = elementwise_update_s(share, update_bytes, rates)
+        if workload.optimizer == "muon":
+            seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * self.model.hidden_dim / rates.gemm_flops_per_s
+        away = np.where(b.offload[at] > 0, b.offload_fraction[at], 0.0)
+        on_host = host_update_s_per_param(workload, self.cluster, b.offload_to_storage[at], update_bytes)
+        return np.asarray((1 - away) * seconds + away * share * on_host)
+
+    def once_per_layer_s(self, idx: int) -> FloatArray:
+        """What each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
+        exposed = np.array([seconds[idx] for seconds in self.dp_exposed_by_kind])[self.kind_of_layer]
+        return exposed + self.update_s(self.per_layer("num_trained", idx), self.per_layer("expert_params", idx), idx)
+
+    @cached_property
+    def block_params(self) -> FloatArray:
+        """Parameters of the largest block per tensor-parallel rank [N]."""
+        blocks = [c.num_params for kind, c in zip(self.kinds, self.by_kind, strict=True) if isinstance(kind, Block)]
+        return np.asarray(np.max(blocks, axis=0))
+
+    @cached_property
+    def block_trained(self) -> FloatArray:
+        """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
+        blocks = [c.num_trained for kind, c in zip(self.kinds, self.by_kind, strict=True) if isinstance(kind, Block)]
+        return np.asarray(np.max(blocks, axis=0))
+
+    @cached_property
+    def root_kinds(self) -> tuple[int, ...]:
+        """Kinds outside the blocks: embedding, head, MTP."""
+        return tuple(k for k, kind in enumerate(self.kinds) if not isinstance(kind, Block))
+
+    @cached_property
+    def root_params(self) -> FloatArray:
+        """Parameters of the largest unit outside the blocks per tensor-parallel rank [N]."""
+        return np.asarray(np.max([self.by_kind[k].num_params for k in self.root_kinds], axis=0))
+
+    @cached_property
+    def working_bytes(self) -> FloatArray:
+        """Largest working set of a layer [N]."""
+        return np.asarray(np.max([cost.working_bytes for cost in self.by_kind], axis=0))
+
+    @cached_property
+    def logits(self) -> FloatArray:
+        """Logits of one micro-batch on one tensor-parallel rank [N]."""
+        b = self.batch
+        return np.asarray(b.tokens(self.workload.seq_len) * self.model.head.vocab_size / b.tp)
