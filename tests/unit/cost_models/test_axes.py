@@ -132,7 +132,7 @@ def test_ring_is_hidden_by_long_sequences_and_shown_by_slow_links() -> None:
     attention = spec.block_runs[0][0].attention
     assert kv_width(attention) == 2 * 8 * 128
     batch, long = batch_of(Layout(cp=8)), WORKLOAD.replace(seq_len=131072)
-    rates, seconds = device_rates(NODE.weakest_device, long), (np.array([0.2]), np.array([0.5]))
+    rates, seconds = device_rates(NODE, long), (np.array([0.2]), np.array([0.5]))
     fast = ring(attention, seconds, batch, long, NODE, rates)
     assert (fast.exposed_forward_s[0], fast.exposed_backward_s[0]) == (0, 0)
     slow = ring(attention, seconds, batch, long, ClusterSpec.parse("8x1xA100-SXM-80GB/eth10"), rates)

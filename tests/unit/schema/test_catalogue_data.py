@@ -23,8 +23,6 @@ DEVICE_REQUIRED = {
     "memory_bytes",
     "memory_bandwidth_bytes_per_s",
     "peak_flops_per_s",
-    "num_sms",
-    "cache_bytes",
     "scaleup",
     "scaleup_domain",
     "devices_per_node",
@@ -32,7 +30,7 @@ DEVICE_REQUIRED = {
     "host_link_bytes_per_s",
     "source",
 }
-DEVICE_OPTIONAL = {"max_matmul_flops_per_s", "price_per_hour", "price_source"}
+DEVICE_OPTIONAL = {"gemm", "num_sms", "cache_bytes", "max_matmul_flops_per_s", "price_per_hour", "price_source"}
 LINK_FIELDS = {
     "kind",
     "title",
@@ -203,6 +201,9 @@ def test_device_peaks_are_dense_and_ordered(name: str) -> None:
 @pytest.mark.parametrize("name", DEVICES)
 def test_processors_and_cache_are_plausible(name: str) -> None:
     device = DEVICES[name]
+    assert ("num_sms" in device) == ("cache_bytes" in device) == (device["vendor"] in {"nvidia", "amd"})
+    if "num_sms" not in device:
+        return
     assert 40 <= device["num_sms"] <= 304
     assert 4 * 2**20 <= device["cache_bytes"] <= 256 * 2**20
 
