@@ -1,0 +1,253 @@
+"""Order the passes of a pipeline whose stages differ, under a memory cap on each rank.
+
+Sets
+    a            actions: F, B, W of every stage s and micro-batch i (solvers/pipeline_simulation.py)
+    r            ranks
+Data
+    TICKS[a]     duration in whole ticks; a tick is one thousandth of the shortest duration or less
+    HOP[s]       ticks from stage s to s+1 and back
+    CAP[r]       bytes of activations rank r may hold
+Variables
+    start[a]     tick at which a starts
+Objective
+    (O)  min  makespan or span, as the instance asks: last end over all ranks, or the longest rank from first start to last end
+Constraints
+    (C1) inputs: start[a] >= end of every action a needs, plus HOP where it is on another stage
+    (C2) one at a time: the actions of a rank do not overlap
+    (C3) memory: bytes held on rank r stay within CAP[r]; F takes them at its start, B and W give them back at their ends
+    (C4) in order: F, B and W of a stage take the micro-batches in order; they are identical, so this loses nothing
+
+Method: every named order that fits the cap and every greedy variant is simulated; the best is the incumbent. CP-SAT improves it:
+the whole problem from that hint where it is small, otherwise windows of time, one after the other: what starts in the window is free, what
+is before it is fixed, what is after it keeps its sequence. Cold, CP-SAT finds nothing at 8 stages and 24 micro-batches.
+
+Bound, with head(r) = ticks until rank r's first input can arrive (nothing for the span), work(r) its busy ticks:
+    length >= head(r) + work(r) + idle(r),
+    idle(r) >= way(r) - F(r): before rank r's first B, which is way(r) after its first F, only F can run there, and CAP[r] admits F(r) ticks.
+Source: Qi et al., arXiv:2401.10241, sections 3 and 4 (greedy and integer program); windows: Shaw, CP 1998 (large neighbourhood search).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from ..schema.errors import ConfigError, InfeasibleError
+from . import pipeline_orders as orders
+from .pipeline_greedy import EVENT_RULES, WAVE_RULES, by_events, in_waves
+from .pipeline_simulation import Order, Pipeline, Timeline, peak_bytes, placement, simulate
+from .status import Status
+
+Length = Literal["makespan", "span"]
+_TICKS_PER_SHORTEST = 1000
+_CAP_SLACK = 1e-9
+_EXACT = 1e-12
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A pipeline, CAP [R] in bytes and which length counts. The solvers work on `ticked`, whose times are whole numbers."""
+
+    pipeline: Pipeline
+    cap_bytes: tuple[float, ...]
+    length: Length = "makespan"
+
+    def __post_init__(self) -> None:
+        if len(self.cap_bytes) != self.pipeline.num_ranks:
+            raise ConfigError(f"{len(self.cap_bytes)} memory caps for {self.pipeline.num_ranks} ranks")
+
+    @cached_property
+    def tick_s(self) -> float:
+        """Seconds of a tick: a power of ten, at least 1000 ticks to the shortest duration; decimal inputs become exact."""
+        costs = self.pipeline
+        times = (*costs.forward_s, *costs.backward_s, *costs.weight_s, *costs.transfer_s)
+        shortest = min((seconds for seconds in times if seconds > 0), default=1.0)
+        return float(10.0 ** math.floor(math.log10(shortest / _TICKS_PER_SHORTEST)))
+
+    @cached_property
+    def ticked(self) -> Pipeline:
+        """The pipeline with every duration in ticks, divided by their common factor (see `unit_s`)."""
+        return _scaled(self.pipeline, self.unit_s)
+
+    @cached_property
+    def unit_s(self) -> float:
+        """Seconds of the unit of `ticked`."""
+        rounded = _scaled(self.pipeline, self.tick_s)
+        whole = (*rounded.forward_s, *rounded.backward_s, *rounded.weight_s, *rounded.transfer_s)
+        return self.tick_s * max(1, math.gcd(*(int(ticks) for ticks in whole)))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Order and its length in seconds as `check` computes it; empty and infinite when infeasible."""
+
+    status: Status
+    order: Order
+    objective_s: float
+    bound_s: float
+    solve_s: float
+    backend: str
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / objective."""
+        return max(0.0, 1.0 - self.bound_s / self.objective_s) if math.isfinite(self.objective_s) else math.inf
+
+
+def solve(instance: Instance, *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0) -> Solution:
+    """The shortest order found; deterministic for a seed unless the time limit ends the search."""
+    from .pipeline_windows import improve
+
+    begin = time.perf_counter()
+    bound_s = lower_bound_s(instance)
+    best = best_greedy(instance)
+    if best is None:
+        return Solution(Status.INFEASIBLE, (), math.inf, math.inf, time.perf_counter() - begin, "greedy")
+    name, order = best
+    objective_s = check(instance, order)
+    left_s = time_limit_s - (time.perf_counter() - begin)
+    if objective_s > bound_s * (1 + max(rel_gap, _EXACT)) and left_s > 0:
+        order, proved_s = improve(instance, order, bound_s=bound_s, time_limit_s=left_s, rel_gap=rel_gap, seed=seed)
+        name, bound_s, objective_s = f"{name} + cp-sat", max(bound_s, proved_s), check(instance, order)
+    status = Status.OPTIMAL if objective_s <= bound_s * (1 + 1e-9) else Status.FEASIBLE
+    return Solution(status, order, objective_s, min(bound_s, objective_s), time.perf_counter() - begin, name)
+
+
+def synthesise(instances: tuple[Instance, ...], *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0) -> tuple[int, Solution]:
+    """Best over several instances (placements) and its index; the one with the least bound first, the others only while they can win.
+
+    Raises:
+        InfeasibleError: no placement holds one micro-batch.
+    """
+    begin = time.perf_counter()
+    by_bound = sorted(range(len(instances)), key=lambda k: (lower_bound_s(instances[k]), k))
+    best: tuple[int, Solution] | None = None
+    for turn, k in enumerate(by_bound):
+        if best and lower_bound_s(instances[k]) >= best[1].objective_s:
+            break
+        left_s = (time_limit_s - (time.perf_counter() - begin)) / (len(by_bound) - turn)
+        found = solve(instances[k], time_limit_s=max(left_s, 0.0), rel_gap=rel_gap, seed=seed)
+        if found.status is not Status.INFEASIBLE and (best is None or found.objective_s < best[1].objective_s):
+            best = (k, found)
+    if best is None:
+        raise InfeasibleError("no placement of this pipeline can hold one micro-batch within its memory caps [memory (C3)]")
+    return best
+
+
+def check(instance: Instance, order: Order) -> float:
+    """Objective (O) in seconds, recomputed by simulation; knows nothing of the method.
+
+    Raises:
+        ConfigError: (C1) or (C2) cannot hold: the order is incomplete or never finishes.
+        ValueError: memory (C3), with the rank and the bytes.
+    """
+    timeline = simulate(instance.pipeline, order)
+    for rank, (peak, cap) in enumerate(zip(timeline.peak_bytes, instance.cap_bytes, strict=True)):
+        if peak > cap * (1 + _CAP_SLACK):
+            raise ValueError(f"memory (C3): rank {rank} holds {peak:g} bytes of {cap:g}")
+    return length_s(timeline, instance.length)
+
+
+def length_s(timeline: Timeline, length: Length) -> float:
+    """The length that counts, in the timeline's unit."""
+    return timeline.makespan_s if length == "makespan" else timeline.span_s
+
+
+def best_greedy(instance: Instance) -> tuple[str, Order] | None:
+    """Name and order of the best named or greedy order within the cap; None when no rank sequence fits one micro-batch."""
+    other: Length = "span" if instance.length == "makespan" else "makespan"
+    best: tuple[tuple[float, float], str, Order] | None = None
+    enough = lower_bound_s(instance) / instance.unit_s * (1 + _EXACT)
+    for name, order in _candidates(instance):
+        if np.any(peak_bytes(instance.ticked, order) > np.array(instance.cap_bytes) * (1 + _CAP_SLACK)):
+            continue
+        timeline = simulate(instance.ticked, order)
+        key = (length_s(timeline, instance.length), length_s(timeline, other))
+        if best is None or key < best[0]:
+            best = (key, name, order)
+        if key[0] <= enough:
+            break
+    return best and best[1:]
+
+
+def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
+    """The named schedules defined on this placement."""
+    ranks, m = pipeline.num_ranks, pipeline.num_microbatches
+    chunks = pipeline.num_stages // ranks
+    if pipeline.rank_of_stage == placement(ranks, 1, "loop"):
+        return {
+            "zb-h1": lambda: orders.zb_h1(ranks, m),
+            "zb-h2": lambda: orders.zb_h2(ranks, m),
+            "1f1b": lambda: orders.one_f_one_b(ranks, m),
+            "gpipe": lambda: orders.gpipe(ranks, m),
+        }
+    if pipeline.rank_of_stage == placement(ranks, chunks, "loop"):
+        return {
+            "interleaved-zb": lambda: orders.interleaved_zero_bubble(ranks, m, chunks),
+            "interleaved": lambda: orders.interleaved(ranks, m, chunks),
+            "looped-bfs": lambda: orders.looped_bfs(ranks, m, chunks),
+        }
+    if pipeline.rank_of_stage == placement(ranks, 2, "wave"):
+        return {"zb-v": lambda: orders.zb_v(ranks, m), "dualpipe-v": lambda: orders.dualpipe_v(ranks, m)}
+    return {}
+
+
+def _candidates(instance: Instance) -> Iterator[tuple[str, Order]]:
+    """Named orders first, then the greedy ones; those that do not exist for these numbers are left out."""
+    for name, make in named_orders(instance.pipeline).items():
+        try:
+            yield name, make()
+        except ConfigError:
+            continue  # this schedule is not defined for this number of micro-batches
+    one_stage_a_rank = instance.pipeline.rank_of_stage == placement(instance.pipeline.num_ranks, 1, "loop")
+    try:
+        if one_stage_a_rank:
+            for wave in WAVE_RULES:
+                yield "waves", in_waves(instance.ticked, instance.cap_bytes, wave)
+        for event in EVENT_RULES:
+            yield "events", by_events(instance.ticked, instance.cap_bytes, event)
+    except InfeasibleError:
+        return
+
+
+def lower_bound_s(instance: Instance) -> float:
+    """Seconds no order can beat: the bound of the module's docstring, the largest over ranks."""
+    costs = instance.pipeline
+    hops = [costs.hop_s(s) for s in range(costs.num_stages - 1)]
+    heads = np.concatenate([[0.0], np.cumsum(np.array(costs.forward_s[:-1]) + hops)])
+    tails = np.concatenate([np.cumsum((np.array(costs.backward_s[1:]) + hops)[::-1])[::-1], [0.0]])
+    down = heads[-1] + costs.forward_s[-1]
+    work = costs.work_s()
+    bounds = []
+    for rank in range(costs.num_ranks):
+        stages = costs.stages_of(rank)
+        first, last = stages[0], stages[-1]
+        way = down - heads[first] + tails[last]
+        held, seconds = (np.array([column[s] for s in stages]) for column in (costs.held_bytes, costs.forward_s))
+        admitted = math.inf if np.any(held <= 0) else instance.cap_bytes[rank] * float(np.max(seconds / held))
+        if np.all(held == held[0]) and held[0] > 0:
+            admitted = math.floor(instance.cap_bytes[rank] / held[0] * (1 + _CAP_SLACK)) * float(np.max(seconds))
+        idle = max(0.0, way - min(admitted, float(np.sum(seconds)) * costs.num_microbatches))
+        bounds.append((heads[first] if instance.length == "makespan" else 0.0) + work[rank] + idle)
+    return float(max(bounds))
+
+
+def _scaled(pipeline: Pipeline, unit_s: float) -> Pipeline:
+    def whole(seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(float(round(value / unit_s)) for value in seconds)
+
+    return replace(
+        pipeline,
+        forward_s=whole(pipeline.forward_s),
+        backward_s=whole(pipeline.backward_s),
+        weight_s=whole(pipeline.weight_s),
+        transfer_s=whole(pipeline.transfer_s),
+    )
+
+
