@@ -106,7 +106,7 @@ def solve(instance: Instance, *, time_limit_s: float = 10.0, rel_gap: float = 0.
 
     begin = time.perf_counter()
     bound_s = lower_bound_s(instance)
-    best = best_greedy(instance)
+    best = best_greedy(instance, until=begin + time_limit_s)
     if best is None:
         return Solution(Status.INFEASIBLE, (), math.inf, math.inf, time.perf_counter() - begin, "greedy")
     name, order = best
@@ -159,8 +159,12 @@ def length_s(timeline: Timeline, length: Length) -> float:
     return timeline.makespan_s if length == "makespan" else timeline.span_s
 
 
-def best_greedy(instance: Instance) -> tuple[str, Order] | None:
-    """Name and order of the best named or greedy order within the cap; None when no rank sequence fits one micro-batch."""
+def best_greedy(instance: Instance, *, until: float = math.inf) -> tuple[str, Order] | None:
+    """Name and order of the best named or greedy order within the cap; None when a rank cannot hold one micro-batch.
+
+    Args:
+        until: reading of the performance counter after which no further candidate is tried once there is an answer.
+    """
     other: Length = "span" if instance.length == "makespan" else "makespan"
     best: tuple[tuple[float, float], str, Order] | None = None
     enough = lower_bound_s(instance) / instance.unit_s * (1 + _EXACT)
@@ -171,7 +175,7 @@ def best_greedy(instance: Instance) -> tuple[str, Order] | None:
         key = (length_s(timeline, instance.length), length_s(timeline, other))
         if best is None or key < best[0]:
             best = (key, name, order)
-        if key[0] <= enough:
+        if best[0][0] <= enough or time.perf_counter() > until:
             break
     return best and best[1:]
 
@@ -195,6 +199,8 @@ def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
         }
     if pipeline.rank_of_stage == placement(ranks, 2, "wave"):
         return {"zb-v": lambda: orders.zb_v(ranks, m), "dualpipe-v": lambda: orders.dualpipe_v(ranks, m)}
+    if pipeline.rank_of_stage == placement(ranks, 2, "wave_from_last"):
+        return {"zb-v": lambda: orders.zb_v(ranks, m)[::-1], "dualpipe-v": lambda: orders.dualpipe_v(ranks, m)[::-1]}
     return {}
 
 

@@ -99,11 +99,12 @@ class Pipeline:
 _PER_STAGE = ("forward_s", "backward_s", "weight_s", "held_bytes", "backward_freed_bytes", "weight_freed_bytes")
 
 
-def placement(num_ranks: int, num_model_chunks: int, style: Literal["loop", "wave"]) -> tuple[int, ...]:
-    """Rank of each stage [R v]: loop 0..R-1 0..R-1, wave 0..R-1 R-1..0 (the V of ZBV for two chunks)."""
-    rounds = [range(num_ranks)] * num_model_chunks
-    turned = [tuple(reversed(ranks)) if style == "wave" and k % 2 else tuple(ranks) for k, ranks in enumerate(rounds)]
-    return tuple(itertools.chain.from_iterable(turned))
+def placement(num_ranks: int, num_model_chunks: int, style: Literal["loop", "wave", "wave_from_last"]) -> tuple[int, ...]:
+    """Rank of each stage [R v]: loop 0..R-1 0..R-1, wave 0..R-1 R-1..0 (the V of ZBV for two chunks), or that from rank R-1."""
+    ranks = list(range(num_ranks))
+    if style == "wave_from_last":
+        ranks.reverse()
+    return tuple(ranks[::-1][k] if style != "loop" and turn % 2 else ranks[k] for turn in range(num_model_chunks) for k in range(num_ranks))
 
 
 @dataclass(frozen=True)
@@ -184,22 +185,24 @@ def _check_actions(pipeline: Pipeline, order: Order) -> None:
 
 
 class _Replay:
-    """State of one replay: ends of F, B [S M], and per rank its clock and position."""
+    """State of one replay: ends of F and B [S M], what each still blocks, and per rank its starts and ends so far."""
 
     def __init__(self, pipeline: Pipeline, order: Order) -> None:
         self.pipeline, self.order = pipeline, order
         size = pipeline.num_stages * pipeline.num_microbatches
-        self.forward_end, self.backward_end = [_NOT_RUN] * size, [_NOT_RUN] * size
+        self.finished = {"F": [_NOT_RUN] * size, "B": [_NOT_RUN] * size}
         self.starts: list[list[float]] = [[] for _ in order]
         self.ends: list[list[float]] = [[] for _ in order]
         self.waiting: dict[tuple[str, int], int] = {}
         self.hops = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
+        full_s = [b + w for b, w in zip(pipeline.backward_s, pipeline.weight_s, strict=True)]
+        self.seconds = {"F": pipeline.forward_s, "B": pipeline.backward_s, "W": pipeline.weight_s, "BW": full_s}
 
     def to_the_end(self) -> None:
         """Run each rank until it waits for another, which wakes it; whoever still waits at the end does so for ever."""
         runnable = list(range(len(self.order)))
         while runnable:
-            runnable.extend(self._advance(runnable.pop()))
+            self._advance(runnable.pop(), runnable)
         stuck = [rank for rank, actions in enumerate(self.order) if len(self.ends[rank]) < len(actions)]
         if stuck:
             raise ConfigError(
@@ -208,32 +211,30 @@ class _Replay:
                 help="move the awaited action before the one that waits, on the rank that holds it",
             )
 
-    def _advance(self, rank: int) -> list[int]:
-        """Run one rank until an input is missing; return the ranks this has woken."""
-        costs = self.pipeline
-        m, last = costs.num_microbatches, costs.num_stages - 1
-        full_s = [b + w for b, w in zip(costs.backward_s, costs.weight_s, strict=True)]
-        seconds = {"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s, "BW": full_s}
-        starts, ends, woken = self.starts[rank], self.ends[rank], []
+    def _advance(self, rank: int, runnable: list[int]) -> None:
+        """Run one rank until an input is missing; append the ranks this wakes to `runnable`."""
+        m, last = self.pipeline.num_microbatches, self.pipeline.num_stages - 1
+        seconds, finished, waiting, hops = self.seconds, self.finished, self.waiting, self.hops
+        starts, ends = self.starts[rank], self.ends[rank]
         clock = ends[-1] if ends else 0.0
         for stage, kind, micro_batch in itertools.islice(self.order[rank], len(ends), None):
             at = stage * m + micro_batch
-            source, needed, delay = _needs(stage, kind, at, m, last, self.hops)
+            source, needed, delay = _needs(stage, kind, at, m, last, hops)
             if source is not None:
-                arrived = (self.forward_end if source == "F" else self.backward_end)[needed]
+                arrived = finished[source][needed]
                 if arrived == _NOT_RUN:
-                    self.waiting[source, needed] = rank
+                    waiting[source, needed] = rank
                     break
-                clock = max(clock, arrived + delay)
+                if arrived + delay > clock:
+                    clock = arrived + delay
             starts.append(clock)
             clock += seconds[kind][stage]
             ends.append(clock)
             if kind != "W":
                 made = "F" if kind == "F" else "B"
-                (self.forward_end if made == "F" else self.backward_end)[at] = clock
-                if (made, at) in self.waiting:
-                    woken.append(self.waiting.pop((made, at)))
-        return woken
+                finished[made][at] = clock
+                if (made, at) in waiting:
+                    runnable.append(waiting.pop((made, at)))
 
     def _what_it_waits_for(self, rank: int) -> str:
         action = self.order[rank][len(self.ends[rank])]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 _WHOLE_ACTIONS = 450
-_WINDOW_ACTIONS = (60, 120, 240)
+_WINDOW_ACTIONS = (30, 60, 120)
 _WINDOW_WORK = 3.0
 _WHOLE_WORK = 60.0
 _ROUNDING = 0.5e-3  # a duration of 1000 ticks or more is rounded by half a tick at most
@@ -64,10 +64,9 @@ def improve(
     if not _in_order(order):
         return order, 0.0
     search = _Search(instance, order, bound_s, begin + time_limit_s, rel_gap, seed)
-    if sum(map(len, order)) <= _WHOLE_ACTIONS:
+    search.sweep()
+    if sum(map(len, order)) <= _WHOLE_ACTIONS and not search.finished():
         search.whole()
-    if not search.finished():
-        search.sweep()
     return search.order, search.bound_s
 
 
