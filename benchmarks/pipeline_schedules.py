@@ -50,7 +50,14 @@ def bubble_rates(data: Path) -> list[dict[str, Any]]:
     for row in json.loads((data / "zero_bubble/paper_tables.json").read_text())["rows"]:
         ranks, m = row["p"], row["m"]
         micros = {name: round(1000 * row[f"t{name}_ms"]) for name in ("F", "B", "W", "comm")}
-        case = {"p": ranks, "m": m, "comm": micros["comm"], "mem_f": [2] * ranks, "mem_b": [-1] * ranks, "mem_w": [-1] * ranks}
+        case = {
+            "p": ranks,
+            "m": m,
+            "comm": micros["comm"],
+            "mem_f": [2] * ranks,
+            "mem_b": [-1] * ranks,
+            "mem_w": [-1] * ranks,
+        }
         case |= {name.lower(): [micros[name]] * ranks for name in ("F", "B", "W")}
         pipeline = pipeline_of(case, 1, "loop")
         made = {
@@ -94,7 +101,16 @@ def cases(data: Path, time_limit_s: float, only: str | None) -> list[dict[str, A
                 if (cap, length) not in ours:
                     ours[cap, length] = shortest(case, cap, length, time_limit_s)
                 mine = ours[cap, length]
-                rows.append({"case": name, "schedule": schedule, "memory": cap, "length": length, "theirs": value[length], **mine})
+                rows.append(
+                    {
+                        "case": name,
+                        "schedule": schedule,
+                        "memory": cap,
+                        "length": length,
+                        "theirs": value[length],
+                        **mine,
+                    }
+                )
                 print(f"{name:32} {schedule:28} {length:8} memory {cap:8g} theirs {value[length]:10g} ours {mine['ours']:10g} "
                       f"bound {mine['bound']:10g} {mine['how']}", flush=True)  # fmt: skip
     return rows
@@ -125,7 +141,11 @@ def optima(data: Path, time_limit_s: float) -> list[dict[str, Any]]:
         caps = tuple(float(memory) * held for held in case["mem_f"])
         start = time.perf_counter()
         solution = solve(Instance(pipeline_of(case, 1, "loop"), caps, "span"), time_limit_s=time_limit_s)
-        best = min(x["span"] for x in (entry, hinted.get(key, entry)) if x["span"] is not None) if entry["span"] or key in hinted else None
+        best = (
+            min(x["span"] for x in (entry, hinted.get(key, entry)) if x["span"] is not None)
+            if entry["span"] or key in hinted
+            else None
+        )
         rows.append({
             "input": key, "known": best, "known_proved": "OPTIMAL" in (entry["status"], hinted.get(key, entry)["status"]),
             "ours": solution.objective_s, "bound": solution.bound_s, "status": str(solution.status),

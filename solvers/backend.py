@@ -98,7 +98,9 @@ def _cbc(limits: Limits) -> pulp.LpSolver:
     import pulp
 
     options = [f"randomCbcSeed {limits.seed % 2**31}"]
-    return pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=limits.time_limit_s, gapRel=limits.rel_gap, options=options)
+    return pulp.PULP_CBC_CMD(
+        msg=False, threads=1, timeLimit=limits.time_limit_s, gapRel=limits.rel_gap, options=options
+    )
 
 
 def _highs_bound(problem: pulp.LpProblem, objective: float | None) -> float | None:

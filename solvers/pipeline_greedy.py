@@ -110,7 +110,11 @@ class _Waves:
         if self._done(rank, "F"):
             self.idle[rank] += ready - self.clock[rank]
         seconds = {"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s}[kind][rank]
-        change = {"F": costs.held_bytes[rank], "B": -costs.backward_freed_bytes[rank], "W": -costs.weight_freed_bytes[rank]}
+        change = {
+            "F": costs.held_bytes[rank],
+            "B": -costs.backward_freed_bytes[rank],
+            "W": -costs.weight_freed_bytes[rank],
+        }
         self.clock[rank] = ready + seconds
         self.held[rank] += change[kind]
         self.ends[kind][rank].append(self.clock[rank])
@@ -146,7 +150,7 @@ class _Waves:
             self._put(rank, "F")
         extra = self._extra_forwards()
         for rank in range(1, self.size):
-            while 0 < extra[rank] and extra[rank] >= extra[rank - 1] and 1 + extra[rank] < self.costs.num_microbatches:
+            while extra[rank] > 0 and extra[rank] >= extra[rank - 1] and 1 + extra[rank] < self.costs.num_microbatches:
                 extra[rank] -= 1
         for rank in range(self.size):
             for _ in range(extra[rank]):
@@ -184,7 +188,11 @@ class _Waves:
         next_backward = self.clock[rank + 1] + after + self.hop[rank]
         if self.clock[rank] >= next_backward:
             return True
-        room_s, held, pending = 0.0, self.held[rank] + costs.held_bytes[rank], self._done(rank, "B") - self._done(rank, "W")
+        room_s, held, pending = (
+            0.0,
+            self.held[rank] + costs.held_bytes[rank],
+            self._done(rank, "B") - self._done(rank, "W"),
+        )
         while held > self.cap[rank] + _SLACK and pending:
             room_s, held, pending = room_s + costs.weight_s[rank], held - costs.weight_freed_bytes[rank], pending - 1
         if self.clock[rank] + costs.forward_s[rank] + room_s <= next_backward:
@@ -209,7 +217,10 @@ class _Events:
         ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
         self.stages = [pipeline.stages_of(rank) for rank in ranks]
         self.hop = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
-        self.room = [sum(pipeline.held_bytes[later] for later in self.stages[pipeline.rank_of_stage[s]] if later > s) for s in stages]
+        self.room = [
+            sum(pipeline.held_bytes[later] for later in self.stages[pipeline.rank_of_stage[s]] if later > s)
+            for s in stages
+        ]
         self.arrivals: dict[str, list[list[float]]] = {"F": [[] for _ in stages], "B": [[] for _ in stages]}
         self.arrivals["F"][0] = [0.0] * m
         self.done = {kind: [0] * pipeline.num_stages for kind in ("F", "B", "W")}
@@ -221,7 +232,9 @@ class _Events:
         for rank in ranks:
             need = max((pipeline.held_bytes[s] + self.room[s] for s in self.stages[rank]), default=0.0)
             if need > cap_bytes[rank] + _SLACK:
-                raise InfeasibleError(f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap_bytes[rank]:g}")
+                raise InfeasibleError(
+                    f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap_bytes[rank]:g}"
+                )
 
     def run(self) -> Order:
         while self.queue:
@@ -240,7 +253,11 @@ class _Events:
     def _decide(self, now: float, rank: int) -> None:
         forward = list(self._waiting(rank, "F"))
         backward = list(self._waiting(rank, "B"))
-        fits = [s for _, s in forward if self.held[rank] + self.costs.held_bytes[s] + self.room[s] <= self.cap[rank] + _SLACK]
+        fits = [
+            s
+            for _, s in forward
+            if self.held[rank] + self.costs.held_bytes[s] + self.room[s] <= self.cap[rank] + _SLACK
+        ]
         can_f = [s for at, s in forward if at <= now + _SLACK and s in fits]
         can_b = [s for at, s in backward if at <= now + _SLACK]
         can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
@@ -249,7 +266,9 @@ class _Events:
         elif can_f:
             self._run(now, rank, "F", max(can_f) if self.rule.deepest_first else min(can_f))
         else:
-            coming = min((at for at, s in (*backward, *((at, s) for at, s in forward if s in fits))), default=float("inf"))
+            coming = min(
+                (at for at, s in (*backward, *((at, s) for at, s in forward if s in fits))), default=float("inf")
+            )
             if can_w and coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]:
                 self._run(now, rank, "W", can_w[-1])
             elif coming < float("inf"):
@@ -258,7 +277,11 @@ class _Events:
     def _run(self, now: float, rank: int, kind: Kind, s: int) -> None:
         costs, i = self.costs, self.done[kind][s]
         end = now + {"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s}[kind][s]
-        self.held[rank] += {"F": costs.held_bytes[s], "B": -costs.backward_freed_bytes[s], "W": -costs.weight_freed_bytes[s]}[kind]
+        self.held[rank] += {
+            "F": costs.held_bytes[s],
+            "B": -costs.backward_freed_bytes[s],
+            "W": -costs.weight_freed_bytes[s],
+        }[kind]
         self.done[kind][s] += 1
         self.left[rank] -= 1
         self.rows[rank].append(Action(s, kind, i))

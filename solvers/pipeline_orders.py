@@ -3,8 +3,9 @@
 Every generator takes the number of ranks R and of micro-batches M (and of model chunks v) and returns an `Order` for the placement
 that the schedule is defined on: `loop` for all but the V schedules, whose placement is `wave` with two chunks.
 
-Sources: GPipe arXiv:1811.06965; 1F1B and its interleaved form arXiv:2104.04473; ZB-H1, ZB-H2 arXiv:2401.10241; ZBV arXiv:2405.15362;
-DualPipeV, the V form of arXiv:2412.19437 section 3.2. The orders of interleaved, ZB-H1, ZBV and DualPipeV are those torch 2.13 runs.
+Sources: GPipe arXiv:1811.06965; 1F1B and its interleaved form arXiv:2104.04473; ZB-H1, ZB-H2 arXiv:2401.10241; ZBV
+arXiv:2405.15362; DualPipeV, the V form of arXiv:2412.19437 section 3.2. The interleaved orders, ZB-H1, ZBV and DualPipeV are
+those that torch 2.13 runs.
 """
 
 from __future__ import annotations

@@ -17,14 +17,16 @@ Constraints
     (C3) memory: bytes held on rank r stay within CAP[r]; F takes them at its start, B and W give them back at their ends
     (C4) in order: F, B and W of a stage take the micro-batches in order; they are identical, so this loses nothing
 
-Method: every named order that fits the cap and every greedy variant is simulated; the best is the incumbent. CP-SAT improves it:
-the whole problem from that hint where it is small, otherwise windows of time, one after the other: what starts in the window is free, what
-is before it is fixed, what is after it keeps its sequence. Cold, CP-SAT finds nothing at 8 stages and 24 micro-batches.
+Every rank starts as soon as its first input can arrive, as it does in a run.
 
-Bound, with head(r) = ticks until rank r's first input can arrive (nothing for the span), work(r) its busy ticks:
-    length >= head(r) + work(r) + idle(r),
-    idle(r) >= way(r) - F(r): before rank r's first B, which is way(r) after its first F, only F can run there, and CAP[r] admits F(r) ticks.
-Source: Qi et al., arXiv:2401.10241, sections 3 and 4 (greedy and integer program); windows: Shaw, CP 1998 (large neighbourhood search).
+Method: every named order that fits the cap and every greedy variant is simulated; the best is the incumbent. CP-SAT improves it
+from that hint, in windows of time (solvers/pipeline_window.py), and tries to prove it where all actions fit into one window. Cold,
+CP-SAT finds nothing at 8 stages and 24 micro-batches.
+
+Bound, with head(r) = ticks until rank r's first input can arrive (zero for the span) and work(r) its busy ticks:
+    length >= head(r) + work(r) + idle(r),   idle(r) >= way(r) - F(r),
+because before rank r's first B, which is way(r) after its first F, only F can run there, and CAP[r] admits F(r) ticks of them.
+Source: Qi et al., arXiv:2401.10241, sections 3 and 4 (greedy and integer program); windows: large neighbourhood search, Shaw, CP 1998.
 """
 
 from __future__ import annotations
@@ -32,55 +34,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..schema.errors import ConfigError, InfeasibleError
 from . import pipeline_orders as orders
 from .pipeline_greedy import EVENT_RULES, WAVE_RULES, by_events, in_waves
-from .pipeline_simulation import Order, Pipeline, Timeline, peak_bytes, placement, simulate
+from .pipeline_improve import improve
+from .pipeline_instance import CAP_SLACK, Instance, Length, check, length_s, lower_bound_s
+from .pipeline_simulation import Order, Pipeline, peak_bytes, placement, simulate
 from .status import Status
 
-Length = Literal["makespan", "span"]
-_TICKS_PER_SHORTEST = 1000
-_CAP_SLACK = 1e-9
 _EXACT = 1e-12
-
-
-@dataclass(frozen=True)
-class Instance:
-    """A pipeline, CAP [R] in bytes and which length counts. The solvers work on `ticked`, whose times are whole numbers."""
-
-    pipeline: Pipeline
-    cap_bytes: tuple[float, ...]
-    length: Length = "makespan"
-
-    def __post_init__(self) -> None:
-        if len(self.cap_bytes) != self.pipeline.num_ranks:
-            raise ConfigError(f"{len(self.cap_bytes)} memory caps for {self.pipeline.num_ranks} ranks")
-
-    @cached_property
-    def tick_s(self) -> float:
-        """Seconds of a tick: a power of ten, at least 1000 ticks to the shortest duration; decimal inputs become exact."""
-        costs = self.pipeline
-        times = (*costs.forward_s, *costs.backward_s, *costs.weight_s, *costs.transfer_s)
-        shortest = min((seconds for seconds in times if seconds > 0), default=1.0)
-        return float(10.0 ** math.floor(math.log10(shortest / _TICKS_PER_SHORTEST)))
-
-    @cached_property
-    def ticked(self) -> Pipeline:
-        """The pipeline with every duration in ticks, divided by their common factor (see `unit_s`)."""
-        return _scaled(self.pipeline, self.unit_s)
-
-    @cached_property
-    def unit_s(self) -> float:
-        """Seconds of the unit of `ticked`."""
-        rounded = _scaled(self.pipeline, self.tick_s)
-        whole = (*rounded.forward_s, *rounded.backward_s, *rounded.weight_s, *rounded.transfer_s)
-        return self.tick_s * max(1, math.gcd(*(int(ticks) for ticks in whole)))
 
 
 @dataclass(frozen=True)
@@ -102,8 +68,6 @@ class Solution:
 
 def solve(instance: Instance, *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0) -> Solution:
     """The shortest order found; deterministic for a seed unless the time limit ends the search."""
-    from .pipeline_windows import improve
-
     begin = time.perf_counter()
     bound_s = lower_bound_s(instance)
     best = best_greedy(instance, until=begin + time_limit_s)
@@ -119,8 +83,10 @@ def solve(instance: Instance, *, time_limit_s: float = 10.0, rel_gap: float = 0.
     return Solution(status, order, objective_s, min(bound_s, objective_s), time.perf_counter() - begin, name)
 
 
-def synthesise(instances: tuple[Instance, ...], *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0) -> tuple[int, Solution]:
-    """Best over several instances (placements) and its index; the one with the least bound first, the others only while they can win.
+def synthesise(
+    instances: tuple[Instance, ...], *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
+) -> tuple[int, Solution]:
+    """Best over several instances (placements) and its index; least bound first, the others only while they can win.
 
     Raises:
         InfeasibleError: no placement holds one micro-batch.
@@ -136,27 +102,10 @@ def synthesise(instances: tuple[Instance, ...], *, time_limit_s: float = 10.0, r
         if found.status is not Status.INFEASIBLE and (best is None or found.objective_s < best[1].objective_s):
             best = (k, found)
     if best is None:
-        raise InfeasibleError("no placement of this pipeline can hold one micro-batch within its memory caps [memory (C3)]")
+        raise InfeasibleError(
+            "no placement of this pipeline can hold one micro-batch within its memory caps [memory (C3)]"
+        )
     return best
-
-
-def check(instance: Instance, order: Order) -> float:
-    """Objective (O) in seconds, recomputed by simulation; knows nothing of the method.
-
-    Raises:
-        ConfigError: (C1) or (C2) cannot hold: the order is incomplete or never finishes.
-        ValueError: memory (C3), with the rank and the bytes.
-    """
-    timeline = simulate(instance.pipeline, order)
-    for rank, (peak, cap) in enumerate(zip(timeline.peak_bytes, instance.cap_bytes, strict=True)):
-        if peak > cap * (1 + _CAP_SLACK):
-            raise ValueError(f"memory (C3): rank {rank} holds {peak:g} bytes of {cap:g}")
-    return length_s(timeline, instance.length)
-
-
-def length_s(timeline: Timeline, length: Length) -> float:
-    """The length that counts, in the timeline's unit."""
-    return timeline.makespan_s if length == "makespan" else timeline.span_s
 
 
 def best_greedy(instance: Instance, *, until: float = math.inf) -> tuple[str, Order] | None:
@@ -169,7 +118,7 @@ def best_greedy(instance: Instance, *, until: float = math.inf) -> tuple[str, Or
     best: tuple[tuple[float, float], str, Order] | None = None
     enough = lower_bound_s(instance) / instance.unit_s * (1 + _EXACT)
     for name, order in _candidates(instance):
-        if np.any(peak_bytes(instance.ticked, order) > np.array(instance.cap_bytes) * (1 + _CAP_SLACK)):
+        if np.any(peak_bytes(instance.ticked, order) > np.array(instance.cap_bytes) * (1 + CAP_SLACK)):
             continue
         timeline = simulate(instance.ticked, order)
         key = (length_s(timeline, instance.length), length_s(timeline, other))
@@ -220,40 +169,3 @@ def _candidates(instance: Instance) -> Iterator[tuple[str, Order]]:
             yield "events", by_events(instance.ticked, instance.cap_bytes, event)
     except InfeasibleError:
         return
-
-
-def lower_bound_s(instance: Instance) -> float:
-    """Seconds no order can beat: the bound of the module's docstring, the largest over ranks."""
-    costs = instance.pipeline
-    hops = [costs.hop_s(s) for s in range(costs.num_stages - 1)]
-    heads = np.concatenate([[0.0], np.cumsum(np.array(costs.forward_s[:-1]) + hops)])
-    tails = np.concatenate([np.cumsum((np.array(costs.backward_s[1:]) + hops)[::-1])[::-1], [0.0]])
-    down = heads[-1] + costs.forward_s[-1]
-    work = costs.work_s()
-    bounds = []
-    for rank in range(costs.num_ranks):
-        stages = costs.stages_of(rank)
-        first, last = stages[0], stages[-1]
-        way = down - heads[first] + tails[last]
-        held, seconds = (np.array([column[s] for s in stages]) for column in (costs.held_bytes, costs.forward_s))
-        admitted = math.inf if np.any(held <= 0) else instance.cap_bytes[rank] * float(np.max(seconds / held))
-        if np.all(held == held[0]) and held[0] > 0:
-            admitted = math.floor(instance.cap_bytes[rank] / held[0] * (1 + _CAP_SLACK)) * float(np.max(seconds))
-        idle = max(0.0, way - min(admitted, float(np.sum(seconds)) * costs.num_microbatches))
-        bounds.append((heads[first] if instance.length == "makespan" else 0.0) + work[rank] + idle)
-    return float(max(bounds))
-
-
-def _scaled(pipeline: Pipeline, unit_s: float) -> Pipeline:
-    def whole(seconds: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(float(round(value / unit_s)) for value in seconds)
-
-    return replace(
-        pipeline,
-        forward_s=whole(pipeline.forward_s),
-        backward_s=whole(pipeline.backward_s),
-        weight_s=whole(pipeline.weight_s),
-        transfer_s=whole(pipeline.transfer_s),
-    )
-
-

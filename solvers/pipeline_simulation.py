@@ -93,18 +93,25 @@ class Pipeline:
     def work_s(self) -> NDArray[np.float64]:
         """[R] busy seconds of each rank in a step."""
         per_stage = np.array(self.forward_s) + self.backward_s + self.weight_s
-        return np.bincount(self.rank_of_stage, weights=per_stage * self.num_microbatches, minlength=self.num_ranks)
+        weights = per_stage * self.num_microbatches
+        return np.bincount(self.rank_of_stage, weights, self.num_ranks).astype(np.float64)
 
 
 _PER_STAGE = ("forward_s", "backward_s", "weight_s", "held_bytes", "backward_freed_bytes", "weight_freed_bytes")
 
 
-def placement(num_ranks: int, num_model_chunks: int, style: Literal["loop", "wave", "wave_from_last"]) -> tuple[int, ...]:
+def placement(
+    num_ranks: int, num_model_chunks: int, style: Literal["loop", "wave", "wave_from_last"]
+) -> tuple[int, ...]:
     """Rank of each stage [R v]: loop 0..R-1 0..R-1, wave 0..R-1 R-1..0 (the V of ZBV for two chunks), or that from rank R-1."""
     ranks = list(range(num_ranks))
     if style == "wave_from_last":
         ranks.reverse()
-    return tuple(ranks[::-1][k] if style != "loop" and turn % 2 else ranks[k] for turn in range(num_model_chunks) for k in range(num_ranks))
+    return tuple(
+        ranks[::-1][k] if style != "loop" and turn % 2 else ranks[k]
+        for turn in range(num_model_chunks)
+        for k in range(num_ranks)
+    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def simulate(pipeline: Pipeline, order: Order) -> Timeline:
     """Run an order as early as its dependencies allow: one pass over the actions.
 
     Raises:
-        ConfigError: an action is missing, doubled or on the wrong rank; or the order can never finish, with what each rank waits for.
+        ConfigError: an action is missing, doubled or on the wrong rank; or the order never finishes, with what each rank waits for.
     """
     _check_actions(pipeline, order)
     run = _Replay(pipeline, order)
@@ -256,10 +263,16 @@ def _needs(
 
 
 def closed_form_s(
-    schedule: Literal["gpipe", "1f1b", "interleaved"], *, num_ranks: int, num_microbatches: int, micro_batch_s: float, chunks: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved"],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    micro_batch_s: float,
+    chunks: int = 1,
 ) -> float:
-    """Makespan with equal stages and free transfers: `(m + (R-1)/v) t`, t seconds of one micro-batch on one rank, m a multiple of R if v > 1.
+    """Makespan with equal stages and free transfers: `(m + (R-1)/v) t`, t seconds of one micro-batch on one rank.
 
+    For v > 1 chunks m must be a multiple of R.
     Source: Narayanan et al., arXiv:2104.04473, section 2.2.
     """
     divisor = chunks if schedule == "interleaved" else 1
