@@ -10,6 +10,7 @@ those that torch 2.13 runs.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -159,6 +160,66 @@ def _zb_v_row(r: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ..
     for _ in range(num_microbatches):
         row.add_weight(up)
     return row.finished()
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Order:
+    """V-half: two chunks a rank in a V, about half of 1F1B's memory; down steps take twice the time of up steps."""
+    return _periodic_v(num_ranks, num_microbatches, down=2, up=1)
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Order:
+    """V-min: two chunks a rank in a V, about a third of 1F1B's memory."""
+    return _periodic_v(num_ranks, num_microbatches, down=1, up=1)
+
+
+def _periodic_v(num_ranks: int, num_microbatches: int, *, down: int, up: int) -> Order:
+    """One micro-batch's block of F, B, W, repeated every six slots (its six passes on each rank).
+
+    Neighbours run it `down` slots apart towards rank R-1 and `up` towards rank 0; the waits at the three turns are the least
+    with which no rank has two passes in one slot. What a rank holds is proportional to the slots between F and B.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, section 3.
+    """
+    period, descent, ascent = 6, down * (num_ranks - 1), up * (num_ranks - 1)
+    for turns in sorted(itertools.product(range(1, period + 1), repeat=3), key=lambda waits: (sum(waits), waits)):
+        up_again, back, down_again = itertools.accumulate(
+            (descent + turns[0], ascent + turns[1], descent + turns[2]), lambda a, b: a + b
+        )
+        slots = [
+            (down * r, up_again + up * (num_ranks - 1 - r), back + down * r, down_again + up * (num_ranks - 1 - r))
+            for r in range(num_ranks)
+        ]
+        if all(len({slot % period for slot in of_rank}) == len(of_rank) for of_rank in slots):
+            break
+    return tuple(_block_row(r, 2 * num_ranks - 1 - r, slots[r], num_microbatches, period) for r in range(num_ranks))
+
+
+def _block_row(
+    lower: int, upper: int, slots: tuple[int, ...], num_microbatches: int, period: int
+) -> tuple[Action, ...]:
+    """Actions of one rank by slot; each W takes a free slot soon after its B."""
+    first, second = sorted(set(range(period)) - {slot % period for slot in slots})
+    up_backward, low_backward = slots[2], slots[3]
+
+    def after(slot: int, residue: int) -> int:
+        return slot + 1 + (residue - slot - 1) % period
+
+    weights = min(
+        ((after(up_backward, a), after(low_backward, b)) for a, b in ((first, second), (second, first))), key=sum
+    )
+    passes: tuple[tuple[int, Kind], ...] = (
+        (lower, "F"),
+        (upper, "F"),
+        (upper, "B"),
+        (lower, "B"),
+        (upper, "W"),
+        (lower, "W"),
+    )
+    timed = [
+        (slot + period * i, Action(stage, kind, i))
+        for slot, (stage, kind) in zip((*slots, *weights), passes, strict=True)
+        for i in range(num_microbatches)
+    ]
+    return tuple(action for _, action in sorted(timed))
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Order:

@@ -26,11 +26,13 @@ CP-SAT finds nothing at 8 stages and 24 micro-batches.
 Bound, with head(r) = ticks until rank r's first input can arrive (zero for the span) and work(r) its busy ticks:
     length >= head(r) + work(r) + idle(r),   idle(r) >= way(r) - F(r),
 because before rank r's first B, which is way(r) after its first F, only F can run there, and CAP[r] admits F(r) ticks of them.
-Source: Qi et al., arXiv:2401.10241, sections 3 and 4 (greedy and integer program); windows: large neighbourhood search, Shaw, CP 1998.
+Source: Qi et al., arXiv:2401.10241, sections 3 and 4 (greedy and integer program); windows: Shaw, CP 1998.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -40,13 +42,15 @@ import numpy as np
 
 from ..schema.errors import ConfigError, InfeasibleError
 from . import pipeline_orders as orders
-from .pipeline_greedy import EVENT_RULES, WAVE_RULES, by_events, in_waves
+from .pipeline_greedy import EVENT_RULES, by_events, refilled
 from .pipeline_improve import improve
 from .pipeline_instance import CAP_SLACK, Instance, Length, check, length_s, lower_bound_s
 from .pipeline_simulation import Order, Pipeline, peak_bytes, placement, simulate
+from .pipeline_waves import WAVE_RULES, in_waves
 from .status import Status
 
 _EXACT = 1e-12
+_FITS = (0.0, 0.5, 1.0)  # share of a weight pass that must fit into a gap, as in EventRule
 
 
 @dataclass(frozen=True)
@@ -146,26 +150,37 @@ def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
             "interleaved": lambda: orders.interleaved(ranks, m, chunks),
             "looped-bfs": lambda: orders.looped_bfs(ranks, m, chunks),
         }
+    v_shaped: dict[str, Callable[[int, int], Order]] = {
+        "zb-v": orders.zb_v,
+        "dualpipe-v": orders.dualpipe_v,
+        "v-half": orders.v_half,
+        "v-min": orders.v_min,
+    }
     if pipeline.rank_of_stage == placement(ranks, 2, "wave"):
-        return {"zb-v": lambda: orders.zb_v(ranks, m), "dualpipe-v": lambda: orders.dualpipe_v(ranks, m)}
+        return {name: functools.partial(make, ranks, m) for name, make in v_shaped.items()}
     if pipeline.rank_of_stage == placement(ranks, 2, "wave_from_last"):
-        return {"zb-v": lambda: orders.zb_v(ranks, m)[::-1], "dualpipe-v": lambda: orders.dualpipe_v(ranks, m)[::-1]}
+        return {name: functools.partial(_mirrored, make, ranks, m) for name, make in v_shaped.items()}
     return {}
 
 
+def _mirrored(make: Callable[[int, int], Order], num_ranks: int, num_microbatches: int) -> Order:
+    """A V schedule with the ranks counted from the other end."""
+    return make(num_ranks, num_microbatches)[::-1]
+
+
 def _candidates(instance: Instance) -> Iterator[tuple[str, Order]]:
-    """Named orders first, then the greedy ones; those that do not exist for these numbers are left out."""
+    """Named orders, their weight passes refilled, then the greedy ones; those that do not exist for these numbers are left out."""
+    costs, caps = instance.ticked, instance.cap_bytes
     for name, make in named_orders(instance.pipeline).items():
-        try:
-            yield name, make()
-        except ConfigError:
-            continue  # this schedule is not defined for this number of micro-batches
-    one_stage_a_rank = instance.pipeline.rank_of_stage == placement(instance.pipeline.num_ranks, 1, "loop")
-    try:
-        if one_stage_a_rank:
+        with contextlib.suppress(ConfigError):  # not defined for this number of micro-batches
+            order = make()
+            yield name, order
+            with contextlib.suppress(InfeasibleError):
+                for fit in _FITS:
+                    yield f"{name}, W refilled", refilled(costs, caps, order, fit)
+    with contextlib.suppress(InfeasibleError):
+        if costs.rank_of_stage == placement(costs.num_ranks, 1, "loop"):
             for wave in WAVE_RULES:
-                yield "waves", in_waves(instance.ticked, instance.cap_bytes, wave)
+                yield "waves", in_waves(costs, caps, wave)
         for event in EVENT_RULES:
-            yield "events", by_events(instance.ticked, instance.cap_bytes, event)
-    except InfeasibleError:
-        return
+            yield "events", by_events(costs, caps, event)
