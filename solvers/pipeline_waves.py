@@ -128,8 +128,8 @@ class _Waves:
             self._put(rank, "F")
         extra = self._extra_forwards()
         for rank in range(1, self.size):
-            while extra[rank] > 0 and extra[rank] >= extra[rank - 1] and 1 + extra[rank] < self.costs.num_microbatches:
-                extra[rank] -= 1
+            before, all_of_them = extra[rank - 1], self.costs.num_microbatches - 1
+            extra[rank] = min(extra[rank], before if before == all_of_them else max(0, before - 1))
         for rank in range(self.size):
             for _ in range(extra[rank]):
                 self._put(rank, "F")
