@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 from .backend import Limits, solve_constraint_program
-from .pipeline_instance import Instance, length_s
-from .pipeline_simulation import Action, Order, simulate
+from .pipeline_instance import CAP_SLACK, Instance, length_s
+from .pipeline_simulation import Action, Order, peak_bytes, simulate
 from .pipeline_window import Window, build_model, open_window
 from .status import Status
 
@@ -114,7 +114,10 @@ class _Search:
             found = {action: solver.value(variable) for action, variable in starts.items()}
             order = _with_window(self.order, window, found)
             length = self._length(order)
-            if length <= self.length:
+            fits = np.all(
+                peak_bytes(self.instance.ticked, order) <= np.array(self.instance.cap_bytes) * (1 + CAP_SLACK)
+            )
+            if fits and length <= self.length:
                 self.order, self.length = order, length
         return outcome.status, outcome.bound
 

@@ -53,6 +53,9 @@ class _Waves:
         self.clock, self.held, self.idle = [0.0] * size, [0.0] * size, [0.0] * size
         self.ends: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(size)] for kind in ("F", "B", "W")}
         self.rows: list[list[Action]] = [[] for _ in range(size)]
+        for rank, (need, cap) in enumerate(zip(pipeline.held_bytes, cap_bytes, strict=True)):
+            if need > cap + _SLACK:
+                raise InfeasibleError(f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap:g}")
 
     def run(self) -> Order:
         self._warm_up()
@@ -106,12 +109,16 @@ class _Waves:
             self._put(rank, "W")
 
     def _make_room(self, rank: int) -> None:
-        while self.held[rank] + self.costs.held_bytes[rank] > self.cap[rank] + _SLACK:
-            if not self._pending(rank):
-                raise InfeasibleError(
-                    f"rank {rank} cannot hold one micro-batch of {self.costs.held_bytes[rank]:g} bytes in {self.cap[rank]:g}"
-                )
+        while not self._fits(rank):
             self._put(rank, "W")
+
+    def _fits(self, rank: int, *, freed: float = 0.0) -> bool:
+        """Whether a forward pass fits beside what is held less `freed` bytes."""
+        return self.held[rank] - freed + self.costs.held_bytes[rank] <= self.cap[rank] + _SLACK
+
+    def _can_fit(self, rank: int) -> bool:
+        pending = self._done(rank, "B") - self._done(rank, "W")
+        return self._fits(rank, freed=pending * self.costs.weight_freed_bytes[rank])
 
     def _fill_until(self, rank: int, arrival: float) -> None:
         """Weight passes while they fit before the next input; one more may overrun it if the rank can afford that less."""
@@ -150,11 +157,13 @@ class _Waves:
         return extra
 
     def _that_advance(self) -> list[int]:
-        """Ranks that run a forward pass in this wave; a rank does only when all behind it do."""
-        m = self.costs.num_microbatches
-        advances = [self._done(rank, "F") < m and not self._should_wait(rank) for rank in range(self.size)]
+        """Ranks that run a forward pass in this wave: those with room, when all behind do and the one above is ahead."""
+        done, m = [self._done(rank, "F") for rank in range(self.size)], self.costs.num_microbatches
+        advances = [done[r] < m and self._can_fit(r) and not self._should_wait(r) for r in range(self.size)]
         for rank in reversed(range(self.size - 1)):
             advances[rank] = advances[rank] and advances[rank + 1]
+        for rank in range(1, self.size):
+            advances[rank] = advances[rank] and (advances[rank - 1] or done[rank - 1] > done[rank])
         return [rank for rank in range(self.size) if advances[rank]]
 
     def _should_wait(self, rank: int) -> bool:

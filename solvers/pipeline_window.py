@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 _BYTE_STEPS = 10**6
+_PART_OF_A_STEP = 1e-6
 
 
 @dataclass(frozen=True)
@@ -202,26 +202,20 @@ class _Memory:
     def add(self) -> None:
         costs, cap = self.instance.ticked, self.instance.cap_bytes[self.rank]
         opens = min(self.window.ready.values(), default=0)
-        room, boxes, sizes = self._steps(cap, math.floor), [], []
+        step = _byte_step(self.instance, self.rank)
+        room, boxes, sizes = math.floor(cap / step + _PART_OF_A_STEP), [], []
         for freeing, size in self.window.held[self.rank]:
             if freeing is None:
-                room -= self._steps(size, math.ceil)
+                room -= math.floor(size / step + _PART_OF_A_STEP)
             else:
                 boxes.append(self._piece(opens, freeing))
-                sizes.append(self._steps(size, math.ceil))
+                sizes.append(math.floor(size / step + _PART_OF_A_STEP))
         for a in (a for a in self.window.free[self.rank] if a.kind == "F"):
             for kind, size in _freed(costs, a.stage):
                 boxes.append(self._piece(self.starts[a], a._replace(kind=kind)))
-                sizes.append(self._steps(size, math.ceil))
+                sizes.append(math.floor(size / step + _PART_OF_A_STEP))
         if boxes:
             self.model.add_cumulative(boxes, sizes, max(room, 0))
-
-    def _steps(self, size: float, whole: Callable[[float], int]) -> int:
-        """Bytes in whole steps: bytes themselves where all are whole, else millionths of the cap, the pieces rounded up."""
-        costs, cap = self.instance.ticked, self.instance.cap_bytes[self.rank]
-        pieces = (cap, *costs.backward_freed_bytes, *costs.weight_freed_bytes)
-        step = 1.0 if all(float(piece).is_integer() for piece in pieces) else cap / _BYTE_STEPS
-        return whole(size / step * (1 + 1e-9) if whole is math.floor else size / step * (1 - 1e-9))
 
     def _piece(self, start: cp_model.IntVar | int, freeing: Action) -> cp_model.IntervalVar:
         """From `start` to the end of the action that frees it, past everything when that is not free itself."""
@@ -231,6 +225,20 @@ class _Memory:
             end = self.horizon + _ticks(self.instance.ticked, freeing) + 1
         size = self.model.new_int_var(0, 2 * self.horizon + 10**9, "C3 size")
         return self.model.new_interval_var(start, size, end, f"C3 {freeing}")
+
+
+def _byte_step(instance: Instance, rank: int) -> float:
+    """Bytes of a step of (C3): the common factor of what is freed, which is exact, or a millionth of the cap where that is finer.
+
+    Pieces are then rounded down: the model allows a little more than the cap, its bound holds, and its answer is checked.
+    """
+    costs, cap = instance.ticked, instance.cap_bytes[rank]
+    for parts in (1, 2, 4, 8):  # a rank's memory cut into chunks leaves such fractions
+        pieces = [parts * size for s in costs.stages_of(rank) for _, size in _freed(costs, s)]
+        if all(float(piece).is_integer() for piece in pieces):
+            step = math.gcd(*(int(piece) for piece in pieces)) / parts
+            return step if cap <= step * _BYTE_STEPS else cap / _BYTE_STEPS
+    return cap / _BYTE_STEPS
 
 
 def _add_objective(
