@@ -81,8 +81,10 @@ def solve(instance: Instance, *, time_limit_s: float = 10.0, rel_gap: float = 0.
     objective_s = check(instance, order)
     left_s = time_limit_s - (time.perf_counter() - begin)
     if objective_s > bound_s * (1 + max(rel_gap, _EXACT)) and left_s > 0:
-        order, proved_s = improve(instance, order, bound_s=bound_s, time_limit_s=left_s, rel_gap=rel_gap, seed=seed)
-        name, bound_s, objective_s = f"{name} + cp-sat", max(bound_s, proved_s), check(instance, order)
+        better, proved_s = improve(instance, order, bound_s=bound_s, time_limit_s=left_s, rel_gap=rel_gap, seed=seed)
+        bound_s, better_s = max(bound_s, proved_s), check(instance, better)
+        if better_s < objective_s:
+            name, order, objective_s = f"{name} + cp-sat", better, better_s
     status = Status.OPTIMAL if objective_s <= bound_s * (1 + 1e-9) else Status.FEASIBLE
     return Solution(status, order, objective_s, min(bound_s, objective_s), time.perf_counter() - begin, name)
 
