@@ -2,7 +2,7 @@
 
 Sets
     s = 0..S-1   stages (model chunks) in the order of the model
-    r = 0..R-1   ranks; RANK[s] holds stage s, a rank may hold several stages or none
+    r = 0..R-1   ranks; RANK[s] holds stage s; every rank holds one or several
     i = 0..M-1   micro-batches
 Data
     FORWARD[s], BACKWARD[s], WEIGHT[s]   seconds of the forward pass, of the gradient of the input and of the weights
@@ -68,6 +68,8 @@ class Pipeline:
         lengths = {len(getattr(self, name)) for name in _PER_STAGE}
         if lengths != {self.num_stages} or len(self.transfer_s) != self.num_stages - 1:
             raise ConfigError(f"pipeline of {self.num_stages} stages has columns of {sorted(lengths)} values")
+        if set(self.rank_of_stage) != set(range(self.num_ranks)):
+            raise ConfigError(f"ranks {self.rank_of_stage} leave one of 0..{self.num_ranks - 1} without a stage")
         freed = zip(self.held_bytes, self.backward_freed_bytes, self.weight_freed_bytes, strict=True)
         if self.num_microbatches < 1 or any(abs(h - b - w) > 1e-6 * abs(h) for h, b, w in freed):
             raise ConfigError("a pipeline needs a micro-batch, and B and W must free what F holds, stage by stage")

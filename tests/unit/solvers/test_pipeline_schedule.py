@@ -163,13 +163,19 @@ def test_same_seed_gives_the_same_order() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 8), st.sampled_from(["makespan", "span"]), st.floats(1, 4)
+    st.integers(0, 10**6),
+    st.sampled_from([(1, "loop"), (2, "loop"), (2, "wave"), (2, "wave_from_last"), (3, "wave")]),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.sampled_from(["makespan", "span"]),
+    st.floats(1, 4),
 )
 def test_bound_holds_for_every_greedy_order_and_falls_with_memory(
-    seed: int, ranks: int, micro_batches: int, length: Length, factor: float
+    seed: int, placed: tuple[int, str], ranks: int, micro_batches: int, length: Length, factor: float
 ) -> None:
-    costs = random_pipeline(seed, ranks=ranks, micro_batches=micro_batches)
-    caps = np.array(costs.held_bytes) * factor
+    chunks, style = placed
+    costs = random_pipeline(seed, ranks=ranks, micro_batches=micro_batches, chunks=chunks, style=style)  # type: ignore[arg-type]
+    caps = factor * np.array([sum(costs.held_bytes[s] for s in costs.stages_of(rank)) for rank in range(ranks)])
     instance, roomier = Instance(costs, tuple(caps), length), Instance(costs, tuple(1.5 * caps), length)
     found = best_greedy(instance)
     assert found is not None

@@ -103,6 +103,11 @@ def test_columns_of_different_length_are_refused() -> None:
         dataclasses.replace(equal(2, 1), forward_s=(1.0,))
 
 
+def test_rank_without_a_stage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without a stage"):
+        dataclasses.replace(equal(2, 1), rank_of_stage=(0, 2))
+
+
 def test_memory_that_is_never_freed_is_refused() -> None:
     with pytest.raises(ConfigError, match="free what F holds"):
         dataclasses.replace(equal(2, 1), held_bytes=(3.0, 3.0))
