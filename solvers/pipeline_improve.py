@@ -15,7 +15,7 @@ from .pipeline_window import Window, build_model, open_window
 from .status import Status
 
 _WHOLE_ACTIONS = 450
-_WINDOW_ACTIONS = (30, 60, 120, 240)
+_WINDOW_ACTIONS = (30, 60, 120)
 _WINDOW_WORK = 3.0
 _WHOLE_WORK = 60.0
 _ROUNDING = 0.5e-3  # a duration of 1000 ticks or more is rounded by half a tick at most

@@ -36,7 +36,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,6 +50,7 @@ from .pipeline_waves import WAVE_RULES, in_waves
 from .status import Status
 
 _EXACT = 1e-12
+_PROVED = 1e-9
 _FITS = (0.0, 0.5, 1.0)  # share of a weight pass that must fit into a gap, as in EventRule
 
 
@@ -73,45 +74,64 @@ class Solution:
 def solve(instance: Instance, *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0) -> Solution:
     """The shortest order found; deterministic for a seed unless the time limit ends the search."""
     begin = time.perf_counter()
-    bound_s = lower_bound_s(instance)
-    best = best_greedy(instance, until=begin + time_limit_s)
-    if best is None:
-        return Solution(Status.INFEASIBLE, (), math.inf, math.inf, time.perf_counter() - begin, "greedy")
-    name, order = best
-    objective_s = check(instance, order)
-    left_s = time_limit_s - (time.perf_counter() - begin)
-    if objective_s > bound_s * (1 + max(rel_gap, _EXACT)) and left_s > 0:
-        better, proved_s = improve(instance, order, bound_s=bound_s, time_limit_s=left_s, rel_gap=rel_gap, seed=seed)
-        bound_s, better_s = max(bound_s, proved_s), check(instance, better)
-        if better_s < objective_s:
-            name, order, objective_s = f"{name} + cp-sat", better, better_s
-    status = Status.OPTIMAL if objective_s <= bound_s * (1 + 1e-9) else Status.FEASIBLE
-    return Solution(status, order, objective_s, min(bound_s, objective_s), time.perf_counter() - begin, name)
+    start = _from_greedy(instance, until=begin + time_limit_s)
+    improved = _improved(instance, start, end=begin + time_limit_s, rel_gap=rel_gap, seed=seed)
+    return replace(improved, solve_s=time.perf_counter() - begin)
 
 
 def synthesise(
     instances: tuple[Instance, ...], *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
 ) -> tuple[int, Solution]:
-    """Best over several instances (placements) and its index; least bound first, the others only while they can win.
+    """Best over several instances (placements) and its index: all by greedy, then CP-SAT on those whose bound can still win.
 
     Raises:
         InfeasibleError: no placement holds one micro-batch.
     """
     begin = time.perf_counter()
+    end = begin + time_limit_s
     by_bound = sorted(range(len(instances)), key=lambda k: (lower_bound_s(instances[k]), k))
-    best: tuple[int, Solution] | None = None
-    for turn, k in enumerate(by_bound):
-        if best and lower_bound_s(instances[k]) >= best[1].objective_s:
-            break
-        left_s = (time_limit_s - (time.perf_counter() - begin)) / (len(by_bound) - turn)
-        found = solve(instances[k], time_limit_s=max(left_s, 0.0), rel_gap=rel_gap, seed=seed)
-        if found.status is not Status.INFEASIBLE and (best is None or found.objective_s < best[1].objective_s):
-            best = (k, found)
-    if best is None:
+    found: dict[int, Solution] = {}
+    for k in by_bound:
+        if lower_bound_s(instances[k]) < min((solution.objective_s for solution in found.values()), default=math.inf):
+            found[k] = _from_greedy(instances[k], until=end)
+    found = {k: solution for k, solution in found.items() if solution.status is not Status.INFEASIBLE}
+    if not found:
         raise InfeasibleError(
             "no placement of this pipeline can hold one micro-batch within its memory caps [memory (C3)]"
         )
-    return best
+    for turn, k in enumerate(sorted(found, key=lambda k: found[k].objective_s)):
+        if found[k].bound_s < min(solution.objective_s for solution in found.values()):
+            share_s = (end - time.perf_counter()) / min(2, len(found) - turn)
+            found[k] = _improved(instances[k], found[k], end=time.perf_counter() + share_s, rel_gap=rel_gap, seed=seed)
+    best = min(found, key=lambda k: found[k].objective_s)
+    return best, replace(found[best], solve_s=time.perf_counter() - begin)
+
+
+def _from_greedy(instance: Instance, *, until: float) -> Solution:
+    """The best greedy order with the bound."""
+    best = best_greedy(instance, until=until)
+    if best is None:
+        return Solution(Status.INFEASIBLE, (), math.inf, math.inf, 0.0, "greedy")
+    return _stated(best[0], best[1], check(instance, best[1]), lower_bound_s(instance))
+
+
+def _improved(instance: Instance, start: Solution, *, end: float, rel_gap: float, seed: int) -> Solution:
+    """The same or a shorter order and the same or a higher bound, by CP-SAT until `end`."""
+    left_s = end - time.perf_counter()
+    if start.status is Status.INFEASIBLE or start.gap <= max(rel_gap, _EXACT) or left_s <= 0:
+        return start
+    order, proved_s = improve(
+        instance, start.order, bound_s=start.bound_s, time_limit_s=left_s, rel_gap=rel_gap, seed=seed
+    )
+    bound_s, objective_s = max(start.bound_s, proved_s), check(instance, order)
+    if objective_s < start.objective_s:
+        return _stated(f"{start.backend} + cp-sat", order, objective_s, bound_s)
+    return _stated(start.backend, start.order, start.objective_s, bound_s)
+
+
+def _stated(backend: str, order: Order, objective_s: float, bound_s: float) -> Solution:
+    status = Status.OPTIMAL if objective_s <= bound_s * (1 + _PROVED) else Status.FEASIBLE
+    return Solution(status, order, objective_s, min(bound_s, objective_s), 0.0, backend)
 
 
 def best_greedy(instance: Instance, *, until: float = math.inf) -> tuple[str, Order] | None:
