@@ -170,7 +170,7 @@ def main() -> None:
         result["bubble_rates"] = bubble_rates(arguments.data)
         equal = sum(row["ours"] == row["published"] for row in result["bubble_rates"])
         print(f"bubble rates: {equal} of {len(result['bubble_rates'])} equal to four decimals")
-        result["optima"] = optima(arguments.data, 6 * arguments.time_limit_s)
+        result["optima"] = optima(arguments.data, 12 * arguments.time_limit_s)
     result["cases"] = cases(arguments.data, arguments.time_limit_s, arguments.only)
     worse = [row for row in result["cases"] if row["ours"] > row["theirs"] * (1 + 1e-9)]
     print(f"cases: {len(result['cases'])} comparisons, ours worse in {len(worse)}")

@@ -135,7 +135,12 @@ def solve_constraint_program(model: cp_model.CpModel, limits: Limits) -> tuple[O
     if limits.work_limit is not None:
         solver.parameters.max_deterministic_time = limits.work_limit
     start = time.perf_counter()
-    code = solver.solve(model)
+    try:
+        code = solver.solve(model)
+    except (
+        IndexError
+    ):  # seen once in thousands of solves with OR-tools 9.15: "absl::btree_map::at" from inside its presolve
+        return Outcome(Status.UNKNOWN, None, None, time.perf_counter() - start, "cp-sat"), solver
     status = {
         cp_model.OPTIMAL: Status.OPTIMAL,
         cp_model.FEASIBLE: Status.FEASIBLE,
