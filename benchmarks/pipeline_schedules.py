@@ -1,0 +1,184 @@
+"""Pipeline schedules against published ones: bubble rates, thirteen cases, proved optima.
+
+    python benchmarks/pipeline_schedules.py --data ../shared/data/schedules --json benchmarks/pipeline_schedules.json
+
+1. Bubble rates of arXiv:2401.10241 (table 5 with the profiled times of table 9), by our generators.
+2. Thirteen inputs: our shortest order against the schedules of torch 2.13 and of the zero-bubble scheduler, each at the memory of
+   its own fullest rank, every placement of one or two chunks a rank allowed; makespans, and spans where span is their goal. The
+   time limit is for 1000 actions and grows with their number.
+3. Proved optima of an earlier CP-SAT study on one stage a rank: reached, and proved here by which bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.solvers import pipeline_orders as orders
+from meshwright.solvers.pipeline_schedule import Instance, Length, lower_bound_s, solve, synthesise
+from meshwright.solvers.pipeline_simulation import Pipeline, placement, simulate
+from meshwright.solvers.pipeline_waves import WAVE_RULES, in_waves
+
+PLACEMENTS = ((1, "loop"), (2, "loop"), (2, "wave"), (2, "wave_from_last"))
+
+
+def pipeline_of(case: dict[str, Any], chunks: int, style: Any) -> Pipeline:
+    """Each rank's times and memory in `chunks` equal parts, as the recorded baselines were timed."""
+    ranks = placement(case["p"], chunks, style)
+
+    def column(name: str, sign: int = 1) -> tuple[float, ...]:
+        return tuple(sign * case[name][rank] / chunks for rank in ranks)
+
+    return Pipeline(
+        num_microbatches=case["m"],
+        rank_of_stage=ranks,
+        forward_s=column("f"),
+        backward_s=column("b"),
+        weight_s=column("w"),
+        transfer_s=(case["comm"],) * (len(ranks) - 1),
+        held_bytes=column("mem_f"),
+        backward_freed_bytes=column("mem_b", -1),
+        weight_freed_bytes=column("mem_w", -1),
+    )
+
+
+def bubble_rates(data: Path) -> list[dict[str, Any]]:
+    """Published and ours, per model and schedule; times as whole microseconds."""
+    rows = []
+    for row in json.loads((data / "zero_bubble/paper_tables.json").read_text())["rows"]:
+        ranks, m = row["p"], row["m"]
+        micros = {name: round(1000 * row[f"t{name}_ms"]) for name in ("F", "B", "W", "comm")}
+        case = {
+            "p": ranks,
+            "m": m,
+            "comm": micros["comm"],
+            "mem_f": [2] * ranks,
+            "mem_b": [-1] * ranks,
+            "mem_w": [-1] * ranks,
+        }
+        case |= {name.lower(): [micros[name]] * ranks for name in ("F", "B", "W")}
+        pipeline = pipeline_of(case, 1, "loop")
+        made = {
+            "1F1B": [orders.one_f_one_b(ranks, m)],
+            "ZB-H1": [orders.zb_h1(ranks, m)],
+            "ZB-H2": [orders.zb_h2(ranks, m)],
+            "ZB-1p": [in_waves(pipeline, [2 * ranks] * ranks, rule) for rule in WAVE_RULES],
+            "ZB-2p": [in_waves(pipeline, [4 * ranks] * ranks, rule) for rule in WAVE_RULES],
+        }
+        for name, candidates in made.items():
+            ours = min(simulate(pipeline, order).bubble_fraction for order in candidates)
+            rows.append({
+                "model": row["model"], "ranks": ranks, "micro_batches": m, "schedule": name,
+                "published": row["published_bubble"][name], "ours": round(ours, 4),
+            })  # fmt: skip
+    return rows
+
+
+def baselines(data: Path) -> dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]]:
+    """Per case its input and the recorded schedules of torch and of the zero-bubble greedy."""
+    zero_bubble = json.loads((data / "zero_bubble/zb_results.json").read_text())
+    torch_orders = json.loads((data / "torch_pipelining/torch_sched_results.json").read_text())
+    found = {}
+    for name, entry in zero_bubble.items():
+        rows = [(f"torch {key.removeprefix('Schedule')}", value) for key, value in torch_orders.get(name, {}).items()]
+        rows += [(key, value) for key, value in entry["results"].items()]
+        found[name] = (entry["input"], rows)
+    return found
+
+
+def cases(data: Path, time_limit_s: float, only: str | None) -> list[dict[str, Any]]:
+    """Ours against every recorded schedule, both lengths, at its memory."""
+    rows = []
+    for name, (case, recorded) in baselines(data).items():
+        if only and only not in name:
+            continue
+        ours: dict[tuple[float, Length], dict[str, Any]] = {}
+        for schedule, value in recorded:
+            cap = float(value["peak_mem"])
+            limit_s = time_limit_s * max(1.0, 3 * case["p"] * case["m"] / 1000)
+            lengths: tuple[Length, ...] = ("makespan", "span") if schedule.startswith("zb") else ("makespan",)
+            for length in lengths:
+                if (cap, length) not in ours:
+                    ours[cap, length] = shortest(case, cap, length, limit_s)
+                mine = ours[cap, length]
+                rows.append(
+                    {
+                        "case": name,
+                        "schedule": schedule,
+                        "memory": cap,
+                        "length": length,
+                        "theirs": value[length],
+                        **mine,
+                    }
+                )
+                print(f"{name:32} {schedule:28} {length:8} memory {cap:8g} theirs {value[length]:10g} ours {mine['ours']:10g} "
+                      f"bound {mine['bound']:10g} {mine['how']}", flush=True)  # fmt: skip
+    return rows
+
+
+def shortest(case: dict[str, Any], cap: float, length: Length, time_limit_s: float) -> dict[str, Any]:
+    """Our best order over the placements."""
+    built = [(label, pipeline_of(case, *label)) for label in PLACEMENTS]
+    instances = tuple(Instance(pipeline, (cap,) * case["p"], length) for _, pipeline in built)
+    which, solution = synthesise(instances, time_limit_s=time_limit_s)
+    chunks, style = built[which][0]
+    bound = min(lower_bound_s(instance) for instance in instances)
+    return {
+        "ours": solution.objective_s, "bound": min(bound, solution.objective_s), "solve_s": round(solution.solve_s, 2),
+        "how": f"{solution.backend}, {chunks} chunk(s) {style}",
+    }  # fmt: skip
+
+
+def optima(data: Path, time_limit_s: float) -> list[dict[str, Any]]:
+    """One stage a rank, span, the inputs of the earlier study."""
+    known = json.loads((data / "zero_bubble/cpsat_optimum.json").read_text())
+    hinted = json.loads((data / "zero_bubble/cpsat_hint.json").read_text())
+    inputs = baselines(data)
+    rows = []
+    for key, entry in known.items():
+        name, memory = key.split("@mem")
+        case = inputs[name][0]
+        caps = tuple(float(memory) * held for held in case["mem_f"])
+        start = time.perf_counter()
+        solution = solve(Instance(pipeline_of(case, 1, "loop"), caps, "span"), time_limit_s=time_limit_s)
+        best = (
+            min(x["span"] for x in (entry, hinted.get(key, entry)) if x["span"] is not None)
+            if entry["span"] or key in hinted
+            else None
+        )
+        rows.append({
+            "input": key, "known": best, "known_proved": "OPTIMAL" in (entry["status"], hinted.get(key, entry)["status"]),
+            "ours": solution.objective_s, "bound": solution.bound_s, "status": str(solution.status),
+            "backend": solution.backend, "solve_s": round(time.perf_counter() - start, 2),
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data/schedules"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--time-limit-s", type=float, default=5.0)
+    parser.add_argument("--only", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"time_limit_s": arguments.time_limit_s}
+    if not arguments.only:
+        result["bubble_rates"] = bubble_rates(arguments.data)
+        equal = sum(row["ours"] == row["published"] for row in result["bubble_rates"])
+        print(f"bubble rates: {equal} of {len(result['bubble_rates'])} equal to four decimals")
+        result["optima"] = optima(arguments.data, 12 * arguments.time_limit_s)
+    result["cases"] = cases(arguments.data, arguments.time_limit_s, arguments.only)
+    worse = [row for row in result["cases"] if row["ours"] > row["theirs"] * (1 + 1e-9)]
+    print(f"cases: {len(result['cases'])} comparisons, ours worse in {len(worse)}")
+    for row in worse:
+        print("  worse:", row)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

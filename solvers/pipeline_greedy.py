@@ -1,0 +1,177 @@
+"""Greedy orders for any placement, under a memory cap on each rank.
+
+`by_events` runs the clock: a rank that falls idle takes the best of what has arrived. It never deadlocks, because a forward pass
+leaves room for one micro-batch in each later stage of its rank, so the oldest micro-batch can always go on. `refilled` takes the
+sequence of forward and backward passes from another order and only places the weight passes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..schema.errors import InfeasibleError
+from .pipeline_simulation import Action, Kind, Order, Pipeline
+
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class EventRule:
+    """Variants of `by_events`.
+
+    prefer: F or B when both have arrived.
+    deepest_first: of several forward passes the one of the latest stage.
+    fit: share of a weight pass that must fit into a gap for it to start there; 0 starts it in any gap.
+    """
+
+    prefer: Literal["F", "B"]
+    deepest_first: bool
+    fit: float
+
+
+EVENT_RULES = tuple(
+    EventRule(prefer, deepest, fit) for prefer in ("B", "F") for deepest in (True, False) for fit in (0.0, 0.5, 1.0)
+)
+
+
+def by_events(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> Order:
+    """Order for any placement; `cap_bytes` [R].
+
+    Raises:
+        InfeasibleError: a rank cannot hold one micro-batch of all its stages.
+    """
+    return _Events(pipeline, cap_bytes, rule).run()
+
+
+def refilled(pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float) -> Order:
+    """The same forward and backward passes in the same sequence, the weight passes where a rank would wait or needs their memory.
+
+    Args:
+        fit: as in `EventRule`.
+
+    Raises:
+        InfeasibleError: the sequence does not fit the cap.
+    """
+    run = _Events(pipeline, cap_bytes, EventRule("B", True, fit))
+    run.sequence = [
+        [a._replace(kind="B") if a.kind == "BW" else a for a in actions if a.kind != "W"] for actions in order
+    ]
+    found = run.run()
+    if any(run.left):
+        raise InfeasibleError("this sequence of forward and backward passes needs more memory than the cap")
+    return found
+
+
+class _Events:
+    """What has arrived where, and when each rank is free."""
+
+    def __init__(self, pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> None:
+        self.costs, self.cap, self.rule = pipeline, cap_bytes, rule
+        self.sequence: list[list[Action]] | None = None
+        ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
+        self.stages = [pipeline.stages_of(rank) for rank in ranks]
+        self.hop = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
+        self.room = [
+            sum(pipeline.held_bytes[later] for later in self.stages[pipeline.rank_of_stage[s]] if later > s)
+            for s in stages
+        ]
+        self.arrivals: dict[str, list[list[float]]] = {"F": [[] for _ in stages], "B": [[] for _ in stages]}
+        self.arrivals["F"][0] = [0.0] * m
+        self.done = {kind: [0] * pipeline.num_stages for kind in ("F", "B", "W")}
+        self.held = [0.0] * pipeline.num_ranks
+        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.left = [3 * m * len(of_rank) for of_rank in self.stages]
+        self.queue = [(0.0, rank) for rank in ranks]
+        self.free_at = [0.0] * pipeline.num_ranks
+        for rank in ranks:
+            need = max((pipeline.held_bytes[s] + self.room[s] for s in self.stages[rank]), default=0.0)
+            if need > cap_bytes[rank] + _SLACK:
+                raise InfeasibleError(
+                    f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap_bytes[rank]:g}"
+                )
+
+    def run(self) -> Order:
+        while self.queue:
+            now, rank = heapq.heappop(self.queue)
+            if now >= self.free_at[rank] - _SLACK and self.left[rank]:
+                self._decide(now, rank) if self.sequence is None else self._follow(now, rank, self.sequence[rank])
+        return tuple(tuple(row) for row in self.rows)
+
+    def _waiting(self, rank: int, kind: str) -> Iterator[tuple[float, int]]:
+        """Arrival and stage of the next pass of each stage whose input is known to come."""
+        for s in self.stages[rank]:
+            arrivals, done = self.arrivals[kind][s], self.done[kind][s]
+            if done < len(arrivals):
+                yield arrivals[done], s
+
+    def _decide(self, now: float, rank: int) -> None:
+        forward = list(self._waiting(rank, "F"))
+        backward = list(self._waiting(rank, "B"))
+        fits = [
+            s
+            for _, s in forward
+            if self.held[rank] + self.costs.held_bytes[s] + self.room[s] <= self.cap[rank] + _SLACK
+        ]
+        can_f = [s for at, s in forward if at <= now + _SLACK and s in fits]
+        can_b = [s for at, s in backward if at <= now + _SLACK]
+        can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
+        if can_b and (self.rule.prefer == "B" or not can_f):
+            self._run(now, rank, "B", max(can_b))
+        elif can_f:
+            self._run(now, rank, "F", max(can_f) if self.rule.deepest_first else min(can_f))
+        else:
+            coming = min(
+                (at for at, s in (*backward, *((at, s) for at, s in forward if s in fits))), default=float("inf")
+            )
+            if can_w and coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]:
+                self._run(now, rank, "W", can_w[-1])
+            elif coming < float("inf"):
+                heapq.heappush(self.queue, (max(coming, now), rank))
+
+    def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
+        """The next pass of a given sequence, or a weight pass before it."""
+        can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
+        coming, blocked, position = (
+            float("inf"),
+            False,
+            sum(self.done[k][s] for s in self.stages[rank] for k in ("F", "B")),
+        )
+        if position < len(sequence):
+            s, kind, i = sequence[position]
+            arrivals = self.arrivals[kind][s]
+            coming = arrivals[i] if i < len(arrivals) else coming
+            blocked = kind == "F" and self.held[rank] + self.costs.held_bytes[s] > self.cap[rank] + _SLACK
+        if coming <= now + _SLACK and not blocked:
+            self._run(now, rank, kind, s)
+        elif can_w and (blocked or coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]):
+            self._run(now, rank, "W", can_w[-1])
+        elif coming < float("inf") and not blocked:
+            heapq.heappush(self.queue, (max(coming, now), rank))
+
+    def _run(self, now: float, rank: int, kind: Kind, s: int) -> None:
+        costs, i = self.costs, self.done[kind][s]
+        end = now + {"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s}[kind][s]
+        self.held[rank] += {
+            "F": costs.held_bytes[s],
+            "B": -costs.backward_freed_bytes[s],
+            "W": -costs.weight_freed_bytes[s],
+        }[kind]
+        self.done[kind][s] += 1
+        self.left[rank] -= 1
+        self.rows[rank].append(Action(s, kind, i))
+        self.free_at[rank] = end
+        heapq.heappush(self.queue, (end, rank))
+        if kind == "F" and s + 1 < costs.num_stages:
+            self._announce("F", s + 1, end + self.hop[s])
+        elif kind == "F":
+            self._announce("B", s, end)
+        elif kind == "B" and s:
+            self._announce("B", s - 1, end + self.hop[s - 1])
+
+    def _announce(self, kind: str, s: int, at: float) -> None:
+        self.arrivals[kind][s].append(at)
+        rank = self.costs.rank_of_stage[s]
+        heapq.heappush(self.queue, (max(at, self.free_at[rank]), rank))
