@@ -11,7 +11,7 @@ from meshwright.cost_models.operators import Elementwise, Gemm, layer_operators
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=8, engine="megatron")
-H100 = ClusterSpec.parse("8xH100-SXM-80GB").weakest_device
+H100 = ClusterSpec.parse("8xH100-SXM-80GB")
 
 
 def block_traffic(engine: str, model: str = "llama-3.1-8b") -> float:
