@@ -33,7 +33,7 @@ def test_what_follows_the_backward_pass_is_exposed() -> None:
 def test_reductions_in_the_compute_dtype_move_half_the_bytes() -> None:
     layout = Layout(dp_replicate=64, micro_batch_size=2)
     whole, half = (run("deepspeed", layout, gradients=dtype).breakdown_s.dp for dtype in ("fp32", "compute"))
-    assert 1.8 < whole / half < 2  # longer messages use the links better
+    assert whole / half == pytest.approx(2, rel=0.1)  # latency and the start of a transfer do not halve
 
 
 def test_collectives_tensor_by_tensor_cost_the_steps_of_their_rings() -> None:
