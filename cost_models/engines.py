@@ -1,4 +1,5 @@
-"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients.
+"""What each engine does with gradients and updated parameters, in data parallelism and in the update: facts of its code, not
+coefficients.
 
 aceso: as Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021).
 """
