@@ -13,7 +13,7 @@ from functools import cache
 
 from ..schema.layout import Recompute
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
-from .engine_memory import EngineFacts
+from .engine_memory import MemoryFacts
 from .operators import Layer
 
 
@@ -56,7 +56,7 @@ class Kernels:
     compute_bytes: int
     unfused_norm: bool
     score_width: int
-    engine: EngineFacts | None = None
+    engine: MemoryFacts | None = None
     saves_fp8: bool = False
     every_second: bool = False
     eager: bool = False
@@ -120,7 +120,7 @@ def _every_second_product(layer: Block, attention: SoftmaxAttention, hidden_dim:
     return heads + Saved(tp=rows * mlp.ffn_dim, tokens=hidden_dim * (2 if mlp.gated else 1))
 
 
-def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kernels, engine: EngineFacts) -> Saved:
+def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kernels, engine: MemoryFacts) -> Saved:
     """A block of another engine: 34 s b h bytes for a GPT in fp16 without its scores (arXiv:2205.05198 section 4.1).
 
     Every rank keeps its share of the sequence only, and gathers what column-parallel products read again in the backward pass.
@@ -149,7 +149,7 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
 
 
 def _engine_attention(
-    attention: SoftmaxAttention | LatentAttention, recompute: Recompute, read: float, engine: EngineFacts
+    attention: SoftmaxAttention | LatentAttention, recompute: Recompute, read: float, engine: MemoryFacts
 ) -> Saved:
     if isinstance(attention, LatentAttention):
         return _attention(attention, 0, recompute)
@@ -161,7 +161,7 @@ def _engine_attention(
     return Saved(tp=kept + packed, tp_fp32=attention.num_heads)
 
 
-def _engine_mlp(mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: EngineFacts, *, drops: bool) -> Saved:
+def _engine_mlp(mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: MemoryFacts, *, drops: bool) -> Saved:
     if isinstance(mlp, DenseMLP):
         before = (engine.glu_tensors - 1 if mlp.gated else 1) * mlp.ffn_dim
         return Saved(tp=before + (0.0 if drops else read * mlp.ffn_dim))

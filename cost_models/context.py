@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schema import ClusterSpec, Workload
 from ..schema.model import LatentAttention, SoftmaxAttention
-from .coefficients import DeviceRates
+from .coefficients import device_rates
 from .collectives import p2p_s
-from .layouts import FloatArray, LayoutBatch
+from .layouts import FloatArray
+from .setting import Setting
 
 MERGE_KERNELS = 3
 """Kernels that merge one step's part: rescale the sums of exponentials, rescale and add the output (TransformerEngine)."""
@@ -46,18 +46,14 @@ def kv_width(attention: SoftmaxAttention | LatentAttention) -> int:
 
 
 def ring(
-    attention: SoftmaxAttention | LatentAttention,
-    attention_s: tuple[FloatArray, FloatArray],
-    batch: LayoutBatch,
-    workload: Workload,
-    cluster: ClusterSpec,
-    rates: DeviceRates,
+    attention: SoftmaxAttention | LatentAttention, attention_s: tuple[FloatArray, FloatArray], setting: Setting
 ) -> Ring:
     """What the ring adds to a block whose attention takes ``attention_s`` seconds forward and backward on one rank."""
-    tokens, steps = batch.tokens(workload.seq_len), batch.cp - 1
+    batch, workload, rates = setting.batch, setting.workload, device_rates(setting.cluster, setting.workload)
+    tokens, steps = setting.tokens, batch.cp - 1
     kv_bytes = np.asarray(tokens * kv_width(attention) / batch.tp * workload.compute_bytes)
     distance = batch.tp * batch.cp - 1  # the ring crosses whatever its ranks span, and its slowest link decides
-    transfer_s = p2p_s(kv_bytes, distance, cluster)
+    transfer_s = p2p_s(kv_bytes, distance, setting.cluster)
     exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / batch.cp, 0.0)
     exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / batch.cp, 0.0)
     v_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..schema import Workload
+from ..schema.workload import Engine
 
 if TYPE_CHECKING:
     from .memory import StageContents, StepShape
@@ -32,7 +33,7 @@ Array = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineFacts:
+class MemoryFacts:
     """How an engine's kernels and buffers differ from our runtime's.
 
     Attributes:
@@ -62,20 +63,20 @@ class EngineFacts:
     keeps_expert_output: bool = True
 
 
-ENGINES = {
+MEMORY: dict[Engine, MemoryFacts] = {
     # Logits, their fp32 softmax, their gradient; fused SwiGLU; rotary embedding makes new q and k, v stays a view.
     # [fitted: logit_bytes and qkv_copies to the four peaks of `meshwright validate --source simumax` without expert parallelism]
-    "megatron": EngineFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
+    "megatron": MemoryFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
     # Megatron's kernels under its own optimizer.
-    "internevo": EngineFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
+    "internevo": MemoryFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
     # Megatron's operators, one module each, so that any of them can be recomputed (Aceso, EuroSys 2024): inputs and outputs
     # of all of them stay. [fitted: 0.19 GiB a layer and sequence of OPT-350M at tp 4, `meshwright validate --source libai_sailor2`]
-    "aceso": EngineFacts(logit_bytes=10.0, glu_tensors=4, qkv_copies=1, keeps_all_outputs=True),
+    "aceso": MemoryFacts(logit_bytes=10.0, glu_tensors=4, qkv_copies=1, keeps_all_outputs=True),
     # sharded_cross_entropy: logits, fp32 copy, less their maximum, exponentials; torch's silu and product; k and v concatenated.
-    "nanotron": EngineFacts(logit_bytes=14.0, glu_tensors=4, qkv_copies=1, kv_copies=1),
+    "nanotron": MemoryFacts(logit_bytes=14.0, glu_tensors=4, qkv_copies=1, kv_copies=1),
     # Logits, fp32 copy, softmax, gradient; eager activations; reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
     # [fitted: 20 bytes a parameter and 3.7 GiB besides are what the runs of `meshwright validate --source sailor` hold]
-    "deepspeed": EngineFacts(
+    "deepspeed": MemoryFacts(
         logit_bytes=14.0,
         glu_tensors=4,
         unfused_rmsnorm=True,
@@ -90,7 +91,7 @@ def phases(
     stage: StageContents, step: StepShape, workload: Workload
 ) -> tuple[dict[str, Array], list[dict[str, Array]]]:
     """Bytes that are there all the time, and those of each phase, under the names of MemoryBreakdown."""
-    engine, b = ENGINES[workload.engine], workload.compute_bytes
+    engine, b = MEMORY[workload.engine], workload.compute_bytes
     activations = step.in_flight * stage.activation_bytes
     gradients, final = _gradients(stage, step, workload)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
@@ -130,7 +131,7 @@ def _is_master(workload: Workload) -> bool:
 
 def _copies(stage: StageContents, step: StepShape, workload: Workload) -> Array:
     """Parameters in the compute dtype; under zero 3 this rank's shard of them and what is gathered at once."""
-    b, live = workload.compute_bytes, ENGINES[workload.engine].live_elements
+    b, live = workload.compute_bytes, MEMORY[workload.engine].live_elements
     units = np.maximum(stage.root_params + 2 * stage.block_params, np.minimum(live, stage.params))
     shard = np.where(step.offload == 2, 0.0, 0.0 if _is_master(workload) else stage.owned(step))
     in_pieces = (step.zero_stage == 3) | (step.offload == 2)
@@ -144,7 +145,7 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
     each shard leaves for it as soon as it is reduced.
     """
     g, sharded = workload.gradient_bytes, stage.owned(step)
-    keeps = ENGINES[workload.engine].keeps_fp32_gradients
+    keeps = MEMORY[workload.engine].keeps_fp32_gradients
     if keeps and g == 4:
         g += workload.compute_bytes
     # With offloaded parameters every engine streams so.

@@ -1,4 +1,5 @@
-"""What each engine does with gradients and updated parameters of data parallelism: facts of its code, not coefficients.
+"""What each engine does with gradients and updated parameters, in data parallelism and in the update: facts of its code, not
+coefficients.
 
 aceso: as Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021).
 """
@@ -15,7 +16,7 @@ from ..schema.workload import Engine
 from .layouts import FloatArray, IntArray, LayoutBatch
 
 
-class EngineFacts(NamedTuple):
+class DataParallelFacts(NamedTuple):
     """Data parallelism of one engine.
 
     Attributes:
@@ -33,20 +34,20 @@ class EngineFacts(NamedTuple):
     zero1_by_tensor: bool
 
 
-ENGINES: dict[Engine, EngineFacts] = {
+DATA_PARALLEL: dict[Engine, DataParallelFacts] = {
     # Prefetches the next layer's parameters, reduces beside the next layer's backward pass: runtime/data_parallel.py.
-    "fsdp2": EngineFacts(0, 0, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    "fsdp2": DataParallelFacts(0, 0, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
     # Megatron-Core's recipes: overlap_grad_reduce beside the last backward pass, overlap_param_gather beside the first forward
     # pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
-    "megatron": EngineFacts(0, 0, np.inf, hides_in_chunks=True, zero1_by_tensor=False),
+    "megatron": DataParallelFacts(0, 0, np.inf, hides_in_chunks=True, zero1_by_tensor=False),
     # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
-    "deepspeed": EngineFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    "deepspeed": DataParallelFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
     # v0.5 reduces after the backward pass: whole gradients in DistributedDataParallel's buckets (bucket_cap_mb = 25), under ZeRO-1
     # every tensor by itself (reduce_scatter_coalesced and all_gather_coalesced in optim/zero.py).
-    "nanotron": EngineFacts(3, 3, 25 * MIB, hides_in_chunks=False, zero1_by_tensor=True),
+    "nanotron": DataParallelFacts(3, 3, 25 * MIB, hides_in_chunks=False, zero1_by_tensor=True),
     # hybrid_zero_optim.py: overlap_sync_grad, but ZeRO-1 deals out whole tensors: reduced to the owner, broadcast after the step.
-    "internevo": EngineFacts(0, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=True),
-    "aceso": EngineFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    "internevo": DataParallelFacts(0, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=True),
+    "aceso": DataParallelFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
 }
 
 _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
@@ -97,7 +98,7 @@ def pass_bytes_per_param(batch: LayoutBatch, workload: Workload) -> FloatArray:
 
 def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:
     """1 where gathers, and where reductions, run beside compute, 0 where after it [N]."""
-    facts = ENGINES[workload.engine]
+    facts = DATA_PARALLEL[workload.engine]
     return (
         np.asarray(workload.overlap & (batch.zero_stage >= facts.gather_hides_from), dtype=np.int64),
         np.asarray(workload.overlap & (batch.zero_stage >= facts.reduction_hides_from), dtype=np.int64),
@@ -106,16 +107,16 @@ def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:
 
 def hides_in_chunks(workload: Workload) -> bool:
     """Whether communication of one model chunk runs beside the compute of others."""
-    return workload.overlap and ENGINES[workload.engine].hides_in_chunks
+    return workload.overlap and DATA_PARALLEL[workload.engine].hides_in_chunks
 
 
 def num_buckets(batch: LayoutBatch, workload: Workload, num_params: FloatArray) -> FloatArray:
     """All-reduces of a layer's whole gradients [N]; a share of a bucket is filled by its neighbours."""
-    buckets = num_params * workload.compute_bytes / ENGINES[workload.engine].bucket_bytes
+    buckets = num_params * workload.compute_bytes / DATA_PARALLEL[workload.engine].bucket_bytes
     return np.asarray(np.where((batch.zero_stage == 0) & (buckets > 0), buckets, 1.0))
 
 
 def num_collectives(batch: LayoutBatch, workload: Workload, num_tensors: int) -> IntArray:
     """Collectives of one layer's parameters under ZeRO-1 [N]: one bucket, or one a tensor."""
-    by_tensor = ENGINES[workload.engine].zero1_by_tensor & (batch.zero_stage == 1)
+    by_tensor = DATA_PARALLEL[workload.engine].zero1_by_tensor & (batch.zero_stage == 1)
     return np.asarray(np.where(by_tensor, num_tensors, 1), dtype=np.int64)

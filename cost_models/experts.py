@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, MoE, MTPHead
 from .collectives import collective_s
-from .layouts import FloatArray, IntArray, LayoutBatch
+from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .operators import Layer
+from .setting import Setting
 
 
 def routed_part(layer: Layer) -> MoE | None:
@@ -55,32 +55,34 @@ def distinct(num_groups: IntArray, picks: int) -> FloatArray:
     return np.asarray(num_groups * (1 - (1 - 1 / num_groups) ** picks))
 
 
-def dispatch_s(
-    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
-) -> FloatArray:
+def dispatch_s(layer: Layer, setting: Setting) -> FloatArray:
     """Seconds [N] that the tokens of one micro-batch travel to their experts and back in one pass; 0 where experts follow tp."""
-    moe = routed_part(layer)
+    moe, batch, cluster = routed_part(layer), setting.batch, setting.cluster
     if moe is None:
         return np.zeros(len(batch))
-    token_bytes = batch.tokens(workload.seq_len) / batch.tp * hidden_dim * float(workload.compute_bytes)
-    there_and_back = 2 * _exchange_s(token_bytes, moe, batch, workload, cluster)
+    token_bytes = setting.tokens / batch.tp * setting.hidden_dim * float(setting.workload.compute_bytes)
+    there_and_back = 2 * _exchange_s(token_bytes, moe, setting)
     gathered, stride = moe.top_k * token_bytes * batch.expert_tp, np.ones_like(batch.tp)
     gather = collective_s("all_gather", gathered, batch.expert_tp, stride, cluster)
     scatter = collective_s("reduce_scatter", gathered, batch.expert_tp, stride, cluster)
     return np.asarray(np.where(batch.experts_follow_tp, 0.0, there_and_back + gather + scatter))
 
 
-def _exchange_s(
-    token_bytes: FloatArray, moe: MoE, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
-) -> FloatArray:
+def expert_parallel_s(layer: Layer, setting: Setting) -> tuple[FloatArray, FloatArray]:
+    """Tokens to their experts and back, forward and backward [N]; recomputing whole blocks sends them again."""
+    once = dispatch_s(layer, setting)
+    return once, once * np.where(setting.batch.recompute == RECOMPUTES.index("full"), 2, 1)
+
+
+def _exchange_s(token_bytes: FloatArray, moe: MoE, setting: Setting) -> FloatArray:
     """All-to-all over ep of ``token_bytes`` [N] bytes, top_k copies of them.
 
     Megatron's recipes for experts that span nodes use dispatchers that send a token once to each node and copy it there
     (DeepEP, HybridEP): a node gets it if any of its experts does, and of all nodes at most those of the token's groups.
     """
-    top_k = moe.top_k
+    top_k, batch, cluster = moe.top_k, setting.batch, setting.cluster
     plain = collective_s("all_to_all", top_k * token_bytes, batch.ep, batch.expert_tp, cluster)
-    if workload.engine != "megatron" or len(cluster.levels) == 1:
+    if setting.workload.engine != "megatron" or len(cluster.levels) == 1:
         return plain
     inside = np.gcd(np.maximum(cluster.scaleup_domain // batch.expert_tp, 1), batch.ep)
     domains = batch.ep // inside

@@ -13,21 +13,22 @@ from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .memory import has_copies
 from .operators import Gemm, Layer, Operator
 from .recompute_costs import recompute_s
+from .setting import Setting
 
 
 def compute_s(
     layer: Layer,
     operators: tuple[Operator, ...],
     times: list[OperatorTime],
-    tp_s: tuple[FloatArray, FloatArray],
-    batch: LayoutBatch,
-    workload: Workload,
-    cluster: ClusterSpec,
+    comm_s: tuple[FloatArray, FloatArray],
+    setting: Setting,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Forward, backward and recompute seconds with the host's dispatch.
+    """Forward, backward and recompute seconds [N] with the host's dispatch.
 
-    On an accelerator the host runs ahead: a pass takes the longer of its dispatch and of kernels plus collectives.
+    On an accelerator the host runs ahead and waits show only where it falls behind kernels and the communication inside the
+    layer, ``comm_s`` forward and backward (`waiting_s`). Collectives themselves are not included.
     """
+    batch, workload, cluster = setting.batch, setting.workload, setting.cluster
     host = host_costs(cluster, workload)
     zero = np.zeros(len(batch))
     forward = sum((time.forward_s for time in times), start=zero)
@@ -51,10 +52,10 @@ def compute_s(
     host_recompute = repeated * host.operator_s + repeats * collectives * each_s
     if host.adds:
         return forward + host_forward, backward + host_backward, recompute + host_recompute
-    tp_forward, tp_backward = tp_s
-    busy_backward = backward + recompute + tp_backward
+    comm_forward, comm_backward = comm_s
+    busy_backward = backward + recompute + comm_backward
     return (
-        forward + waiting_s(forward + tp_forward, host_forward, host.overlap_norm),
+        forward + waiting_s(forward + comm_forward, host_forward, host.overlap_norm),
         backward + waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
     )

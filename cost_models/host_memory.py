@@ -1,15 +1,15 @@
 """Offloading to the host: what moves over its link, and what its processors and storage take for the update.
 
 A rank moves its shard over its own link, but all ranks of a node together get no more than the host's side of one and a half
-links; they share the host's memory and its storage. Updating one
-parameter in host memory reads and writes as many bytes as on a device:
+links; they share the host's memory and its storage. Updating one parameter in host memory reads and writes as many bytes as
+on a device:
 
     update_s = shard * ((g + b) / link + ranks_per_node * max(u / host_bandwidth, 2 * s / storage))
 
 with g bytes of a gradient that goes down, b of a parameter that comes back, u of traffic of the optimizer, and s of fp32
 parameter and states, read and written while the next ones are updated, only where they lie on storage.
-Source: ZeRO-Offload, arXiv:2101.06840
-(gradients down, parameters up, Adam on the host); ZeRO-Infinity, arXiv:2104.07857 (storage).
+Source: ZeRO-Offload, arXiv:2101.06840 (gradients down, parameters up, Adam on the host); ZeRO-Infinity, arXiv:2104.07857
+(storage).
 """
 
 from __future__ import annotations

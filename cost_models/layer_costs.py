@@ -1,12 +1,14 @@
 """LayerCost: everything one layer costs under every layout of a batch, one micro-batch at a time.
 
-Composes operators (operators.py) with device rates (compute.py), tensor-parallel and data-parallel collectives (collectives.py)
-and saved activations (activations.py). Stages and steps only add layers up.
+Composes the layer's operators (operators.py), their seconds on the device (compute.py) and on the host (host_dispatch.py), its
+communication (tensor_parallel.py, context.py, experts.py, data_parallel.py), parameters (parameters.py) and saved activations
+(saved_bytes.py). Stages and steps only add layers up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -16,19 +18,20 @@ from .adapters import with_adapters
 from .coefficients import device_rates
 from .compute import OperatorTime, operator_time
 from .context import ring
-from .data_parallel import data_parallel_s
+from .data_parallel import LayerParams, data_parallel_s
 from .engines import is_megatron
-from .experts import dispatch_s, expert_params, token_share
+from .experts import expert_parallel_s, expert_params, token_share
 from .host_dispatch import compute_s
 from .host_memory import host_link_bytes_per_s
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .operators import FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 from .parameters import frozen_bytes, tp_params, trained_params
 from .saved_bytes import activation_bytes
+from .setting import Setting
 from .tensor_parallel import hidden_reduction_s, tensor_parallel_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Arrays [N], one entry per layout: seconds and bytes of one layer on one rank, for one micro-batch.
 
@@ -53,18 +56,18 @@ class LayerCost:
     recompute_s: FloatArray
     tp_forward_s: FloatArray
     tp_backward_s: FloatArray
+    cp_forward_s: FloatArray
+    cp_backward_s: FloatArray
+    ep_forward_s: FloatArray
+    ep_backward_s: FloatArray
     gather_s: FloatArray
     reduce_s: FloatArray
     num_params: FloatArray
     frozen_bytes: FloatArray
     num_trained: FloatArray
+    expert_params: FloatArray
     activation_bytes: FloatArray
     working_bytes: FloatArray
-    cp_forward_s: FloatArray
-    cp_backward_s: FloatArray
-    ep_forward_s: FloatArray
-    ep_backward_s: FloatArray
-    expert_params: FloatArray
 
     @property
     def busy_s(self) -> FloatArray:
@@ -87,37 +90,59 @@ def layer_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
+    setting = Setting(hidden_dim=hidden_dim, batch=batch, workload=workload, cluster=cluster)
+    operators = _operators(layer, setting)
+    times, cp_s = _with_ring(layer, operators, _operator_times(operators, setting), setting)
+    tp_s = tensor_parallel_s(layer, setting)
+    tp_s = (tp_s[0], tp_s[1] - hidden_reduction_s(operators, times, setting))
+    ep_s = expert_parallel_s(layer, setting)
+    comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
+    forward, backward, recompute = compute_s(layer, operators, times, comm_s, setting)
+    kept, working = activation_bytes(layer, hidden_dim, batch, workload, cluster)
+    # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
+    moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
+    num_params = tp_params(layer, hidden_dim, batch)
+    params = LayerParams(
+        trained=trained_params(layer, hidden_dim, num_params, batch, workload),
+        routed=expert_params(layer, hidden_dim, batch) if workload.adapters is None else np.zeros(len(batch)),
+        frozen_bytes=frozen_bytes(layer, num_params, batch, workload),
+        num_tensors=sum(isinstance(op, Gemm) for op in operators) + 2 * isinstance(layer, Block | MTPHead),
+    )
+    gather_s, reduce_s = data_parallel_s(params, setting)
+    return LayerCost(
+        forward_s=np.maximum(forward, moved_s),
+        backward_s=np.maximum(backward, moved_s),
+        recompute_s=recompute,
+        tp_forward_s=tp_s[0],
+        tp_backward_s=tp_s[1],
+        cp_forward_s=cp_s[0],
+        cp_backward_s=cp_s[1],
+        ep_forward_s=ep_s[0],
+        ep_backward_s=ep_s[1],
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+        num_params=num_params,
+        frozen_bytes=params.frozen_bytes,
+        num_trained=params.trained,
+        expert_params=params.routed,
+        activation_bytes=kept * (1 - batch.offload_activations),
+        working_bytes=working,
+    )
+
+
+def _operators(layer: Layer, setting: Setting) -> tuple[Operator, ...]:
+    """What the layer runs under this workload, adapters included."""
+    workload = setting.workload
     operators = layer_operators(
         layer,
-        hidden_dim,
+        setting.hidden_dim,
         workload.attended_len,
         unfused=softmax_kernels(workload),
         engine=workload.engine,
         dropout=workload.dropout,
         fusion=workload.fusion,
     )
-    if workload.adapters is not None:
-        operators = with_adapters(operators, workload.adapters)
-    times = _operator_times(operators, batch, workload, cluster)
-    times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
-    tp_s = tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
-    tp_s = (tp_s[0], tp_s[1] - hidden_reduction_s(hidden_dim, operators, times, batch, workload, cluster))
-    ep_s = _expert_parallel_s(layer, hidden_dim, batch, workload, cluster)
-    exposed_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    forward, backward, recompute = compute_s(layer, operators, times, exposed_s, batch, workload, cluster)
-    num_params = tp_params(layer, hidden_dim, batch)
-    num_trained = trained_params(layer, hidden_dim, num_params, batch, workload)
-    routed = expert_params(layer, hidden_dim, batch) if workload.adapters is None else np.zeros(len(batch))
-    num_tensors = sum(isinstance(op, Gemm) for op in operators) + 2 * isinstance(layer, Block | MTPHead)
-    frozen = frozen_bytes(layer, num_params, batch, workload)
-    gather, reduce = data_parallel_s(frozen, num_trained, routed, num_tensors, batch, workload, cluster)
-    kept, working = activation_bytes(layer, hidden_dim, batch, workload, cluster)
-    # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
-    moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
-    forward, backward = np.maximum(forward, moved_s), np.maximum(backward, moved_s)
-    kept = kept * (1 - batch.offload_activations)
-    costs = (gather, reduce, num_params, frozen, num_trained, kept, working)
-    return LayerCost(forward, backward, recompute, *tp_s, *costs, *cp_s, *ep_s, routed)
+    return operators if workload.adapters is None else with_adapters(operators, workload.adapters)
 
 
 def softmax_kernels(workload: Workload) -> Softmax | None:
@@ -130,37 +155,29 @@ def softmax_kernels(workload: Workload) -> Softmax | None:
     return "fused" if is_megatron(workload) and workload.compute_bytes == 2 else "separate"
 
 
-def _operator_times(
-    operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
-) -> list[OperatorTime]:
-    rates = device_rates(cluster, workload)
-    tokens, share = batch.tokens(workload.seq_len), token_share(batch)
-    dtype = workload.compute_bytes
+def _operator_times(operators: tuple[Operator, ...], setting: Setting) -> list[OperatorTime]:
+    """Seconds of each operator alone; routed ones see the rows of this rank's experts, all others those of its tokens."""
+    batch, rates = setting.batch, device_rates(setting.cluster, setting.workload)
+    routed_tokens = setting.tokens * token_share(batch)
+    of = partial(operator_time, rates=rates, compute_bytes=setting.workload.compute_bytes)
     return [
-        operator_time(
-            op, tokens * share, batch.expert_tp, batch.sequence_parallel, rates=rates, compute_bytes=dtype, ep=batch.ep
-        )
+        of(op, routed_tokens, batch.expert_tp, batch.sequence_parallel, ep=batch.ep)
         if getattr(op, "routed", False)
-        else operator_time(op, tokens, batch.tp, batch.sequence_parallel, rates=rates, compute_bytes=dtype)
+        else of(op, setting.tokens, batch.tp, batch.sequence_parallel)
         for op in operators
     ]
 
 
 def _with_ring(
-    layer: Layer,
-    operators: tuple[Operator, ...],
-    times: list[OperatorTime],
-    batch: LayoutBatch,
-    workload: Workload,
-    cluster: ClusterSpec,
+    layer: Layer, operators: tuple[Operator, ...], times: list[OperatorTime], setting: Setting
 ) -> tuple[list[OperatorTime], tuple[FloatArray, FloatArray]]:
     """Attention's time with the further steps of the ring over cp, and the ring's exposed communication in both passes."""
-    block = layer.block if isinstance(layer, MTPHead) else layer
+    batch, block = setting.batch, layer.block if isinstance(layer, MTPHead) else layer
     if not isinstance(block, Block) or np.all(batch.cp == 1):
         return times, (np.zeros(len(batch)), np.zeros(len(batch)))
     at = next(idx for idx, op in enumerate(operators) if isinstance(op, FusedAttention))
-    rates, alone = device_rates(cluster, workload), times[at]
-    added = ring(block.attention, (alone.forward_s, alone.backward_s), batch, workload, cluster, rates)
+    alone = times[at]
+    added = ring(block.attention, (alone.forward_s, alone.backward_s), setting)
     with_ring = OperatorTime(
         alone.forward_s + added.forward_s,
         alone.backward_s + added.backward_s,
@@ -170,11 +187,3 @@ def _with_ring(
     repeated = np.where(batch.recompute == RECOMPUTES.index("full"), added.exposed_forward_s, 0.0)
     exposed = (added.exposed_forward_s, added.exposed_backward_s + repeated)
     return [*times[:at], with_ring, *times[at + 1 :]], exposed
-
-
-def _expert_parallel_s(
-    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
-) -> tuple[FloatArray, FloatArray]:
-    """Tokens to their experts and back, forward and backward; recomputing whole blocks sends them again."""
-    once = dispatch_s(layer, hidden_dim, batch, workload, cluster)
-    return once, once * np.where(batch.recompute == RECOMPUTES.index("full"), 2, 1)

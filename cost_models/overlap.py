@@ -92,10 +92,3 @@ def pair_of(sent_bytes: FloatArray, collective_s: FloatArray, cluster: ClusterSp
     rate = np.divide(sent_bytes, collective_s, out=np.zeros_like(collective_s), where=collective_s > 0)
     traffic = rate / cluster.weakest_device.memory_bandwidth_bytes_per_s
     return Pair(compute=law["channels"] + law["traffic"] * traffic, collective=law["compute"])
-
-
-def local_fabric(cluster: ClusterSpec) -> Fabric:
-    """What devices of one node are joined by, as far as interference was measured."""
-    if cluster.weakest_device.architecture == "volta":
-        return "nvlink-volta"
-    return "pcie" if any(level.link.shared_by == "host" for level in cluster.levels) else "nvlink"

@@ -25,7 +25,7 @@ def activation_bytes(
         compute_bytes=workload.compute_bytes,
         unfused_norm=cluster.weakest_device.vendor == "cpu",
         score_width=workload.seq_len if workload.attention == "math" else 0,
-        engine=engine_memory.ENGINES.get(workload.engine),
+        engine=engine_memory.MEMORY.get(workload.engine),
         every_second=workload.selective == "alternate_products",
         saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
         eager=workload.fusion == "eager",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..schema import ClusterSpec, Workload
+from ..schema import Workload
 from ..schema.model import Embedding, Head
 from .collectives import collective_s
 from .compute import OperatorTime
@@ -12,70 +12,67 @@ from .engines import is_megatron
 from .experts import routed_part
 from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .operators import Layer, Operator
+from .setting import Setting
 
 
-def tensor_parallel_s(
-    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
-) -> tuple[FloatArray, FloatArray]:
-    """Exposed communication of a layer: two pairs of all-gather and reduce-scatter (or two all-reduces) a block and pass."""
-    elements = batch.tokens(workload.seq_len) * hidden_dim
-    size = np.asarray(elements * workload.compute_bytes, dtype=np.float64)
-    stride = np.ones_like(batch.tp)
-    gather = collective_s("all_gather", size, batch.tp, stride, cluster)
-    scatter = collective_s("reduce_scatter", size, batch.tp, stride, cluster)
-    reduce = collective_s("all_reduce", size, batch.tp, stride, cluster)
-    pair = np.where(batch.sequence_parallel == 1, gather + scatter, reduce)
+def tensor_parallel_s(layer: Layer, setting: Setting) -> tuple[FloatArray, FloatArray]:
+    """Exposed communication [N] of a layer forward and backward, what recompute repeats included in the latter.
+
+    Two pairs of all-gather and reduce-scatter a block and pass, or two all-reduces without sequence parallelism; the embedding
+    and the head have the half that faces the blocks.
+    """
+    batch = setting.batch
+    stride, in_parts = np.ones_like(batch.tp), batch.sequence_parallel == 1
+    gather = np.where(
+        in_parts, collective_s("all_gather", setting.hidden_bytes, batch.tp, stride, setting.cluster), 0.0
+    )
+    reduce = _reduction_s(setting)
     if isinstance(layer, Embedding):
-        return np.where(batch.sequence_parallel == 1, scatter, reduce), np.where(
-            batch.sequence_parallel == 1, gather, 0.0
-        )
+        return reduce, gather
     if isinstance(layer, Head):
-        return np.where(batch.sequence_parallel == 1, gather, 0.0), np.where(
-            batch.sequence_parallel == 1, scatter, reduce
-        )
+        return gather, reduce
     # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
     moe = routed_part(layer)
     pairs = np.where(batch.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
-    last = np.where(batch.sequence_parallel == 1, scatter, reduce)
-    repeated = batch.recompute_fraction * _repeated_communication_s(pairs * pair, last, batch, workload)
-    return pairs * pair, pairs * pair + repeated
+    once = pairs * (gather + reduce)
+    return once, once + batch.recompute_fraction * _repeated_communication_s(once, reduce, batch, setting.workload)
 
 
-def hidden_reduction_s(
-    hidden_dim: int,
-    operators: tuple[Operator, ...],
-    times: list[OperatorTime],
-    batch: LayoutBatch,
-    workload: Workload,
-    cluster: ClusterSpec,
-) -> FloatArray:
-    """Backward reductions that run beside the gradient of a weight: Megatron reduces the gradient of a column-parallel product's
-    input while it computes that of its weight, half of the product's backward time (arXiv:2205.05198 section 4.2.2 and
-    LinearWithGradAccumulationAndAsyncCommunication). One for each of the two places of a block where a reduction is due.
+def hidden_reduction_s(operators: tuple[Operator, ...], times: list[OperatorTime], setting: Setting) -> FloatArray:
+    """Part of the backward reductions [N] that runs beside the gradient of a weight.
+
+    Megatron reduces the gradient of a column-parallel product's input while it computes that of its weight, half of the product's
+    backward time (arXiv:2205.05198 section 4.2.2 and LinearWithGradAccumulationAndAsyncCommunication). One for each of the two
+    places of a block where a reduction is due.
     """
-    hidden = np.zeros(len(batch))
-    if workload.engine != "megatron" or not workload.overlap:
+    hidden = np.zeros(len(setting.batch))
+    if setting.workload.engine != "megatron" or not setting.workload.overlap:
         return hidden
-    size = np.asarray(batch.tokens(workload.seq_len) * hidden_dim * float(workload.compute_bytes))
-    stride = np.ones_like(batch.tp)
-    one_s = np.where(
-        batch.sequence_parallel == 1,
-        collective_s("reduce_scatter", size, batch.tp, stride, cluster),
-        collective_s("all_reduce", size, batch.tp, stride, cluster),
-    )
+    one_s = _reduction_s(setting)
     for op, time in zip(operators, times, strict=True):
         if op.name in ("qkv", "mlp_up", "logits"):
             hidden = hidden + np.minimum(one_s, time.backward_s / 2)
     return hidden
 
 
+def _reduction_s(setting: Setting) -> FloatArray:
+    """Seconds of one reduction of hidden states over tp [N]: scattered with sequence parallelism, else whole."""
+    batch, size = setting.batch, setting.hidden_bytes
+    stride = np.ones_like(batch.tp)
+    scatter = collective_s("reduce_scatter", size, batch.tp, stride, setting.cluster)
+    whole = collective_s("all_reduce", size, batch.tp, stride, setting.cluster)
+    return np.where(batch.sequence_parallel == 1, scatter, whole)
+
+
 def _repeated_communication_s(
     pairs_s: FloatArray, last: FloatArray, batch: LayoutBatch, workload: Workload
 ) -> FloatArray:
-    """Recompute repeats the forward communication: Megatron all of it, and none for the core of unfused attention alone; ours all
-    but the ``last`` reduction, which nothing in the backward pass reads.
+    """Forward communication [N] that recompute repeats.
+
+    Megatron: all of it, and none for the core of unfused attention alone. Ours: all but the ``last`` reduction, which nothing in
+    the backward pass reads.
     """
-    full, selective = pairs_s - last, pairs_s - last
+    full = selective = pairs_s - last
     if is_megatron(workload):
         full = pairs_s
         selective = np.zeros_like(pairs_s) if workload.attention == "math" else selective

@@ -21,8 +21,8 @@ from ..schema.rules import (
     broken_rules,
     layout_facts,
     require_valid,
-    why_not_runnable,
 )
+from ..schema.runnable import why_not_runnable
 from ..schema.workload import Precision
 from .choose import alternatives, choose
 from .infeasible import explain_infeasible

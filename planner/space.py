@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cost_models.layouts import RECOMPUTES, SCHEDULES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.rules import RULES, RUNTIME_RULES, Facts, model_facts
+from ..schema.rules import RULES, Facts, model_facts
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -71,7 +71,7 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
     )
     keep = np.ones(len(columns["tp"]), dtype=bool)
     excluded, reasons = {}, []
-    for rule in RULES + RUNTIME_RULES:
+    for rule in RULES:
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         excluded[rule.name] = len(broken)

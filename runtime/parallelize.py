@@ -8,7 +8,8 @@ from torch import nn
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
-from ..schema.rules import require_valid, why_not_runnable
+from ..schema.rules import require_valid
+from ..schema.runnable import why_not_runnable
 from .data_parallel import compute_dtype, shard_data_parallel
 from .mesh import build_mesh
 from .models.decoder import Decoder

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .layout import Layout
-from .model import DenseMLP, ModelSpec, SoftmaxAttention
+from .model import DenseMLP, ModelSpec
 from .workload import Workload
 
 IntLike = Any
@@ -296,39 +296,3 @@ def require_valid(
     broken = broken_rules(facts, rules)
     if broken:
         raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
-
-
-def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
-    """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
-    reasons: list[str] = []
-    if workload is not None and workload.precision in ("fp8", "nvfp4", "bf16"):
-        reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
-    if workload is not None and workload.adapters is not None:
-        reasons.append("low-rank adapters beside a frozen model")
-    if workload is not None and workload.optimizer == "muon":
-        reasons.append("muon")
-    if model.rope is None or model.rope.scaling not in ("none", "linear", "llama3"):
-        reasons.append(f"position embedding {model.rope.scaling if model.rope else 'learned'}")
-    if any(run.layer.kind == "mtp" for run in model.layers):
-        reasons.append("multi-token-prediction heads")
-    if model.head.norm != "rmsnorm" or model.head.bias:
-        reasons.append("a head with layernorm or bias")
-    for block, _ in model.block_runs:
-        attention, mlp = block.attention, block.mlp
-        if not isinstance(attention, SoftmaxAttention):
-            reasons.append("latent attention")
-        else:
-            odd = attention.sinks or attention.logit_softcap or attention.qk_norm in ("full", "weightless")
-            if odd or attention.rope_fraction != 1:
-                reasons.append("attention sinks, soft caps, partial rotary or whole-width query/key norms")
-            if workload is not None and attention.window is not None and attention.window < workload.seq_len:
-                reasons.append(
-                    f"an attention window of {attention.window} below the sequence length {workload.seq_len}"
-                )
-        if not isinstance(mlp, DenseMLP):
-            reasons.append("experts")
-        elif not mlp.gated or mlp.activation != "silu":
-            reasons.append(f"a feed-forward part other than SwiGLU ({mlp.activation})")
-        if block.norm != "rmsnorm" or block.num_norms != 2 or block.parallel_residual:
-            reasons.append("blocks other than two RMSNorms in sequence")
-    return tuple(dict.fromkeys(reasons))

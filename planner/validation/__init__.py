@@ -1,6 +1,7 @@
 """Our predictions against published measurements: read a table of runs, predict every row, score.
 
-rows.py reads, models.py + machines.py + inputs.py turn a row into our nouns, predict.py estimates in batches, score.py compares.
+rows.py reads; inputs.py turns a row into our nouns (models.py, machines.py, layouts.py and workloads.py, with defaults.py where a
+row is silent); predict.py estimates in batches; score.py compares.
 """
 
 from .inputs import RunInputs, Skip, run_inputs

@@ -7,6 +7,7 @@ nothing here is chosen to make a prediction fit.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...schema.workload import Precision
@@ -163,3 +164,17 @@ PACKED_DOCUMENT: tuple[Default, ...] = (
 def default_of(framework: str, table: tuple[Default, ...]) -> Any:
     """The choice of the first line of a table that matches the start of the framework's name."""
     return next(line.choice for line in table if re.match(line.frameworks, framework, re.IGNORECASE))
+
+
+@dataclass
+class Assumed:
+    """Looks defaults up and remembers which were taken."""
+
+    framework: str
+    taken: list[str] = field(default_factory=list)
+
+    def default(self, name: str, table: tuple[Default, ...], detail: str = "") -> Any:
+        """The framework's choice, noted as ``name=choice``; ``detail`` follows the framework's name where a table looks at more."""
+        choice = default_of(self.framework + detail, table)
+        self.taken.append(f"{name}={choice}")
+        return choice

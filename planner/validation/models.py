@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 from ...schema import ConfigError, ModelSpec
@@ -16,12 +16,12 @@ from ...schema.model import (
     Embedding,
     FeedForward,
     Head,
-    LatentAttention,
     LayerRun,
     MoE,
     Rope,
     SoftmaxAttention,
 )
+from .families import Traits, has_latent_attention, traits_of, with_known_experts, with_latent_attention
 from .rows import RunRow
 from .shapes import SIZES, Shape, canonical, shape_named, shape_of_size
 
@@ -35,70 +35,6 @@ MAX_LAYERS = 2000
 """Cutting layers into stages takes time and memory that grow with their square."""
 
 _MANY_POSITIONS = 2**20
-
-_LATENT = r"deepseek.*(v[23]|r1)|kimi|moonlight"
-_SMALL_LATENT = 2048
-"""Hidden width up to which queries are not compressed (DeepSeek-V2-Lite, Moonlight)."""
-
-
-class Traits(NamedTuple):
-    """What a family's name says and its columns do not: gated feed-forward, learned positions, LayerNorm with biases."""
-
-    gated: bool
-    learned_positions: bool
-    biases: bool
-
-
-_LLAMA = Traits(gated=True, learned_positions=False, biases=False)
-_GPT = Traits(gated=False, learned_positions=True, biases=True)
-
-FAMILIES: tuple[tuple[str, Traits], ...] = (
-    ("mist-llama", _LLAMA),
-    ("mist-", _GPT),
-    ("llama-2", _LLAMA),
-    *(
-        (name, _LLAMA)
-        for name in ("nanotron", "llama", "qwen", "internlm", "glm", "mixtral", "mpf", "grok", "deepseek")
-    ),
-    *((name, _LLAMA) for name in ("tinyllama", "smollm", "simumax", "gpt-oss", "mistral")),
-    *(
-        (name, _LLAMA)
-        for name in ("yi-", "baichuan", "chatglm", "codellama", "vicuna", "gemma", "phi-3", "phi-4", "phi3", "phi4")
-    ),
-    *(
-        (name, _LLAMA)
-        for name in ("olmo", "dbrx", "minicpm", "aquila", "skywork", "orion", "solar", "command", "granite")
-    ),
-    *(
-        (name, _LLAMA)
-        for name in (
-            "hunyuan",
-            "kimi",
-            "moonlight",
-            "ernie",
-            "exaone",
-            "arctic",
-            "phimoe",
-            "minimax",
-            "megrez",
-            "stablelm-2",
-        )
-    ),
-    ("phi", Traits(gated=False, learned_positions=False, biases=True)),
-    ("stablelm", Traits(gated=False, learned_positions=False, biases=True)),
-    ("gpt-neox", Traits(gated=False, learned_positions=False, biases=True)),
-    ("gpt-j", Traits(gated=False, learned_positions=False, biases=True)),
-    ("mpt", Traits(gated=False, learned_positions=True, biases=False)),
-    ("nemotron", Traits(gated=False, learned_positions=False, biases=False)),  # squared ReLU, rotary
-    ("bloom", Traits(gated=False, learned_positions=False, biases=True)),  # ALiBi
-    ("pythia", Traits(gated=False, learned_positions=False, biases=True)),
-    ("falcon", Traits(gated=False, learned_positions=False, biases=False)),
-)
-"""First match at the start of the model's or the family's name; everything else is a GPT-2-like decoder."""
-
-_QWEN2_MOE = re.compile(r"qwen(1\.5|2)\b.*(moe|-a\d)")
-_EXPERTS_OF_V3 = 256
-_HIDDEN_OF_LITE = 2048
 
 _NOT_DECODERS = (
     r"hybrid|mamba|jamba|zamba|rwkv|retnet|hyena|recurrent|griffin|nemotron-h|\b(ro|de|al)?berta?\b|\bm?t5\b|flan|\bul2\b"
@@ -137,37 +73,17 @@ def _model(
         return RowModel(published, (), ())
     assumed = ("vocab",) if shape[5] is None else ()
     try:
-        candidates = list(_candidates(name, _traits(name, family), shape, seq_len))
+        candidates = list(_candidates(name, traits_of(name, family), shape, seq_len))
     except ConfigError as error:
         return f"model: {error.message}"
     stands_in: tuple[str, ...] = ()
-    if re.search(_LATENT, f"{name} {family}".lower()):
-        candidates, stands_in = [_latent(spec) for spec in candidates], ("latent attention",)
+    if has_latent_attention(name, family):
+        candidates, stands_in = [with_latent_attention(spec) for spec in candidates], ("latent attention",)
     if params_b is None:
         return RowModel(candidates[0], assumed, stands_in)
     best = min(candidates, key=lambda spec: abs(spec.num_params / 1e9 - params_b))
     off = abs(best.num_params / 1e9 / params_b - 1)
     return RowModel(best, assumed, (*stands_in, "parameters") if off > PARAMS_TOLERANCE else stands_in)
-
-
-def _latent(spec: ModelSpec) -> ModelSpec:
-    """The same with the latent attention that DeepSeek-V2, V3 and Kimi-K2 share; the small ones do not compress queries."""
-    attention = partial(LatentAttention, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    rank = 1536 if spec.hidden_dim > _SMALL_LATENT else None
-    runs = []
-    for run in spec.layers:
-        layer = run.layer
-        if isinstance(layer, Block):
-            layer = layer.replace(attention=attention(num_heads=layer.attention.num_heads, q_lora_rank=rank))
-        runs.append(run.replace(layer=layer))
-    return spec.replace(layers=tuple(runs))
-
-
-def _traits(name: str, family: str) -> Traits:
-    for start, traits in FAMILIES:
-        if name.lower().startswith(start) or canonical(name).startswith(start) or family.lower().startswith(start):
-            return traits
-    return _GPT
 
 
 def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int) -> Iterator[ModelSpec]:
@@ -176,60 +92,11 @@ def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_le
     The stated parameter count decides which it is.
     """
     plain = [_decoder(name, traits, shape, seq_len, tied=tied) for tied in (not traits.gated, traits.gated)]
-    known = [_with_shared_experts(spec) for spec in plain]
+    known = [with_known_experts(spec) for spec in plain]
     yield from known
     if shape[6] and known == plain:
         for shared, tied in itertools.product((1, 2, 4, 8), (not traits.gated, traits.gated)):
             yield _decoder(name, traits, shape, seq_len, tied=tied, num_shared=shared)
-
-
-def _with_shared_experts(plain: ModelSpec) -> ModelSpec:
-    """What families of experts have besides the routed ones, which columns do not say."""
-    block, count = plain.block_runs[0]
-    if not isinstance(block.mlp, MoE):
-        return plain
-    if "deepseek" in plain.name.lower():
-        return _deepseek(plain)
-    if not _QWEN2_MOE.search(plain.name.lower()):
-        return plain
-    # Gated, and as wide as the routed experts one token visits (config.json of Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B).
-    shared = block.mlp.replace(shared_ffn_dim=block.mlp.top_k * block.mlp.ffn_dim, shared_gate=True)
-    experts = LayerRun(layer=block.replace(mlp=shared), count=count)
-    return plain.replace(layers=(plain.layers[0], experts, plain.layers[-1]))
-
-
-def _deepseek(plain: ModelSpec) -> ModelSpec:
-    """DeepSeek's experts (arXiv:2401.06066), and from V2 on its latent attention, in a decoder of the same columns.
-
-    All published ones share the widths of a head: 128 without and 64 with rotary, 128 for values, keys and values from 512, queries
-    from 1536 but in Lite (arXiv:2405.04434 section 3.1.2, arXiv:2412.19437 section 4.2). V3 has one shared expert and three dense
-    blocks, those before it two and one; a dense block is as wide as the experts one token visits. But in Lite, a token visits at
-    most four (V3) or three of eight groups of experts.
-    """
-    (block, count), hidden = plain.block_runs[0], plain.hidden_dim
-    assert isinstance(block.mlp, MoE)
-    is_v3 = block.mlp.num_experts >= _EXPERTS_OF_V3
-    is_lite = hidden <= _HIDDEN_OF_LITE
-    num_shared, num_dense, top_groups = (1, 3, 4) if is_v3 else (2, 1, 3)
-    groups = {} if is_lite else {"num_groups": 8, "top_groups": top_groups}
-    num_dense = min(num_dense, count - 1) or 1
-    heads, width = block.attention.num_heads, (block.mlp.top_k + num_shared) * block.mlp.ffn_dim
-    latent = LatentAttention(
-        num_heads=heads,
-        q_lora_rank=None if is_lite else 1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-    )
-    attention = block.attention if re.search(r"deepseek-?moe", plain.name.lower()) else latent
-    experts = block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim, **groups)
-    routed = block.replace(attention=attention, mlp=experts)
-    dense = block.replace(attention=attention, mlp=DenseMLP(ffn_dim=width))
-    blocks = [LayerRun(layer=dense, count=num_dense)]
-    if count > num_dense:
-        blocks.append(LayerRun(layer=routed, count=count - num_dense))
-    return plain.replace(layers=(plain.layers[0], *blocks, plain.layers[-1]))
 
 
 def _decoder(

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.errors import RuntimeMismatchError
 from ...schema.model import Block, DenseMLP, ModelSpec, SoftmaxAttention
-from ...schema.rules import why_not_runnable
+from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
 from .rotary import Rotary, rotate
 

@@ -13,7 +13,7 @@ from meshwright.planner import estimate, plan
 from meshwright.planner.search import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.model import Block
-from meshwright.schema.rules import why_not_runnable
+from meshwright.schema.runnable import why_not_runnable
 from meshwright.schema.workload import LowRank
 
 LLAMA = ModelSpec.named("llama-3.1-8b")

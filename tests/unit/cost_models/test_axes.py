@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-from meshwright.cost_models.coefficients import device_rates
 from meshwright.cost_models.context import kv_width, ring
 from meshwright.cost_models.experts import dispatch_s, distinct, expert_params, token_share
 from meshwright.cost_models.layer_costs import layer_cost
 from meshwright.cost_models.layouts import LayoutBatch
+from meshwright.cost_models.setting import Setting
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate, not_executed
@@ -27,6 +27,10 @@ WORKLOAD = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
 
 def batch_of(*layouts: Layout, global_batch_size: int = 64) -> LayoutBatch:
     return LayoutBatch.of(list(layouts), global_batch_size)
+
+
+def setting_of(model: ModelSpec, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec) -> Setting:
+    return Setting(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
 
 
 def test_layouts_survive_a_batch() -> None:
@@ -85,7 +89,7 @@ def test_memory_falls_with_expert_parallelism() -> None:
 def test_each_token_is_sent_once_to_each_expert_of_others() -> None:
     """T tokens of D elements, two copies, seven eighths of them to others, there and back: H100 nodes at their own rate."""
     batch = batch_of(Layout(dp_shard=8, ep=8, zero_stage=1), Layout(dp_shard=8, ep=1, zero_stage=1))
-    seconds = dispatch_s(BLOCK, MIXTRAL.hidden_dim, batch, WORKLOAD, NODE)
+    seconds = dispatch_s(BLOCK, setting_of(MIXTRAL, batch, WORKLOAD, NODE))
     assert seconds[1] == 0
     sent = 2 * 2 * 4096 * MIXTRAL.hidden_dim * 2 * 7 / 8
     assert (
@@ -99,8 +103,8 @@ def test_experts_across_nodes_cost_more_and_one_copy_a_node_less() -> None:
     inside, across = Layout(dp_shard=32, ep=8, zero_stage=1), Layout(dp_shard=32, ep=32, zero_stage=1)
     many = ModelSpec.named("qwen3-30b-a3b")
     block, batch = many.block_runs[0][0], batch_of(inside, across)
-    plain = dispatch_s(block, many.hidden_dim, batch, WORKLOAD.replace(engine="fsdp2"), NODES)
-    deduplicated = dispatch_s(block, many.hidden_dim, batch, WORKLOAD, NODES)
+    plain = dispatch_s(block, setting_of(many, batch, WORKLOAD.replace(engine="fsdp2"), NODES))
+    deduplicated = dispatch_s(block, setting_of(many, batch, WORKLOAD, NODES))
     assert plain[1] > 2 * plain[0]
     assert deduplicated[0] == pytest.approx(plain[0])
     assert plain[0] < deduplicated[1] < 0.7 * plain[1]
@@ -114,7 +118,7 @@ def test_groups_of_experts_bound_the_nodes_of_a_token() -> None:
     assert (block.mlp.num_groups, block.mlp.top_groups) == (8, 4)
     free = block.replace(mlp=block.mlp.replace(num_groups=1, top_groups=1))
     batch = batch_of(Layout(dp_shard=64, ep=64, zero_stage=1), Layout(dp_shard=64, ep=16, zero_stage=1))
-    limited, unlimited = (dispatch_s(b, spec.hidden_dim, batch, WORKLOAD, machine) for b in (block, free))
+    limited, unlimited = (dispatch_s(b, setting_of(spec, batch, WORKLOAD, machine)) for b in (block, free))
     # Bytes between nodes decide; latencies do not shrink with them.
     assert limited[0] / unlimited[0] == pytest.approx(4 * (1 - 0.75**8) / (8 * (1 - 0.875**8)), rel=0.05)
     assert limited[1] == unlimited[1]
@@ -132,10 +136,10 @@ def test_ring_is_hidden_by_long_sequences_and_shown_by_slow_links() -> None:
     attention = spec.block_runs[0][0].attention
     assert kv_width(attention) == 2 * 8 * 128
     batch, long = batch_of(Layout(cp=8)), WORKLOAD.replace(seq_len=131072)
-    rates, seconds = device_rates(NODE, long), (np.array([0.2]), np.array([0.5]))
-    fast = ring(attention, seconds, batch, long, NODE, rates)
+    seconds, slow_node = (np.array([0.2]), np.array([0.5])), ClusterSpec.parse("8x1xA100-SXM-80GB/eth10")
+    fast = ring(attention, seconds, setting_of(spec, batch, long, NODE))
     assert (fast.exposed_forward_s[0], fast.exposed_backward_s[0]) == (0, 0)
-    slow = ring(attention, seconds, batch, long, ClusterSpec.parse("8x1xA100-SXM-80GB/eth10"), rates)
+    slow = ring(attention, seconds, setting_of(spec, batch, long, slow_node))
     # 16384 tokens of 2048 elements of 2 bytes at 10 Gb/s or less, seven times, less the attention beside them
     assert slow.exposed_forward_s[0] > 7 * (16384 * 2048 * 2 * 8 / 10e9 - 0.2 / 8)
     assert slow.exposed_backward_s[0] > slow.exposed_forward_s[0]

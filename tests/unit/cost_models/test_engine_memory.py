@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.activations import Kernels, Saved, saved_elements
-from meshwright.cost_models.engine_memory import ENGINES
+from meshwright.cost_models.engine_memory import MEMORY
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import estimate_step, lower_bounds
@@ -27,7 +27,7 @@ GPT_BLOCK = Block(
 
 
 def kernels(engine: str = "megatron", *, score_width: int = S, saves_fp8: bool = False) -> Kernels:
-    return Kernels(2, unfused_norm=False, score_width=score_width, engine=ENGINES[engine], saves_fp8=saves_fp8)
+    return Kernels(2, unfused_norm=False, score_width=score_width, engine=MEMORY[engine], saves_fp8=saves_fp8)
 
 
 def bytes_per_token(saved: Saved, tp: int, *, sequence_parallel: bool) -> float:
@@ -108,7 +108,7 @@ def test_megatron_peaks_as_measured(layout: Layout, measured_gib: float) -> None
     assert found.peak_allocated_bytes / GIB == pytest.approx(measured_gib, rel=0.01)
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(MEMORY))
 def test_bounds_never_exceed_the_expanded_memory(engine: str) -> None:
     spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("16xH100-SXM-80GB")
     workload = Workload(seq_len=4096, global_batch_size=64, engine=engine)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from meshwright.cost_models.coefficients import coefficients
 from meshwright.cost_models.fit_overlap import errors, is_held_out, predict_pair, read_overlaps
 from meshwright.cost_models.overlap import (
     STREAMS,
+    Fabric,
     Pair,
     exposed_s,
     interference,
-    local_fabric,
     pair_of,
     pair_s,
     together_s,
@@ -61,10 +62,12 @@ def test_slowdown_grows_with_traffic() -> None:
     )
 
 
-def test_pcie_boxes_and_volta_have_their_own_measurements() -> None:
-    fabrics = [local_fabric(ClusterSpec.parse(name)) for name in ("8xA100-SXM-80GB", "8xL4", "8xV100-SXM2-32GB")]
-    assert fabrics == ["nvlink", "pcie", "nvlink-volta"]
-    assert all(interference(fabric).shape == (len(STREAMS), len(STREAMS)) for fabric in fabrics)
+@pytest.mark.parametrize("fabric", get_args(Fabric))
+def test_a_stream_never_slows_itself(fabric: Fabric) -> None:
+    slowdown = interference(fabric)
+    assert slowdown.shape == (len(STREAMS), len(STREAMS))
+    assert np.all(np.diag(slowdown) == 0)
+    assert np.all(slowdown >= 0)
 
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")

@@ -75,6 +75,13 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
     assert found.search.gap == pytest.approx(1 - found.search.bound_s / found.estimate.step_time_s)
 
 
+def test_space_counts_what_rules_of_the_runtime_exclude() -> None:
+    workload = Workload(seq_len=2048, global_batch_size=8)
+    space = build_space(ModelSpec.named("llama-3.2-1b"), workload, ClusterSpec.parse("2x4xA100-SXM-80GB"), {})
+    assert space.excluded["tp_in_scaleup_domain"] > 0
+    assert space.excluded["zero_under_pipeline"] > 0
+
+
 def test_bound_holds_for_every_split_into_stages() -> None:
     """Slow links make the even split of compute a bad one; brute force over all splits must not beat the bound."""
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("4x1xA100-SXM-80GB/eth10")

@@ -28,8 +28,8 @@ from meshwright.schema.rules import (
     layout_facts,
     model_facts,
     require_valid,
-    why_not_runnable,
 )
+from meshwright.schema.runnable import why_not_runnable
 from meshwright.schema.units import format_bytes, format_count, format_seconds
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])
