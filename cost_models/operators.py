@@ -11,12 +11,11 @@ causal attention takes 2*T*c*(dk + dv) per head for c attended tokens on average
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from ..schema.workload import Engine, Fusion
-from .coefficients import coefficients
+from .coefficients import coefficients, remembered
 from .kernels import DROPOUT, EngineKernels, Passes, added, kernels_of
 
 Shard = Literal["column", "row", "none", "tokens"]
@@ -117,7 +116,7 @@ CORE_ATTENTION = ("attention", "scores", "softmax", "context")
 """Names of the operators between query, key, value and the output projection."""
 
 
-@cache
+@remembered
 def layer_operators(
     layer: Layer,
     hidden_dim: int,
