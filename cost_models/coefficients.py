@@ -170,6 +170,8 @@ def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
     shared, speed = coefficients()["host"], cluster.calibration.host
     c = shared[workload.engine]
+    if has_own_processor(cluster):
+        speed = speed / shared["own_processor_ratio"]
     return HostCosts(
         c["operator_s"] / speed,
         c["collective_s"] / speed,
@@ -180,6 +182,12 @@ def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
         pipelined_collective_s=c.get("pipelined_collective_s", 0.0) / speed,
         spanning_collective_s=c.get("spanning_collective_s", 0.0) / speed,
     )
+
+
+def has_own_processor(cluster: ClusterSpec) -> bool:
+    """Whether devices are joined to a processor of their own (Grace), by a link that no other processor's has the rate of."""
+    rates = [group.host_link_bytes_per_s or 0.0 for group in cluster.groups]
+    return bool(max(rates) > coefficients()["offload"]["own_host_bytes_per_s"])
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -279,7 +287,7 @@ def _cpu_fit(device: Device) -> GemmFit:
 def _sustained(device: Device) -> float:
     """Arithmetic over hours over that of a short benchmark; clocks fall with a root of the power limit (f V^2, V rising with f)."""
     c = coefficients()["sustained"]
-    return float(c.get(device.architecture, 1.0) * device.power_limit_ratio ** c["power_exponent"])
+    return float(c.get(device.architecture, c["other"]) * device.power_limit_ratio ** c["power_exponent"])
 
 
 def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates:

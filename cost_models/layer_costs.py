@@ -25,7 +25,7 @@ from .layouts import RECOMPUTES, FloatArray, LayoutBatch
 from .operators import FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 from .parameters import frozen_bytes, tp_params, trained_params
 from .saved_bytes import activation_bytes
-from .tensor_parallel import hidden_reduction_s, tensor_parallel_s
+from .tensor_parallel import hidden_s, tensor_parallel_s
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def layer_cost(
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
     tp_s = tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
-    tp_s = (tp_s[0], tp_s[1] - hidden_reduction_s(hidden_dim, operators, times, batch, workload, cluster))
+    hidden = hidden_s(hidden_dim, operators, times, batch, workload, cluster)
+    tp_s = (tp_s[0] - hidden[0], tp_s[1] - hidden[1])
     ep_s = _expert_parallel_s(layer, hidden_dim, batch, workload, cluster)
     exposed_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute = compute_s(layer, operators, times, exposed_s, batch, workload, cluster)

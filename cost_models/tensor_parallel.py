@@ -41,7 +41,41 @@ def tensor_parallel_s(
     return pairs * pair, pairs * pair + repeated
 
 
-def hidden_reduction_s(
+def hidden_s(
+    hidden_dim: int,
+    operators: tuple[Operator, ...],
+    times: list[OperatorTime],
+    batch: LayoutBatch,
+    workload: Workload,
+    cluster: ClusterSpec,
+) -> tuple[FloatArray, FloatArray]:
+    """What runs beside products, forward and backward.
+
+    With userbuffers (``tp_overlap``) a product starts on the rank's own chunk while the others arrive, and sends finished chunks
+    while it computes the next: of tp chunks one is exposed where a product's output is reduced, none of those it reads, as far
+    as the product is long enough. Gathers of gradients hide behind the dgrad of the row-parallel products.
+    Source: Transformer Engine, ring_exchange and pipeline methods of its communication overlap.
+    """
+    reduced = _hidden_reduction_s(hidden_dim, operators, times, batch, workload, cluster)
+    none = np.zeros(len(batch))
+    if not workload.tp_overlap or workload.adapters is not None:
+        return none, reduced
+    size = np.asarray(batch.tokens(workload.seq_len) * hidden_dim * float(workload.compute_bytes))
+    stride = np.ones_like(batch.tp)
+    gather = collective_s("all_gather", size, batch.tp, stride, cluster)
+    scatter = collective_s("reduce_scatter", size, batch.tp, stride, cluster) * (1 - 1 / batch.tp)
+    forward, backward = none, none
+    for op, time in zip(operators, times, strict=True):
+        if op.name in ("qkv", "mlp_up"):
+            forward = forward + np.minimum(gather, time.forward_s)
+        elif op.name in ("attention_out", "mlp_down"):
+            forward = forward + np.minimum(scatter, time.forward_s)
+            backward = backward + np.minimum(gather, time.backward_s / 2)
+    chunked = (batch.sequence_parallel == 1) & (batch.tp > 1)
+    return np.where(chunked, forward, 0.0), reduced + np.where(chunked, backward, 0.0)
+
+
+def _hidden_reduction_s(
     hidden_dim: int,
     operators: tuple[Operator, ...],
     times: list[OperatorTime],

@@ -57,11 +57,15 @@ PRIORS: dict[str, Prior] = {
     "sustained.ampere": Prior(0.95, 0.05, 0.78, 1.0, _CLOCK),
     "sustained.hopper": Prior(0.90, 0.05, 0.70, 1.0, _CLOCK),
     "sustained.blackwell": Prior(0.90, 0.05, 0.70, 1.0, _CLOCK),
+    "sustained.other": Prior(0.90, 0.05, 0.70, 1.0, _CLOCK),
+    "sustained.power_exponent": Prior(0.5, 0.4, 0.33, 1.0, "dynamic power rises with f V^2: f^3 where the voltage follows, else f"),
     "fp8.gemm_efficiency_ratio": Prior(0.97, 0.05, 0.7, 1.05, "measured products of H100 and B200: 0.966, 0.999"),
     "nvfp4.gemm_efficiency_ratio": Prior(0.6, 0.3, 0.3, 1.0, "not measured: block scales and transforms beside products"),
     "host.megatron.operator_s": Prior(
-        25e-6, 0.4, 8e-6, 80e-6, _PYTHON, ("host.aceso.operator_s", "host.deepspeed.operator_s")
+        25e-6, 0.4, 8e-6, 80e-6, _PYTHON, ("host.deepspeed.operator_s",)
     ),
+    "host.aceso.operator_s": Prior(50e-6, 0.5, 10e-6, 200e-6, "a module for each operator, which packs and unpacks its tensors"),
+    "host.own_processor_ratio": Prior(1.2, 0.3, 0.8, 2.5, "Grace's cores at 3.4 GHz against x86 servers' at up to 4"),
     "host.megatron.collective_s": Prior(
         7e-5, 0.5, 2e-5, 3e-4, "an autograd function and NCCL's launch", ("host.aceso.collective_s", "host.deepspeed.collective_s")
     ),

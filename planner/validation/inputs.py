@@ -18,6 +18,7 @@ from ...schema.layout import Recompute
 from ...schema.workload import Gradients, Optimizer
 from .defaults import (
     BALANCED_STAGES,
+    CUDA_GRAPHS,
     DROPOUT,
     ENGINE,
     EXPERTS_FOLLOW_TP,
@@ -31,6 +32,7 @@ from .defaults import (
     RECOMPUTE,
     SEQUENCE_PARALLEL,
     SHARDING,
+    TP_OVERLAP,
     UNFUSED_ATTENTION,
     Default,
     default_of,
@@ -131,6 +133,8 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         layout = _layout(row, model.spec, assumed)
         has_bf16 = cluster.spec.weakest_device.peak_flops_per_s.bf16 is not None
         workload = _workload(row, model.spec, layout, assumed, has_bf16=has_bf16)
+        is_nvidia = cluster.spec.weakest_device.vendor == "nvidia"
+        workload = workload.replace(cuda_graphs=is_nvidia and default_of(row.framework, CUDA_GRAPHS))
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return Skip(
@@ -296,6 +300,7 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed, 
         flash_generation=default_of(row.framework, FLASH_GENERATION),
         gradients=_gradients(row, precision),
         overlap=default_of(row.framework, OVERLAP),
+        tp_overlap=layout.sequence_parallel and default_of(row.framework, TP_OVERLAP),
         selective="alternate_products" if _is_per_operator(row) else "products",
         dropout=default_of(row.framework, DROPOUT),
         fusion=_fusion(row),
