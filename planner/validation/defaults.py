@@ -152,6 +152,23 @@ OVERLAP: tuple[Default, ...] = (
     Default("", True, "on in the recipes, or the engine's own way"),
 )
 
+TP_OVERLAP: tuple[Default, ...] = (
+    Default(
+        "NeMo",
+        True,
+        "MegatronCommOverlapCallback(tp_comm_overlap=True) in NeMo's performance recipes, and in MLPerf's configs",
+    ),
+    Default(
+        "Megatron-Core/NeMo|Megatron-Bridge", True, "CommOverlapConfig(tp_comm_overlap=True) in scripts/performance"
+    ),
+    Default("", False, "tp_comm_overlap needs Transformer Engine's userbuffers and is off unless set"),
+)
+
+CUDA_GRAPHS: tuple[Default, ...] = (
+    Default("NeMo/Megatron$", True, "MCORE_CUDA_GRAPH=1 in NVIDIA's MLPerf configs, a graph for every layer"),
+    Default("", False, "off unless set"),
+)
+
 PACKED_DOCUMENT: tuple[Default, ...] = (
     Default(
         "Megatron-Core/NeMo|NeMo/Megatron-Core|Megatron-Bridge", 256, "fine-tuning recipes pack SQuAD's short examples"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from .defaults import BALANCED_STAGES, PRECISIONS, Assumed, default_of
+from .defaults import BALANCED_STAGES, CUDA_GRAPHS, PRECISIONS, Assumed, default_of
 from .features import DRIVE_BYTES_PER_S, base_precision, differs_by_stage, num_chunks, offload_of
 from .layouts import layout_of, stage_layouts
 from .machines import cluster_of, with_drives
@@ -86,6 +86,8 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         layout = layout_of(row, model.spec, assumed)
         has_bf16 = cluster.spec.weakest_device.peak_flops_per_s.bf16 is not None
         workload = workload_of(row, model.spec, layout, assumed, has_bf16=has_bf16)
+        is_nvidia = cluster.spec.weakest_device.vendor == "nvidia"
+        workload = workload.replace(cuda_graphs=is_nvidia and default_of(row.framework, CUDA_GRAPHS))
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return Skip(
