@@ -51,6 +51,7 @@ class Kernels:
         saves_fp8: what the products read is kept in fp8 (Transformer Engine).
         eager: every operation is a kernel of its own that keeps its inputs (plain model code, LitGPT's or transformers').
         frozen: the weights of norms need no gradients, so that normalised inputs are not kept.
+        dropout: hidden states and attention probabilities pass a dropout, which keeps a mask and its output.
     """
 
     compute_bytes: int
@@ -61,6 +62,7 @@ class Kernels:
     every_second: bool = False
     eager: bool = False
     frozen: bool = False
+    dropout: bool = False
 
 
 @cache
@@ -129,12 +131,10 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
     drops = recompute == "selective"
     read = 0.5 if how.saves_fp8 else 1.0
     one_byte = 1.0 / how.compute_bytes
-    # A GPT drops out hidden states (two masks of one byte) and attention; models without biases in their norms do neither.
-    dropout = layer.norm_bias
     saved = _engine_attention(layer.attention, recompute, read, engine)
     saved += _engine_mlp(layer.mlp, hidden_dim, read, engine, drops=drops)
     saved += Saved(tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2)
-    if dropout:
+    if how.dropout:  # two masks of one byte
         saved += Saved(tokens=2 * hidden_dim * one_byte)
     if engine.keeps_all_outputs and not drops:
         saved += Saved(tokens=4 * hidden_dim)  # of both output projections and both residual additions
@@ -144,7 +144,7 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
         # After the softmax; with dropout its mask and its output besides.
         scores = layer.attention.num_heads * how.score_width
         inputs = 2 if engine.keeps_all_outputs else 0  # before and after the mask
-        saved += Saved(tp=scores * (inputs + (2 + one_byte if dropout else 1)))
+        saved += Saved(tp=scores * (inputs + (2 + one_byte if how.dropout else 1)))
     return saved
 
 

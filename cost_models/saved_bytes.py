@@ -30,6 +30,7 @@ def activation_bytes(
         saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
         eager=workload.fusion == "eager",
         frozen=workload.adapters is not None,
+        dropout=workload.dropout,
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
     if is_megatron(workload) and workload.attention == "math":

@@ -44,6 +44,7 @@ from .features import (
     num_chunks,
     offload_of,
     recompute_part,
+    stage_cuts,
     stage_parts,
 )
 from .machines import cluster_of, with_drives
@@ -84,6 +85,7 @@ class RunInputs:
 
     Attributes:
         balanced_stages: stages are cut by cost; otherwise every stage has the same number of blocks.
+        stage_cuts: where stages begin and end, as far as the row says it.
         stage_layouts: where stages recompute or offload different parts, the layout of each; `layout` has their mean.
         assumed: choices the row does not state, as "name=value".
         approximated: features that something nearby stands in for.
@@ -94,6 +96,7 @@ class RunInputs:
     workload: Workload
     layout: Layout
     balanced_stages: bool
+    stage_cuts: tuple[int, ...] = ()
     stage_layouts: tuple[Layout, ...] = ()
     assumed: tuple[str, ...] = ()
     approximated: tuple[str, ...] = ()
@@ -147,6 +150,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         workload=workload,
         layout=layout,
         balanced_stages=default_of(row.framework, BALANCED_STAGES) or row.recompute_class == "custom",
+        stage_cuts=stage_cuts(row),
         stage_layouts=_stage_layouts(row, layout),
         assumed=tuple(assumed.taken),
         approximated=(*model.approximated, *cluster.approximated, *approximated),

@@ -78,7 +78,9 @@ def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
 
 
 def _estimate(costs: SpaceCosts, idx: int, inputs: RunInputs) -> Estimate:
-    cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
+    cuts = inputs.stage_cuts
+    if not cuts or cuts[-1] != len(costs.kind_of_layer):
+        cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
     estimate = estimate_step(costs, idx, cuts)
     return _with_stage_layouts(costs, estimate, inputs, cuts) if inputs.stage_layouts else estimate
 
