@@ -37,6 +37,10 @@ from .experts import sharded_params
 Array = Any
 """A float or a float array; all arguments of one call broadcast together."""
 
+_EAGER_LOGIT_BYTES = 14.0
+"""Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
+but the first); the fp32 copy is gone by then."""
+
 LOSS_CHUNK_BYTES = 3 * 4 * 2**24
 """fp32 logits that the loss works on at a time, with what it makes of them (runtime/loss.py: CHUNK_ELEMENTS)."""
 
@@ -123,7 +127,7 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
         "gradients": kept,
         "unsharded": np.where(copies, gathered, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
-        "logits": np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0),
+        "logits": _logits(stage, workload),
     }
     update = {
         "gradients": final,
@@ -138,6 +142,16 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
         "temporary": stage.working_bytes + _buffers(stage, step, copies, workload) + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
+
+
+def _logits(stage: StageContents, workload: Workload) -> Array:
+    """Bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel that leaves a gradient."""
+    b = workload.compute_bytes
+    if workload.fusion in ("eager", "composite_norm"):
+        return _EAGER_LOGIT_BYTES * stage.logits
+    if workload.fusion == "compiled":
+        return 2 * b * stage.logits
+    return np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0)
 
 
 def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Array:

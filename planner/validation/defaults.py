@@ -68,7 +68,7 @@ FLASH_GENERATION: tuple[Default, ...] = (
 )
 DROPOUT: tuple[Default, ...] = (
     Default(
-        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$",
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$|Aceso",
         True,
         "hidden_dropout is 0.1 in their arguments.py",
     ),

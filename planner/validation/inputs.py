@@ -339,7 +339,7 @@ def _optimizer(row: RunRow) -> Optimizer:
 
 def _fusion(row: RunRow) -> Any:
     """Whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels."""
-    quantised = row.framework.startswith("torchtitan") and row.precision_class in ("fp8", "mxfp8")
+    quantised = row.framework.startswith("torchtitan") and row.precision_class in ("fp8", "mxfp8", "nvfp4")
     stated = re.search(r"\bcompile\b", row.notes)
     if quantised or (stated and not re.search(r"\bNo torch\.compile", row.notes)):
         return "compiled"
