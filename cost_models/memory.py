@@ -123,11 +123,12 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     in_pieces = (step.zero_stage == 3) | (step.offload == 2)
     gathered = b * np.where(in_pieces, stage.root_params + 2 * stage.block_params, stage.trained)
     kept, final = _gradients(stage, step, workload)
+    temporary = stage.working_bytes + _buffers(stage, step, copies, workload)
     loss = {
         "gradients": kept,
         "unsharded": np.where(copies, gathered, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
-        "logits": _logits(stage, workload),
+        "logits": _logits(stage, workload, temporary),
     }
     update = {
         "gradients": final,
@@ -139,18 +140,20 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": float(workload.optimizer_bytes) * stage.owned(step) * step.on_device,
-        "temporary": stage.working_bytes + _buffers(stage, step, copies, workload) + _workspace_bytes(cluster),
+        "temporary": temporary + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
 
 
-def _logits(stage: StageContents, workload: Workload) -> Array:
-    """Bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel that leaves a gradient."""
+def _logits(stage: StageContents, workload: Workload, temporary: Array) -> Array:
+    """Bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel that leaves a gradient.
+
+    A loss that works on all logits at once is over before the first layer's backward pass, which finds their gradient only.
+    """
     b = workload.compute_bytes
-    if workload.fusion in ("eager", "composite_norm"):
-        return _EAGER_LOGIT_BYTES * stage.logits
-    if workload.fusion == "compiled":
-        return 2 * b * stage.logits
+    if workload.fusion != "engine":
+        in_loss = (2 * b if workload.fusion == "compiled" else _EAGER_LOGIT_BYTES) * stage.logits
+        return np.maximum(b * stage.logits, in_loss - temporary)
     return np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0)
 
 

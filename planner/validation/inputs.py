@@ -183,12 +183,25 @@ def _recompute_fields(row: RunRow, model: ModelSpec, assumed: _Assumed) -> dict[
     """Which recompute, and of which part of the blocks."""
     part = recompute_part(row) if row.recompute_class not in ("none", "unknown", "") else None
     if row.recompute_class == "custom":
-        choice: Recompute = "full" if part is None or part > 0 else "none"
+        choice: Recompute = "none" if part == 0 else _by_part(row, part or 1.0)[0]
+        part = part and _by_part(row, part)[1]
     else:
         choice = _recompute(row, model, assumed)
     if row.recompute_class == "selective" and part is not None:
         choice = "full"  # some whole layers
     return {"recompute": choice, "recompute_fraction": part if part and choice != "none" else 1.0}
+
+
+def _by_part(row: RunRow, part: float) -> tuple[Recompute, float]:
+    """Which recompute stands for a part of a stage: of its blocks, or under Aceso of its operators.
+
+    Aceso recomputes those first that keep most for their seconds: scores, softmax and dropout of unfused attention, 3 of the 13
+    operators of a block (its model_ops.py).
+    """
+    if not row.framework.startswith("Aceso"):
+        return "full", part
+    core = 3 / 13
+    return ("selective", min(part / core, 1.0)) if part < (1 + core) / 2 else ("full", part)
 
 
 def _stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
@@ -197,7 +210,8 @@ def _stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
         return ()
     changes: list[dict[str, Any]] = [{} for _ in range(layout.pp)]
     for change, part in zip(changes, parts, strict=False):
-        change |= {"recompute": "full" if part else "none", "recompute_fraction": part or 1.0}
+        choice, fraction = _by_part(row, part) if part else ("none", 1.0)
+        change |= {"recompute": choice, "recompute_fraction": fraction}
     for change, part in zip(changes, states, strict=False):
         change |= {"offload": "optimizer" if part else "none", "offload_fraction": part or 1.0}
     return tuple(layout.replace(**change) for change in changes)
