@@ -152,13 +152,20 @@ def _engine_attention(
     attention: SoftmaxAttention | LatentAttention, recompute: Recompute, read: float, engine: EngineFacts
 ) -> Saved:
     if isinstance(attention, LatentAttention):
-        return _attention(attention, 0, recompute)
+        return _compressed(attention) if recompute == "selective" else _attention(attention, 0, recompute)
     q, kv = attention.q_dim, attention.kv_dim
     rotated = engine.qkv_copies if attention.rope_fraction else 0
     # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
     kept = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
     packed = rotated * (q + kv) + (engine.kv_copies if attention.rope_fraction else 0) * 2 * kv
     return Saved(tp=kept + packed, tp_fp32=attention.num_heads)
+
+
+def _compressed(attention: LatentAttention) -> Saved:
+    """Megatron's recompute module mla_up_proj: queries, keys and values are made again from the compressed vectors."""
+    low_rank = (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
+    output = attention.num_heads * attention.v_head_dim
+    return Saved(tp=output, whole=2 * low_rank, tp_fp32=attention.num_heads)
 
 
 def _engine_mlp(mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: EngineFacts, *, drops: bool) -> Saved:

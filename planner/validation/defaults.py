@@ -29,6 +29,11 @@ RECOMPUTE: tuple[Default, ...] = (
     Default("torchtune", "full", "enable_activation_checkpointing: True in the full fine-tuning recipes"),
     Default("Alpa", "full", "its GPT benchmarks rematerialise every layer"),
     Default("Primus.*: FSDP", "full", "AMD's recipes with FSDP=1 pass RECOMPUTE=1"),
+    Default(
+        "(Megatron-Bridge|Megatron-Core|NeMo).*: latent",
+        "selective",
+        "Megatron-Bridge, scripts/performance/configs/deepseek: recompute_modules mla_up_proj or mlp on every device but one",
+    ),
     Default("Megatron|NeMo|Primus|Pai|FlagScale", "none", "recompute_granularity is None unless set"),
     Default("nanotron", "none", "recompute_layer: false"),
     Default("", "none", "autograd keeps what it needs unless told otherwise"),

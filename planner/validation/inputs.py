@@ -15,6 +15,7 @@ from typing import Any
 
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from ...schema.layout import Recompute
+from ...schema.model import LatentAttention
 from ...schema.workload import Gradients, Optimizer
 from .defaults import (
     BALANCED_STAGES,
@@ -277,7 +278,8 @@ def _sequence_parallel(row: RunRow, assumed: _Assumed) -> bool:
 def _recompute(row: RunRow, model: ModelSpec, assumed: _Assumed) -> Recompute:
     choice: Recompute
     if row.recompute_class not in ("none", "selective", "full"):
-        choice = assumed.default("recompute", RECOMPUTE, f": {row.sharding}")
+        latent = ": latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
+        choice = assumed.default("recompute", RECOMPUTE, f": {row.sharding}{latent}")
         return choice
     # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
     if _keeps_scores(row, model) and row.recompute_class == "selective":
