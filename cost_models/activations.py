@@ -8,7 +8,7 @@ the sequence under sequence parallelism. Source: the tensors our decoder saves, 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 from ..schema.layout import Recompute
@@ -51,6 +51,7 @@ class Kernels:
         saves_fp8: what the products read is kept in fp8 (Transformer Engine).
         eager: every operation is a kernel of its own that keeps its inputs (plain model code, LitGPT's or transformers').
         frozen: the weights of norms need no gradients, so that normalised inputs are not kept.
+        fp8_activation_input: what a gated activation reads is kept in fp8.
         dropout: hidden states and attention probabilities pass a dropout, which keeps a mask and its output.
     """
 
@@ -63,6 +64,7 @@ class Kernels:
     eager: bool = False
     frozen: bool = False
     dropout: bool = False
+    fp8_activation_input: bool = False
 
 
 @cache
@@ -132,6 +134,8 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
     read = 0.5 if how.saves_fp8 else 1.0
     one_byte = 1.0 / how.compute_bytes
     saved = _engine_attention(layer.attention, recompute, read, engine)
+    if how.fp8_activation_input:
+        engine = replace(engine, glu_tensors=1 + (engine.glu_tensors - 1) * one_byte)
     saved += _engine_mlp(layer.mlp, hidden_dim, read, engine, drops=drops)
     saved += Saved(tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2)
     if how.dropout:  # two masks of one byte

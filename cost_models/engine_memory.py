@@ -51,7 +51,7 @@ class EngineFacts:
     """
 
     logit_bytes: float
-    glu_tensors: int
+    glu_tensors: float
     qkv_copies: int = 0
     kv_copies: int = 0
     unfused_rmsnorm: bool = False

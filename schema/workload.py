@@ -55,6 +55,7 @@ class Workload(Frozen):
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
         gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
+        fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
         overlap: communication of data parallelism and of interleaved pipelines runs beside compute where the engine can.
         selective: what selective recompute keeps beside attention: the outputs of all products, or of every second one.
     """
@@ -72,6 +73,7 @@ class Workload(Frozen):
     engine: Engine = "fsdp2"
     gradients: Gradients = "fp32"
     selective: Selective = "products"
+    fp8_activation_input: bool = False
     overlap: bool = True
 
     @property

@@ -156,6 +156,15 @@ OVERLAP: tuple[Default, ...] = (
     Default("", True, "on in the recipes, or the engine's own way"),
 )
 
+FP8_ACTIVATION_INPUT: tuple[Default, ...] = (
+    Default(
+        "NeMo/Megatron: adapters, cp 1$",
+        True,
+        "FP8_ACT=1 in MLPerf's configurations of one node for Llama-2-70B LoRA (config_DGXB200_1x8x1xtp1pp1cp1.sh)",
+    ),
+    Default("", False, "activation_func_fp8_input_store is off unless set"),
+)
+
 PACKED_DOCUMENT: tuple[Default, ...] = (
     Default(
         "Megatron-Core/NeMo|NeMo/Megatron-Core|Megatron-Bridge", 256, "fine-tuning recipes pack SQuAD's short examples"

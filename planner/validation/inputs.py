@@ -23,6 +23,7 @@ from .defaults import (
     ENGINE,
     EXPERTS_FOLLOW_TP,
     FLASH_GENERATION,
+    FP8_ACTIVATION_INPUT,
     FUSION,
     GRADIENTS,
     OVERLAP,
@@ -319,6 +320,9 @@ def _workload(row: RunRow, model: ModelSpec, layout: Layout, assumed: _Assumed, 
         selective="alternate_products" if _is_per_operator(row) else "products",
         dropout=default_of(row.framework, DROPOUT),
         fusion=_fusion(row),
+        fp8_activation_input=default_of(
+            f"{row.framework}: {'adapters' if found else 'all'}, cp {layout.cp}", FP8_ACTIVATION_INPUT
+        ),
         attention="math" if _keeps_scores(row, model) else "flash",
     )
 
