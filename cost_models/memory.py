@@ -222,13 +222,30 @@ def context_bytes(cluster: ClusterSpec) -> float:
 
 
 def interval_factors(workload: Workload, cluster: ClusterSpec) -> tuple[float, float]:
-    """Ends of the memory interval: of the allocated, and of the reserved peak."""
-    interval = coefficients()["interval"]
-    is_cpu = cluster.weakest_device.vendor == "cpu"
-    low, high = interval["memory_cpu" if is_cpu else f"memory_{workload.engine}"]
+    """Ends of the nominal 90 % interval of a measured peak, as multiples of the predicted one."""
+    low, high = coefficients()["interval"]["memory"][_engine_key(workload, cluster)]
     return float(low), float(high)
 
 
-def upper_bytes(allocated: Array, workload: Workload, cluster: ClusterSpec) -> Array:
-    """Upper end of the interval of reserved memory: what must be within the budget."""
-    return allocated * reserved_over_allocated(cluster) * interval_factors(workload, cluster)[1]
+def reserved_bytes(allocated: Array, parameters: Array, workload: Workload, cluster: ClusterSpec) -> Array:
+    """What the caching allocator holds: slack on everything but a frozen model, which is loaded once into blocks of its size."""
+    static = 0.0 if workload.adapters is None else parameters
+    return static + (allocated - static) * reserved_over_allocated(cluster)
+
+
+def required_bytes(allocated: Array, parameters: Array, workload: Workload, cluster: ClusterSpec) -> Array:
+    """What must be within the budget for a run to count as fitting: the reserved peak times a margin of its engine.
+
+    The margin is no end of an interval but where decisions are best: `fits_margin` in coefficients.toml.
+    """
+    margin = float(coefficients()["memory"]["fits_margin"][_engine_key(workload, cluster)])
+    return margin * reserved_bytes(allocated, parameters, workload, cluster)
+
+
+def least_required_bytes(allocated: Array, workload: Workload, cluster: ClusterSpec) -> Array:
+    """Lower bound of `required_bytes` where only a bound of the allocated peak is known."""
+    return required_bytes(allocated, allocated, workload, cluster)
+
+
+def _engine_key(workload: Workload, cluster: ClusterSpec) -> str:
+    return "cpu" if cluster.weakest_device.vendor == "cpu" else workload.engine
