@@ -42,6 +42,7 @@ def memory_table(scores: dict[str, SourceScore]) -> Table:
         "rows",
         "MAPE",
         "bias",
+        "in interval",
         "failed",
         "recalled",
         "ran",
@@ -53,10 +54,14 @@ def memory_table(scores: dict[str, SourceScore]) -> Table:
         shown = source or "(none)"
         kinds: dict[str, MemoryScore | None] = dict(score.memory) or {"-": None}
         for kind, memory in kinds.items():
-            errors = (_percent(memory.mape), _percent(memory.bias, sign=True)) if memory else ("-", "-")
+            errors = _memory_errors(memory) if memory else ("-",) * 3
             table.add_row(shown, kind, str(memory.count) if memory else "-", *errors, *verdicts)
             shown, verdicts = "", [""] * 4
     return table
+
+
+def _memory_errors(memory: MemoryScore) -> tuple[str, str, str]:
+    return _percent(memory.mape), _percent(memory.bias, sign=True), _percent(memory.coverage)
 
 
 def notes_table(scores: dict[str, SourceScore]) -> Table:

@@ -8,7 +8,7 @@ the sequence under sequence parallelism. Source: the tensors our decoder saves, 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 from ..schema.layout import Recompute
@@ -51,6 +51,8 @@ class Kernels:
         saves_fp8: what the products read is kept in fp8 (Transformer Engine).
         eager: every operation is a kernel of its own that keeps its inputs (plain model code, LitGPT's or transformers').
         frozen: the weights of norms need no gradients, so that normalised inputs are not kept.
+        fp8_activation_input: what a gated activation reads is kept in fp8.
+        dropout: hidden states and attention probabilities pass a dropout, which keeps a mask and its output.
     """
 
     compute_bytes: int
@@ -61,6 +63,8 @@ class Kernels:
     every_second: bool = False
     eager: bool = False
     frozen: bool = False
+    dropout: bool = False
+    fp8_activation_input: bool = False
 
 
 @cache
@@ -129,12 +133,12 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
     drops = recompute == "selective"
     read = 0.5 if how.saves_fp8 else 1.0
     one_byte = 1.0 / how.compute_bytes
-    # A GPT drops out hidden states (two masks of one byte) and attention; models without biases in their norms do neither.
-    dropout = layer.norm_bias
     saved = _engine_attention(layer.attention, recompute, read, engine)
+    if how.fp8_activation_input:
+        engine = replace(engine, glu_tensors=1 + (engine.glu_tensors - 1) * one_byte)
     saved += _engine_mlp(layer.mlp, hidden_dim, read, engine, drops=drops)
     saved += Saved(tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2)
-    if dropout:
+    if how.dropout:  # two masks of one byte
         saved += Saved(tokens=2 * hidden_dim * one_byte)
     if engine.keeps_all_outputs and not drops:
         saved += Saved(tokens=4 * hidden_dim)  # of both output projections and both residual additions
@@ -144,7 +148,7 @@ def _engine_block(layer: Block, hidden_dim: int, recompute: Recompute, how: Kern
         # After the softmax; with dropout its mask and its output besides.
         scores = layer.attention.num_heads * how.score_width
         inputs = 2 if engine.keeps_all_outputs else 0  # before and after the mask
-        saved += Saved(tp=scores * (inputs + (2 + one_byte if dropout else 1)))
+        saved += Saved(tp=scores * (inputs + (2 + one_byte if how.dropout else 1)))
     return saved
 
 
@@ -152,13 +156,20 @@ def _engine_attention(
     attention: SoftmaxAttention | LatentAttention, recompute: Recompute, read: float, engine: MemoryFacts
 ) -> Saved:
     if isinstance(attention, LatentAttention):
-        return _attention(attention, 0, recompute)
+        return _compressed(attention) if recompute == "selective" else _attention(attention, 0, recompute)
     q, kv = attention.q_dim, attention.kv_dim
     rotated = engine.qkv_copies if attention.rope_fraction else 0
     # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
     kept = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
     packed = rotated * (q + kv) + (engine.kv_copies if attention.rope_fraction else 0) * 2 * kv
     return Saved(tp=kept + packed, tp_fp32=attention.num_heads)
+
+
+def _compressed(attention: LatentAttention) -> Saved:
+    """Megatron's recompute module mla_up_proj: queries, keys and values are made again from the compressed vectors."""
+    low_rank = (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
+    output = attention.num_heads * attention.v_head_dim
+    return Saved(tp=output, whole=2 * low_rank, tp_fp32=attention.num_heads)
 
 
 def _engine_mlp(mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: MemoryFacts, *, drops: bool) -> Saved:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache, wraps
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from ..schema import ClusterSpec, Device, Workload
 from ..schema.cluster import GemmFit
@@ -13,6 +16,9 @@ from ..schema.errors import ConfigError
 from ..schema.workload import Precision
 from .learned.attention import PROCESSORS, Silicon, kernel_name
 from .learned.gemm import GemmRates, Hardware, is_known, known_coefficients
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -25,9 +31,72 @@ _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp
 
 
 @cache
+def _read() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files(__package__).joinpath("coefficients.toml").read_text(encoding="utf-8"))
+
+
+_overrides: list[dict[str, dict[str, Any]]] = []
+_clear: list[Callable[[], None]] = []
+
+
 def coefficients() -> dict[str, dict[str, Any]]:
     """Section -> name -> value."""
-    return tomllib.loads(files(__package__).joinpath("coefficients.toml").read_text(encoding="utf-8"))
+    return _overrides[-1] if _overrides else _read()
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """`functools.cache` for what depends on coefficients: forgotten where `overridden` begins and ends."""
+    found = cache(function)
+    _clear.append(found.cache_clear)
+
+    @wraps(function)
+    def lookup(*args: P.args, **kwargs: P.kwargs) -> R:
+        return found(*args, **kwargs)
+
+    return lookup
+
+
+def value_at(path: str) -> Any:
+    """The coefficient called ``section.name``, sections nested by more dots.
+
+    Raises:
+        ConfigError: there is no such coefficient.
+    """
+    value: Any = coefficients()
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise ConfigError(f"no coefficient {path}", help="names are those of cost_models/coefficients.toml")
+        value = value[key]
+    return value
+
+
+@contextmanager
+def overridden(values: Mapping[str, Any]) -> Iterator[None]:
+    """Within it, coefficients by path have these values; to fit them, not for plans, which say nothing about it.
+
+    Raises:
+        ConfigError: there is no such coefficient.
+    """
+    changed = deepcopy(coefficients())
+    for path, value in values.items():
+        value_at(path)
+        section: Any = changed
+        *sections, name = path.split(".")
+        for key in sections:
+            section = section[key]
+        section[name] = value
+    _overrides.append(changed)
+    try:
+        _forget()
+        yield
+    finally:
+        _overrides.pop()
+        _forget()
+
+
+def _forget() -> None:
+    for clear in _clear:
+        clear()
 
 
 class AttentionRates(NamedTuple):
@@ -101,6 +170,8 @@ def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
     """Host overheads of the workload's engine."""
     shared, speed = coefficients()["host"], cluster.calibration.host
     c = shared[workload.engine]
+    if has_own_processor(cluster):
+        speed = speed / shared["own_processor_ratio"]
     return HostCosts(
         c["operator_s"] / speed,
         c["collective_s"] / speed,
@@ -111,6 +182,12 @@ def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
         pipelined_collective_s=c.get("pipelined_collective_s", 0.0) / speed,
         spanning_collective_s=c.get("spanning_collective_s", 0.0) / speed,
     )
+
+
+def has_own_processor(cluster: ClusterSpec) -> bool:
+    """Whether devices are joined to a processor of their own (Grace), by a link that no other processor's has the rate of."""
+    rates = [group.host_link_bytes_per_s or 0.0 for group in cluster.groups]
+    return bool(max(rates) > coefficients()["offload"]["own_host_bytes_per_s"])
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -208,7 +285,9 @@ def _cpu_fit(device: Device) -> GemmFit:
 
 
 def _sustained(device: Device) -> float:
-    return float(coefficients()["sustained"].get(device.architecture, 1.0))
+    """Arithmetic over hours over that of a short benchmark; clocks fall with a root of the power limit (f V^2, V rising with f)."""
+    c = coefficients()["sustained"]
+    return float(c.get(device.architecture, c["other"]) * device.power_limit_ratio ** c["power_exponent"])
 
 
 def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates:

@@ -50,6 +50,9 @@ def compute_s(
     host_forward = per_pass + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = per_pass + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s + repeats * collectives * each_s
+    if workload.cuda_graphs:  # collectives and recompute are in the graph
+        host_forward = host_backward = np.full(len(batch), host.operator_s)
+        host_recompute = zero
     if host.adds:
         return forward + host_forward, backward + host_backward, recompute + host_recompute
     comm_forward, comm_backward = comm_s

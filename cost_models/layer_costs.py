@@ -28,7 +28,7 @@ from .operators import FusedAttention, Gemm, Layer, Operator, Softmax, layer_ope
 from .parameters import frozen_bytes, tp_params, trained_params
 from .saved_bytes import activation_bytes
 from .setting import Setting
-from .tensor_parallel import hidden_reduction_s, tensor_parallel_s
+from .tensor_parallel import hidden_s, tensor_parallel_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,8 @@ def layer_cost(
     operators = _operators(layer, setting)
     times, cp_s = _with_ring(layer, operators, _operator_times(operators, setting), setting)
     tp_s = tensor_parallel_s(layer, setting)
-    tp_s = (tp_s[0], tp_s[1] - hidden_reduction_s(operators, times, setting))
+    hidden = hidden_s(operators, times, setting)
+    tp_s = (tp_s[0] - hidden[0], tp_s[1] - hidden[1])
     ep_s = expert_parallel_s(layer, setting)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute = compute_s(layer, operators, times, comm_s, setting)

@@ -37,6 +37,10 @@ from .experts import sharded_params
 Array = Any
 """A float or a float array; all arguments of one call broadcast together."""
 
+_EAGER_LOGIT_BYTES = 14.0
+"""Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
+but the first); the fp32 copy is gone by then."""
+
 LOSS_CHUNK_BYTES = 3 * 4 * 2**24
 """fp32 logits that the loss works on at a time, with what it makes of them (runtime/loss.py: CHUNK_ELEMENTS)."""
 
@@ -119,11 +123,12 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     in_pieces = (step.zero_stage == 3) | (step.offload == 2)
     gathered = b * np.where(in_pieces, stage.root_params + 2 * stage.block_params, stage.trained)
     kept, final = _gradients(stage, step, workload)
+    temporary = stage.working_bytes + _buffers(stage, step, copies, workload)
     loss = {
         "gradients": kept,
         "unsharded": np.where(copies, gathered, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
-        "logits": np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0),
+        "logits": _logits(stage, workload, temporary),
     }
     update = {
         "gradients": final,
@@ -135,9 +140,21 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": float(workload.optimizer_bytes) * stage.owned(step) * step.on_device,
-        "temporary": stage.working_bytes + _buffers(stage, step, copies, workload) + _workspace_bytes(cluster),
+        "temporary": temporary + _workspace_bytes(cluster),
         **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
     }
+
+
+def _logits(stage: StageContents, workload: Workload, temporary: Array) -> Array:
+    """Bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel that leaves a gradient.
+
+    A loss that works on all logits at once is over before the first layer's backward pass, which finds their gradient only.
+    """
+    b = workload.compute_bytes
+    if workload.fusion != "engine":
+        in_loss = (2 * b if workload.fusion == "compiled" else _EAGER_LOGIT_BYTES) * stage.logits
+        return np.maximum(b * stage.logits, in_loss - temporary)
+    return np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0)
 
 
 def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Array:
@@ -205,13 +222,30 @@ def context_bytes(cluster: ClusterSpec) -> float:
 
 
 def interval_factors(workload: Workload, cluster: ClusterSpec) -> tuple[float, float]:
-    """Ends of the memory interval: of the allocated, and of the reserved peak."""
-    interval = coefficients()["interval"]
-    is_cpu = cluster.weakest_device.vendor == "cpu"
-    low, high = interval["memory_cpu" if is_cpu else f"memory_{workload.engine}"]
+    """Ends of the nominal 90 % interval of a measured peak, as multiples of the predicted one."""
+    low, high = coefficients()["interval"]["memory"][_engine_key(workload, cluster)]
     return float(low), float(high)
 
 
-def upper_bytes(allocated: Array, workload: Workload, cluster: ClusterSpec) -> Array:
-    """Upper end of the interval of reserved memory: what must be within the budget."""
-    return allocated * reserved_over_allocated(cluster) * interval_factors(workload, cluster)[1]
+def reserved_bytes(allocated: Array, parameters: Array, workload: Workload, cluster: ClusterSpec) -> Array:
+    """What the caching allocator holds: slack on everything but a frozen model, which is loaded once into blocks of its size."""
+    static = 0.0 if workload.adapters is None else parameters
+    return static + (allocated - static) * reserved_over_allocated(cluster)
+
+
+def required_bytes(allocated: Array, parameters: Array, workload: Workload, cluster: ClusterSpec) -> Array:
+    """What must be within the budget for a run to count as fitting: the reserved peak times a margin of its engine.
+
+    The margin is no end of an interval but where decisions are best: `fits_margin` in coefficients.toml.
+    """
+    margin = float(coefficients()["memory"]["fits_margin"][_engine_key(workload, cluster)])
+    return margin * reserved_bytes(allocated, parameters, workload, cluster)
+
+
+def least_required_bytes(allocated: Array, workload: Workload, cluster: ClusterSpec) -> Array:
+    """Lower bound of `required_bytes` where only a bound of the allocated peak is known."""
+    return required_bytes(allocated, allocated, workload, cluster)
+
+
+def _engine_key(workload: Workload, cluster: ClusterSpec) -> str:
+    return "cpu" if cluster.weakest_device.vendor == "cpu" else workload.engine

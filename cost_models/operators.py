@@ -11,12 +11,11 @@ causal attention takes 2*T*c*(dk + dv) per head for c attended tokens on average
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from ..schema.workload import Engine, Fusion
-from .coefficients import coefficients
+from .coefficients import coefficients, remembered
 from .kernels import DROPOUT, EngineKernels, Passes, added, kernels_of
 
 Shard = Literal["column", "row", "none", "tokens"]
@@ -117,7 +116,7 @@ CORE_ATTENTION = ("attention", "scores", "softmax", "context")
 """Names of the operators between query, key, value and the output projection."""
 
 
-@cache
+@remembered
 def layer_operators(
     layer: Layer,
     hidden_dim: int,
@@ -216,16 +215,21 @@ def _attention(
 def _latent_attention(
     attention: LatentAttention, hidden_dim: int, seq_len: int, kernels: EngineKernels
 ) -> tuple[Operator, ...]:
+    """Rotary parts of queries and keys are joined to the rest, and values split off, by copies."""
     heads, rank = attention.num_heads, attention.q_lora_rank
+    joined = attention.q_dim + heads * (attention.head_dim + attention.v_head_dim)
     kv_up = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
     if rank is None:
         query: tuple[Operator, ...] = (Gemm("q", attention.q_dim, hidden_dim, "column"),)
     else:
-        query = (Gemm("q_down", rank, hidden_dim, "none"), Gemm("q_up", attention.q_dim, rank, "column"))
+        down = Gemm("q_down", rank, hidden_dim, "none")
+        query = (down, _norm("q_norm", rank, "none", kernels), Gemm("q_up", attention.q_dim, rank, "column"))
     return (
         *query,
         Gemm("kv_down", attention.kv_lora_rank + attention.qk_rope_head_dim, hidden_dim, "none"),
+        _norm("kv_norm", attention.kv_lora_rank, "none", kernels),
         Gemm("kv_up", kv_up, attention.kv_lora_rank, "column"),
+        _passes("latent_copies", joined, Passes(2, 2, 3, 3), "column"),
         _passes("rotary", heads * attention.qk_rope_head_dim, kernels.rotary, "column"),
         FusedAttention(
             "attention", heads, attention.head_dim, attention.v_head_dim, (seq_len + 1) / 2, seq_len, seq_len, heads

@@ -12,13 +12,12 @@ coefficients.toml for all four streams on one fabric, [overlap] for a product an
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ..schema import ClusterSpec
-from .coefficients import coefficients
+from .coefficients import coefficients, remembered
 from .layouts import FloatArray
 
 STREAMS = ("compute", "collective", "to_device", "to_host")
@@ -40,7 +39,7 @@ class Pair(NamedTuple):
     collective: FloatArray | float
 
 
-@cache
+@remembered
 def interference(fabric: Fabric) -> FloatArray:
     """Slow-down of stream i (row) by stream j (column), [4, 4] with an empty diagonal."""
     return np.array(coefficients()["interference"][fabric], dtype=np.float64)

@@ -27,9 +27,11 @@ def activation_bytes(
         score_width=workload.seq_len if workload.attention == "math" else 0,
         engine=engine_memory.MEMORY.get(workload.engine),
         every_second=workload.selective == "alternate_products",
-        saves_fp8=workload.precision == "fp8" and workload.engine == "megatron",
+        saves_fp8=workload.precision in ("fp8", "nvfp4") and workload.engine == "megatron",
         eager=workload.fusion == "eager",
         frozen=workload.adapters is not None,
+        dropout=workload.dropout,
+        fp8_activation_input=workload.fp8_activation_input,
     )
     choices = [_saved(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
     if is_megatron(workload) and workload.attention == "math":

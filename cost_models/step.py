@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -165,20 +166,23 @@ def _time_breakdown(
 
 def with_memory(estimate: Estimate, parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> Estimate:
     """The estimate with another peak of the fullest device."""
+    return estimate.replace(memory_bytes=parts, **_peaks(parts, workload, cluster))
+
+
+def _peaks(parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> dict[str, Any]:
+    """Fields of an Estimate that follow from the parts of the allocated peak."""
     allocated = parts.total
-    reserved, upper = (
-        allocated * memory.reserved_over_allocated(cluster),
-        memory.upper_bytes(allocated, workload, cluster),
-    )
-    low = allocated * memory.interval_factors(workload, cluster)[0]
-    return estimate.replace(
-        peak_allocated_bytes=allocated,
-        peak_reserved_bytes=int(reserved),
-        peak_device_bytes=int(reserved + memory.context_bytes(cluster)),
-        memory_interval_bytes=Interval(low=low, high=float(upper)),
-        fits=float(upper) <= cluster.memory_budget_bytes,
-        memory_bytes=parts,
-    )
+    reserved = float(memory.reserved_bytes(allocated, parts.parameters, workload, cluster))
+    required = int(memory.required_bytes(allocated, parts.parameters, workload, cluster))
+    low, high = memory.interval_factors(workload, cluster)
+    return {
+        "peak_allocated_bytes": allocated,
+        "peak_reserved_bytes": int(reserved),
+        "peak_device_bytes": int(reserved + memory.context_bytes(cluster)),
+        "memory_interval_bytes": Interval(low=low * allocated, high=high * allocated),
+        "required_bytes": required,
+        "fits": required <= cluster.memory_budget_bytes,
+    }
 
 
 def _assemble(
@@ -186,24 +190,19 @@ def _assemble(
 ) -> Estimate:
     workload, cluster, model = costs.workload, costs.cluster, costs.model
     device = cluster.weakest_device
-    time, allocated = breakdown_s.total, stages[fullest].memory_bytes.total
+    time = breakdown_s.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
     is_frozen = workload.adapters is not None
     flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen) * tokens_per_s
-    upper = float(memory.upper_bytes(allocated, workload, cluster))
     return Estimate(
         step_time_s=time,
         step_time_interval_s=time_interval(breakdown_s, cluster),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
         mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
-        peak_allocated_bytes=allocated,
-        peak_reserved_bytes=int(allocated * memory.reserved_over_allocated(cluster)),
-        peak_device_bytes=int(allocated * memory.reserved_over_allocated(cluster) + memory.context_bytes(cluster)),
-        memory_interval_bytes=Interval(low=allocated * memory.interval_factors(workload, cluster)[0], high=upper),
         budget_bytes=cluster.memory_budget_bytes,
-        fits=upper <= cluster.memory_budget_bytes,
+        **_peaks(stages[fullest].memory_bytes, workload, cluster),
         breakdown_s=breakdown_s,
         memory_bytes=stages[fullest].memory_bytes,
         stages=stages,

@@ -38,7 +38,35 @@ def tensor_parallel_s(layer: Layer, setting: Setting) -> tuple[FloatArray, Float
     return once, once + batch.recompute_fraction * _repeated_communication_s(once, reduce, batch, setting.workload)
 
 
-def hidden_reduction_s(operators: tuple[Operator, ...], times: list[OperatorTime], setting: Setting) -> FloatArray:
+def hidden_s(
+    operators: tuple[Operator, ...], times: list[OperatorTime], setting: Setting
+) -> tuple[FloatArray, FloatArray]:
+    """What runs beside products, forward and backward [N].
+
+    With userbuffers (``tp_overlap``) a product starts on the rank's own chunk while the others arrive, and sends finished chunks
+    while it computes the next: of tp chunks one is exposed where a product's output is reduced, none of those it reads, as far
+    as the product is long enough. Gathers of gradients hide behind the dgrad of the row-parallel products.
+    Source: Transformer Engine, ring_exchange and pipeline methods of its communication overlap.
+    """
+    batch, workload = setting.batch, setting.workload
+    reduced, none = _hidden_reduction_s(operators, times, setting), np.zeros(len(batch))
+    if not workload.tp_overlap or workload.adapters is not None:
+        return none, reduced
+    size, stride = setting.hidden_bytes, np.ones_like(batch.tp)
+    gather = collective_s("all_gather", size, batch.tp, stride, setting.cluster)
+    scatter = collective_s("reduce_scatter", size, batch.tp, stride, setting.cluster) * (1 - 1 / batch.tp)
+    forward, backward = none, none
+    for op, time in zip(operators, times, strict=True):
+        if op.name in ("qkv", "mlp_up"):
+            forward = forward + np.minimum(gather, time.forward_s)
+        elif op.name in ("attention_out", "mlp_down"):
+            forward = forward + np.minimum(scatter, time.forward_s)
+            backward = backward + np.minimum(gather, time.backward_s / 2)
+    chunked = (batch.sequence_parallel == 1) & (batch.tp > 1)
+    return np.where(chunked, forward, 0.0), reduced + np.where(chunked, backward, 0.0)
+
+
+def _hidden_reduction_s(operators: tuple[Operator, ...], times: list[OperatorTime], setting: Setting) -> FloatArray:
     """Part of the backward reductions [N] that runs beside the gradient of a weight.
 
     Megatron reduces the gradient of a column-parallel product's input while it computes that of its weight, half of the product's

@@ -85,7 +85,7 @@ def why_too_large(estimate: Estimate) -> str:
     parts = estimate.memory_bytes.model_dump()
     largest = max(parts, key=lambda name: parts[name])
     return (
-        f"does not fit: up to {format_bytes(estimate.memory_interval_bytes.high)} of "
+        f"does not fit: needs up to {format_bytes(estimate.required_bytes)} of "
         f"{format_bytes(estimate.budget_bytes)}; {largest} {format_bytes(parts[largest])}"
     )
 

@@ -41,7 +41,7 @@ def explain_infeasible(
     best = min(
         (expand(costs, int(i)) for i in np.argsort(bound_bytes)[:20]), key=lambda c: c.estimate.peak_allocated_bytes
     )
-    layout, needs = costs.batch.layout(best.idx), best.estimate.memory_interval_bytes.high
+    layout, needs = costs.batch.layout(best.idx), best.estimate.required_bytes
     parts = sorted(best.estimate.memory_bytes.model_dump().items(), key=lambda item: -item[1])
     device = cluster.weakest_device
     return InfeasibleError(
@@ -65,7 +65,7 @@ def _smallest_fit(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fi
         except ConfigError:
             return None  # the batch or a fixed degree does not divide over more devices
         if found.fitting:
-            return f"use {larger.num_devices} devices ({format_bytes(found.fitting[0].estimate.memory_interval_bytes.high)} each)"
+            return f"use {larger.num_devices} devices ({format_bytes(found.fitting[0].estimate.required_bytes)} each)"
         factor *= 2
     return None
 

@@ -84,7 +84,7 @@ def search(
     start = time.perf_counter()
     costs = SpaceCosts.of(model, workload, cluster, space.batch)
     bound_s, bound_bytes = lower_bounds(costs)
-    may_fit = memory.upper_bytes(bound_bytes, workload, cluster) <= cluster.memory_budget_bytes
+    may_fit = memory.least_required_bytes(bound_bytes, workload, cluster) <= cluster.memory_budget_bytes
     order = np.flatnonzero(may_fit)[np.argsort(bound_s[may_fit], kind="stable")]
     result = SearchResult(costs)
     incumbent, bound = np.inf, np.inf
@@ -153,7 +153,7 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
 
 
 def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:
-    """FITS [S, L+1, L+1]: the stage has a block, and the upper end of its memory is within ``cap_bytes``."""
+    """FITS [S, L+1, L+1]: the stage has a block, and what it requires is within ``cap_bytes``."""
     pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
@@ -164,7 +164,8 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.
     contents = contents_between(costs, idx, first, last)
     parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None, None])
     total = np.broadcast_to(memory.total_bytes(parts), (pp, size, size))
-    return np.asarray(has_block & (memory.upper_bytes(total, costs.workload, costs.cluster) <= cap_bytes))
+    required = memory.required_bytes(total, parts["parameters"], costs.workload, costs.cluster)
+    return np.asarray(has_block & (required <= cap_bytes))
 
 
 def _nearest_misses(

@@ -48,6 +48,7 @@ class Device(Frozen):
     Attributes:
         memory_bytes: what the framework reports as total, not the decimal figure of the data sheet.
         num_sms: streaming multiprocessors (AMD: compute units); cache_bytes: second-level cache; None where unknown.
+        power_limit_ratio: power limit over the one that the data sheet's rates are stated at.
         gemm: efficiencies measured on this machine; None where none were.
     """
 
@@ -59,6 +60,7 @@ class Device(Frozen):
     peak_flops_per_s: PeakFlops
     num_sms: PositiveInt | None = None
     cache_bytes: PositiveInt | None = None
+    power_limit_ratio: PositiveFloat = 1.0
     gemm: GemmFit | None = None
     price_per_hour: PositiveFloat | None = None
     source: str = ""

@@ -11,7 +11,7 @@ from .cluster import CollectiveLatency, Device, GemmFit, Link, LinkEfficiency, L
 
 _DEVICE_FIELDS = (
     "vendor", "architecture", "memory_bytes", "memory_bandwidth_bytes_per_s", "num_sms", "cache_bytes",
-    "price_per_hour", "source",
+    "power_limit_ratio", "price_per_hour", "source",
 )  # fmt: skip
 
 

@@ -55,7 +55,11 @@ class Workload(Frozen):
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
         gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
+        fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
         overlap: communication of data parallelism and of interleaved pipelines runs beside compute where the engine can.
+        tp_overlap: tensor-parallel communication runs chunk by chunk beside the products that need or make it (Transformer
+            Engine's userbuffers); with sequence parallelism only.
+        cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators.
         selective: what selective recompute keeps beside attention: the outputs of all products, or of every second one.
     """
 
@@ -72,7 +76,10 @@ class Workload(Frozen):
     engine: Engine = "fsdp2"
     gradients: Gradients = "fp32"
     selective: Selective = "products"
+    fp8_activation_input: bool = False
     overlap: bool = True
+    tp_overlap: bool = False
+    cuda_graphs: bool = False
 
     @property
     def tokens_per_step(self) -> int:

@@ -30,6 +30,11 @@ RECOMPUTE: tuple[Default, ...] = (
     Default("torchtune", "full", "enable_activation_checkpointing: True in the full fine-tuning recipes"),
     Default("Alpa", "full", "its GPT benchmarks rematerialise every layer"),
     Default("Primus.*: FSDP", "full", "AMD's recipes with FSDP=1 pass RECOMPUTE=1"),
+    Default(
+        "(Megatron-Bridge|Megatron-Core|NeMo).*: latent",
+        "selective",
+        "Megatron-Bridge, scripts/performance/configs/deepseek: recompute_modules mla_up_proj or mlp on every device but one",
+    ),
     Default("Megatron|NeMo|Primus|Pai|FlagScale", "none", "recompute_granularity is None unless set"),
     Default("nanotron", "none", "recompute_layer: false"),
     Default("", "none", "autograd keeps what it needs unless told otherwise"),
@@ -69,7 +74,7 @@ FLASH_GENERATION: tuple[Default, ...] = (
 )
 DROPOUT: tuple[Default, ...] = (
     Default(
-        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$",
+        r"Megatron-LM \((SC21|Jan 2021|MLSys23)|Megatron-DeepSpeed$|Aceso",
         True,
         "hidden_dropout is 0.1 in their arguments.py",
     ),
@@ -150,6 +155,32 @@ OVERLAP: tuple[Default, ...] = (
     ),
     Default("Megatron-LM$", False, "--overlap-grad-reduce is off unless set"),
     Default("", True, "on in the recipes, or the engine's own way"),
+)
+
+TP_OVERLAP: tuple[Default, ...] = (
+    Default(
+        "NeMo",
+        True,
+        "MegatronCommOverlapCallback(tp_comm_overlap=True) in NeMo's performance recipes, and in MLPerf's configs",
+    ),
+    Default(
+        "Megatron-Core/NeMo|Megatron-Bridge", True, "CommOverlapConfig(tp_comm_overlap=True) in scripts/performance"
+    ),
+    Default("", False, "tp_comm_overlap needs Transformer Engine's userbuffers and is off unless set"),
+)
+
+CUDA_GRAPHS: tuple[Default, ...] = (
+    Default("NeMo/Megatron$", True, "MCORE_CUDA_GRAPH=1 in NVIDIA's MLPerf configs, a graph for every layer"),
+    Default("", False, "off unless set"),
+)
+
+FP8_ACTIVATION_INPUT: tuple[Default, ...] = (
+    Default(
+        "NeMo/Megatron: adapters, cp 1$",
+        True,
+        "FP8_ACT=1 in MLPerf's configurations of one node for Llama-2-70B LoRA (config_DGXB200_1x8x1xtp1pp1cp1.sh)",
+    ),
+    Default("", False, "activation_func_fp8_input_store is off unless set"),
 )
 
 PACKED_DOCUMENT: tuple[Default, ...] = (

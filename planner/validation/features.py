@@ -139,6 +139,21 @@ def stage_parts(row: RunRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return recomputed, tuple(part[2] for part in _mist_parts(row))
 
 
+def stage_cuts(row: RunRow) -> tuple[int, ...]:
+    """Where a row's stages begin and end, in layers with embedding and head, as far as the row says it.
+
+    Mist lists blocks (layer_partitions), Sailor layers with embedding and head (layers_per_stage).
+    """
+    blocks = _numbers("layer_partitions", row.notes)
+    if blocks and len(blocks) == (row.pp or 1) and sum(blocks) == row.layers:
+        return (0, *(1 + sum(blocks[: s + 1]) for s in range(len(blocks) - 1)), row.layers + 2)
+    stated = re.search(r"layers_per_stage=\[([\d, ]+)\]", row.notes)
+    layers = [int(number) for number in re.findall(r"\d+", stated[1])] if stated else []
+    if layers and len(layers) == (row.pp or 1) and row.layers and sum(layers) == row.layers + 2:
+        return (0, *(sum(layers[: s + 1]) for s in range(len(layers))))
+    return ()
+
+
 def _list_of_parts(text: str) -> tuple[float, ...]:
     """The numbers of ``[0.5, 0.25]``, at most 1 each; none where there is no such list."""
     match = re.search(r"\[((?:\s*\d+(?:\.\d+)?\s*,?)+)\]", text)

@@ -1,7 +1,8 @@
-"""Coefficients of the step time's interval from measured runs: `python -m meshwright.planner.validation.fit_intervals RUNS.csv`.
+"""Coefficients of the intervals of step time and memory from measured runs: `python -m meshwright.planner.validation.fit_intervals RUNS.csv`.
 
 Quantile regression (scikit-learn) of log(measured / predicted) on the shares of the step time, on the `fit` half of the rows, every
-source with the same weight. Prints the lines for cost_models/coefficients.toml and the coverage on the other half.
+source with the same weight. Memory: the same quantiles of measured over predicted peak, by engine. Prints the lines
+for cost_models/coefficients.toml and the coverage on the other half.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from ...cost_models.interval import time_shares
 from .predict import Prediction, predict
 from .rows import RunRow, read_runs
+from .score import memory_ratio
 
 FloatArray = NDArray[np.float64]
 
@@ -65,6 +67,25 @@ def covered(
     return {source: float(np.mean(values)) for source, values in inside.items()}
 
 
+def fit_memory(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> dict[str, tuple[float, float]]:
+    """Quantiles of measured over predicted peak by engine; every source of an engine has the same weight."""
+    by_engine: dict[str, dict[str, list[float]]] = {}
+    for row, p in zip(rows, predictions, strict=True):
+        if row.is_scored and p.inputs is not None and (found := memory_ratio(row, p)):
+            by_engine.setdefault(p.inputs.workload.engine, {}).setdefault(row.source_set, []).append(found[0])
+    return {engine: _quantiles(sources) for engine, sources in by_engine.items()}
+
+
+def _quantiles(sources: dict[str, list[float]]) -> tuple[float, float]:
+    ratios = np.concatenate([np.array(values) for values in sources.values()])
+    weights = np.concatenate([np.full(len(values), 1 / len(values)) for values in sources.values()])
+    order = np.argsort(ratios)
+    # The middle of each run's weight, so that both tails are treated alike.
+    at = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    low, high = np.interp([TAIL_FRACTION, 1 - TAIL_FRACTION], at, ratios[order])
+    return round(float(low), 2), round(float(high), 2)
+
+
 def main() -> None:
     """Fit on one half of the table, report on the other."""
     rows = read_runs(sys.argv[1])
@@ -72,6 +93,8 @@ def main() -> None:
     predictions = {part: predict(half) for part, half in halves.items()}
     found = fit(halves["fit"], predictions["fit"])
     lines = [f"{side} = {{{', '.join(f'{k} = {v}' for k, v in widths.items())}}}" for side, widths in found.items()]
+    memory = fit_memory(halves["fit"], predictions["fit"])
+    lines += [f"{engine} = [{low}, {high}]" for engine, (low, high) in memory.items()]
     coverage = covered(halves["held-out"], predictions["held-out"], found)
     lines += [f"# held-out coverage {source}: {100 * value:.0f} %" for source, value in coverage.items()]
     sys.stdout.write("\n".join(lines) + "\n")

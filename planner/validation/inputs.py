@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from .defaults import BALANCED_STAGES, PRECISIONS, Assumed, default_of
-from .features import DRIVE_BYTES_PER_S, base_precision, differs_by_stage, num_chunks, offload_of
+from .defaults import BALANCED_STAGES, CUDA_GRAPHS, PRECISIONS, Assumed, default_of
+from .features import DRIVE_BYTES_PER_S, base_precision, differs_by_stage, num_chunks, offload_of, stage_cuts
 from .layouts import layout_of, stage_layouts
 from .machines import cluster_of, with_drives
 from .mapping import completed_mapping
@@ -52,6 +52,7 @@ class RunInputs:
 
     Attributes:
         balanced_stages: stages are cut by cost; otherwise every stage has the same number of blocks.
+        stage_cuts: where stages begin and end, as far as the row says it.
         stage_layouts: where stages recompute or offload different parts, the layout of each; `layout` has their mean.
         assumed: choices the row does not state, as "name=value".
         approximated: features that something nearby stands in for.
@@ -62,6 +63,7 @@ class RunInputs:
     workload: Workload
     layout: Layout
     balanced_stages: bool
+    stage_cuts: tuple[int, ...] = ()
     stage_layouts: tuple[Layout, ...] = ()
     assumed: tuple[str, ...] = ()
     approximated: tuple[str, ...] = ()
@@ -86,6 +88,8 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         layout = layout_of(row, model.spec, assumed)
         has_bf16 = cluster.spec.weakest_device.peak_flops_per_s.bf16 is not None
         workload = workload_of(row, model.spec, layout, assumed, has_bf16=has_bf16)
+        is_nvidia = cluster.spec.weakest_device.vendor == "nvidia"
+        workload = workload.replace(cuda_graphs=is_nvidia and default_of(row.framework, CUDA_GRAPHS))
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return Skip(
@@ -102,6 +106,7 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         workload=workload,
         layout=layout,
         balanced_stages=default_of(row.framework, BALANCED_STAGES) or row.recompute_class == "custom",
+        stage_cuts=stage_cuts(row),
         stage_layouts=stage_layouts(row, layout),
         assumed=tuple(assumed.taken),
         approximated=(*model.approximated, *cluster.approximated, *approximated),

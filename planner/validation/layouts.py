@@ -7,6 +7,7 @@ from typing import Any
 
 from ...schema import Layout, ModelSpec
 from ...schema.layout import Recompute
+from ...schema.model import LatentAttention
 from .defaults import EXPERTS_FOLLOW_TP, RECOMPUTE, SEQUENCE_PARALLEL, SHARDING, Assumed
 from .features import num_chunks, offload_of, recompute_part, stage_parts
 from .rows import RunRow
@@ -44,12 +45,25 @@ def _recompute_fields(row: RunRow, model: ModelSpec, assumed: Assumed) -> dict[s
     """Which recompute, and of which part of the blocks."""
     part = recompute_part(row) if row.recompute_class not in ("none", "unknown", "") else None
     if row.recompute_class == "custom":
-        choice: Recompute = "full" if part is None or part > 0 else "none"
+        choice: Recompute = "none" if part == 0 else _by_part(row, part or 1.0)[0]
+        part = part and _by_part(row, part)[1]
     else:
         choice = _recompute(row, model, assumed)
     if row.recompute_class == "selective" and part is not None:
         choice = "full"  # some whole layers
     return {"recompute": choice, "recompute_fraction": part if part and choice != "none" else 1.0}
+
+
+def _by_part(row: RunRow, part: float) -> tuple[Recompute, float]:
+    """Which recompute stands for a part of a stage: of its blocks, or under Aceso of its operators.
+
+    Aceso recomputes those first that keep most for their seconds: scores, softmax and dropout of unfused attention, 3 of the 13
+    operators of a block (its model_ops.py).
+    """
+    if not row.framework.startswith("Aceso"):
+        return "full", part
+    core = 3 / 13
+    return ("selective", min(part / core, 1.0)) if part < (1 + core) / 2 else ("full", part)
 
 
 def stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
@@ -59,7 +73,8 @@ def stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
         return ()
     changes: list[dict[str, Any]] = [{} for _ in range(layout.pp)]
     for change, part in zip(changes, parts, strict=False):
-        change |= {"recompute": "full" if part else "none", "recompute_fraction": part or 1.0}
+        choice, fraction = _by_part(row, part) if part else ("none", 1.0)
+        change |= {"recompute": choice, "recompute_fraction": fraction}
     for change, part in zip(changes, states, strict=False):
         change |= {"offload": "optimizer" if part else "none", "offload_fraction": part or 1.0}
     return tuple(layout.replace(**change) for change in changes)
@@ -120,7 +135,8 @@ def _sequence_parallel(row: RunRow, assumed: Assumed) -> bool:
 def _recompute(row: RunRow, model: ModelSpec, assumed: Assumed) -> Recompute:
     choice: Recompute
     if row.recompute_class not in ("none", "selective", "full"):
-        choice = assumed.default("recompute", RECOMPUTE, f": {row.sharding}")
+        latent = ": latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
+        choice = assumed.default("recompute", RECOMPUTE, f": {row.sharding}{latent}")
         return choice
     # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
     if keeps_scores(row, model) and row.recompute_class == "selective":

@@ -36,9 +36,6 @@ DEVICES = {
 }
 """Names of tables that are neither names nor aliases of the catalogue."""
 
-NEAREST_DEVICES = {"h100-sxm-96gb-hbm2e-500w": "H100-SXM-80GB"}
-"""Devices that the catalogue lacks, and the nearest one it has: rows that take one say so."""
-
 SCALE_UP = {"a800-sxm-80gb": "nvlink4-h800", "a800": "nvlink4-h800"}
 """Eight NVLinks, 200 GB/s each way, as on the H800."""
 
@@ -70,9 +67,7 @@ def _cluster(
     if found is None:
         return "cluster: device not in the catalogue"
     name, entry = find_device(found)
-    device, approximated = catalogue_device(name, entry), []
-    if gpu_type.lower() in NEAREST_DEVICES:
-        approximated.append("device")
+    device = catalogue_device(name, entry)
     if memory_gib and abs(memory_gib * GIB / device.memory_bytes - 1) > MEMORY_TOLERANCE:
         device = device.replace(memory_bytes=int(memory_gib * GIB))
     node = math.gcd(n_gpus, min(per_node or entry["devices_per_node"], n_gpus))
@@ -83,7 +78,7 @@ def _cluster(
     if levels[-1].link.kind == "scale-out":
         link = network(inter, devices_per_node=per_node or entry["devices_per_node"], default=entry["scaleout"])
         levels = (*levels[:-1], LinkLevel(link=link, domain_size=n_gpus))
-    return RowCluster(ClusterSpec(name=f"{n_gpus}x{name}", groups=(group,), levels=levels), tuple(approximated))
+    return RowCluster(ClusterSpec(name=f"{n_gpus}x{name}", groups=(group,), levels=levels), ())
 
 
 @cache
@@ -94,8 +89,7 @@ def with_drives(spec: ClusterSpec, rate_bytes_per_s: float) -> ClusterSpec:
 
 def _device_name(text: str) -> str | None:
     key = text.lower()
-    wanted = NEAREST_DEVICES.get(key) or DEVICES.get(key, text)
     try:
-        return find_device(wanted)[0]
+        return find_device(DEVICES.get(key, text))[0]
     except ConfigError:
         return device_named(text)

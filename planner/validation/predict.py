@@ -78,7 +78,9 @@ def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
 
 
 def _estimate(costs: SpaceCosts, idx: int, inputs: RunInputs) -> Estimate:
-    cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
+    cuts = inputs.stage_cuts
+    if not cuts or cuts[-1] != len(costs.kind_of_layer):
+        cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
     estimate = estimate_step(costs, idx, cuts)
     return _with_stage_layouts(costs, estimate, inputs, cuts) if inputs.stage_layouts else estimate
 
@@ -102,12 +104,12 @@ def boundaries(costs: SpaceCosts, idx: int, *, balanced: bool) -> tuple[int, ...
         return (0, size)
     if num_blocks < pp:  # some stages have no block
         return tuple(-(-s * size // pp) for s in range(pp + 1))
-    if balanced:
+    if balanced and costs.workload.engine == "nanotron":
         return _by_thresholds(costs, pp)
-    if num_blocks % pp == 0:
+    if num_blocks % pp == 0 and not balanced:
         each = num_blocks // pp
         return (0, *(1 + each * s for s in range(1, pp)), size)
-    if size % pp == 0:
+    if size % pp == 0 and not balanced:
         return tuple(range(0, size + 1, size // pp))
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])

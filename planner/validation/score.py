@@ -44,11 +44,12 @@ class TimeScore:
 
 @dataclass(frozen=True)
 class MemoryScore:
-    """Peak memory of ``count`` rows; mape and bias as for times."""
+    """Peak memory of ``count`` rows; mape, bias and coverage as for times."""
 
     count: int
     mape: float
     bias: float
+    coverage: float
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,16 @@ def memory_kind(text: str) -> str:
     return "peak" if re.search(r"\b(peak|max)", words) else "unstated"
 
 
+def memory_ratio(row: RunRow, prediction: Prediction) -> tuple[float, float, float] | None:
+    """Measured over predicted peak of a run and the ends of its interval, as ratios; None where either peak is unknown."""
+    estimate = prediction.estimate
+    if estimate is None or row.peak_mem_gib is None or row.status != "ok":
+        return None
+    interval, allocated = estimate.memory_interval_bytes, estimate.peak_allocated_bytes
+    measured = row.peak_mem_gib * GIB / _predicted_bytes(estimate, memory_kind(row.mem_kind))
+    return measured, interval.low / allocated, interval.high / allocated
+
+
 def _predicted_bytes(estimate: Estimate, kind: str) -> int:
     """Our figure for a kind of measurement; a peak of a framework is torch's max_memory_allocated unless it says otherwise."""
     if kind in ("allocated", "peak"):
@@ -229,16 +240,20 @@ def _score_time(pairs: list[Pair]) -> TimeScore | None:
 
 def _score_memory(pairs: list[Pair]) -> dict[str, MemoryScore]:
     """By kind of measurement."""
-    by_kind: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    by_kind: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for row, p in pairs:
-        if p.estimate is None or row.peak_mem_gib is None or row.status != "ok":
-            continue
-        kind = memory_kind(row.mem_kind)
-        by_kind[kind].append((_predicted_bytes(p.estimate, kind), row.peak_mem_gib * GIB))
-    return {
-        kind: MemoryScore(len(values), relative_error(*zip(*values, strict=True)), log_bias(*zip(*values, strict=True)))
-        for kind, values in sorted(by_kind.items())
-    }
+        if found := memory_ratio(row, p):
+            by_kind[memory_kind(row.mem_kind)].append(found)
+    return {kind: _memory_score(np.array(ratios)) for kind, ratios in sorted(by_kind.items())}
+
+
+def _memory_score(ratios: NDArray[np.float64]) -> MemoryScore:
+    """From measured over predicted and both ends of the interval, [n, 3]."""
+    measured, low, high = ratios.T
+    inside = float(np.mean((low <= measured) & (measured <= high)))
+    return MemoryScore(
+        len(measured), relative_error(1 / measured, 1.0), log_bias(1 / measured, np.ones(len(measured))), inside
+    )
 
 
 def _score_fit(pairs: list[Pair]) -> FitScore:

@@ -10,12 +10,14 @@ from .defaults import (
     DROPOUT,
     ENGINE,
     FLASH_GENERATION,
+    FP8_ACTIVATION_INPUT,
     FUSION,
     GRADIENTS,
     OVERLAP,
     PACKED_DOCUMENT,
     PRECISION,
     PRECISIONS,
+    TP_OVERLAP,
     UNFUSED_ATTENTION,
     Assumed,
     default_of,
@@ -58,10 +60,14 @@ def workload_of(row: RunRow, model: ModelSpec, layout: Layout, assumed: Assumed,
         engine=default_of(row.framework, ENGINE),
         flash_generation=default_of(row.framework, FLASH_GENERATION),
         gradients=_gradients(row, precision),
-        overlap=default_of(row.framework, OVERLAP),
+        overlap=default_of(row.framework, OVERLAP) and "overlap disabled" not in row.notes.lower(),
+        tp_overlap=layout.sequence_parallel and default_of(row.framework, TP_OVERLAP),
         selective="alternate_products" if _is_per_operator(row) else "products",
         dropout=default_of(row.framework, DROPOUT),
         fusion=_fusion(row),
+        fp8_activation_input=default_of(
+            f"{row.framework}: {'adapters' if found else 'all'}, cp {layout.cp}", FP8_ACTIVATION_INPUT
+        ),
         attention="math" if keeps_scores(row, model) else "flash",
     )
 
@@ -98,7 +104,7 @@ def _optimizer(row: RunRow) -> Optimizer:
 
 def _fusion(row: RunRow) -> Fusion:
     """Whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels."""
-    quantised = row.framework.startswith("torchtitan") and row.precision_class in ("fp8", "mxfp8")
+    quantised = row.framework.startswith("torchtitan") and row.precision_class in ("fp8", "mxfp8", "nvfp4")
     stated = re.search(r"\bcompile\b", row.notes)
     if quantised or (stated and not re.search(r"\bNo torch\.compile", row.notes)):
         return "compiled"

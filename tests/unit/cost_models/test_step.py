@@ -131,12 +131,14 @@ def test_pipeline_bubble_is_the_textbook_one() -> None:
     assert parts.bubble / busy == pytest.approx(3 / 64, rel=0.05)
 
 
-def test_memory_upper_end_is_what_decides() -> None:
+def test_required_bytes_decide_and_the_interval_holds_the_prediction() -> None:
     spec, workload = ModelSpec.named("llama-3.1-8b"), Workload(seq_len=4096, global_batch_size=64)
     machine = ClusterSpec.parse("8xH100-SXM-80GB")
     found = estimate(spec, machine, workload, Layout(dp_shard=8))
     assert found.budget_bytes == machine.weakest_device.memory_bytes - int(2.5 * GIB)
-    assert found.fits == (found.memory_interval_bytes.high <= found.budget_bytes)
+    assert found.fits == (found.required_bytes <= found.budget_bytes)
+    assert found.peak_reserved_bytes <= found.required_bytes
+    assert found.memory_interval_bytes.low < found.peak_allocated_bytes < found.memory_interval_bytes.high
 
 
 def test_interleaving_divides_the_bubble_and_keeps_more_in_flight() -> None:
