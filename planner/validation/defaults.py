@@ -152,8 +152,14 @@ OVERLAP: tuple[Default, ...] = (
 )
 
 TP_OVERLAP: tuple[Default, ...] = (
-    Default("NeMo", True, "MegatronCommOverlapCallback(tp_comm_overlap=True) in NeMo's performance recipes, and in MLPerf's configs"),
-    Default("Megatron-Core/NeMo|Megatron-Bridge", True, "CommOverlapConfig(tp_comm_overlap=True) in scripts/performance"),
+    Default(
+        "NeMo",
+        True,
+        "MegatronCommOverlapCallback(tp_comm_overlap=True) in NeMo's performance recipes, and in MLPerf's configs",
+    ),
+    Default(
+        "Megatron-Core/NeMo|Megatron-Bridge", True, "CommOverlapConfig(tp_comm_overlap=True) in scripts/performance"
+    ),
     Default("", False, "tp_comm_overlap needs Transformer Engine's userbuffers and is off unless set"),
 )
 
