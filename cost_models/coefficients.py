@@ -51,7 +51,7 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def lookup(*args: P.args, **kwargs: P.kwargs) -> R:
-        return found(*args, **kwargs)
+        return found(*args, **kwargs)  # type: ignore[arg-type]  # cache wants hashable arguments
 
     return lookup
 

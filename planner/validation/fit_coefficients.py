@@ -1,4 +1,6 @@
-"""Coefficients of whole steps from measured runs: `python -m meshwright.planner.validation.fit_coefficients RUNS.csv [--names A,B]`.
+"""Coefficients of whole steps from measured runs.
+
+    python -m meshwright.planner.validation.fit_coefficients RUNS.csv [--names sustained.hopper,...] [--cap 40]
 
     minimise  mean over sources of mean |log(predicted / measured)|  +  PRIOR_WEIGHT sum ((log c - log c0) / width)^2
 

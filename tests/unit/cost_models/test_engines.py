@@ -90,3 +90,35 @@ def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
     """bf16 out of the buffer in both passes (8 bytes), a bf16 gradient into the fp32 one (6 bytes)."""
     batch = LayoutBatch.of([Layout(dp_shard=8), Layout()], 8)
     assert pass_bytes_per_param(batch, Workload(seq_len=1, global_batch_size=8)).tolist() == [14, 0]
+
+
+def test_chunked_tensor_parallel_communication_leaves_a_chunk_exposed() -> None:
+    layout = Layout(dp_shard=2, tp=4, zero_stage=1, sequence_parallel=True)
+    plain, chunked = (
+        run("megatron", layout, "8xH100-SXM-80GB", 16, tp_overlap=choice).breakdown_s.tp for choice in (False, True)
+    )
+    assert 0 < chunked < 0.7 * plain
+    whole = Layout(dp_shard=2, tp=4, zero_stage=1, sequence_parallel=False)
+    assert run("megatron", whole, "8xH100-SXM-80GB", 16, tp_overlap=True) == run(
+        "megatron", whole, "8xH100-SXM-80GB", 16
+    )
+
+
+def test_graphs_free_short_passes_of_the_host() -> None:
+    model = ModelSpec.named("pythia-70m")
+    layout, cluster = Layout(dp_replicate=8), ClusterSpec.parse("8xH100-SXM-80GB")
+    times = [
+        estimate(
+            model, cluster, Workload(seq_len=512, global_batch_size=8, engine="megatron", cuda_graphs=graphs), layout
+        ).step_time_s
+        for graphs in (False, True)
+    ]
+    assert times[1] < 0.6 * times[0]
+
+
+def test_lower_power_limit_slows_products() -> None:
+    layout = Layout(dp_shard=8, zero_stage=3)
+    full, capped = (
+        run("fsdp2", layout, f"8x{name}", 8).step_time_s for name in ("H100-SXM-80GB", "H100-SXM-96GB-HBM2e")
+    )
+    assert 1.1 < capped / full < (700 / 500) * (3.35 / 2.4)

@@ -30,7 +30,15 @@ DEVICE_REQUIRED = {
     "host_link_bytes_per_s",
     "source",
 }
-DEVICE_OPTIONAL = {"gemm", "num_sms", "cache_bytes", "max_matmul_flops_per_s", "price_per_hour", "price_source"}
+DEVICE_OPTIONAL = {
+    "gemm",
+    "num_sms",
+    "cache_bytes",
+    "power_limit_ratio",
+    "max_matmul_flops_per_s",
+    "price_per_hour",
+    "price_source",
+}
 LINK_FIELDS = {
     "kind",
     "title",
@@ -83,6 +91,7 @@ SURVEY_DEVICE = {
 
 # What the survey lacks, or says in other units (chips of a torus): data sheets only.
 NOT_SURVEYED = {
+    "H100-SXM-96GB-HBM2e",
     "P100-SXM2-16GB", "A30-24GB", "A800-PCIe-80GB", "L40-48GB", "RTX6000-Ada-48GB", "H200-NVL-141GB", "MI210-64GB",
     "MI250-GCD", "MI350X-288GB", "MI300A-128GB", "L20-48GB", "Gaudi2-96GB", "Gaudi3-128GB", "TPU-v4", "TPU-v5e", "TPU-v5p",
     "TPU-v6e", "Trainium1-32GB", "Trainium2-96GB",

@@ -83,7 +83,7 @@ def test_fp8_products_are_faster_than_bf16_by_less_than_the_peaks():
 
 def test_calibration_follows_measured_points():
     """A device half as fast as its kind: ten points halve the gap, a hundred all but close it; no points change nothing."""
-    rates = _rates("V100")
+    rates = _rates("V100")._replace(sustained_ratio=1.0)  # points are short benchmarks
     random = np.random.default_rng(0)
     m, n, k = 2 ** random.uniform(7, 14, (3, 400))
     truth = gemm.predict(m, n, k, rates._replace(coefficients=rates.coefficients._replace(compute_efficiency=0.35)))
