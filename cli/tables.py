@@ -122,7 +122,9 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
     table.add_section()
     total, reserved = cluster.weakest_device.memory_bytes, cluster.reserved_bytes
     verdict = "[green]fits" if estimate.fits else "[red]does not fit"
-    budget = f"{verdict}[/]: needs up to {format_bytes(estimate.required_bytes)} of {format_bytes(estimate.budget_bytes)}"
+    budget = (
+        f"{verdict}[/]: needs up to {format_bytes(estimate.required_bytes)} of {format_bytes(estimate.budget_bytes)}"
+    )
     table.add_row(
         "[bold]memory per device",
         f"[bold]{format_bytes(estimate.peak_allocated_bytes)}",
