@@ -42,6 +42,8 @@ def cross_validate(rows: Sequence[RunRow], num_runs: int, *, draws: int = 5) -> 
         by_source.setdefault(row.source_set, []).extend(run for run in measured_runs([row]) if run.step_time_s)
     found = {}
     for source, runs in by_source.items():
+        if not runs:  # no times, or all of them calibrate already
+            continue
         devices = [run.inputs.cluster.weakest_device.name for run in runs]
         device = max(sorted(set(devices)), key=devices.count)
         members = [run for run, name in zip(runs, devices, strict=True) if name == device]

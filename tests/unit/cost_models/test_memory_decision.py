@@ -1,0 +1,48 @@
+"""What must fit, the memory interval and the loss of each kind of engine."""
+
+import numpy as np
+import pytest
+from meshwright.cost_models import memory
+from meshwright.cost_models.activations import Kernels, saved_elements
+from meshwright.cost_models.engine_memory import ENGINES
+from meshwright.planner.planning import estimate
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema.workload import LowRank
+
+MACHINE = ClusterSpec.parse("8xH100-SXM-80GB")
+MODEL = ModelSpec.named("llama-3.1-8b")
+
+
+def test_slack_spares_a_frozen_model() -> None:
+    whole = Workload(seq_len=4096, global_batch_size=8)
+    frozen = whole.replace(adapters=LowRank(rank=8))
+    slack = memory.reserved_over_allocated(MACHINE)
+    assert memory.reserved_bytes(100.0, 60.0, whole, MACHINE) == pytest.approx(100 * slack)
+    assert memory.reserved_bytes(100.0, 60.0, frozen, MACHINE) == pytest.approx(60 + 40 * slack)
+
+
+def test_least_required_is_a_lower_bound_of_required() -> None:
+    parameters = np.linspace(0.0, 100.0, 5)
+    for adapters in (None, LowRank(rank=8)):
+        workload = Workload(seq_len=4096, global_batch_size=8, adapters=adapters)
+        required = memory.required_bytes(100.0, parameters, workload, MACHINE)
+        assert np.all(memory.least_required_bytes(100.0, workload, MACHINE) <= required)
+
+
+def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:
+    layout = Layout(dp_shard=8)
+    peaks = [
+        estimate(MODEL, MACHINE, Workload(seq_len=8192, global_batch_size=8, fusion=fusion), layout).memory_bytes.logits
+        for fusion in ("engine", "compiled", "composite_norm")
+    ]
+    assert peaks[0] <= 1.1 * peaks[1] < peaks[2]
+
+
+def test_dropout_and_wide_activation_inputs_keep_more() -> None:
+    block = MODEL.block_runs[-1][0]
+    plain = Kernels(compute_bytes=2, unfused_norm=False, score_width=0, engine=ENGINES["megatron"])
+    kept = saved_elements(block, MODEL.hidden_dim, "none", plain)
+    dropped = saved_elements(block, MODEL.hidden_dim, "none", Kernels(**{**vars(plain), "dropout": True}))
+    thin = saved_elements(block, MODEL.hidden_dim, "none", Kernels(**{**vars(plain), "fp8_activation_input": True}))
+    assert dropped.tokens - kept.tokens == MODEL.hidden_dim  # two masks of one byte
+    assert kept.tp - thin.tp == pytest.approx(block.mlp.ffn_dim)  # gate and up at one byte instead of two
