@@ -27,7 +27,9 @@ GPT_BLOCK = Block(
 
 
 def kernels(engine: str = "megatron", *, score_width: int = S, saves_fp8: bool = False) -> Kernels:
-    return Kernels(2, unfused_norm=False, score_width=score_width, engine=ENGINES[engine], saves_fp8=saves_fp8)
+    return Kernels(
+        2, unfused_norm=False, score_width=score_width, engine=ENGINES[engine], saves_fp8=saves_fp8, dropout=True
+    )
 
 
 def bytes_per_token(saved: Saved, tp: int, *, sequence_parallel: bool) -> float:
