@@ -74,8 +74,8 @@ MEMORY: dict[Engine, MemoryFacts] = {
     "aceso": MemoryFacts(logit_bytes=10.0, glu_tensors=4, qkv_copies=1, keeps_all_outputs=True),
     # sharded_cross_entropy: logits, fp32 copy, less their maximum, exponentials; torch's silu and product; k and v concatenated.
     "nanotron": MemoryFacts(logit_bytes=14.0, glu_tensors=4, qkv_copies=1, kv_copies=1),
-    # Megatron's vocab_parallel_cross_entropy: logits, their fp32 copy, softmax; eager activations; reduce_bucket_size 5e8 twice
-    # (overlap_comm), max_live_parameters 1e9.
+    # Megatron's vocab_parallel_cross_entropy: logits, their fp32 copy, softmax; eager activations;
+    # reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
     # [fitted: 20 bytes a parameter and 3.7 GiB besides are what the runs of `meshwright validate --source sailor` hold]
     "deepspeed": MemoryFacts(
         logit_bytes=10.0,

@@ -106,7 +106,7 @@ class Estimate(Frozen):
         mfu: model FLOPs (no recompute) over the peak of all devices.
         peak_allocated_bytes: of the fullest device; reserved adds the caching allocator's slack, device (nvidia-smi) the
             context and communication buffers outside the allocator.
-        memory_interval_bytes: nominal 90 % interval of the allocated peak; the reserved and the device's peak vary by the same ratios.
+        memory_interval_bytes: nominal 90 % interval of the allocated peak; the other two vary by the same ratios.
         required_bytes: what must be within ``budget_bytes``: the reserved peak times the engine's margin, a decision threshold
             (few runs that fit are called too large) and not the interval's upper end.
         fits: ``required_bytes`` is within ``budget_bytes``.

@@ -1,4 +1,6 @@
-"""Coefficients of the intervals of step time and memory from measured runs: `python -m meshwright.planner.validation.fit_intervals RUNS.csv`.
+"""Coefficients of the intervals of step time and memory from measured runs.
+
+`python -m meshwright.planner.validation.fit_intervals RUNS.csv`.
 
 Quantile regression (scikit-learn) of log(measured / predicted) on the shares of the step time, on the `fit` half of the rows, every
 source with the same weight. Memory: the same quantiles of measured over predicted peak, by engine. Prints the lines

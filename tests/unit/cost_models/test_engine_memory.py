@@ -27,7 +27,8 @@ GPT_BLOCK = Block(
 
 
 def kernels(engine: str = "megatron", *, score_width: int = S, saves_fp8: bool = False) -> Kernels:
-    return Kernels(2, unfused_norm=False, score_width=score_width, engine=MEMORY[engine], saves_fp8=saves_fp8)
+    how = {"score_width": score_width, "saves_fp8": saves_fp8}
+    return Kernels(2, unfused_norm=False, engine=MEMORY[engine], dropout=True, **how)
 
 
 def bytes_per_token(saved: Saved, tp: int, *, sequence_parallel: bool) -> float:

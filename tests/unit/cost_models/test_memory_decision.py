@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models import memory
 from meshwright.cost_models.activations import Kernels, saved_elements
-from meshwright.cost_models.engine_memory import ENGINES
+from meshwright.cost_models.engine_memory import MEMORY
 from meshwright.planner.planning import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.workload import LowRank
@@ -40,7 +40,7 @@ def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:
 
 def test_dropout_and_wide_activation_inputs_keep_more() -> None:
     block = MODEL.block_runs[-1][0]
-    plain = Kernels(compute_bytes=2, unfused_norm=False, score_width=0, engine=ENGINES["megatron"])
+    plain = Kernels(compute_bytes=2, unfused_norm=False, score_width=0, engine=MEMORY["megatron"])
     kept = saved_elements(block, MODEL.hidden_dim, "none", plain)
     dropped = saved_elements(block, MODEL.hidden_dim, "none", Kernels(**{**vars(plain), "dropout": True}))
     thin = saved_elements(block, MODEL.hidden_dim, "none", Kernels(**{**vars(plain), "fp8_activation_input": True}))
