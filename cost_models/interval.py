@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ..schema import ClusterSpec
+from ..schema import ClusterSpec, Workload
 from ..schema.plan import Interval, TimeBreakdown
-from .coefficients import coefficients
+from .coefficients import coefficients, is_measured
 
 Side = Literal["low", "high"]
+SIDES: tuple[Side, ...] = ("low", "high")
 
 TAIL = 1.645
 """Standard deviations of a normal distribution beyond which 5 % lie on one side."""
@@ -39,18 +40,19 @@ def time_shares(parts: TimeBreakdown) -> dict[str, float]:
     }
 
 
-def time_interval(parts: TimeBreakdown, cluster: ClusterSpec) -> Interval:
+def time_interval(parts: TimeBreakdown, workload: Workload, cluster: ClusterSpec) -> Interval:
     """The interval of a step time on a cluster; it always holds the prediction."""
-    low, high = _log_width(parts, cluster, "low"), _log_width(parts, cluster, "high")
+    low, high = (_log_width(parts, workload, cluster, side) for side in SIDES)
     return Interval(low=parts.total * math.exp(-low), high=parts.total * math.exp(high))
 
 
-def _log_width(parts: TimeBreakdown, cluster: ClusterSpec, side: Side) -> float:
+def _log_width(parts: TimeBreakdown, workload: Workload, cluster: ClusterSpec, side: Side) -> float:
     c, device, calibration = coefficients()["interval"], cluster.weakest_device, cluster.calibration
     if device.vendor == "cpu":
         return abs(math.log(float(c["time_cpu"][side == "high"])))
-    width: float = sum(c["time"][side][name] * share for name, share in time_shares(parts).items())
-    if device.gemm is None:
+    widths = c["time"][workload.engine if workload.engine in c["time"] else "others"]
+    width: float = sum(widths[side][name] * share for name, share in time_shares(parts).items())
+    if not is_measured(device):
         width *= c["time"]["unmeasured_device"]
     if calibration.spread is not None:
         # The model's own width counts as much as a few runs; the runs' spread was found with as many as there were.

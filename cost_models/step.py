@@ -197,7 +197,7 @@ def _assemble(
     flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen) * tokens_per_s
     return Estimate(
         step_time_s=time,
-        step_time_interval_s=time_interval(breakdown_s, cluster),
+        step_time_interval_s=time_interval(breakdown_s, workload, cluster),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
         mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
