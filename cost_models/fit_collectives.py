@@ -9,7 +9,7 @@ collective_curves.json with parameters of all sizes.
 from __future__ import annotations
 
 import json
-import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from .collective_curves import KNOT_STEP, CurveParameters, Op, curve_s, knots, shape_s, tabulated
+from .fitting import run_command
 from .layouts import FloatArray
 
 SYSTEMS: Mapping[str, tuple[str, float, str]] = {
@@ -191,19 +192,20 @@ def _written(parameters: CurveParameters) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Score or write; returns the exit status."""
-    paths = [argument for argument in arguments if not argument.startswith("--")]
-    if len(paths) != 1:
-        sys.stderr.write(f"{__doc__}\n")
-        return 2
-    points = read_points(Path(paths[0]))
-    if "--score" in arguments:
-        sys.stdout.write("\n".join(score(points)) + "\n")
-    if "--write" in arguments:
-        text = json.dumps(document(points), indent=1)
-        _OUT.write_text(_flat_lists(text) + "\n", encoding="utf-8")
-    return 0
+def _report(options: Namespace) -> str:
+    points = read_points(options.data)
+    if options.write:
+        _OUT.write_text(_flat_lists(json.dumps(document(points), indent=1)) + "\n", encoding="utf-8")
+    return "\n".join(score(points)) + "\n" if options.score else ""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Score or write."""
+    parser = ArgumentParser(prog="python -m meshwright.cost_models.fit_collectives", description=__doc__)
+    parser.add_argument("data", type=Path, help="folder that holds operators/ and measured_runs/")
+    parser.add_argument("--score", action="store_true", help="errors on sizes and devices left out")
+    parser.add_argument("--write", action="store_true", help="write collective_curves.json")
+    run_command(parser, _report, arguments)
 
 
 def _flat_lists(text: str) -> str:
@@ -214,4 +216,4 @@ def _flat_lists(text: str) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main()

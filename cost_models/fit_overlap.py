@@ -8,8 +8,8 @@ a group shape and a product's size are held out (`is_held_out`); the fit minimis
 from __future__ import annotations
 
 import csv
-import sys
 import zlib
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +21,7 @@ from scipy.optimize import least_squares
 
 from ..schema.catalogue import find_device
 from ..schema.units import MB
+from .fitting import run_command
 from .layouts import FloatArray
 from .overlap import STREAMS, Pair, pair_s, together_s
 
@@ -172,9 +173,11 @@ def _held_out(found: Errors) -> str:
     return "# held out: {} rows, error {:.1%} (longest stream {:.1%}, sum {:.1%})".format(*found)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Write the report of the table named on the command line."""
-    sys.stdout.write(report(sys.argv[1]))
+    parser = ArgumentParser(prog="python -m meshwright.cost_models.fit_overlap", description=__doc__)
+    parser.add_argument("table", type=Path, help="overlap_interference.csv")
+    run_command(parser, lambda options: report(options.table), arguments)
 
 
 if __name__ == "__main__":

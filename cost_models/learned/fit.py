@@ -9,7 +9,6 @@ DATA_FOLDER holds ``operators/`` and ``measured_runs/``. Needs scikit-learn, pan
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..fitting import run_command
 from .trees import ResidualModel
 
 KINDS = ("gemm", "attention", "grouped_gemm")
@@ -54,24 +54,28 @@ def stamped(model: ResidualModel, scores: Mapping[str, Any]) -> ResidualModel:
     return replace(model, provenance={**model.provenance, **stamp})
 
 
-def main(arguments: list[str] | None = None) -> int:
+def fit_kinds(options: argparse.Namespace) -> str:
+    """Write the artefacts of the chosen kinds; says where, and their scores."""
+    lines = []
+    for kind in options.kind or KINDS:
+        fitted: Fitted = import_module(f".{kind}_fit", __package__).fit(options.data, score=options.score)
+        for name, model in fitted.models.items():
+            path = options.out / f"{name}.npz"
+            stamped(model, fitted.scores).save(path)
+            lines.append(f"{path}  {path.stat().st_size / 1000:.0f} kB\n")
+        lines += [f"{kind:16s} {name:44s} {score}\n" for name, score in fitted.scores.items()]
+    return "".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Command line of the fit."""
     parser = argparse.ArgumentParser(prog="python -m meshwright.cost_models.learned.fit", description=__doc__)
     parser.add_argument("data", type=Path, help="folder that holds operators/ and measured_runs/")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where artefacts are written")
     parser.add_argument("--kind", choices=KINDS, action="append", help="operator kinds (default: all)")
     parser.add_argument("--score", action="store_true", help="also score on rows, sizes and devices left out")
-    options = parser.parse_args(arguments)
-    for kind in options.kind or KINDS:
-        fitted: Fitted = import_module(f".{kind}_fit", __package__).fit(options.data, score=options.score)
-        for name, model in fitted.models.items():
-            path = options.out / f"{name}.npz"
-            stamped(model, fitted.scores).save(path)
-            sys.stdout.write(f"{path}  {path.stat().st_size / 1000:.0f} kB\n")
-        for name, score in fitted.scores.items():
-            sys.stdout.write(f"{kind:16s} {name:44s} {score}\n")
-    return 0
+    run_command(parser, fit_kinds, arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

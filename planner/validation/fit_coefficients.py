@@ -11,15 +11,17 @@ no randomness, no gradients of a model with maxima in it. Prints old and new val
 
 from __future__ import annotations
 
-import sys
 import zlib
+from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ...cost_models.coefficients import overridden, value_at
+from ...cost_models.fitting import run_command
 from ...schema import ConfigError
 from .inputs import RunInputs, run_inputs
 from .predict import estimate_runs
@@ -163,23 +165,31 @@ def report(title: str, before: Mapping[str, np.ndarray], after: Mapping[str, np.
     return lines
 
 
-def main(arguments: Sequence[str]) -> None:
+def search(options: Namespace) -> str:
     """Fit on one half of the table, report on the other."""
-    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
-    names = options["--names"].split(",") if "--names" in options else list(PRIORS)
+    names = options.names.split(",") if options.names else list(PRIORS)
     unknown = [name for name in names if name not in PRIORS]
     if unknown:
-        raise ConfigError(f"nothing is known of {', '.join(unknown)}", help="add its range and reason to PRIORS")
-    rows, cap = read_runs(arguments[0]), int(options.get("--cap", 40))
-    halves = {part: measured([row for row in rows if row.part == part], cap) for part in ("fit", "held-out")}
+        raise ConfigError(f"nothing is known of {', '.join(unknown)}; known are {', '.join(PRIORS)}")
+    rows = read_runs(options.runs)
+    halves = {part: measured([row for row in rows if row.part == part], options.cap) for part in ("fit", "held-out")}
     start = {name: float(value_at(name)) for name in names}
     found = fit(start, lambda values: loss(errors(halves["fit"], values), values))
     lines = [f"{name}: {start[name]:.4g} -> {value:.4g}" for name, value in found.items()]
     for part, runs in halves.items():
         before, after = errors(runs, start), errors(runs, found)
         lines += [*report(part, before, after), f"# loss {loss(before, start):.4f} -> {loss(after, found):.4f}"]
-    sys.stdout.write("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Old and new value of each coefficient, with what that does to every source."""
+    parser = ArgumentParser(prog="python -m meshwright.planner.validation.fit_coefficients", description=__doc__)
+    parser.add_argument("runs", type=Path, help="table of measured runs")
+    parser.add_argument("--names", default="", metavar="A,B", help="coefficients to search (default: all of PRIORS)")
+    parser.add_argument("--cap", type=int, default=40, metavar="N", help="most runs of one source")
+    run_command(parser, search, arguments)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

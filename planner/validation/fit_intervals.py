@@ -10,14 +10,16 @@ for cost_models/coefficients.toml and the coverage on the other half.
 
 from __future__ import annotations
 
-import sys
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...cost_models.fitting import run_command
 from ...cost_models.interval import time_shares
 from ...schema.workload import Engine
 from .predict import Prediction, predict
@@ -126,9 +128,9 @@ def _quantiles(sources: dict[str, list[float]]) -> tuple[float, float]:
     return round(min(float(low), 1.0), 2), round(max(float(high), 1.0), 2)  # an interval holds its prediction
 
 
-def main() -> None:
+def report(path: Path) -> str:
     """Fit on one half of the table, report on the other."""
-    rows = read_runs(sys.argv[1])
+    rows = read_runs(path)
     halves = {part: [row for row in rows if row.part == part] for part in ("fit", "held-out")}
     predictions = {part: predict(half) for part, half in halves.items()}
     lines = []
@@ -142,7 +144,14 @@ def main() -> None:
     lines.append("[interval.memory]")
     memory = fit_memory(halves["fit"], predictions["fit"])
     lines += [f"{engine} = [{low}, {high}]" for engine, (low, high) in memory.items()]
-    sys.stdout.write("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Lines for coefficients.toml."""
+    parser = ArgumentParser(prog="python -m meshwright.planner.validation.fit_intervals", description=__doc__)
+    parser.add_argument("runs", type=Path, help="table of measured runs")
+    run_command(parser, lambda options: report(options.runs), arguments)
 
 
 if __name__ == "__main__":
