@@ -6,7 +6,7 @@ and saved activations (activations.py). Stages and steps only add layers up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from .engines import is_megatron
 from .experts import dispatch_s, expert_params, token_share
 from .host_dispatch import compute_s
 from .host_memory import host_link_bytes_per_s
-from .layouts import RECOMPUTES, FloatArray, LayoutBatch
+from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .operators import FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 from .parameters import frozen_bytes, tp_params, trained_params
 from .saved_bytes import activation_bytes
@@ -66,6 +66,10 @@ class LayerCost:
     ep_backward_s: FloatArray
     expert_params: FloatArray
 
+    def at(self, rows: IntArray) -> LayerCost:
+        """The same under some of the layouts."""
+        return LayerCost(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
     @property
     def busy_s(self) -> FloatArray:
         """Seconds of forward and backward with recompute and the communication inside a layer."""
@@ -87,6 +91,22 @@ def layer_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
+    inside = inside_cost(layer, hidden_dim, batch, workload, cluster)
+    return with_data_parallel(inside, layer, hidden_dim, batch, workload, cluster)
+
+
+def with_data_parallel(
+    cost: LayerCost, layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> LayerCost:
+    """The cost with its collectives over data: of many layouts that share them they are evaluated once."""
+    rows, like = batch.across_data
+    shared = (cost.frozen_bytes[rows], cost.num_trained[rows], cost.expert_params[rows])
+    num_tensors = _num_tensors(layer, hidden_dim, workload)
+    gather, reduce = data_parallel_s(*shared, num_tensors, batch.select(rows), workload, cluster)
+    return replace(cost, gather_s=gather[like], reduce_s=reduce[like])
+
+
+def _operators(layer: Layer, hidden_dim: int, workload: Workload) -> tuple[Operator, ...]:
     operators = layer_operators(
         layer,
         hidden_dim,
@@ -96,8 +116,19 @@ def layer_cost(
         dropout=workload.dropout,
         fusion=workload.fusion,
     )
-    if workload.adapters is not None:
-        operators = with_adapters(operators, workload.adapters)
+    return operators if workload.adapters is None else with_adapters(operators, workload.adapters)
+
+
+def _num_tensors(layer: Layer, hidden_dim: int, workload: Workload) -> int:
+    products = sum(isinstance(op, Gemm) for op in _operators(layer, hidden_dim, workload))
+    return products + 2 * isinstance(layer, Block | MTPHead)
+
+
+def inside_cost(
+    layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
+) -> LayerCost:
+    """What a layer costs without its collectives over data, which are left at zero."""
+    operators = _operators(layer, hidden_dim, workload)
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
     tp_s = tensor_parallel_s(layer, hidden_dim, batch, workload, cluster)
@@ -108,15 +139,14 @@ def layer_cost(
     num_params = tp_params(layer, hidden_dim, batch)
     num_trained = trained_params(layer, hidden_dim, num_params, batch, workload)
     routed = expert_params(layer, hidden_dim, batch) if workload.adapters is None else np.zeros(len(batch))
-    num_tensors = sum(isinstance(op, Gemm) for op in operators) + 2 * isinstance(layer, Block | MTPHead)
     frozen = frozen_bytes(layer, num_params, batch, workload)
-    gather, reduce = data_parallel_s(frozen, num_trained, routed, num_tensors, batch, workload, cluster)
     kept, working = activation_bytes(layer, hidden_dim, batch, workload, cluster)
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
     forward, backward = np.maximum(forward, moved_s), np.maximum(backward, moved_s)
     kept = kept * (1 - batch.offload_activations)
-    costs = (gather, reduce, num_params, frozen, num_trained, kept, working)
+    none = np.zeros(len(batch))
+    costs = (none, none, num_params, frozen, num_trained, kept, working)
     return LayerCost(forward, backward, recompute, *tp_s, *costs, *cp_s, *ep_s, routed)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..schema import ClusterSpec, Estimate, Workload
-from ..schema.model import Head
+from ..schema.model import Block, Head
 from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import peak_flops_per_s
@@ -28,15 +28,49 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     Stages are taken as perfectly balanced in time and in memory at once. Both costs are convex in what a stage holds, so no
     real split does better. For pp = 1 the time is exact.
     """
+    return time_bounds(costs), memory_bounds(costs)
+
+
+def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the seconds of a step [N] from the work inside layers and the pipeline's bubble alone."""
     b = costs.batch
-    busy = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
+    return np.asarray(
+        pipelined_lower_bound_s(costs.total("busy_s"), b.num_microbatches, b.pp, b.num_model_chunks)
+        + _uneven_s(costs, costs.total("busy_s"))
+    )
+
+
+def time_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the seconds of a step [N]."""
+    b = costs.batch
+    busy = costs.total("busy_s")
+    with_transfers = busy + (b.pp > 1) * 2 * costs.transfer_s * b.pp
     exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
-    params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
-    time = (
-        pipelined_lower_bound_s(busy, b.num_microbatches, b.pp, b.num_model_chunks)
+    trained, expert_params = (costs.total(n) / b.pp for n in ("num_trained", "expert_params"))
+    return np.asarray(
+        pipelined_lower_bound_s(with_transfers, b.num_microbatches, b.pp, b.num_model_chunks)
+        + _uneven_s(costs, busy)
         + exposed
         + costs.update_s(trained, expert_params)
     )
+
+
+def _uneven_s(costs: SpaceCosts, busy: FloatArray) -> FloatArray:
+    """What whole blocks add to perfectly balanced stages [N]: some stage holds ceil(n / pp) of n blocks of a kind.
+
+    The slowest stage counts m - 1 / v times (cost_models/pipeline.py) on top of the sum over all stages.
+    """
+    b, slowest = costs.batch, np.zeros(len(costs.batch))
+    for n, kind, cost in zip(costs.counts, costs.kinds, costs.inside, strict=True):
+        if isinstance(kind, Block):
+            slowest = np.maximum(slowest, -(-n // b.pp) * cost.busy_s[costs.like])
+    return np.asarray((b.num_microbatches - 1 / b.num_model_chunks) * np.maximum(slowest - busy / b.pp, 0.0))
+
+
+def memory_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the bytes of the fullest device [N]."""
+    b = costs.batch
+    params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
     contents = memory.StageContents(
         params=params,
         trained=trained,
@@ -54,7 +88,7 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     parts = memory.stage_memory(
         contents, _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1)), costs.workload, costs.cluster
     )
-    return time, memory.total_bytes(parts)
+    return np.asarray(memory.total_bytes(parts))
 
 
 def stage_memory_parts(

@@ -1,6 +1,6 @@
 """Best-first search: expand layouts in the order of their lower bounds until no bound is below the incumbent.
 
-Every layout has an admissible lower bound on time and memory (cost_models/step.py, one vectorised pass). Expanding a layout
+Every layout has an admissible lower bound on time and memory (frontier.py, vectorised). Expanding a layout
 cuts its layers into stages exactly (solvers/stage_split.py) and costs them. What is left unexpanded has bounds no better than
 the incumbent, so the incumbent is optimal for the cost model; a time limit leaves an honest gap.
 """
@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
-from ..cost_models.layouts import FloatArray, IntArray
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import contents_between, estimate_step, lower_bounds, stage_memory_parts
+from ..cost_models.step import contents_between, estimate_step, stage_memory_parts
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import stage_split
 from ..solvers.status import Status
+from .frontier import Frontier
 from .space import Space
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
+
+MAX_RUNNER_UP_TRIES = 100
+"""Combinations of degrees that are expanded for comparison at most: of those most promising few may fit."""
 
 OnProgress = Callable[[int, float | None, float], None]
 """Called with (layouts evaluated, incumbent seconds or None, bound seconds)."""
@@ -51,6 +54,10 @@ class SearchResult:
     bound_s: float = 0.0
     search_s: float = 0.0
     stopped_early: bool = False
+
+    def add(self, candidate: Candidate) -> None:
+        """Keep an expanded layout."""
+        (self.fitting if candidate.estimate.fits else self.too_large).append(candidate)
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
@@ -83,49 +90,49 @@ def search(
     """
     start = time.perf_counter()
     costs = SpaceCosts.of(model, workload, cluster, space.batch)
-    bound_s, bound_bytes = lower_bounds(costs)
-    may_fit = memory.upper_bytes(bound_bytes, workload, cluster) <= cluster.memory_budget_bytes
-    order = np.flatnonzero(may_fit)[np.argsort(bound_s[may_fit], kind="stable")]
-    result = SearchResult(costs)
-    incumbent, bound = np.inf, np.inf
-    for expanded, idx in enumerate(order, start=1):
-        bound = float(bound_s[idx])
-        if bound >= incumbent * (1 - REL_GAP):
-            break
+    frontier, result = Frontier(costs), SearchResult(costs)
+    incumbent, bound, expanded = np.inf, np.inf, 0
+    while (bound := frontier.bound_s) < incumbent * (1 - REL_GAP):
         if time.perf_counter() - start > time_limit_s:
             result.stopped_early = True
             break
-        candidate = expand(costs, int(idx), bound_s=bound)
-        (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
+        candidate = expand_row(costs, frontier.pop(), bound_s=bound)
+        result.add(candidate)
+        expanded += 1
         if candidate.estimate.fits:
             incumbent = min(incumbent, candidate.estimate.step_time_s)
         if on_progress:
             on_progress(expanded, None if np.isinf(incumbent) else incumbent, bound)
-    else:
-        bound = incumbent
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if result.fitting and not result.stopped_early:
-        _expand_runner_ups(result, order, bound_s, runner_ups)
-    result.too_large += _nearest_misses(costs, bound_s, bound_bytes, ~may_fit, incumbent)
+        _expand_runner_ups(result, frontier, runner_ups)
+    result.too_large += [expand_row(costs, row) for row in frontier.nearest_misses(incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
 
 
-def _expand_runner_ups(result: SearchResult, order: IntArray, bound_s: FloatArray, wanted: int) -> None:
+def _expand_runner_ups(result: SearchResult, frontier: Frontier, wanted: int) -> None:
     """Expand the most promising layout of each combination of degrees not seen yet, until ``wanted`` more of them fit."""
     batch = result.costs.batch
     seen = {batch.degrees(c.idx) for c in (*result.fitting, *result.too_large)}
     missing = wanted + 1 - len({batch.degrees(c.idx) for c in result.fitting})
-    for idx in order:
-        if missing <= 0:
-            return
-        if batch.degrees(int(idx)) not in seen:
-            seen.add(batch.degrees(int(idx)))
-            candidate = expand(result.costs, int(idx), bound_s=float(bound_s[idx]))
-            (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
-            missing -= candidate.estimate.fits
+    tries = MAX_RUNNER_UP_TRIES
+    while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s):
+        row = frontier.pop()
+        if batch.degrees(row) in seen:
+            continue
+        seen.add(batch.degrees(row))
+        candidate = expand_row(result.costs, row, bound_s=bound)
+        result.add(candidate)
+        missing -= candidate.estimate.fits
+        tries -= 1
+
+
+def expand_row(costs: SpaceCosts, row: int, *, bound_s: float = 0.0) -> Candidate:
+    """`expand` one layout of a large space, without costing the others."""
+    return replace(expand(costs.select(np.array([row])), 0, bound_s=bound_s), idx=row)
 
 
 def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
@@ -165,12 +172,3 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.
     parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None, None])
     total = np.broadcast_to(memory.total_bytes(parts), (pp, size, size))
     return np.asarray(has_block & (memory.upper_bytes(total, costs.workload, costs.cluster) <= cap_bytes))
-
-
-def _nearest_misses(
-    costs: SpaceCosts, bound_s: FloatArray, bound_bytes: FloatArray, excluded: NDArray[np.bool_], incumbent: float
-) -> list[Candidate]:
-    """Of the layouts that would be faster and that memory alone excluded, those that lack the least, for the explanation."""
-    faster = np.flatnonzero(excluded & (bound_s < incumbent))
-    nearest = faster[np.argsort(bound_bytes[faster], kind="stable")][:3]
-    return [expand(costs, int(idx), bound_s=float(bound_s[idx])) for idx in nearest]
