@@ -18,7 +18,7 @@ from .compute import OperatorTime, operator_time
 from .context import ring
 from .data_parallel import data_parallel_s
 from .engines import is_megatron
-from .experts import dispatch_s, expert_params, token_share
+from .experts import dispatch_s, expert_params, routed_part, token_share
 from .host_dispatch import compute_s
 from .host_memory import host_link_bytes_per_s
 from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
@@ -127,7 +127,15 @@ def _num_tensors(layer: Layer, hidden_dim: int, workload: Workload) -> int:
 def inside_cost(
     layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> LayerCost:
-    """What a layer costs without its collectives over data, which are left at zero."""
+    """What a layer costs without its collectives over data, which are left at zero.
+
+    Where experts are is nothing to a layer without them: layouts that differ in that alone are evaluated once.
+    """
+    rows, like = batch.inside_layers if routed_part(layer) else batch.inside_dense_layers
+    return _inside(layer, hidden_dim, batch.select(rows), workload, cluster).at(like)
+
+
+def _inside(layer: Layer, hidden_dim: int, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec) -> LayerCost:
     operators = _operators(layer, hidden_dim, workload)
     times = _operator_times(operators, batch, workload, cluster)
     times, cp_s = _with_ring(layer, operators, times, batch, workload, cluster)
@@ -163,10 +171,13 @@ def softmax_kernels(workload: Workload) -> Softmax | None:
 def _operator_times(
     operators: tuple[Operator, ...], batch: LayoutBatch, workload: Workload, cluster: ClusterSpec
 ) -> list[OperatorTime]:
+    whole = batch
+    rows, like = whole.operators
+    batch = whole.select(rows)
     rates = device_rates(cluster, workload)
     tokens, share = batch.tokens(workload.seq_len), token_share(batch)
     dtype = workload.compute_bytes
-    return [
+    times = [
         operator_time(
             op, tokens * share, batch.expert_tp, batch.sequence_parallel, rates=rates, compute_bytes=dtype, ep=batch.ep
         )
@@ -174,6 +185,7 @@ def _operator_times(
         else operator_time(op, tokens, batch.tp, batch.sequence_parallel, rates=rates, compute_bytes=dtype)
         for op in operators
     ]
+    return [time.at(like) for time in times]
 
 
 def _with_ring(

@@ -136,10 +136,26 @@ class LayoutBatch:
     @cached_property
     def inside_layers(self) -> Distinct:
         """Rows that differ in what the work of one layer on one micro-batch depends on."""
-        names = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel", "recompute", "recompute_fraction")
+        names = ("ep", "etp", "recompute", "recompute_fraction")
+        return distinct_rows([*self._inside_columns, *(getattr(self, name) for name in names)])
+
+    @cached_property
+    def inside_dense_layers(self) -> Distinct:
+        """The same for layers without experts."""
+        names = ("recompute", "recompute_fraction")
+        return distinct_rows([*self._inside_columns, *(getattr(self, name) for name in names)])
+
+    @cached_property
+    def operators(self) -> Distinct:
+        """Rows that differ in the shapes of a layer's operators."""
+        names = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel")
+        return distinct_rows([getattr(self, name) for name in names])
+
+    @property
+    def _inside_columns(self) -> list[NDArray[Any]]:
+        names = ("tp", "cp", "micro_batch_size", "sequence_parallel")
         offload = ("offload", "offload_fraction", "offload_activations", "offload_to_storage")
-        columns = [getattr(self, name) for name in names + offload]
-        return distinct_rows([*columns, self.pp > 1, self.dp > 1])
+        return [*(getattr(self, name) for name in names + offload), self.pp > 1, self.dp > 1]
 
     @cached_property
     def across_data(self) -> Distinct:

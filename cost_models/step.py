@@ -36,35 +36,49 @@ def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
     b = costs.batch
     return np.asarray(
         pipelined_lower_bound_s(costs.total("busy_s"), b.num_microbatches, b.pp, b.num_model_chunks)
-        + _uneven_s(costs, costs.total("busy_s"))
+        + _uneven_s(costs)
     )
 
 
 def time_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the seconds of a step [N]."""
     b = costs.batch
-    busy = costs.total("busy_s")
-    with_transfers = busy + (b.pp > 1) * 2 * costs.transfer_s * b.pp
-    exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
-    trained, expert_params = (costs.total(n) / b.pp for n in ("num_trained", "expert_params"))
+    with_transfers = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
+    updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
     return np.asarray(
         pipelined_lower_bound_s(with_transfers, b.num_microbatches, b.pp, b.num_model_chunks)
-        + _uneven_s(costs, busy)
-        + exposed
-        + costs.update_s(trained, expert_params)
+        + _uneven_s(costs)
+        + _fullest_stage(costs, costs.dp_exposed_by_kind)
+        + costs.dp_edges_s
+        + _fullest_stage(costs, updates)
     )
 
 
-def _uneven_s(costs: SpaceCosts, busy: FloatArray) -> FloatArray:
-    """What whole blocks add to perfectly balanced stages [N]: some stage holds ceil(n / pp) of n blocks of a kind.
+def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArray:
+    """What the stage with the most of it has at least [N], given a layer of each kind [K] of [N].
 
-    The slowest stage counts m - 1 / v times (cost_models/pipeline.py) on top of the sum over all stages.
+    The mean of all stages, or the blocks of a kind: some stage holds ceil(n / pp) of n.
     """
-    b, slowest = costs.batch, np.zeros(len(costs.batch))
-    for n, kind, cost in zip(costs.counts, costs.kinds, costs.inside, strict=True):
+    pp = costs.batch.pp
+    fullest = sum((n * values for n, values in zip(costs.counts, by_kind, strict=True)), start=np.zeros(len(pp))) / pp
+    for n, kind, values in zip(costs.counts, costs.kinds, by_kind, strict=True):
         if isinstance(kind, Block):
-            slowest = np.maximum(slowest, -(-n // b.pp) * cost.busy_s[costs.like])
-    return np.asarray((b.num_microbatches - 1 / b.num_model_chunks) * np.maximum(slowest - busy / b.pp, 0.0))
+            fullest = np.maximum(fullest, -(-n // pp) * values)
+    return np.asarray(fullest)
+
+
+def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
+    """Seconds [N] of one micro-batch that the slowest stage takes at least, without transfers."""
+    return _fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
+
+
+def _uneven_s(costs: SpaceCosts) -> FloatArray:
+    """What whole blocks add to perfectly balanced stages [N]: the slowest stage counts m - 1 / v times on top of the sum over all
+    stages (cost_models/pipeline.py).
+    """
+    b = costs.batch
+    more = slowest_stage_s(costs) - costs.total("busy_s") / b.pp
+    return np.asarray((b.num_microbatches - 1 / b.num_model_chunks) * more)
 
 
 def memory_bounds(costs: SpaceCosts) -> FloatArray:

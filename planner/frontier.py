@@ -8,8 +8,10 @@ bound of all that wait, so the order is that of the full bounds over everything.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cost_models import memory
+from ..cost_models.layouts import FloatArray, IntArray
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import memory_bounds, quick_time_bounds, time_bounds
 
@@ -40,13 +42,22 @@ class Frontier:
             self._bound_block()
         return float(self._bound_s[0]) if len(self._rows) else float("inf")
 
-    def pop(self) -> int:
+    @property
+    def first(self) -> int:
         """The layout with the least bound; ask for ``bound_s`` first."""
-        row = int(self._rows[0])
+        return int(self._rows[0])
+
+    def upcoming(self, wanted: int) -> IntArray:
+        """The first few layouts that are bounded already."""
+        return self._rows[:wanted]
+
+    def pop(self) -> int:
+        """Take the first one off."""
+        row = self.first
         self._rows, self._bound_s = self._rows[1:], self._bound_s[1:]
         return row
 
-    def nearest_misses(self, incumbent_s: float, wanted: int = 3) -> list[int]:
+    def nearest_misses(self, incumbent_s: float, wanted: int) -> list[int]:
         """Of the layouts that would be faster and that memory alone excluded, those that lack the least."""
         faster = np.flatnonzero(np.isfinite(self.bound_bytes) & ~self._may_fit(self.bound_bytes) & (self._quick_s < incumbent_s))
         nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * wanted]
@@ -67,6 +78,6 @@ class Frontier:
         order = np.lexsort((rows, bound_s))
         self._rows, self._bound_s = rows[order], bound_s[order]
 
-    def _may_fit(self, allocated: np.ndarray) -> np.ndarray:
+    def _may_fit(self, allocated: FloatArray) -> NDArray[np.bool_]:
         cluster = self._costs.cluster
         return np.asarray(memory.upper_bytes(allocated, self._costs.workload, cluster) <= cluster.memory_budget_bytes)

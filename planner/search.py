@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..cost_models import memory
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import contents_between, estimate_step, stage_memory_parts
+from ..cost_models.step import contents_between, estimate_step, slowest_stage_s, stage_memory_parts
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import stage_split
@@ -29,6 +29,9 @@ REL_GAP = 1e-4
 
 MAX_RUNNER_UP_TRIES = 100
 """Combinations of degrees that are expanded for comparison at most: of those most promising few may fit."""
+
+WINDOW = 32
+"""Layouts costed together before they are expanded one by one."""
 
 OnProgress = Callable[[int, float | None, float], None]
 """Called with (layouts evaluated, incumbent seconds or None, bound seconds)."""
@@ -54,22 +57,18 @@ class SearchResult:
     bound_s: float = 0.0
     search_s: float = 0.0
     stopped_early: bool = False
-
-    def add(self, candidate: Candidate) -> None:
-        """Keep an expanded layout."""
-        (self.fitting if candidate.estimate.fits else self.too_large).append(candidate)
+    evaluated: int = 0
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
         objective = chosen.estimate.step_time_s
-        evaluated = len(self.fitting) + len(self.too_large)
         return SearchCertificate(
             status="feasible" if self.stopped_early else "optimal",
             objective_s=objective,
             bound_s=self.bound_s,
             gap=max(0.0, (objective - self.bound_s) / objective),
-            evaluated=evaluated,
-            pruned=len(self.costs.batch) - evaluated,
+            evaluated=self.evaluated,
+            pruned=len(self.costs.batch) - self.evaluated,
             search_s=self.search_s,
         )
 
@@ -91,43 +90,75 @@ def search(
     start = time.perf_counter()
     costs = SpaceCosts.of(model, workload, cluster, space.batch)
     frontier, result = Frontier(costs), SearchResult(costs)
-    incumbent, bound, expanded = np.inf, np.inf, 0
+    window = Window(costs, frontier)
+    incumbent, bound = np.inf, np.inf
     while (bound := frontier.bound_s) < incumbent * (1 - REL_GAP):
         if time.perf_counter() - start > time_limit_s:
             result.stopped_early = True
             break
-        candidate = expand_row(costs, frontier.pop(), bound_s=bound)
-        result.add(candidate)
-        expanded += 1
-        if candidate.estimate.fits:
+        if (candidate := window.expand_next(bound)) is not None:
+            result.fitting.append(candidate)
             incumbent = min(incumbent, candidate.estimate.step_time_s)
+        result.evaluated += 1
         if on_progress:
-            on_progress(expanded, None if np.isinf(incumbent) else incumbent, bound)
+            on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if result.fitting and not result.stopped_early:
-        _expand_runner_ups(result, frontier, runner_ups)
-    result.too_large += [expand_row(costs, row) for row in frontier.nearest_misses(incumbent)]
+        _expand_runner_ups(result, frontier, window, runner_ups)
+    result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
 
 
-def _expand_runner_ups(result: SearchResult, frontier: Frontier, wanted: int) -> None:
+def _expand_runner_ups(result: SearchResult, frontier: Frontier, window: Window, wanted: int) -> None:
     """Expand the most promising layout of each combination of degrees not seen yet, until ``wanted`` more of them fit."""
     batch = result.costs.batch
-    seen = {batch.degrees(c.idx) for c in (*result.fitting, *result.too_large)}
-    missing = wanted + 1 - len({batch.degrees(c.idx) for c in result.fitting})
-    tries = MAX_RUNNER_UP_TRIES
+    fitting = {batch.degrees(c.idx) for c in result.fitting}
+    seen = fitting | {batch.degrees(row) for row in window.rejected}
+    missing, tries = wanted + 1 - len(fitting), MAX_RUNNER_UP_TRIES
     while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s):
-        row = frontier.pop()
-        if batch.degrees(row) in seen:
+        if batch.degrees(frontier.first) in seen:
+            frontier.pop()
             continue
-        seen.add(batch.degrees(row))
-        candidate = expand_row(result.costs, row, bound_s=bound)
-        result.add(candidate)
-        missing -= candidate.estimate.fits
+        seen.add(batch.degrees(frontier.first))
+        if (candidate := window.expand_next(bound)) is not None:
+            result.fitting.append(candidate)
+            missing -= 1
+        result.evaluated += 1
         tries -= 1
+
+
+class Window:
+    """Expands the layouts of a frontier in order, costing a few of the next ones together; ``rejected`` do not fit."""
+
+    def __init__(self, costs: SpaceCosts, frontier: Frontier) -> None:
+        """Nothing is costed yet."""
+        self._costs, self._frontier = costs, frontier
+        self._places: dict[int, int] = {}
+        self._some = costs
+        self.rejected: list[int] = []
+
+    def expand_next(self, bound_s: float) -> Candidate | None:
+        """The layout with the least bound, taken off the frontier; None if no split of it is within memory."""
+        if self._frontier.first not in self._places:
+            rows = self._frontier.upcoming(WINDOW)
+            self._some, self._places = self._costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+        row = self._frontier.pop()
+        candidate = expand_fitting(self._some, self._places[row], bound_s=bound_s)
+        if candidate is None:
+            self.rejected.append(row)
+            return None
+        return replace(candidate, idx=row)
+
+
+def nearest_misses(rejected: list[int], frontier: Frontier, incumbent_s: float, wanted: int = 3) -> list[int]:
+    """Of the layouts that would be faster and that memory excluded, those that lack the least: ``wanted`` of which no split
+    fits, and as many that not even perfect balance lets in.
+    """
+    nearest = sorted(rejected, key=lambda row: (frontier.bound_bytes[row], row))[:wanted]
+    return nearest + frontier.nearest_misses(incumbent_s, wanted)
 
 
 def expand_row(costs: SpaceCosts, row: int, *, bound_s: float = 0.0) -> Candidate:
@@ -144,23 +175,35 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     Args:
         bound_s: of the layout for perfectly balanced stages; the result's bound is raised to the least possible slowest stage.
     """
+    found = expand_fitting(costs, idx, bound_s=bound_s)
+    if found is not None:
+        return found
+    anywhere = stage_split.Instance(costs.per_layer("busy_s", idx), _stage_fits(costs, idx, cap_bytes=np.inf))
+    boundaries = stage_split.solve(anywhere).boundaries
+    return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s)
+
+
+def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
+    """`expand`, or None where no split into stages is within memory."""
     fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     busy = costs.per_layer("busy_s", idx)
     even = stage_split.solve(stage_split.Instance(busy, fits))
     if even.status is Status.INFEASIBLE:
-        anywhere = stage_split.solve(stage_split.Instance(busy, _stage_fits(costs, idx, cap_bytes=np.inf)))
-        return Candidate(idx, anywhere.boundaries, estimate_step(costs, idx, anywhere.boundaries), bound_s)
+        return None
     pp, m, v = (int(getattr(costs.batch, name)[idx]) for name in ("pp", "num_microbatches", "num_model_chunks"))
     once = stage_split.solve(stage_split.Instance(busy + costs.once_per_layer_s(idx) / m, fits))
     estimates = {cut.boundaries: estimate_step(costs, idx, cut.boundaries) for cut in (even, once)}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    # The slowest stage takes at least even.objective_s; the bound had total / pp for it.
-    raised = bound_s + (m - 1 / v) * max(0.0, even.objective_s - float(busy.sum()) / pp)
+    # The slowest stage takes at least even.objective_s; the bound counts perfectly balanced ones, or whole blocks.
+    raised = bound_s + (m - 1 / v) * max(0.0, even.objective_s - float(slowest_stage_s(costs)[idx]))
     return Candidate(idx, best, estimates[best], raised)
 
 
 def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:
-    """FITS [S, L+1, L+1]: the stage has a block, and the upper end of its memory is within ``cap_bytes``."""
+    """FITS [S, L+1, L+1]: the stage has a block, and the upper end of its memory is within ``cap_bytes``.
+
+    More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
+    """
     pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
@@ -168,7 +211,12 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.
     has_block = blocks[last] > blocks[first]
     if np.isinf(cap_bytes):
         return np.broadcast_to(has_block, (pp, size, size))
-    contents = contents_between(costs, idx, first, last)
-    parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None, None])
-    total = np.broadcast_to(memory.total_bytes(parts), (pp, size, size))
-    return np.asarray(has_block & (memory.upper_bytes(total, costs.workload, costs.cluster) <= cap_bytes))
+    starts = np.broadcast_to(np.arange(size), (pp, size))
+    fitting, too_large = starts.copy(), np.full((pp, size), size)
+    while np.any(too_large - fitting > 1):
+        middle = (fitting + too_large) // 2
+        contents = contents_between(costs, idx, starts, middle)
+        parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None])
+        fits = memory.upper_bytes(memory.total_bytes(parts), costs.workload, costs.cluster) <= cap_bytes
+        fitting, too_large = np.where(fits, middle, fitting), np.where(fits, too_large, np.maximum(middle, fitting + 1))
+    return np.asarray(has_block & (last <= fitting[:, :, None]))
