@@ -35,16 +35,24 @@ class Frontier:
     @property
     def bound_s(self) -> float:
         """Seconds that no layout left can beat; infinite when none is left."""
-        while self._next < len(self._order):
-            quick = self._quick_s[self._order[self._next]]
-            if len(self._rows) and self._bound_s[0] <= quick:
-                break
-            self._bound_block()
+        return min(self._first_s, self._next_quick_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``first`` is known: its full bound is no larger than any quick bound that waits."""
+        return np.isfinite(self._first_s) and self._first_s <= self._next_quick_s
+
+    @property
+    def _first_s(self) -> float:
         return float(self._bound_s[0]) if len(self._rows) else float("inf")
 
     @property
+    def _next_quick_s(self) -> float:
+        return float(self._quick_s[self._order[self._next]]) if self._next < len(self._order) else float("inf")
+
+    @property
     def first(self) -> int:
-        """The layout with the least bound; ask for ``bound_s`` first."""
+        """The layout with the least bound, once it ``is_ready``."""
         return int(self._rows[0])
 
     def upcoming(self, wanted: int) -> IntArray:
@@ -64,7 +72,8 @@ class Frontier:
         is_faster = time_bounds(self._costs.select(nearest)) < incumbent_s
         return [int(row) for row in nearest[is_faster][:wanted]]
 
-    def _bound_block(self) -> None:
+    def bound_block(self) -> None:
+        """Bound the next layouts in the order of the quick bounds."""
         rows = self._order[self._next : self._next + BLOCK]
         self._next += len(rows)
         costs = self._costs.select(rows)

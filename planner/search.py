@@ -30,6 +30,9 @@ REL_GAP = 1e-4
 MAX_RUNNER_UP_TRIES = 100
 """Combinations of degrees that are expanded for comparison at most: of those most promising few may fit."""
 
+RUNNER_UP_TRIES_A_BLOCK = 5
+"""Expansions that bounding a further block of layouts counts as."""
+
 WINDOW = 32
 """Layouts costed together before they are expanded one by one."""
 
@@ -96,6 +99,9 @@ def search(
         if time.perf_counter() - start > time_limit_s:
             result.stopped_early = True
             break
+        if not frontier.is_ready:
+            frontier.bound_block()
+            continue
         if (candidate := window.expand_next(bound)) is not None:
             result.fitting.append(candidate)
             incumbent = min(incumbent, candidate.estimate.step_time_s)
@@ -119,6 +125,10 @@ def _expand_runner_ups(result: SearchResult, frontier: Frontier, window: Window,
     seen = fitting | {batch.degrees(row) for row in window.rejected}
     missing, tries = wanted + 1 - len(fitting), MAX_RUNNER_UP_TRIES
     while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s):
+        if not frontier.is_ready:
+            frontier.bound_block()
+            tries -= RUNNER_UP_TRIES_A_BLOCK
+            continue
         if batch.degrees(frontier.first) in seen:
             frontier.pop()
             continue
@@ -200,7 +210,7 @@ def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Cand
 
 
 def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:
-    """FITS [S, L+1, L+1]: the stage has a block, and the upper end of its memory is within ``cap_bytes``.
+    """FITS [S, L+1, L+1]: the stage has a block for each of its chunks, and the upper end of its memory is within ``cap_bytes``.
 
     More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
     """
@@ -208,7 +218,7 @@ def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])
-    has_block = blocks[last] > blocks[first]
+    has_block = blocks[last] - blocks[first] >= costs.batch.num_model_chunks[idx]
     if np.isinf(cap_bytes):
         return np.broadcast_to(has_block, (pp, size, size))
     starts = np.broadcast_to(np.arange(size), (pp, size))

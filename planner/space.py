@@ -144,8 +144,9 @@ def _enumerate(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
     experts = [] if is_ours else list(model_facts(model)["expert_counts"])
-    c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], lambda c: _all(c))
-    c = cross(c, "etp", in_domain if experts else [1], _folds)
+    c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
+    # A given ep that does not fold onto the ranks is left to the rules, which say so.
+    c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
     return _with_sequence_and_schedule(c, workload, fixed)
 
 
@@ -168,7 +169,7 @@ def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
     return {name: column[keep] for name, column in columns.items()}
 
 
-def _all(c: Columns) -> NDArray[np.bool_]:
+def _always(c: Columns) -> NDArray[np.bool_]:
     return np.ones_like(c["tp"], dtype=bool)
 
 

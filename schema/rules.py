@@ -269,16 +269,36 @@ micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSp
 """
 
 
-def rules_of(engine: Engine) -> tuple[Rule, ...]:
-    """What a layout must satisfy for an engine; of those without a list of their own only what any engine needs is known."""
-    return ENGINE_RULES + _OF_ENGINE.get(engine, ())
-
-
-_OF_ENGINE: dict[Engine, tuple[Rule, ...]] = {
+RULES_OF_ENGINE: dict[Engine, tuple[Rule, ...]] = {
     "fsdp2": RUNTIME_RULES,
     "megatron": MEGATRON_RULES,
     "deepspeed": DEEPSPEED_RULES,
 }
+"""What each engine that can be planned for needs besides ENGINE_RULES."""
+
+
+def rules_of(engine: Engine) -> tuple[Rule, ...]:
+    """What a layout must satisfy for an engine.
+
+    Raises:
+        ConfigError: what the engine executes is not known.
+    """
+    if engine not in RULES_OF_ENGINE:
+        raise ConfigError(f"cannot plan for {engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
+    return ENGINE_RULES + RULES_OF_ENGINE[engine]
+
+
+def require_our_engine(workload: Workload) -> None:
+    """Raise unless a plan is for our own runtime.
+
+    Raises:
+        ConfigError: it is for another engine.
+    """
+    if workload.engine != "fsdp2":
+        raise ConfigError(
+            f"the plan is for {workload.engine}: `meshwright apply` runs plans for its own runtime (fsdp2) only",
+            help=f"start {workload.engine} with the plan's layout, or plan again without --engine",
+        )
 
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
