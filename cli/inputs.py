@@ -37,7 +37,9 @@ OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help="adamw or sgd
 AttentionOption = Annotated[str, typer.Option(metavar="KIND", help="flash (fused) or math (keeps the score matrix).")]
 EngineOption = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts."),
+    typer.Option(
+        metavar="NAME", help="Who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts."
+    ),
 ]
 CalibrateOption = Annotated[
     Path | None,

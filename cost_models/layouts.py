@@ -50,7 +50,9 @@ def distinct_rows(columns: Sequence[NDArray[Any]]) -> Distinct:
         if len(column) == 0 or np.all(column == column[0]):
             continue
         is_count = column.dtype != np.float64
-        codes = np.asarray(column, dtype=np.int64) if is_count else np.unique(column, return_inverse=True)[1].reshape(-1)
+        codes = (
+            np.asarray(column, dtype=np.int64) if is_count else np.unique(column, return_inverse=True)[1].reshape(-1)
+        )
         size = int(codes.max()) + 1
         if (largest + 1) * size > np.iinfo(np.int64).max // 2:
             key = np.unique(key, return_inverse=True)[1].reshape(-1)

@@ -35,8 +35,7 @@ def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the seconds of a step [N] from the work inside layers and the pipeline's bubble alone."""
     b = costs.batch
     return np.asarray(
-        pipelined_lower_bound_s(costs.total("busy_s"), b.num_microbatches, b.pp, b.num_model_chunks)
-        + _uneven_s(costs)
+        pipelined_lower_bound_s(costs.total("busy_s"), b.num_microbatches, b.pp, b.num_model_chunks) + _uneven_s(costs)
     )
 
 

@@ -67,7 +67,9 @@ class Frontier:
 
     def nearest_misses(self, incumbent_s: float, wanted: int) -> list[int]:
         """Of the layouts that would be faster and that memory alone excluded, those that lack the least."""
-        faster = np.flatnonzero(np.isfinite(self.bound_bytes) & ~self._may_fit(self.bound_bytes) & (self._quick_s < incumbent_s))
+        faster = np.flatnonzero(
+            np.isfinite(self.bound_bytes) & ~self._may_fit(self.bound_bytes) & (self._quick_s < incumbent_s)
+        )
         nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * wanted]
         is_faster = time_bounds(self._costs.select(nearest)) < incumbent_s
         return [int(row) for row in nearest[is_faster][:wanted]]

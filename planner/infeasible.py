@@ -38,7 +38,8 @@ def explain_infeasible(
             help="raise --time-limit-s, or fix some degrees with --fix",
         )
     best = min(
-        (expand_row(costs, int(i)) for i in np.argsort(memory_bounds(costs))[:20]), key=lambda c: c.estimate.peak_allocated_bytes
+        (expand_row(costs, int(i)) for i in np.argsort(memory_bounds(costs))[:20]),
+        key=lambda c: c.estimate.peak_allocated_bytes,
     )
     layout, needs = costs.batch.layout(best.idx), best.estimate.memory_interval_bytes.high
     parts = sorted(best.estimate.memory_bytes.model_dump().items(), key=lambda item: -item[1])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..cost_models import memory
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import contents_between, estimate_step, slowest_stage_s, stage_memory_parts
+from ..cost_models.step import contents_between, estimate_step, stage_memory_parts
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import stage_split
@@ -183,7 +183,7 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     step once, its exposed communication and its update, spread over the micro-batches. The faster one that fits is taken.
 
     Args:
-        bound_s: of the layout for perfectly balanced stages; the result's bound is raised to the least possible slowest stage.
+        bound_s: of the layout before it is cut; the result's bound is raised to what its stages can have at best.
     """
     found = expand_fitting(costs, idx, bound_s=bound_s)
     if found is not None:
@@ -200,13 +200,25 @@ def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Cand
     even = stage_split.solve(stage_split.Instance(busy, fits))
     if even.status is Status.INFEASIBLE:
         return None
-    pp, m, v = (int(getattr(costs.batch, name)[idx]) for name in ("pp", "num_microbatches", "num_model_chunks"))
-    once = stage_split.solve(stage_split.Instance(busy + costs.once_per_layer_s(idx) / m, fits))
+    once = stage_split.solve(
+        stage_split.Instance(busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]), fits)
+    )
     estimates = {cut.boundaries: estimate_step(costs, idx, cut.boundaries) for cut in (even, once)}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    # The slowest stage takes at least even.objective_s; the bound counts perfectly balanced ones, or whole blocks.
-    raised = bound_s + (m - 1 / v) * max(0.0, even.objective_s - float(slowest_stage_s(costs)[idx]))
-    return Candidate(idx, best, estimates[best], raised)
+    return Candidate(idx, best, estimates[best], max(bound_s, _split_bound_s(costs, idx, even.objective_s, fits)))
+
+
+def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:
+    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it."""
+    pp, m, v = (int(getattr(costs.batch, name)[idx]) for name in ("pp", "num_microbatches", "num_model_chunks"))
+    transfer_s = 2 * float(costs.transfer_s[idx]) if pp > 1 else 0.0
+    pipeline_s = (m - 1 / v) * (slowest_s + transfer_s) + float(
+        costs.per_layer("busy_s", idx).sum() + pp * transfer_s
+    ) / v
+    exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
+    update = costs.once_per_layer_s(idx) - exposed
+    least = (stage_split.least_slowest_s(stage_split.Instance(values, fits)) for values in (exposed, update))
+    return pipeline_s + float(costs.dp_edges_s[idx]) + sum(least)
 
 
 def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:

@@ -76,8 +76,9 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
         ConfigError: nothing is left; the message names the rules that excluded the most.
     """
     columns = _enumerate(model, workload, cluster, fixed)
+    degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
     facts = Facts(
-        **{name: columns[name] for name in _FACTS},
+        **degrees,
         offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
         recompute_fraction=fixed.get("recompute_fraction", 1.0),
         one_f_one_b=columns["schedule"] == SCHEDULES.index("1f1b"),
@@ -127,7 +128,9 @@ def _enumerate(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed
             taken = taken * c.get(name, 1)
         return np.maximum(world // taken, 1)
 
-    def cross(c: Columns, name: str, options: Sequence[int], allowed: Callable[[Columns], NDArray[np.bool_]]) -> Columns:
+    def cross(
+        c: Columns, name: str, options: Sequence[int], allowed: Callable[[Columns], NDArray[np.bool_]]
+    ) -> Columns:
         return _cross(c, name, [int(fixed[name])]) if name in fixed else _cross(c, name, options, allowed)
 
     c: Columns = {}

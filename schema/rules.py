@@ -235,7 +235,9 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     Rule(
         "megatron_zero_stage",
         lambda f: f.zero_stage <= 1,
-        lambda f: f"zero_stage {f.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)",
+        lambda f: (
+            f"zero_stage {f.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"
+        ),
     ),
     _ONE_F_ONE_B,
 )
@@ -260,7 +262,9 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     Rule(
         "deepspeed_shards_over_all",
         lambda f: (f.zero_stage == 0) | (f.dp_replicate == 1),
-        lambda f: f"dp_replicate {f.dp_replicate} with zero_stage {f.zero_stage}: ZeRO shards over all data-parallel ranks",
+        lambda f: (
+            f"dp_replicate {f.dp_replicate} with zero_stage {f.zero_stage}: ZeRO shards over all data-parallel ranks"
+        ),
     ),
     _ONE_F_ONE_B,
 )

@@ -154,7 +154,12 @@ def test_plan_for_an_unknown_engine_is_bad_input() -> None:
 
 
 def test_estimate_for_another_engine_costs_its_layouts() -> None:
-    options = [*MEGATRON_PLAN[1:], "--layout", "dp_replicate=4,pp=4,ep=4,num_model_chunks=2,micro_batch_size=1", "--json"]
+    options = [
+        *MEGATRON_PLAN[1:],
+        "--layout",
+        "dp_replicate=4,pp=4,ep=4,num_model_chunks=2,micro_batch_size=1",
+        "--json",
+    ]
     result = CliRunner().invoke(app, ["estimate", *options])
     assert result.exit_code == 0, result.output
     Estimate.model_validate_json(result.stdout)

@@ -8,6 +8,7 @@ from meshwright.cost_models import memory
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import (
     contents_between,
+    estimate_step,
     lower_bounds,
     quick_time_bounds,
     stage_memory_parts,
@@ -69,6 +70,7 @@ def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, mo
         for idx, candidate in enumerate(everything):
             assert quick_s[idx] <= bound_s[idx] * (1 + 1e-9), seed
             assert bound_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
+            assert candidate.bound_s <= candidate.estimate.step_time_s * (1 + 1e-9), seed
             assert bound_bytes[idx] <= candidate.estimate.peak_allocated_bytes + 16, seed  # parts are whole bytes
     assert solved > NUM_INSTANCES / NUM_GROUPS / 4
 
@@ -144,3 +146,21 @@ def test_chunks_of_a_plan_have_the_blocks_of_their_rank() -> None:
     on_rank = [sum(blocks[rank::16]) for rank in range(16)]
     assert max(on_rank) - min(on_rank) <= 2
     assert len(found.estimate.stages) == 16
+
+
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
+def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
+    """Slow links, so that what a stage adds once counts; brute force over all cuts of nine layers into three stages."""
+    spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("6x1xA100-SXM-80GB/eth10")
+    workload = Workload(seq_len=1024, global_batch_size=24, engine=engine)
+    batch = build_space(spec, workload, cluster, {"pp": 3}).batch
+    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    size = spec.num_layers
+    for idx in range(0, len(batch), max(len(batch) // 8, 1)):
+        candidate = search.expand(costs, idx)
+        if not candidate.estimate.fits:
+            continue
+        blocks = int(batch.num_model_chunks[idx])
+        cuts = [(0, i, j, size) for i in range(1 + blocks, size) for j in range(i + blocks, size - blocks)]
+        times = [estimate for cut in cuts if (estimate := estimate_step(costs, idx, cut)).fits]
+        assert min(estimate.step_time_s for estimate in times) >= candidate.bound_s * (1 - 1e-9)

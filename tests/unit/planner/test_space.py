@@ -43,7 +43,9 @@ def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec,
 
 
 def test_degrees_need_not_be_powers_of_two() -> None:
-    batch = build_space(LLAMA, workload("megatron", global_batch_size=60), ClusterSpec.parse("3x4xA100-SXM-80GB"), {}).batch
+    batch = build_space(
+        LLAMA, workload("megatron", global_batch_size=60), ClusterSpec.parse("3x4xA100-SXM-80GB"), {}
+    ).batch
     assert {3, 6, 12} <= set(batch.pp)  # 32 blocks do not divide by any of them
     assert {1, 3, 12} <= set(batch.dp_shard)
     assert {3, 5} <= set(batch.micro_batch_size)
@@ -109,7 +111,11 @@ def test_plans_of_other_engines_are_not_ours() -> None:
 
 
 def test_distinct_rows_finds_each_combination_once() -> None:
-    columns = [np.array([1, 2, 1, 2, 1]), np.array([0.5, 0.5, 0.5, 0.25, 0.5]), np.array([True, False, True, False, False])]
+    columns = [
+        np.array([1, 2, 1, 2, 1]),
+        np.array([0.5, 0.5, 0.5, 0.25, 0.5]),
+        np.array([True, False, True, False, False]),
+    ]
     rows, like = distinct_rows(columns)
     assert sorted(rows) == [0, 1, 3, 4]
     for column in columns:
