@@ -56,6 +56,8 @@ def plan(
         SolverLimitError: the time limit came before any layout that fits.
     """
     fixed = check_fields(fixed or {})
+    if workload.engine not in RULES_OF_ENGINE:
+        raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
     space = build_space(model, workload, cluster, fixed)
     result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
     if not result.fitting:

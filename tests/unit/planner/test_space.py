@@ -9,6 +9,7 @@ import pytest
 from meshwright.cost_models.layer_costs import LayerCost
 from meshwright.cost_models.layouts import LayoutBatch, distinct_rows
 from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.rules import RULES_OF_ENGINE, broken_rules, layout_facts, require_our_engine, rules_of
@@ -101,7 +102,7 @@ def test_given_offloading_is_in_every_layout() -> None:
 
 def test_engines_without_known_rules_cannot_be_planned_for() -> None:
     with pytest.raises(ConfigError, match="cannot plan for nanotron"):
-        build_space(LLAMA, workload("nanotron"), NODES, {})
+        plan(LLAMA, NODES, workload("nanotron"))
 
 
 def test_plans_of_other_engines_are_not_ours() -> None:
