@@ -86,6 +86,7 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
         scaleup_domain=cluster.scaleup_domain,
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
+        fused_attention=workload.attention == "flash",
         **model_facts(model),
     )
     keep = np.ones(len(columns["tp"]), dtype=bool)

@@ -48,6 +48,7 @@ class Facts:
     vocab_size: int
     expert_counts: tuple[int, ...] = ()
     expert_ffn_dims: tuple[int, ...] = ()
+    fused_attention: bool = True
 
     @property
     def stage_ranks(self) -> IntLike:
@@ -139,6 +140,11 @@ ENGINE_RULES: tuple[Rule, ...] = (
         lambda f: (
             f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (two pieces a rank, for even causal work)"
         ),
+    ),
+    Rule(
+        "attention_per_cp",
+        lambda f: (f.cp == 1) | f.fused_attention,
+        lambda f: f"cp {f.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores",
     ),
     Rule(
         "layers_per_stage",
@@ -342,6 +348,7 @@ def layout_facts(
         scaleup_domain=scaleup_domain,
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
+        fused_attention=workload.attention == "flash",
         **model_facts(model),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
 
 import numpy as np
@@ -13,6 +14,7 @@ from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.rules import RULES_OF_ENGINE, broken_rules, layout_facts, require_our_engine, rules_of
+from meshwright.schema.workload import LowRank
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
 NODES = ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
@@ -130,22 +132,60 @@ def test_distinct_rows_of_large_values_do_not_collide() -> None:
     assert np.array_equal(rows[like], np.arange(3))
 
 
+def test_context_parallelism_needs_fused_attention() -> None:
+    space = build_space(LLAMA, workload("megatron", attention="math"), NODES, {})
+    assert set(space.batch.cp) == {1}
+    assert space.excluded["attention_per_cp"] > 0
+    with pytest.raises(ConfigError, match="cp") as error:
+        build_space(LLAMA, workload("megatron", attention="math"), NODES, {"cp": 2})
+    assert any("attention_per_cp" in detail for detail in error.value.details)
+
+
+CHANGES: tuple[dict[str, object], ...] = (
+    {},
+    {"tp_overlap": True},
+    {"adapters": LowRank(targets=("qkv", "mlp"), frozen="nf4")},
+    {"attention": "math", "overlap": False},
+    {"cuda_graphs": True, "precision": "fp8"},
+)
+
+
+def _neighbours(layout: Layout) -> list[Layout]:
+    """Like the layout in everything but one field or two, so that a key without one of them would show."""
+    changes: list[dict[str, object]] = [
+        {"offload_activations": 0.5},
+        {"offload_activations": 0.5, "offload_to": "storage", "offload": "optimizer"},
+        {"offload": "parameters", "zero_stage": 3},
+        {"recompute": "full", "recompute_fraction": 0.5},
+        {"recompute": "selective"},
+        {"sequence_parallel": not layout.sequence_parallel},
+        {"zero_stage": 0},
+    ]
+    neighbours = []
+    for change in changes:
+        with contextlib.suppress(ConfigError):  # not every layout has every neighbour
+            neighbours.append(Layout(**(layout.model_dump() | change)))
+    return neighbours
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: "-".join(changes) or "plain")
 @pytest.mark.parametrize("engine", [*RULES_OF_ENGINE, "nanotron"])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2"])
-def test_costs_shared_between_layouts_are_those_of_each_alone(model: str, engine: str) -> None:
+def test_costs_shared_between_layouts_are_those_of_each_alone(
+    model: str, engine: str, changes: dict[str, object]
+) -> None:
     """What distinct cases leave out of their key must not matter."""
     spec = ModelSpec.named(model)
-    wanted = workload(engine if engine != "nanotron" else "megatron", seq_len=1024)
+    wanted = workload(engine if engine != "nanotron" else "megatron", seq_len=1024, **changes)
     batch = build_space(spec, wanted, NODES, {}).batch
-    batch = batch.select(np.random.default_rng(0).choice(len(batch), size=min(12, len(batch)), replace=False))
-    # Beside each layout its like in everything but one field, so that a key without that field would show.
-    layouts = [batch.layout(idx) for idx in range(len(batch))]
-    layouts += [layout.replace(offload_activations=0.5) for layout in layouts[:2]]
-    layouts += [layout.replace(recompute="full", recompute_fraction=0.5) for layout in layouts[:2]]
+    rows = np.random.default_rng(0).choice(len(batch), size=min(12, len(batch)), replace=False)
+    layouts = [batch.layout(int(row)) for row in rows]
+    layouts += [neighbour for layout in layouts[:3] for neighbour in _neighbours(layout)]
     batch = LayoutBatch.of(layouts, wanted.global_batch_size)
-    together = SpaceCosts.of(spec, wanted.replace(engine=engine), NODES, batch)
+    wanted = wanted.replace(engine=engine)
+    together = SpaceCosts.of(spec, wanted, NODES, batch)
     for idx in range(len(batch)):
-        alone = SpaceCosts.of(spec, wanted.replace(engine=engine), NODES, batch.select(np.array([idx])))
+        alone = SpaceCosts.of(spec, wanted, NODES, batch.select(np.array([idx])))
         for shared, own in zip(together.by_kind, alone.by_kind, strict=True):
             for field in fields(LayerCost):
                 expected = getattr(own, field.name)[0]
