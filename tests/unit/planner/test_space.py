@@ -145,7 +145,7 @@ CHANGES: tuple[dict[str, object], ...] = (
     {},
     {"tp_overlap": True},
     {"adapters": LowRank(targets=("qkv", "mlp"), frozen="nf4")},
-    {"attention": "math", "overlap": False},
+    {"attention": "math", "precision": "bf16"},
     {"cuda_graphs": True, "precision": "fp8"},
 )
 
@@ -160,6 +160,8 @@ def _neighbours(layout: Layout) -> list[Layout]:
         {"recompute": "selective"},
         {"sequence_parallel": not layout.sequence_parallel},
         {"zero_stage": 0},
+        {"dp_shard": 1, "dp_replicate": 1, "zero_stage": 0},
+        {"pp": 3 - min(layout.pp, 2)},
     ]
     neighbours = []
     for change in changes:
@@ -178,18 +180,19 @@ def test_costs_shared_between_layouts_are_those_of_each_alone(
     spec = ModelSpec.named(model)
     wanted = workload(engine if engine != "nanotron" else "megatron", seq_len=1024, **changes)
     batch = build_space(spec, wanted, NODES, {}).batch
-    rows = np.random.default_rng(0).choice(len(batch), size=min(12, len(batch)), replace=False)
+    rows = np.random.default_rng(0).choice(len(batch), size=min(6, len(batch)), replace=False)
     layouts = [batch.layout(int(row)) for row in rows]
-    layouts += [neighbour for layout in layouts[:3] for neighbour in _neighbours(layout)]
+    layouts += [neighbour for layout in layouts[:2] for neighbour in _neighbours(layout)]
     batch = LayoutBatch.of(layouts, wanted.global_batch_size)
     wanted = wanted.replace(engine=engine)
     together = SpaceCosts.of(spec, wanted, NODES, batch)
-    for idx in range(len(batch)):
-        alone = SpaceCosts.of(spec, wanted, NODES, batch.select(np.array([idx])))
-        for shared, own in zip(together.by_kind, alone.by_kind, strict=True):
-            for field in fields(LayerCost):
-                expected = getattr(own, field.name)[0]
-                assert getattr(shared, field.name)[idx] == pytest.approx(expected, rel=1e-12, abs=1e-18), field.name
+    alone = [SpaceCosts.of(spec, wanted, NODES, batch.select(np.array([idx]))).by_kind for idx in range(len(batch))]
+    for kind, shared in enumerate(together.by_kind):
+        for field in fields(LayerCost):
+            expected = [getattr(costs[kind], field.name)[0] for costs in alone]
+            np.testing.assert_allclose(
+                getattr(shared, field.name), expected, rtol=1e-12, atol=1e-18, err_msg=field.name
+            )
 
 
 def test_layout_of_a_megatron_space_reads_back() -> None:
