@@ -20,6 +20,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from ..schema import ConfigError, MeshwrightError, Plan
+from ..schema.rules import require_our_engine
 from ..schema.units import format_bytes, format_count, format_seconds
 from .errors import exit_on_error
 
@@ -84,12 +85,13 @@ def apply(
 ) -> None:
     """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
     with exit_on_error():
+        loaded = Plan.load(plan)
+        require_our_engine(loaded.workload)
         from ..runtime.launch import Rendezvous, launch
         from ..runtime.options import TrainOptions
         from ..runtime.train import check_options
         from ..runtime.worker import Job
 
-        loaded = Plan.load(plan)
         rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
         options = TrainOptions(
             steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,

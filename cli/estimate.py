@@ -12,6 +12,7 @@ from .inputs import (
     BatchOption,
     CalibrateOption,
     ClusterOption,
+    EngineOption,
     JsonOption,
     ModelArgument,
     OptimizerOption,
@@ -32,6 +33,7 @@ def estimate(
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
+    engine: EngineOption = "fsdp2",
     calibrate: CalibrateOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -51,6 +53,7 @@ def estimate(
             precision=precision,
             optimizer=optimizer,
             attention=attention,
+            engine=engine,
             calibrate=calibrate,
         )
         found = make_estimate(spec, machine, workload, wanted)

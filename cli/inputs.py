@@ -35,6 +35,12 @@ PrecisionOption = Annotated[
 ]
 OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help="adamw or sgd.")]
 AttentionOption = Annotated[str, typer.Option(metavar="KIND", help="flash (fused) or math (keeps the score matrix).")]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="Who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts."
+    ),
+]
 CalibrateOption = Annotated[
     Path | None,
     typer.Option(
@@ -54,6 +60,7 @@ def read_inputs(
     precision: str | None,
     optimizer: str,
     attention: str,
+    engine: str = "fsdp2",
     calibrate: Path | None = None,
 ) -> tuple[ModelSpec, ClusterSpec, Workload]:
     """Parse what the user typed.
@@ -84,5 +91,6 @@ def read_inputs(
         precision=precision or default_precision(machine),  # type: ignore[arg-type]
         optimizer=optimizer,  # type: ignore[arg-type]
         attention=attention,  # type: ignore[arg-type]
+        engine=engine,  # type: ignore[arg-type]
     )
     return spec, machine, workload

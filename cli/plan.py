@@ -13,6 +13,7 @@ from .inputs import (
     BatchOption,
     CalibrateOption,
     ClusterOption,
+    EngineOption,
     JsonOption,
     ModelArgument,
     OptimizerOption,
@@ -30,6 +31,7 @@ def plan(
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
+    engine: EngineOption = "fsdp2",
     fix: Annotated[str, typer.Option(metavar="A=B,...", help="Layout fields to keep, e.g. tp=8,recompute=full.")] = "",
     time_limit_s: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="Stop the search then, with the best so far.")
@@ -39,7 +41,10 @@ def plan(
     calibrate: CalibrateOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU."""
+    """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
+
+    With --engine megatron or deepspeed the search is over what that engine executes; `meshwright apply` does not run such a plan.
+    """
     with exit_on_error():
         from ..planner import plan as make_plan
         from ..schema.layout import parse_assignments
@@ -55,6 +60,7 @@ def plan(
             precision=precision,
             optimizer=optimizer,
             attention=attention,
+            engine=engine,
             calibrate=calibrate,
         )
         with search_progress(quiet=json) as on_progress:
@@ -64,4 +70,5 @@ def plan(
             typer.echo(found.model_dump_json(indent=2))
         else:
             show(plan_table(found))
-        typer.echo(f"wrote {out}; next: meshwright apply {out}", err=True)
+        then = f"next: meshwright apply {out}" if engine == "fsdp2" else f"it is for {engine}, not for meshwright apply"
+        typer.echo(f"wrote {out}; {then}", err=True)

@@ -42,7 +42,7 @@ def show(renderable: RenderableType) -> None:
 def plan_table(plan: Plan) -> Table:
     """Everything a reader needs to judge a plan."""
     table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
-    _add_stages(table, plan.stages, plan.model, plan.estimate)
+    _add_stages(table, plan)
     if plan.search:
         table.add_section()
         search = plan.search
@@ -137,7 +137,9 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
             table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", _bar(share))
 
 
-def _add_stages(table: Table, stages: tuple[Stage, ...], model: ModelSpec, estimate: Estimate) -> None:
+def _add_stages(table: Table, plan: Plan) -> None:
+    """One row a stage; with model chunks the time of a chunk and the memory of its rank."""
+    stages, model, ranks = plan.stages, plan.model, plan.estimate.stages
     if len(stages) == 1:
         return
     table.add_section()
@@ -147,10 +149,13 @@ def _add_stages(table: Table, stages: tuple[Stage, ...], model: ModelSpec, estim
             if s == MAX_STAGE_ROWS // 2:
                 table.add_row("  ...", "", "", f"{len(stages) - MAX_STAGE_ROWS} more, all in plan.json")
             continue
-        cost = estimate.stages[s]
+        cost = ranks[s % len(ranks)]
         memory = format_bytes(cost.memory_bytes.total)
         table.add_row(
-            f"  stage {s}", format_seconds(cost.forward_s + cost.backward_s), memory, _stage_layers(stage, model)
+            f"  stage {s}",
+            format_seconds((cost.forward_s + cost.backward_s) / plan.layout.num_model_chunks),
+            memory,
+            _stage_layers(stage, model),
         )
 
 

@@ -28,6 +28,14 @@ class OperatorTime:
     forward_dispatches: int | FloatArray
     backward_dispatches: int | FloatArray
 
+    def at(self, rows: IntArray) -> OperatorTime:
+        """The same for some of the layouts."""
+        forward, backward = (
+            dispatches if np.ndim(dispatches) == 0 else np.asarray(dispatches)[rows]
+            for dispatches in (self.forward_dispatches, self.backward_dispatches)
+        )
+        return OperatorTime(self.forward_s[rows], self.backward_s[rows], forward, backward)
+
 
 def operator_time(
     op: Operator,

@@ -7,7 +7,7 @@ communication (tensor_parallel.py, context.py, experts.py, data_parallel.py), pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -20,10 +20,10 @@ from .compute import OperatorTime, operator_time
 from .context import ring
 from .data_parallel import LayerParams, data_parallel_s
 from .engines import is_megatron
-from .experts import expert_parallel_s, expert_params, token_share
+from .experts import expert_parallel_s, expert_params, routed_part, token_share
 from .host_dispatch import compute_s
 from .host_memory import host_link_bytes_per_s
-from .layouts import RECOMPUTES, FloatArray, LayoutBatch
+from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .operators import FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 from .parameters import frozen_bytes, tp_params, trained_params
 from .saved_bytes import activation_bytes
@@ -69,6 +69,10 @@ class LayerCost:
     activation_bytes: FloatArray
     working_bytes: FloatArray
 
+    def at(self, rows: IntArray) -> LayerCost:
+        """The same under some of the layouts."""
+        return LayerCost(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
     @property
     def busy_s(self) -> FloatArray:
         """Seconds of forward and backward with recompute and the communication inside a layer."""
@@ -91,7 +95,35 @@ def layer_cost(
 ) -> LayerCost:
     """Cost of ``layer`` under every layout of ``batch``."""
     setting = Setting(hidden_dim=hidden_dim, batch=batch, workload=workload, cluster=cluster)
-    operators = _operators(layer, setting)
+    return with_data_parallel(inside_cost(layer, setting), layer, setting)
+
+
+def with_data_parallel(cost: LayerCost, layer: Layer, setting: Setting) -> LayerCost:
+    """The cost with its collectives over data: of many layouts that share them they are evaluated once."""
+    rows, like = setting.batch.across_data
+    params = LayerParams(
+        trained=cost.num_trained[rows],
+        routed=cost.expert_params[rows],
+        frozen_bytes=cost.frozen_bytes[rows],
+        num_tensors=_num_tensors(layer, setting),
+    )
+    gather, reduce = data_parallel_s(params, setting.select(rows))
+    return replace(cost, gather_s=gather[like], reduce_s=reduce[like])
+
+
+def inside_cost(layer: Layer, setting: Setting) -> LayerCost:
+    """What a layer costs without its collectives over data, which are left at zero.
+
+    Where experts are is nothing to a layer without them: layouts that differ in that alone are evaluated once.
+    """
+    batch = setting.batch
+    rows, like = batch.inside_layers if routed_part(layer) else batch.inside_dense_layers
+    return _inside(layer, setting.select(rows)).at(like)
+
+
+def _inside(layer: Layer, setting: Setting) -> LayerCost:
+    hidden_dim, batch, workload, cluster = setting.hidden_dim, setting.batch, setting.workload, setting.cluster
+    operators, none = _operators(layer, setting), np.zeros(len(batch))
     times, cp_s = _with_ring(layer, operators, _operator_times(operators, setting), setting)
     tp_s = tensor_parallel_s(layer, setting)
     hidden = hidden_s(operators, times, setting)
@@ -103,13 +135,6 @@ def layer_cost(
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
-    params = LayerParams(
-        trained=trained_params(layer, hidden_dim, num_params, batch, workload),
-        routed=expert_params(layer, hidden_dim, batch) if workload.adapters is None else np.zeros(len(batch)),
-        frozen_bytes=frozen_bytes(layer, num_params, batch, workload),
-        num_tensors=sum(isinstance(op, Gemm) for op in operators) + 2 * isinstance(layer, Block | MTPHead),
-    )
-    gather_s, reduce_s = data_parallel_s(params, setting)
     return LayerCost(
         forward_s=np.maximum(forward, moved_s),
         backward_s=np.maximum(backward, moved_s),
@@ -120,15 +145,20 @@ def layer_cost(
         cp_backward_s=cp_s[1],
         ep_forward_s=ep_s[0],
         ep_backward_s=ep_s[1],
-        gather_s=gather_s,
-        reduce_s=reduce_s,
+        gather_s=none,
+        reduce_s=none,
         num_params=num_params,
-        frozen_bytes=params.frozen_bytes,
-        num_trained=params.trained,
-        expert_params=params.routed,
+        frozen_bytes=frozen_bytes(layer, num_params, batch, workload),
+        num_trained=trained_params(layer, hidden_dim, num_params, batch, workload),
+        expert_params=expert_params(layer, hidden_dim, batch) if workload.adapters is None else none,
         activation_bytes=kept * (1 - batch.offload_activations),
         working_bytes=working,
     )
+
+
+def _num_tensors(layer: Layer, setting: Setting) -> int:
+    products = sum(isinstance(op, Gemm) for op in _operators(layer, setting))
+    return products + 2 * isinstance(layer, Block | MTPHead)
 
 
 def _operators(layer: Layer, setting: Setting) -> tuple[Operator, ...]:
@@ -158,15 +188,18 @@ def softmax_kernels(workload: Workload) -> Softmax | None:
 
 def _operator_times(operators: tuple[Operator, ...], setting: Setting) -> list[OperatorTime]:
     """Seconds of each operator alone; routed ones see the rows of this rank's experts, all others those of its tokens."""
+    rows, like = setting.batch.operators
+    setting = setting.select(rows)
     batch, rates = setting.batch, device_rates(setting.cluster, setting.workload)
     routed_tokens = setting.tokens * token_share(batch)
     of = partial(operator_time, rates=rates, compute_bytes=setting.workload.compute_bytes)
-    return [
+    times = [
         of(op, routed_tokens, batch.expert_tp, batch.sequence_parallel, ep=batch.ep)
         if getattr(op, "routed", False)
         else of(op, setting.tokens, batch.tp, batch.sequence_parallel)
         for op in operators
     ]
+    return [time.at(like) for time in times]
 
 
 def _with_ring(

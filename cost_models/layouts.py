@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,33 @@ def not_searched(size: int) -> dict[str, Any]:
         "offload_activations": np.zeros(size),
         "offload_to_storage": zero,
     }
+
+
+class Distinct(NamedTuple):
+    """One row for each combination of values that occurs, and for every row [N] which of them is like it."""
+
+    rows: IntArray
+    like: IntArray
+
+
+def distinct_rows(columns: Sequence[NDArray[Any]]) -> Distinct:
+    """The first row of each combination of values of ``columns`` [N]."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    largest = 0
+    for column in columns:
+        if len(column) == 0 or np.all(column == column[0]):
+            continue
+        is_count = column.dtype != np.float64
+        codes = (
+            np.asarray(column, dtype=np.int64) if is_count else np.unique(column, return_inverse=True)[1].reshape(-1)
+        )
+        size = int(codes.max()) + 1
+        if (largest + 1) * size > np.iinfo(np.int64).max // 2:
+            key = np.unique(key, return_inverse=True)[1].reshape(-1)
+            largest = int(key.max())
+        key, largest = key * size + codes, largest * size + size - 1
+    _, rows, like = np.unique(key, return_index=True, return_inverse=True)
+    return Distinct(rows, like.reshape(-1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +135,36 @@ class LayoutBatch:
         """Groups of ``expert_shards`` ranks that hold the same shards of the same experts."""
         return np.asarray(np.maximum(self.stage_ranks // (self.ep * self.expert_tp * self.expert_shards), 1))
 
+    @cached_property
+    def inside_layers(self) -> Distinct:
+        """Rows that differ in what the work of one layer on one micro-batch depends on."""
+        names = ("ep", "etp", "recompute", "recompute_fraction")
+        return distinct_rows([*self._inside_columns, *(getattr(self, name) for name in names)])
+
+    @cached_property
+    def inside_dense_layers(self) -> Distinct:
+        """The same for layers without experts."""
+        names = ("recompute", "recompute_fraction")
+        return distinct_rows([*self._inside_columns, *(getattr(self, name) for name in names)])
+
+    @cached_property
+    def operators(self) -> Distinct:
+        """Rows that differ in the shapes of a layer's operators."""
+        names = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel")
+        return distinct_rows([getattr(self, name) for name in names])
+
+    @property
+    def _inside_columns(self) -> list[NDArray[Any]]:
+        names = ("tp", "cp", "micro_batch_size", "sequence_parallel")
+        offload = ("offload", "offload_fraction", "offload_activations", "offload_to_storage")
+        return [*(getattr(self, name) for name in names + offload), self.pp > 1, self.dp > 1]
+
+    @cached_property
+    def across_data(self) -> Distinct:
+        """Rows that differ in what the data-parallel collectives of one layer depend on."""
+        names = ("tp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "zero_stage", "offload", "offload_to_storage")
+        return distinct_rows([*(getattr(self, name) for name in names), self.pp > 1])
+
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
         """From Layout objects."""
@@ -162,9 +220,10 @@ class LayoutBatch:
             offload_to="storage" if self.offload_to_storage[idx] else "host",
         )
 
-    def degrees(self, idx: int) -> tuple[int, int, int, int]:
-        """(dp_replicate, dp_shard, tp, pp) of one entry."""
-        return int(self.dp_replicate[idx]), int(self.dp_shard[idx]), int(self.tp[idx]), int(self.pp[idx])
+    def degrees(self, idx: int) -> tuple[int, ...]:
+        """(dp_replicate, dp_shard, tp, pp, cp, ep, etp) of one entry."""
+        columns = (self.dp_replicate, self.dp_shard, self.tp, self.pp, self.cp, self.ep, self.etp)
+        return tuple(int(column[idx]) for column in columns)
 
     def select(self, keep: IntArray | NDArray[np.bool_]) -> Self:
         """The entries of a mask or of indices."""

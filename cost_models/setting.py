@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,10 @@ class Setting:
     batch: LayoutBatch
     workload: Workload
     cluster: ClusterSpec
+
+    def select(self, rows: IntArray) -> Setting:
+        """The same for some of the layouts."""
+        return replace(self, batch=self.batch.select(rows))
 
     @property
     def tokens(self) -> IntArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,10 +15,11 @@ from .compute import elementwise_update_s
 from .engines import hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
 from .experts import sharded_params
 from .host_memory import host_update_s_per_param
-from .layer_costs import LayerCost, layer_cost
+from .layer_costs import LayerCost, inside_cost, with_data_parallel
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .operators import Layer
 from .overlap import Pair, exposed_s, pair_of
+from .setting import Setting
 
 _NEWTON_SCHULZ_FLOPS = 25.0
 """FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
@@ -26,7 +27,11 @@ _NEWTON_SCHULZ_FLOPS = 25.0
 
 @dataclass(frozen=True)
 class SpaceCosts:
-    """Costs of every kind of layer [K] under every layout [N] of ``batch``; ``kind_of_layer`` [L] says which is which."""
+    """Costs of every kind of layer [K] under every layout [N] of ``batch``; ``kind_of_layer`` [L] says which is which.
+
+    Many layouts share what happens inside a layer: ``inside`` [K] has it once for each distinct case, without collectives over
+    data, and ``like`` [N] says which case a layout is.
+    """
 
     model: ModelSpec
     workload: Workload
@@ -34,15 +39,31 @@ class SpaceCosts:
     batch: LayoutBatch
     kinds: tuple[Layer, ...]
     kind_of_layer: IntArray
-    by_kind: tuple[LayerCost, ...]
+    inside: tuple[LayerCost, ...]
+    like: IntArray
 
     @classmethod
     def of(cls, model: ModelSpec, workload: Workload, cluster: ClusterSpec, batch: LayoutBatch) -> SpaceCosts:
         """Evaluate every kind of layer once for the whole batch."""
         kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
         kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
-        costs = tuple(layer_cost(layer, model.hidden_dim, batch, workload, cluster) for layer in kinds)
-        return cls(model, workload, cluster, batch, kinds, kind_of_layer, costs)
+        rows, like = batch.inside_layers
+        once = Setting(hidden_dim=model.hidden_dim, batch=batch.select(rows), workload=workload, cluster=cluster)
+        inside = tuple(inside_cost(layer, once) for layer in kinds)
+        return cls(model, workload, cluster, batch, kinds, kind_of_layer, inside, like)
+
+    def select(self, rows: IntArray) -> SpaceCosts:
+        """The same for some of the layouts."""
+        return replace(self, batch=self.batch.select(rows), like=self.like[rows])
+
+    @cached_property
+    def by_kind(self) -> tuple[LayerCost, ...]:
+        """Everything a layer of each kind [K] costs, [N] each."""
+        setting = Setting(
+            hidden_dim=self.model.hidden_dim, batch=self.batch, workload=self.workload, cluster=self.cluster
+        )
+        costs = zip(self.kinds, self.inside, strict=True)
+        return tuple(with_data_parallel(cost.at(self.like), kind, setting) for kind, cost in costs)
 
     @cached_property
     def counts(self) -> IntArray:
@@ -50,8 +71,9 @@ class SpaceCosts:
         return np.bincount(self.kind_of_layer, minlength=len(self.kinds))
 
     def total(self, name: str) -> FloatArray:
-        """Sum of a LayerCost field over all layers [N]."""
-        return np.asarray(sum(n * getattr(cost, name) for n, cost in zip(self.counts, self.by_kind, strict=True)))
+        """Sum of a LayerCost field other than collectives over data over all layers [N]."""
+        total = sum(n * getattr(cost, name) for n, cost in zip(self.counts, self.inside, strict=True))
+        return np.asarray(total)[self.like]
 
     def per_layer(self, name: str, idx: int) -> FloatArray:
         """A LayerCost field of every layer [L] under one layout."""
@@ -185,14 +207,14 @@ class SpaceCosts:
     @cached_property
     def block_params(self) -> FloatArray:
         """Parameters of the largest block per tensor-parallel rank [N]."""
-        blocks = [c.num_params for kind, c in zip(self.kinds, self.by_kind, strict=True) if isinstance(kind, Block)]
-        return np.asarray(np.max(blocks, axis=0))
+        blocks = [c.num_params for kind, c in zip(self.kinds, self.inside, strict=True) if isinstance(kind, Block)]
+        return np.asarray(np.max(blocks, axis=0)[self.like])
 
     @cached_property
     def block_trained(self) -> FloatArray:
         """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
-        blocks = [c.num_trained for kind, c in zip(self.kinds, self.by_kind, strict=True) if isinstance(kind, Block)]
-        return np.asarray(np.max(blocks, axis=0))
+        blocks = [c.num_trained for kind, c in zip(self.kinds, self.inside, strict=True) if isinstance(kind, Block)]
+        return np.asarray(np.max(blocks, axis=0)[self.like])
 
     @cached_property
     def root_kinds(self) -> tuple[int, ...]:
@@ -202,12 +224,12 @@ class SpaceCosts:
     @cached_property
     def root_params(self) -> FloatArray:
         """Parameters of the largest unit outside the blocks per tensor-parallel rank [N]."""
-        return np.asarray(np.max([self.by_kind[k].num_params for k in self.root_kinds], axis=0))
+        return np.asarray(np.max([self.inside[k].num_params for k in self.root_kinds], axis=0)[self.like])
 
     @cached_property
     def working_bytes(self) -> FloatArray:
         """Largest working set of a layer [N]."""
-        return np.asarray(np.max([cost.working_bytes for cost in self.by_kind], axis=0))
+        return np.asarray(np.max([cost.working_bytes for cost in self.inside], axis=0)[self.like])
 
     @cached_property
     def logits(self) -> FloatArray:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..schema import ClusterSpec, Estimate, Workload
-from ..schema.model import Head
+from ..schema.model import Block, Head
 from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import peak_flops_per_s
@@ -29,15 +29,62 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     Stages are taken as perfectly balanced in time and in memory at once. Both costs are convex in what a stage holds, so no
     real split does better. For pp = 1 the time is exact.
     """
+    return time_bounds(costs), memory_bounds(costs)
+
+
+def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the seconds of a step [N] from the work inside layers and the pipeline's bubble alone."""
     b = costs.batch
-    busy = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
-    exposed = sum(n * e for n, e in zip(costs.counts, costs.dp_exposed_by_kind, strict=True)) / b.pp + costs.dp_edges_s
-    params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
-    time = (
-        pipelined_lower_bound_s(busy, b.num_microbatches, b.pp, b.num_model_chunks)
-        + exposed
-        + costs.update_s(trained, expert_params)
+    return np.asarray(
+        pipelined_lower_bound_s(costs.total("busy_s"), b.num_microbatches, b.pp, b.num_model_chunks) + _uneven_s(costs)
     )
+
+
+def time_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the seconds of a step [N]."""
+    b = costs.batch
+    with_transfers = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
+    updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
+    return np.asarray(
+        pipelined_lower_bound_s(with_transfers, b.num_microbatches, b.pp, b.num_model_chunks)
+        + _uneven_s(costs)
+        + _fullest_stage(costs, costs.dp_exposed_by_kind)
+        + costs.dp_edges_s
+        + _fullest_stage(costs, updates)
+    )
+
+
+def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArray:
+    """What the stage with the most of it has at least [N], given a layer of each kind [K] of [N].
+
+    The mean of all stages, or the blocks of a kind: some stage holds ceil(n / pp) of n.
+    """
+    pp = costs.batch.pp
+    fullest = sum((n * values for n, values in zip(costs.counts, by_kind, strict=True)), start=np.zeros(len(pp))) / pp
+    for n, kind, values in zip(costs.counts, costs.kinds, by_kind, strict=True):
+        if isinstance(kind, Block):
+            fullest = np.maximum(fullest, -(-n // pp) * values)
+    return np.asarray(fullest)
+
+
+def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
+    """Seconds [N] of one micro-batch that the slowest stage takes at least, without transfers."""
+    return _fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
+
+
+def _uneven_s(costs: SpaceCosts) -> FloatArray:
+    """What whole blocks add to perfectly balanced stages [N]: the slowest stage counts m - 1 / v times on top of the sum over all
+    stages (cost_models/pipeline.py).
+    """
+    b = costs.batch
+    more = slowest_stage_s(costs) - costs.total("busy_s") / b.pp
+    return np.asarray((b.num_microbatches - 1 / b.num_model_chunks) * more)
+
+
+def memory_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the bytes of the fullest device [N]."""
+    b = costs.batch
+    params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
     contents = memory.StageContents(
         params=params,
         trained=trained,
@@ -55,7 +102,7 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
     parts = memory.stage_memory(
         contents, _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1)), costs.workload, costs.cluster
     )
-    return time, memory.total_bytes(parts)
+    return np.asarray(memory.total_bytes(parts))
 
 
 def stage_memory_parts(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cost_models.step import lower_bounds
+from ..cost_models.step import memory_bounds
 from ..schema import (
     ClusterSpec,
     ConfigError,
@@ -19,7 +19,7 @@ from ..schema import (
     Workload,
 )
 from ..schema.units import format_bytes
-from .search import SearchResult, expand, search
+from .search import SearchResult, expand_row, search
 from .space import build_space
 
 MAX_GROWTH = 256
@@ -31,7 +31,6 @@ def explain_infeasible(
 ) -> MeshwrightError:
     """The error for a search that found nothing that fits."""
     costs = result.costs
-    _, bound_bytes = lower_bounds(costs)
     budget = cluster.memory_budget_bytes
     if result.stopped_early:
         return SolverLimitError(
@@ -39,7 +38,8 @@ def explain_infeasible(
             help="raise --time-limit-s, or fix some degrees with --fix",
         )
     best = min(
-        (expand(costs, int(i)) for i in np.argsort(bound_bytes)[:20]), key=lambda c: c.estimate.peak_allocated_bytes
+        (expand_row(costs, int(i)) for i in np.argsort(memory_bounds(costs))[:20]),
+        key=lambda c: c.estimate.peak_allocated_bytes,
     )
     layout, needs = costs.batch.layout(best.idx), best.estimate.required_bytes
     parts = sorted(best.estimate.memory_bytes.model_dump().items(), key=lambda item: -item[1])

@@ -14,10 +14,11 @@ from ..cost_models.layouts import LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
 from ..schema.layout import check_fields
+from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
     ENGINE_RULES,
-    RUNTIME_RULES,
+    RULES_OF_ENGINE,
     broken_rules,
     layout_facts,
     require_valid,
@@ -55,6 +56,8 @@ def plan(
         SolverLimitError: the time limit came before any layout that fits.
     """
     fixed = check_fields(fixed or {})
+    if workload.engine not in RULES_OF_ENGINE:
+        raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
     space = build_space(model, workload, cluster, fixed)
     result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
     if not result.fitting:
@@ -66,7 +69,7 @@ def plan(
         cluster=cluster,
         workload=workload,
         layout=layout,
-        stages=_stages(chosen, layout),
+        stages=_stages(model, chosen, layout),
         rank_map=tuple(range(layout.world_size)),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
@@ -99,7 +102,8 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout:
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
     """Why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
     facts = layout_facts(model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
-    return broken_rules(facts, RUNTIME_RULES)
+    broken = broken_rules(facts, RULES_OF_ENGINE.get(workload.engine, ()))
+    return broken if workload.engine == "fsdp2" else (*broken, f"it is costed for {workload.engine}")
 
 
 def default_precision(cluster: ClusterSpec) -> Precision:
@@ -118,15 +122,31 @@ def default_precision(cluster: ClusterSpec) -> Precision:
     raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")
 
 
-def _stages(chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
-    spans = itertools.pairwise(chosen.boundaries)
-    return tuple(Stage(first_layer_idx=i, num_layers=j - i, recompute=layout.recompute) for i, j in spans)
+def _stages(model: ModelSpec, chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
+    """The layers of each stage in order; with model chunks, stage ``k`` is chunk ``k // pp`` of rank ``k % pp``.
+
+    A rank keeps as many blocks as the contiguous cut gave it, spread evenly over its chunks.
+    """
+    is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
+    on_rank = [sum(is_block[i:j]) for i, j in itertools.pairwise(chosen.boundaries)]
+    chunks = range(layout.num_model_chunks)
+    sizes = [blocks // len(chunks) + (chunk < blocks % len(chunks)) for chunk in chunks for blocks in on_rank]
+    before = is_block.index(True)
+    sizes[0] += before
+    sizes[-1] += len(is_block) - sum(sizes)
+    ends = itertools.accumulate(sizes)
+    return tuple(
+        Stage(first_layer_idx=end - size, num_layers=size, recompute=layout.recompute)
+        for end, size in zip(ends, sizes, strict=True)
+    )
 
 
 def _notes(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, chosen: Candidate, fastest: Candidate
 ) -> tuple[str, ...]:
-    notes = []
+    notes, is_ours = [], workload.engine == "fsdp2"
+    if not is_ours:
+        notes.append(f"for {workload.engine}: `meshwright apply` does not execute this plan")
     if chosen.idx != fastest.idx:
         slower = chosen.estimate.step_time_s / fastest.estimate.step_time_s - 1
         notes.append(
@@ -139,9 +159,9 @@ def _notes(
         notes.append(
             f"other work used {load:.0f} % of the cores while this machine was measured: its figures are too low"
         )
-    if model.is_moe:
+    if model.is_moe and workload.engine != "megatron":
         notes.append(
-            "experts are split over tp only: expert parallelism is not searched yet, and engines that have it are faster"
+            "experts are split over tp only: this engine is planned without expert parallelism; --engine megatron has it"
         )
     if workload.seq_len > model.max_seq_len:
         notes.append(
@@ -152,7 +172,7 @@ def _notes(
     if cluster.bandwidth_matrix is not None:
         notes.append("the bandwidth matrix is not used yet: links count with the bandwidth of their level")
     lacking = why_not_runnable(model, workload)
-    if lacking:
+    if lacking and is_ours:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
     return tuple(notes)
 

@@ -1,6 +1,6 @@
 """Best-first search: expand layouts in the order of their lower bounds until no bound is below the incumbent.
 
-Every layout has an admissible lower bound on time and memory (cost_models/step.py, one vectorised pass). Expanding a layout
+Every layout has an admissible lower bound on time and memory (frontier.py, vectorised). Expanding a layout
 cuts its layers into stages exactly (solvers/stage_split.py) and costs them. What is left unexpanded has bounds no better than
 the incumbent, so the incumbent is optimal for the cost model; a time limit leaves an honest gap.
 """
@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
-from ..cost_models.layouts import FloatArray, IntArray
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import contents_between, estimate_step, lower_bounds, stage_memory_parts
+from ..cost_models.step import contents_between, estimate_step, stage_memory_parts
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import stage_split
 from ..solvers.status import Status
+from .frontier import Frontier
 from .space import Space
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
+
+MAX_RUNNER_UP_TRIES = 100
+"""Combinations of degrees that are expanded for comparison at most: of those most promising few may fit."""
+
+RUNNER_UP_TRIES_A_BLOCK = 5
+"""Expansions that bounding a further block of layouts counts as."""
+
+WINDOW = 32
+"""Layouts costed together before they are expanded one by one."""
 
 OnProgress = Callable[[int, float | None, float], None]
 """Called with (layouts evaluated, incumbent seconds or None, bound seconds)."""
@@ -51,18 +60,18 @@ class SearchResult:
     bound_s: float = 0.0
     search_s: float = 0.0
     stopped_early: bool = False
+    evaluated: int = 0
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
         objective = chosen.estimate.step_time_s
-        evaluated = len(self.fitting) + len(self.too_large)
         return SearchCertificate(
             status="feasible" if self.stopped_early else "optimal",
             objective_s=objective,
             bound_s=self.bound_s,
             gap=max(0.0, (objective - self.bound_s) / objective),
-            evaluated=evaluated,
-            pruned=len(self.costs.batch) - evaluated,
+            evaluated=self.evaluated,
+            pruned=len(self.costs.batch) - self.evaluated,
             search_s=self.search_s,
         )
 
@@ -83,49 +92,88 @@ def search(
     """
     start = time.perf_counter()
     costs = SpaceCosts.of(model, workload, cluster, space.batch)
-    bound_s, bound_bytes = lower_bounds(costs)
-    may_fit = memory.least_required_bytes(bound_bytes, workload, cluster) <= cluster.memory_budget_bytes
-    order = np.flatnonzero(may_fit)[np.argsort(bound_s[may_fit], kind="stable")]
-    result = SearchResult(costs)
+    frontier, result = Frontier(costs), SearchResult(costs)
+    window = Window(costs, frontier)
     incumbent, bound = np.inf, np.inf
-    for expanded, idx in enumerate(order, start=1):
-        bound = float(bound_s[idx])
-        if bound >= incumbent * (1 - REL_GAP):
-            break
+    while (bound := frontier.bound_s) < incumbent * (1 - REL_GAP):
         if time.perf_counter() - start > time_limit_s:
             result.stopped_early = True
             break
-        candidate = expand(costs, int(idx), bound_s=bound)
-        (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
-        if candidate.estimate.fits:
+        if not frontier.is_ready:
+            frontier.bound_block()
+            continue
+        if (candidate := window.expand_next(bound)) is not None:
+            result.fitting.append(candidate)
             incumbent = min(incumbent, candidate.estimate.step_time_s)
+        result.evaluated += 1
         if on_progress:
-            on_progress(expanded, None if np.isinf(incumbent) else incumbent, bound)
-    else:
-        bound = incumbent
+            on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if result.fitting and not result.stopped_early:
-        _expand_runner_ups(result, order, bound_s, runner_ups)
-    result.too_large += _nearest_misses(costs, bound_s, bound_bytes, ~may_fit, incumbent)
+        _expand_runner_ups(result, frontier, window, runner_ups)
+    result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
 
 
-def _expand_runner_ups(result: SearchResult, order: IntArray, bound_s: FloatArray, wanted: int) -> None:
+def _expand_runner_ups(result: SearchResult, frontier: Frontier, window: Window, wanted: int) -> None:
     """Expand the most promising layout of each combination of degrees not seen yet, until ``wanted`` more of them fit."""
     batch = result.costs.batch
-    seen = {batch.degrees(c.idx) for c in (*result.fitting, *result.too_large)}
-    missing = wanted + 1 - len({batch.degrees(c.idx) for c in result.fitting})
-    for idx in order:
-        if missing <= 0:
-            return
-        if batch.degrees(int(idx)) not in seen:
-            seen.add(batch.degrees(int(idx)))
-            candidate = expand(result.costs, int(idx), bound_s=float(bound_s[idx]))
-            (result.fitting if candidate.estimate.fits else result.too_large).append(candidate)
-            missing -= candidate.estimate.fits
+    fitting = {batch.degrees(c.idx) for c in result.fitting}
+    seen = fitting | {batch.degrees(row) for row in window.rejected}
+    missing, tries = wanted + 1 - len(fitting), MAX_RUNNER_UP_TRIES
+    while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s):
+        if not frontier.is_ready:
+            frontier.bound_block()
+            tries -= RUNNER_UP_TRIES_A_BLOCK
+            continue
+        if batch.degrees(frontier.first) in seen:
+            frontier.pop()
+            continue
+        seen.add(batch.degrees(frontier.first))
+        if (candidate := window.expand_next(bound)) is not None:
+            result.fitting.append(candidate)
+            missing -= 1
+        result.evaluated += 1
+        tries -= 1
+
+
+class Window:
+    """Expands the layouts of a frontier in order, costing a few of the next ones together; ``rejected`` do not fit."""
+
+    def __init__(self, costs: SpaceCosts, frontier: Frontier) -> None:
+        """Nothing is costed yet."""
+        self._costs, self._frontier = costs, frontier
+        self._places: dict[int, int] = {}
+        self._some = costs
+        self.rejected: list[int] = []
+
+    def expand_next(self, bound_s: float) -> Candidate | None:
+        """The layout with the least bound, taken off the frontier; None if no split of it is within memory."""
+        if self._frontier.first not in self._places:
+            rows = self._frontier.upcoming(WINDOW)
+            self._some, self._places = self._costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+        row = self._frontier.pop()
+        candidate = expand_fitting(self._some, self._places[row], bound_s=bound_s)
+        if candidate is None:
+            self.rejected.append(row)
+            return None
+        return replace(candidate, idx=row)
+
+
+def nearest_misses(rejected: list[int], frontier: Frontier, incumbent_s: float, wanted: int = 3) -> list[int]:
+    """Of the layouts that would be faster and that memory excluded, those that lack the least: ``wanted`` of which no split
+    fits, and as many that not even perfect balance lets in.
+    """
+    nearest = sorted(rejected, key=lambda row: (frontier.bound_bytes[row], row))[:wanted]
+    return nearest + frontier.nearest_misses(incumbent_s, wanted)
+
+
+def expand_row(costs: SpaceCosts, row: int, *, bound_s: float = 0.0) -> Candidate:
+    """`expand` one layout of a large space, without costing the others."""
+    return replace(expand(costs.select(np.array([row])), 0, bound_s=bound_s), idx=row)
 
 
 def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
@@ -135,43 +183,63 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     step once, its exposed communication and its update, spread over the micro-batches. The faster one that fits is taken.
 
     Args:
-        bound_s: of the layout for perfectly balanced stages; the result's bound is raised to the least possible slowest stage.
+        bound_s: of the layout before it is cut; the result's bound is raised to what its stages can have at best.
     """
+    found = expand_fitting(costs, idx, bound_s=bound_s)
+    if found is not None:
+        return found
+    anywhere = stage_split.Instance(costs.per_layer("busy_s", idx), _stage_fits(costs, idx, cap_bytes=np.inf))
+    boundaries = stage_split.solve(anywhere).boundaries
+    return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s)
+
+
+def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
+    """`expand`, or None where no split into stages is within memory."""
     fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     busy = costs.per_layer("busy_s", idx)
     even = stage_split.solve(stage_split.Instance(busy, fits))
     if even.status is Status.INFEASIBLE:
-        anywhere = stage_split.solve(stage_split.Instance(busy, _stage_fits(costs, idx, cap_bytes=np.inf)))
-        return Candidate(idx, anywhere.boundaries, estimate_step(costs, idx, anywhere.boundaries), bound_s)
-    pp, m, v = (int(getattr(costs.batch, name)[idx]) for name in ("pp", "num_microbatches", "num_model_chunks"))
-    once = stage_split.solve(stage_split.Instance(busy + costs.once_per_layer_s(idx) / m, fits))
+        return None
+    once = stage_split.solve(
+        stage_split.Instance(busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]), fits)
+    )
     estimates = {cut.boundaries: estimate_step(costs, idx, cut.boundaries) for cut in (even, once)}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    # The slowest stage takes at least even.objective_s; the bound had total / pp for it.
-    raised = bound_s + (m - 1 / v) * max(0.0, even.objective_s - float(busy.sum()) / pp)
-    return Candidate(idx, best, estimates[best], raised)
+    return Candidate(idx, best, estimates[best], max(bound_s, _split_bound_s(costs, idx, even.objective_s, fits)))
+
+
+def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:
+    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it."""
+    pp, m, v = (int(getattr(costs.batch, name)[idx]) for name in ("pp", "num_microbatches", "num_model_chunks"))
+    transfer_s = 2 * float(costs.transfer_s[idx]) if pp > 1 else 0.0
+    pipeline_s = (m - 1 / v) * (slowest_s + transfer_s) + float(
+        costs.per_layer("busy_s", idx).sum() + pp * transfer_s
+    ) / v
+    exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
+    update = costs.once_per_layer_s(idx) - exposed
+    least = (stage_split.least_slowest_s(stage_split.Instance(values, fits)) for values in (exposed, update))
+    return pipeline_s + float(costs.dp_edges_s[idx]) + sum(least)
 
 
 def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:
-    """FITS [S, L+1, L+1]: the stage has a block, and what it requires is within ``cap_bytes``."""
+    """FITS [S, L+1, L+1]: the stage has a block for each of its chunks, and what it requires is within ``cap_bytes``.
+
+    More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
+    """
     pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])
-    has_block = blocks[last] > blocks[first]
+    has_block = blocks[last] - blocks[first] >= costs.batch.num_model_chunks[idx]
     if np.isinf(cap_bytes):
         return np.broadcast_to(has_block, (pp, size, size))
-    contents = contents_between(costs, idx, first, last)
-    parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None, None])
-    total = np.broadcast_to(memory.total_bytes(parts), (pp, size, size))
-    required = memory.required_bytes(total, parts["parameters"], costs.workload, costs.cluster)
-    return np.asarray(has_block & (required <= cap_bytes))
-
-
-def _nearest_misses(
-    costs: SpaceCosts, bound_s: FloatArray, bound_bytes: FloatArray, excluded: NDArray[np.bool_], incumbent: float
-) -> list[Candidate]:
-    """Of the layouts that would be faster and that memory alone excluded, those that lack the least, for the explanation."""
-    faster = np.flatnonzero(excluded & (bound_s < incumbent))
-    nearest = faster[np.argsort(bound_bytes[faster], kind="stable")][:3]
-    return [expand(costs, int(idx), bound_s=float(bound_s[idx])) for idx in nearest]
+    starts = np.broadcast_to(np.arange(size), (pp, size))
+    fitting, too_large = starts.copy(), np.full((pp, size), size)
+    while np.any(too_large - fitting > 1):
+        middle = (fitting + too_large) // 2
+        contents = contents_between(costs, idx, starts, middle)
+        parts = stage_memory_parts(costs, idx, contents, np.arange(pp)[:, None])
+        required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], costs.workload, costs.cluster)
+        fits = required <= cap_bytes
+        fitting, too_large = np.where(fits, middle, fitting), np.where(fits, too_large, np.maximum(middle, fitting + 1))
+    return np.asarray(has_block & (last <= fitting[:, :, None]))

@@ -1,19 +1,53 @@
-"""The search space: every combination of degrees and choices that the rules allow, as arrays."""
+"""The search space: every combination of degrees and choices that the rules allow, as arrays.
+
+What an engine executes is in schema/rules.py. Of that, some combinations are never enumerated unless they are asked for:
+
+    tp             beyond the domain of the fastest link: its collectives are on the critical path of every layer, and slower there
+    1f1b           gpipe takes as long and holds no less; our runtime needs it for batches that do not fill the pipeline
+    micro-batches  above MAX_MICRO_BATCH_SIZE sequences
+    dp_shard       for other engines than ours: 1, what lies in one domain of each link level, or all. Between two of these the
+                   collectives cross the same links, and only memory changes
+    chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
+    offloading, partial recompute
+
+The first two lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..cost_models.layouts import RECOMPUTES, SCHEDULES, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import OFFLOADS, RECOMPUTES, SCHEDULES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.rules import RULES, Facts, model_facts
+from ..schema.rules import Facts, model_facts, rules_of
+from ..schema.workload import Engine
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
+
+_ZERO_STAGES: dict[Engine, tuple[int, ...]] = {"megatron": (0, 1)}
+"""What is enumerated where an engine has not all of 0 to 3; asking for another one names the engine's rule."""
+
+_FACTS = (
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "pp",
+    "ep",
+    "etp",
+    "num_model_chunks",
+    "micro_batch_size",
+    "zero_stage",
+    "sequence_parallel",
+)
+
+Columns = dict[str, IntArray]
 
 
 @dataclass(frozen=True)
@@ -36,30 +70,15 @@ def divisors(n: int) -> list[int]:
 
 
 def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]) -> Space:
-    """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/rules.py.
+    """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/rules.py for the workload's engine.
 
     Raises:
         ConfigError: nothing is left; the message names the rules that excluded the most.
     """
     columns = _enumerate(model, workload, cluster, fixed)
-    arrays: dict[str, Any] = dict(columns)
+    degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
     facts = Facts(
-        **{
-            name: arrays[name]
-            for name in (
-                "dp_replicate",
-                "dp_shard",
-                "cp",
-                "tp",
-                "pp",
-                "ep",
-                "etp",
-                "num_model_chunks",
-                "micro_batch_size",
-                "zero_stage",
-            )
-        },
-        sequence_parallel=columns["sequence_parallel"],
+        **degrees,
         offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
         recompute_fraction=fixed.get("recompute_fraction", 1.0),
         one_f_one_b=columns["schedule"] == SCHEDULES.index("1f1b"),
@@ -67,11 +86,12 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
         scaleup_domain=cluster.scaleup_domain,
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
+        fused_attention=workload.attention == "flash",
         **model_facts(model),
     )
     keep = np.ones(len(columns["tp"]), dtype=bool)
     excluded, reasons = {}, []
-    for rule in RULES:
+    for rule in rules_of(workload.engine):
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         excluded[rule.name] = len(broken)
@@ -80,68 +100,141 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
         keep &= holds
     if not keep.any():
         raise _nothing_left(model, workload, cluster, fixed, reasons)
-    arrays |= not_searched(len(keep))
-    batch = LayoutBatch(num_microbatches=facts.num_microbatches, **arrays).select(keep)
-    return Space(batch, excluded)
+    columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
+    recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
+    columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
+    arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
+    return Space(LayoutBatch(**arrays), excluded)
 
 
-def _enumerate(
-    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]
-) -> dict[str, IntArray]:
+def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that are as ``fixed`` says, or without what they stand for."""
+    columns = not_searched(size)
+    given: dict[str, Any] = {name: fixed[name] for name in columns if name in fixed}
+    if "offload" in given:
+        given["offload"] = OFFLOADS.index(given["offload"])
+    given |= {"offload_to_storage": int(fixed.get("offload_to") == "storage")}
+    return columns | {name: np.full_like(columns[name], value) for name, value in given.items()}
+
+
+def _enumerate(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]) -> Columns:
     """Every combination of degrees whose product is the world size, with every other choice; columns [N]."""
-    world = cluster.num_devices
-    cp = int(fixed.get("cp", 1))
-    rows: list[tuple[int, ...]] = []
-    for tp in _choices(fixed, "tp", divisors(world)):
-        for pp in _choices(fixed, "pp", [d for d in divisors(max(world // (tp * cp), 1)) if d <= model.num_blocks]):
-            dp = max(world // (tp * cp * pp), 1)
-            for shard in _choices(fixed, "dp_shard", divisors(dp)):
-                replicate = _choices(fixed, "dp_replicate", [max(dp // shard, 1)])
-                per_rank = max(workload.global_batch_size // dp, 1)
-                sizes = [d for d in divisors(per_rank) if d <= MAX_MICRO_BATCH_SIZE]
-                for micro in _choices(fixed, "micro_batch_size", sizes):
-                    rows.extend((r, shard, tp, pp, micro) for r in replicate)
-    grid = np.array(rows, dtype=np.int64).reshape(-1, 5)
-    return _with_choices(grid, workload, fixed)
+    world, is_ours = cluster.num_devices, workload.engine == "fsdp2"
+    all_of = divisors(world)
+    in_domain = divisors(cluster.scaleup_domain)
+
+    def left(c: Columns) -> IntArray:
+        taken = np.ones_like(c["tp"])
+        for name in ("tp", "cp", "pp", "dp_shard"):
+            taken = taken * c.get(name, 1)
+        return np.maximum(world // taken, 1)
+
+    def cross(
+        c: Columns, name: str, options: Sequence[int], allowed: Callable[[Columns], NDArray[np.bool_]]
+    ) -> Columns:
+        return _cross(c, name, [int(fixed[name])]) if name in fixed else _cross(c, name, options, allowed)
+
+    c: Columns = {}
+    c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
+    c = cross(c, "cp", [1] if is_ours else all_of, lambda c: _divides(c, "cp", left))
+    c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
+    chunks = [1] if is_ours else list(range(1, -(-model.num_blocks // 2) + 1))
+    c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
+    islands = [level.domain_size for level in cluster.levels]
+    c = cross(c, "dp_shard", all_of, lambda c: _divides(c, "dp_shard", left) & (is_ours | _fills(c, islands, left)))
+    c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
+    c = cross(c, "zero_stage", _ZERO_STAGES.get(workload.engine, (0, 1, 2, 3)), _has_zero_stage)
+    c = _select(c, _has_zero_stage(c))
+    sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
+    c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
+    experts = [] if is_ours else list(model_facts(model)["expert_counts"])
+    c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
+    # A given ep that does not fold onto the ranks is left to the rules, which say so.
+    c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
+    return _with_sequence_and_schedule(c, workload, fixed)
 
 
-def _with_choices(grid: IntArray, workload: Workload, fixed: Mapping[str, Any]) -> dict[str, IntArray]:
-    """Cross degrees [M, 5] with ZeRO stage, sequence parallelism, recompute and schedule."""
-    recomputes = [RECOMPUTES.index(r) for r in _choices(fixed, "recompute", list(RECOMPUTES))]
-    zero_stages = _choices(fixed, "zero_stage", [0, 1, 2, 3])
-    options = np.array([(z, r) for z in zero_stages for r in recomputes], dtype=np.int64)
-    repeated = np.repeat(grid, len(options), axis=0)
-    zero, recompute = np.tile(options, (len(grid), 1)).T
-    dp_replicate, dp_shard, tp, pp, micro = repeated.T
-    possible = (dp_shard > 1) == (zero > 0) if fixed.get("cp", 1) == 1 else (dp_shard == 1) | (zero > 0)
+def _cross(
+    columns: Columns,
+    name: str,
+    options: Sequence[int],
+    allowed: Callable[[Columns], NDArray[np.bool_]] | None = None,
+) -> Columns:
+    """Every row with every option of a new column; those that are ``allowed``."""
+    size = len(next(iter(columns.values()))) if columns else 1
+    crossed = {key: np.repeat(column, len(options)) for key, column in columns.items()}
+    crossed[name] = np.tile(np.asarray(options, dtype=np.int64), size)
+    if allowed is None:
+        return crossed
+    return _select(crossed, allowed(crossed))
+
+
+def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
+    return {name: column[keep] for name, column in columns.items()}
+
+
+def _always(c: Columns) -> NDArray[np.bool_]:
+    return np.ones_like(c["tp"], dtype=bool)
+
+
+def _divides(c: Columns, name: str, left: Callable[[Columns], IntArray]) -> NDArray[np.bool_]:
+    """The degree divides what the ones before it leave."""
+    before = left({key: column for key, column in c.items() if key != name})
+    return np.asarray(before % c[name] == 0)
+
+
+def _fills(c: Columns, islands: Sequence[int], left: Callable[[Columns], IntArray]) -> NDArray[np.bool_]:
+    """dp_shard is 1, all, or as many ranks of a stage as one domain of some link level holds."""
+    everything = left({key: column for key, column in c.items() if key != "dp_shard"})
+    fills = (c["dp_shard"] == 1) | (c["dp_shard"] == everything)
+    for size in islands:
+        inside = np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), everything)
+        fills |= c["dp_shard"] == inside
+    return np.asarray(fills)
+
+
+def _has_zero_stage(c: Columns) -> NDArray[np.bool_]:
+    """Ranks to shard over, if and only if something is sharded; context ranks alone may be."""
+    stage = c["zero_stage"]
+    return np.asarray(((c["dp_shard"] == 1) | (stage > 0)) & ((c["dp_shard"] * c["cp"] > 1) | (stage == 0)))
+
+
+def _folds(c: Columns) -> NDArray[np.bool_]:
+    """Experts fill the ranks of a stage; etp = tp without ep is the same as no axes of their own."""
+    ranks = c["dp_replicate"] * c["dp_shard"] * c["cp"] * c["tp"]
+    return np.asarray((ranks % (c["ep"] * c["etp"]) == 0) & ((c["ep"] > 1) | (c["etp"] == 1) | (c["etp"] != c["tp"])))
+
+
+def _fits_batch(c: Columns, global_batch_size: int) -> NDArray[np.bool_]:
+    """The micro-batch divides what a data-parallel rank gets of the batch."""
+    per_rank = np.maximum(global_batch_size // (c["dp_replicate"] * c["dp_shard"]), 1)
+    return np.asarray(per_rank % c["micro_batch_size"] == 0)
+
+
+def _equal_chunks(c: Columns, num_blocks: int) -> NDArray[np.bool_]:
+    """Chunks divide the blocks of a stage, and each of them has a block."""
+    chunks, pp = c["num_model_chunks"], c["pp"]
+    divide = (-(-num_blocks // pp) % chunks == 0) & (chunks * pp <= num_blocks)
+    return np.asarray((chunks == 1) | ((pp > 1) & divide))
+
+
+def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
+    """Sequence parallelism wherever it is possible, and the schedule."""
+    tp, pp = c["tp"], c["pp"]
+    sequence_parallel = (tp > 1) & (workload.seq_len % (c["cp"] * tp) == 0)
+    possible = np.ones_like(tp, dtype=bool)
     if "sequence_parallel" in fixed:
         sequence_parallel = np.full(tp.shape, fixed["sequence_parallel"], dtype=bool)
-        possible &= ~sequence_parallel | (tp > 1)
-    else:
-        sequence_parallel = (tp > 1) & (workload.seq_len % tp == 0)
-    microbatches = workload.global_batch_size // (dp_replicate * dp_shard * micro)
-    # 1f1b holds no more than gpipe and takes as long; gpipe is for batches too small to fill the pipeline.
-    schedule = np.where((microbatches >= pp) | (pp == 1), SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
+        possible = ~sequence_parallel | (tp > 1)
+    microbatches = workload.global_batch_size // (c["dp_replicate"] * c["dp_shard"] * c["micro_batch_size"])
+    fills = (microbatches >= pp) | (pp == 1) | (workload.engine != "fsdp2")
+    schedule = np.where(fills, SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
     if "schedule" in fixed:
         schedule = np.full_like(schedule, SCHEDULES.index(fixed["schedule"]))
-    columns = {
-        "dp_replicate": dp_replicate,
-        "dp_shard": dp_shard,
-        "tp": tp,
-        "pp": pp,
-        **{name: np.full_like(pp, fixed.get(name, 1)) for name in ("cp", "ep", "etp")},
-        "num_model_chunks": np.full_like(pp, fixed.get("num_model_chunks", 1)),
-        "micro_batch_size": micro,
-        "zero_stage": zero,
-        "sequence_parallel": sequence_parallel.astype(np.int64),
-        "recompute": recompute,
-        "schedule": schedule,
-    }
-    return {name: column[possible] for name, column in columns.items()}
-
-
-def _choices(fixed: Mapping[str, Any], name: str, otherwise: list[Any]) -> list[Any]:
-    return [fixed[name]] if name in fixed else otherwise
+    if fixed.get("offload") == "parameters":
+        possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
+    c = c | {"sequence_parallel": sequence_parallel.astype(np.int64), "schedule": schedule}
+    return _select(c, possible)
 
 
 def _facts_of(facts: Facts, idx: int) -> Facts:

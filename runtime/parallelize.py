@@ -8,7 +8,7 @@ from torch import nn
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
-from ..schema.rules import require_valid
+from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_runnable
 from .data_parallel import compute_dtype, shard_data_parallel
 from .mesh import build_mesh
@@ -79,6 +79,7 @@ def _check(model: nn.Module | None, plan: Plan) -> None:
     # Name and source say where a spec is from, not what it is.
     if model is not None and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
+    require_our_engine(plan.workload)
     lacking = why_not_runnable(plan.model, plan.workload)
     if lacking:
         raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .errors import ConfigError
 from .layout import Layout
 from .model import DenseMLP, ModelSpec
-from .workload import Workload
+from .workload import Engine, Workload
 
 IntLike = Any
 """An int, or an integer array with one entry per layout."""
@@ -48,6 +48,7 @@ class Facts:
     vocab_size: int
     expert_counts: tuple[int, ...] = ()
     expert_ffn_dims: tuple[int, ...] = ()
+    fused_attention: bool = True
 
     @property
     def stage_ranks(self) -> IntLike:
@@ -141,6 +142,11 @@ ENGINE_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "attention_per_cp",
+        lambda f: (f.cp == 1) | f.fused_attention,
+        lambda f: f"cp {f.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores",
+    ),
+    Rule(
         "layers_per_stage",
         lambda f: f.pp * f.num_model_chunks <= f.num_blocks,
         lambda f: f"{f.pp * f.num_model_chunks} pipeline stages for {f.num_blocks} blocks: each stage needs one",
@@ -225,6 +231,79 @@ RUNTIME_RULES: tuple[Rule, ...] = (
 
 RULES = (*ENGINE_RULES, *RUNTIME_RULES)
 
+_ONE_F_ONE_B = Rule(
+    "schedule_of_engine",
+    lambda f: (f.pp == 1) | (f.one_f_one_b != 0),
+    lambda f: "the engine's pipelines run 1f1b only",
+)
+
+MEGATRON_RULES: tuple[Rule, ...] = (
+    Rule(
+        "megatron_zero_stage",
+        lambda f: f.zero_stage <= 1,
+        lambda f: (
+            f"zero_stage {f.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"
+        ),
+    ),
+    _ONE_F_ONE_B,
+)
+"""What Megatron-Core executes besides ENGINE_RULES: DistributedOptimizer shards states over the data-parallel ranks or, with
+num_distributed_optimizer_instances, over groups of them; schedules.py has 1f1b, plain (with fewer micro-batches than stages
+too) and interleaved (micro-batches in multiples of pp: ENGINE_RULES); uneven stages through pipeline_model_parallel_layout.
+"""
+
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    Rule(
+        "deepspeed_zero_under_pipeline",
+        lambda f: (f.pp == 1) | (f.zero_stage <= 1),
+        lambda f: f"zero_stage {f.zero_stage} with pp {f.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only",
+    ),
+    Rule(
+        "deepspeed_axes",
+        lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
+        lambda f: (
+            f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: planned with 1 of each for DeepSpeed"
+        ),
+    ),
+    Rule(
+        "deepspeed_shards_over_all",
+        lambda f: (f.zero_stage == 0) | (f.dp_replicate == 1),
+        lambda f: (
+            f"dp_replicate {f.dp_replicate} with zero_stage {f.zero_stage}: ZeRO shards over all data-parallel ranks"
+        ),
+    ),
+    _ONE_F_ONE_B,
+)
+"""What DeepSpeed executes besides ENGINE_RULES: runtime/pipe/engine.py asserts a ZeRO stage below 2 (gradients are summed over
+micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSpeed's. Sharding over islands only (MiCS) is apart.
+"""
+
+
+RULES_OF_ENGINE: dict[Engine, tuple[Rule, ...]] = {
+    "fsdp2": RUNTIME_RULES,
+    "megatron": MEGATRON_RULES,
+    "deepspeed": DEEPSPEED_RULES,
+}
+"""What each engine that can be planned for needs besides ENGINE_RULES."""
+
+
+def rules_of(engine: Engine) -> tuple[Rule, ...]:
+    """What a layout must satisfy for an engine; of one that is not in RULES_OF_ENGINE only what any engine needs is known."""
+    return ENGINE_RULES + RULES_OF_ENGINE.get(engine, ())
+
+
+def require_our_engine(workload: Workload) -> None:
+    """Raise unless a plan is for our own runtime.
+
+    Raises:
+        ConfigError: it is for another engine.
+    """
+    if workload.engine != "fsdp2":
+        raise ConfigError(
+            f"the plan is for {workload.engine}: `meshwright apply` runs plans for its own runtime (fsdp2) only",
+            help=f"start {workload.engine} with the plan's layout, or plan again without --engine",
+        )
+
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
     """The numbers of a model that rules look at, as fields of `Facts`."""
@@ -269,6 +348,7 @@ def layout_facts(
         scaleup_domain=scaleup_domain,
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
+        fused_attention=workload.attention == "flash",
         **model_facts(model),
     )
 

@@ -76,6 +76,12 @@ def solve(instance: Instance) -> Solution:
     return Solution(Status.OPTIMAL, boundaries, float(slowest), time.perf_counter() - start)
 
 
+def least_slowest_s(instance: Instance) -> float:
+    """(O) alone: infinite when there is no split."""
+    prefix = np.concatenate([[0.0], np.cumsum(instance.busy_s)])
+    return _dynamic_program(instance.fits, prefix[None, :] - prefix[:, None], np.maximum)[0]
+
+
 def _dynamic_program(
     allowed: NDArray[np.bool_], cost: NDArray[np.float64], combine: np.ufunc
 ) -> tuple[float, tuple[int, ...]]:

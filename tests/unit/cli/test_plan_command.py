@@ -115,3 +115,53 @@ def test_planning_does_not_import_torch(args) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+MEGATRON_PLAN = [
+    "plan", "mixtral-8x7b", "--cluster", "16xH100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096",
+    "--engine", "megatron",
+]  # fmt: skip
+
+
+def test_plan_for_another_engine_says_so_and_apply_refuses_it(tmp_path) -> None:
+    result = CliRunner().invoke(app, MEGATRON_PLAN)
+    assert result.exit_code == 0, result.output
+    assert "for megatron" in result.stdout
+    assert result.stderr.strip().splitlines()[-1] == "wrote plan.json; it is for megatron, not for meshwright apply"
+    assert Plan.load(tmp_path / "plan.json").workload.engine == "megatron"
+    refused = CliRunner().invoke(app, ["apply", "plan.json"])
+    assert refused.exit_code == 2
+    assert "the plan is for megatron" in refused.stderr
+
+
+def test_plan_with_chunks_lists_every_chunk() -> None:
+    result = CliRunner().invoke(app, [*MEGATRON_PLAN, "--fix", "pp=2,num_model_chunks=4,cp=1"])
+    assert result.exit_code == 0, result.output
+    assert "stage 7" in result.stdout
+
+
+def test_plan_for_an_engine_names_its_own_rule() -> None:
+    result = CliRunner().invoke(app, [*MEGATRON_PLAN, "--fix", "zero_stage=3"])
+    assert result.exit_code == 2
+    assert "[megatron_zero_stage]" in result.stderr
+
+
+def test_plan_for_an_unknown_engine_is_bad_input() -> None:
+    for engine in ("nanotron", "horovod"):
+        result = CliRunner().invoke(app, [*MEGATRON_PLAN[:-1], engine])
+        assert result.exit_code == 2
+        assert engine in result.stderr
+
+
+def test_estimate_for_another_engine_costs_its_layouts() -> None:
+    options = [
+        *MEGATRON_PLAN[1:],
+        "--layout",
+        "dp_replicate=4,pp=4,ep=4,num_model_chunks=2,micro_batch_size=1",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, ["estimate", *options])
+    assert result.exit_code == 0, result.output
+    Estimate.model_validate_json(result.stdout)
+    assert "it is costed for megatron" in result.stderr
+    assert "axes_of_this_version" not in result.stderr

@@ -1,0 +1,95 @@
+"""Frontier: the layouts of a space in the order of their lower bounds, each bounded only when its turn may have come.
+
+A quick bound on time, from the work inside layers alone, orders the whole space. Blocks of layouts in this order get their bound on
+memory, and those that may fit the full bound on time. A layout is given out when its full bound is no larger than the quick
+bound of all that wait, so the order is that of the full bounds over everything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost_models import memory
+from ..cost_models.layouts import FloatArray, IntArray
+from ..cost_models.space_costs import SpaceCosts
+from ..cost_models.step import memory_bounds, quick_time_bounds, time_bounds
+
+BLOCK = 1 << 13
+"""Layouts bounded together: arrays of this size stay in a core's cache."""
+
+
+class Frontier:
+    """Layouts that may fit, by increasing bound on their time; ``bound_bytes`` [N] is infinite where not evaluated."""
+
+    def __init__(self, costs: SpaceCosts) -> None:
+        """Order the space by its quick bounds."""
+        self._costs = costs
+        self._quick_s = quick_time_bounds(costs)
+        self._order = np.argsort(self._quick_s, kind="stable")
+        self._next = 0
+        self._rows = np.zeros(0, dtype=np.int64)
+        self._bound_s = np.zeros(0)
+        self.bound_bytes = np.full(len(costs.batch), np.inf)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that no layout left can beat; infinite when none is left."""
+        return min(self._first_s, self._next_quick_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``first`` is known: its full bound is no larger than any quick bound that waits."""
+        return np.isfinite(self._first_s) and self._first_s <= self._next_quick_s
+
+    @property
+    def _first_s(self) -> float:
+        return float(self._bound_s[0]) if len(self._rows) else float("inf")
+
+    @property
+    def _next_quick_s(self) -> float:
+        return float(self._quick_s[self._order[self._next]]) if self._next < len(self._order) else float("inf")
+
+    @property
+    def first(self) -> int:
+        """The layout with the least bound, once it ``is_ready``."""
+        return int(self._rows[0])
+
+    def upcoming(self, wanted: int) -> IntArray:
+        """The first few layouts that are bounded already."""
+        return self._rows[:wanted]
+
+    def pop(self) -> int:
+        """Take the first one off."""
+        row = self.first
+        self._rows, self._bound_s = self._rows[1:], self._bound_s[1:]
+        return row
+
+    def nearest_misses(self, incumbent_s: float, wanted: int) -> list[int]:
+        """Of the layouts that would be faster and that memory alone excluded, those that lack the least."""
+        faster = np.flatnonzero(
+            np.isfinite(self.bound_bytes) & ~self._may_fit(self.bound_bytes) & (self._quick_s < incumbent_s)
+        )
+        nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * wanted]
+        is_faster = time_bounds(self._costs.select(nearest)) < incumbent_s
+        return [int(row) for row in nearest[is_faster][:wanted]]
+
+    def bound_block(self) -> None:
+        """Bound the next layouts in the order of the quick bounds."""
+        rows = self._order[self._next : self._next + BLOCK]
+        self._next += len(rows)
+        costs = self._costs.select(rows)
+        self.bound_bytes[rows] = memory_bounds(costs)
+        fits = self._may_fit(self.bound_bytes[rows])
+        if not fits.any():
+            return
+        rows = rows[fits]
+        bound_s = np.concatenate([self._bound_s, time_bounds(self._costs.select(rows))])
+        rows = np.concatenate([self._rows, rows])
+        order = np.lexsort((rows, bound_s))
+        self._rows, self._bound_s = rows[order], bound_s[order]
+
+    def _may_fit(self, allocated: FloatArray) -> NDArray[np.bool_]:
+        cluster = self._costs.cluster
+        least = memory.least_required_bytes(allocated, self._costs.workload, cluster)
+        return np.asarray(least <= cluster.memory_budget_bytes)

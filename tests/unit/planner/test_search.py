@@ -1,0 +1,166 @@
+"""Search equals expanding every layout, on hundreds of random small instances; its bounds hold; it stops when told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshwright.cost_models import memory
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import (
+    contents_between,
+    estimate_step,
+    lower_bounds,
+    quick_time_bounds,
+    stage_memory_parts,
+    time_bounds,
+)
+from meshwright.planner import frontier, plan, search
+from meshwright.planner.space import Space, build_space
+from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
+from meshwright.schema.model import Block
+
+MODELS = ("gpt2", "smollm2-135m", "llama-3.2-1b", "olmoe-1b-7b", "deepseek-v2-lite", "mixtral-8x7b")
+CLUSTERS = ("1xA100-SXM-80GB", "4xL40S", "6xA100-SXM-40GB", "8xH100-SXM-80GB", "2x4xA100-SXM-40GB/ib200", "4x1xH100-SXM-80GB/eth25",
+            "2x8xH100-SXM-80GB/ib400", "3x4xA100-SXM-80GB/ib200")  # fmt: skip
+MAX_BLOCKS, MAX_LAYOUTS = 5, 5
+NUM_INSTANCES, NUM_GROUPS = 304, 8
+
+
+def shortened(model: str, num_blocks: int) -> ModelSpec:
+    """The model with at most so many blocks of each run."""
+    spec = ModelSpec.named(model)
+    runs = (run.replace(count=min(run.count, num_blocks)) if run.layer.kind == "block" else run for run in spec.layers)
+    return spec.replace(layers=tuple(runs))
+
+
+def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]:
+    """A small model on a small cluster whose devices have random memory, and some of the layouts of its space."""
+    rng = np.random.default_rng(seed)
+    spec = shortened(str(rng.choice(MODELS)), int(rng.integers(2, MAX_BLOCKS + 1)))
+    cluster = ClusterSpec.parse(str(rng.choice(CLUSTERS)))
+    group = cluster.groups[0]
+    memory_bytes = int(group.device.memory_bytes * rng.choice([0.08, 0.15, 0.4, 1.0]))
+    cluster = cluster.replace(groups=(group.replace(device=group.device.replace(memory_bytes=memory_bytes)),))
+    batch_size = cluster.num_devices * int(rng.choice([1, 2, 6, 16]))
+    engine = str(rng.choice(["fsdp2", "megatron", "megatron", "deepspeed"]))
+    workload = Workload(seq_len=int(rng.choice([512, 1024])), global_batch_size=batch_size, engine=engine)
+    space = build_space(spec, workload, cluster, {})
+    rows = rng.choice(len(space.batch), size=min(MAX_LAYOUTS, len(space.batch)), replace=False)
+    return spec, workload, cluster, Space(space.batch.select(np.sort(rows)), space.excluded)
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "REL_GAP", 0.0)
+    monkeypatch.setattr(frontier, "BLOCK", 3)  # many blocks, even of a few layouts
+    solved = 0
+    for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
+        spec, workload, cluster, space = random_instance(seed)
+        costs = SpaceCosts.of(spec, workload, cluster, space.batch)
+        everything = [search.expand(costs, idx) for idx in range(len(space.batch))]
+        times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
+        found = search.search(spec, workload, cluster, space, time_limit_s=600)
+        assert bool(found.fitting) == bool(times), seed
+        if times:
+            solved += 1
+            assert found.fitting[0].estimate.step_time_s == pytest.approx(min(times), rel=1e-9), seed
+            assert found.bound_s <= min(times) * (1 + 1e-9), seed
+        bound_s, bound_bytes = lower_bounds(costs)
+        quick_s = quick_time_bounds(costs)
+        for idx, candidate in enumerate(everything):
+            assert quick_s[idx] <= bound_s[idx] * (1 + 1e-9), seed
+            assert bound_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
+            assert candidate.bound_s <= candidate.estimate.step_time_s * (1 + 1e-9), seed
+            assert bound_bytes[idx] <= candidate.estimate.peak_allocated_bytes + 16, seed  # parts are whole bytes
+    assert solved > NUM_INSTANCES / NUM_GROUPS / 4
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron", "deepspeed"])
+def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
+    spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("4xL40S")
+    workload = Workload(seq_len=2048, global_batch_size=16, engine=engine)
+    batch = build_space(spec, workload, cluster, {"pp": 4, "recompute": "none"}).batch
+    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    layers = list(spec.iter_layers())
+    for idx in range(min(len(batch), 3)):
+        spans = [(s, i, j) for s in range(4) for i in range(len(layers)) for j in range(i + 1, len(layers) + 1)]
+        s, i, j = np.array(spans).T
+        parts = stage_memory_parts(costs, idx, contents_between(costs, idx, i, j), s)
+        required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], workload, cluster)
+        cap = float(np.median(required))
+        fits = search._stage_fits(costs, idx, cap_bytes=cap)
+        has_block = np.array([any(isinstance(layer, Block) for layer in layers[a:b]) for _, a, b in spans])
+        assert np.array_equal(fits[s, i, j], has_block & (required <= cap))
+
+
+def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
+    spec, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
+    workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
+    space = build_space(spec, workload, cluster, {})
+    whole = search.search(spec, workload, cluster, space, time_limit_s=600)
+    stopped = search.search(spec, workload, cluster, space, time_limit_s=0.0)
+    assert stopped.stopped_early
+    assert stopped.fitting == []
+    assert stopped.bound_s <= whole.fitting[0].estimate.step_time_s
+    with pytest.raises(SolverLimitError):
+        plan(spec, cluster, workload, time_limit_s=1e-9)
+
+
+def test_layouts_come_in_the_order_of_their_bounds() -> None:
+    spec, workload, cluster, _ = random_instance(3)
+    costs = SpaceCosts.of(spec, workload, cluster, build_space(spec, workload, cluster, {}).batch)
+    waiting, order = frontier.Frontier(costs), []
+    while np.isfinite(bound := waiting.bound_s):
+        if waiting.is_ready:
+            order.append((bound, waiting.pop()))
+        else:
+            waiting.bound_block()
+    fits = memory.least_required_bytes(lower_bounds(costs)[1], workload, cluster) <= cluster.memory_budget_bytes
+    assert sorted(row for _, row in order) == list(np.flatnonzero(fits))
+    assert [bound for bound, _ in order] == sorted(bound for bound, _ in order)
+    assert [bound for bound, _ in order] == [time_bounds(costs)[row] for _, row in order]
+
+
+def test_megatron_finds_what_our_runtime_cannot_do() -> None:
+    """More axes can only help where costs are the same engine's; the plan says whom it is for."""
+    spec, cluster = ModelSpec.named("mixtral-8x7b"), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
+    workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
+    free = plan(spec, cluster, workload)
+    narrow = plan(spec, cluster, workload, fixed={"cp": 1, "ep": 1, "etp": 1, "num_model_chunks": 1})
+    assert free.search.bound_s <= narrow.search.bound_s * (1 + 1e-9)
+    assert any("for megatron" in note for note in free.notes)
+    assert not any("experts are split over tp only" in note for note in free.notes)
+
+
+def test_chunks_of_a_plan_have_the_blocks_of_their_rank() -> None:
+    spec, cluster = ModelSpec.named("llama-3.1-405b"), ClusterSpec.parse("512xH100-SXM-80GB")
+    workload = Workload(seq_len=8192, global_batch_size=256, engine="megatron")
+    fixed = {"tp": 8, "pp": 16, "cp": 1, "num_model_chunks": 4}
+    found = plan(spec, cluster, workload, fixed=fixed)
+    blocks = [sum(1 <= idx <= 126 for idx in stage.layer_idxs) for stage in found.stages]
+    assert len(blocks) == 64
+    assert min(blocks) >= 1
+    assert sum(blocks) == 126
+    assert found.stages[0].num_layers == blocks[0] + 1  # the embedding
+    assert found.stages[-1].num_layers == blocks[-1] + 1  # the head
+    on_rank = [sum(blocks[rank::16]) for rank in range(16)]
+    assert max(on_rank) - min(on_rank) <= 2
+    assert len(found.estimate.stages) == 16
+
+
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
+def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
+    """Slow links, so that what a stage adds once counts; brute force over all cuts of nine layers into three stages."""
+    spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("6x1xA100-SXM-80GB/eth10")
+    workload = Workload(seq_len=1024, global_batch_size=24, engine=engine)
+    batch = build_space(spec, workload, cluster, {"pp": 3}).batch
+    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    size = spec.num_layers
+    for idx in range(0, len(batch), max(len(batch) // 8, 1)):
+        candidate = search.expand(costs, idx)
+        if not candidate.estimate.fits:
+            continue
+        blocks = int(batch.num_model_chunks[idx])
+        cuts = [(0, i, j, size) for i in range(1 + blocks, size) for j in range(i + blocks, size - blocks)]
+        times = [estimate for cut in cuts if (estimate := estimate_step(costs, idx, cut)).fits]
+        assert min(estimate.step_time_s for estimate in times) >= candidate.bound_s * (1 - 1e-9)

@@ -1,0 +1,202 @@
+"""The space of each engine: what is enumerated, what rules exclude and why, costs shared between layouts."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from meshwright.cost_models.layer_costs import LayerCost
+from meshwright.cost_models.layouts import LayoutBatch, distinct_rows
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.planner import plan
+from meshwright.planner.space import build_space
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.rules import RULES_OF_ENGINE, broken_rules, layout_facts, require_our_engine, rules_of
+from meshwright.schema.workload import LowRank
+
+LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
+NODES = ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
+
+
+def workload(engine: str, **changes: object) -> Workload:
+    return Workload(**({"seq_len": 4096, "global_batch_size": 64, "engine": engine} | changes))
+
+
+def test_megatron_space_has_every_axis() -> None:
+    batch = build_space(MIXTRAL, workload("megatron"), NODES, {}).batch
+    for axis, largest in {"tp": 8, "cp": 16, "pp": 16, "ep": 8, "etp": 8, "num_model_chunks": 16}.items():
+        assert set(getattr(batch, axis)) >= {1, 2, largest}, axis
+    assert set(batch.zero_stage) == {0, 1}
+    assert set(batch.recompute) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("engine", RULES_OF_ENGINE)
+@pytest.mark.parametrize("spec", [LLAMA, MIXTRAL], ids=lambda spec: spec.name)
+def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec, engine: str) -> None:
+    wanted = workload(engine)
+    batch = build_space(spec, wanted, NODES, {}).batch
+    layouts = [batch.layout(idx) for idx in range(0, len(batch), max(len(batch) // 150, 1))]
+    for layout in layouts:
+        facts = layout_facts(spec, wanted, layout, world_size=16, scaleup_domain=NODES.scaleup_domain)
+        assert broken_rules(facts, rules_of(engine)) == ()
+    columns = np.stack([np.asarray(getattr(batch, field.name), dtype=np.float64) for field in fields(LayoutBatch)])
+    assert len(np.unique(columns, axis=1).T) == len(batch)
+
+
+def test_degrees_need_not_be_powers_of_two() -> None:
+    batch = build_space(
+        LLAMA, workload("megatron", global_batch_size=60), ClusterSpec.parse("3x4xA100-SXM-80GB"), {}
+    ).batch
+    assert {3, 6, 12} <= set(batch.pp)  # 32 blocks do not divide by any of them
+    assert {1, 3, 12} <= set(batch.dp_shard)
+    assert {3, 5} <= set(batch.micro_batch_size)
+
+
+def test_chunks_divide_the_blocks_of_a_stage_and_fill_the_pipeline() -> None:
+    batch = build_space(LLAMA, workload("megatron"), NODES, {}).batch
+    chunked = batch.num_model_chunks > 1
+    assert np.all(-(-32 // batch.pp[chunked]) % batch.num_model_chunks[chunked] == 0)
+    assert np.all(batch.num_microbatches[chunked] % batch.pp[chunked] == 0)
+    assert np.all(batch.pp[chunked] > 1)
+
+
+def test_shards_of_other_engines_fill_islands() -> None:
+    batch = build_space(LLAMA, workload("megatron"), NODES, {"tp": 1, "pp": 1, "cp": 1}).batch
+    assert set(batch.dp_shard) == {1, 8, 16}
+    assert set(build_space(LLAMA, workload("fsdp2"), NODES, {"tp": 1, "pp": 1}).batch.dp_shard) == {1, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize(
+    ("engine", "spec", "fixed", "rule"),
+    [
+        ("megatron", LLAMA, {"zero_stage": 3}, "megatron_zero_stage"),
+        ("megatron", LLAMA, {"ep": 2}, "experts_per_ep"),
+        ("megatron", LLAMA, {"pp": 2, "schedule": "gpipe"}, "schedule_of_engine"),
+        ("megatron", LLAMA, {"pp": 1, "num_model_chunks": 2}, "interleaved_microbatches"),
+        ("megatron", LLAMA, {"pp": 16, "num_model_chunks": 4}, "layers_per_stage"),
+        ("megatron", MIXTRAL, {"ep": 3}, "experts_per_ep"),
+        ("deepspeed", LLAMA, {"pp": 2, "zero_stage": 3}, "deepspeed_zero_under_pipeline"),
+        ("deepspeed", LLAMA, {"cp": 2}, "deepspeed_axes"),
+        ("deepspeed", MIXTRAL, {"ep": 2}, "deepspeed_axes"),
+        ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
+        ("fsdp2", LLAMA, {"num_model_chunks": 2, "pp": 2}, "axes_of_this_version"),
+    ],
+)
+def test_excluded_requests_name_the_rule(engine: str, spec: ModelSpec, fixed: dict, rule: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_space(spec, workload(engine), NODES, fixed)
+    assert f"[{rule}]" in str(error.value)
+
+
+def test_rules_count_what_they_exclude() -> None:
+    excluded = build_space(LLAMA, workload("deepspeed"), NODES, {}).excluded
+    assert excluded["deepspeed_zero_under_pipeline"] > 0
+    assert excluded.keys() == {rule.name for rule in rules_of("deepspeed")}
+
+
+def test_given_offloading_is_in_every_layout() -> None:
+    batch = build_space(LLAMA, workload("deepspeed"), NODES, {"offload": "optimizer", "offload_fraction": 0.5}).batch
+    layout = batch.layout(len(batch) // 2)
+    assert (layout.offload, layout.offload_fraction) == ("optimizer", 0.5)
+
+
+def test_engines_without_known_rules_cannot_be_planned_for() -> None:
+    with pytest.raises(ConfigError, match="cannot plan for nanotron"):
+        plan(LLAMA, NODES, workload("nanotron"))
+
+
+def test_plans_of_other_engines_are_not_ours() -> None:
+    require_our_engine(workload("fsdp2"))
+    with pytest.raises(ConfigError, match="for megatron"):
+        require_our_engine(workload("megatron"))
+
+
+def test_distinct_rows_finds_each_combination_once() -> None:
+    columns = [
+        np.array([1, 2, 1, 2, 1]),
+        np.array([0.5, 0.5, 0.5, 0.25, 0.5]),
+        np.array([True, False, True, False, False]),
+    ]
+    rows, like = distinct_rows(columns)
+    assert sorted(rows) == [0, 1, 3, 4]
+    for column in columns:
+        assert np.array_equal(column[rows][like], column)
+
+
+def test_distinct_rows_of_large_values_do_not_collide() -> None:
+    columns = [np.arange(3) * 2**40 + 1, np.arange(3)[::-1] * 2**40 + 1, np.array([1, 2**40, 1])]
+    rows, like = distinct_rows(columns)
+    assert len(rows) == 3
+    assert np.array_equal(rows[like], np.arange(3))
+
+
+def test_context_parallelism_needs_fused_attention() -> None:
+    space = build_space(LLAMA, workload("megatron", attention="math"), NODES, {})
+    assert set(space.batch.cp) == {1}
+    assert space.excluded["attention_per_cp"] > 0
+    with pytest.raises(ConfigError, match="cp") as error:
+        build_space(LLAMA, workload("megatron", attention="math"), NODES, {"cp": 2})
+    assert any("attention_per_cp" in detail for detail in error.value.details)
+
+
+CHANGES: tuple[dict[str, object], ...] = (
+    {},
+    {"tp_overlap": True},
+    {"adapters": LowRank(targets=("qkv", "mlp"), frozen="nf4")},
+    {"attention": "math", "precision": "bf16"},
+    {"cuda_graphs": True, "precision": "fp8"},
+)
+
+
+def _neighbours(layout: Layout) -> list[Layout]:
+    """Like the layout in everything but one field or two, so that a key without one of them would show."""
+    changes: list[dict[str, object]] = [
+        {"offload_activations": 0.5},
+        {"offload_activations": 0.5, "offload_to": "storage", "offload": "optimizer"},
+        {"offload": "parameters", "zero_stage": 3},
+        {"recompute": "full", "recompute_fraction": 0.5},
+        {"recompute": "selective"},
+        {"sequence_parallel": not layout.sequence_parallel},
+        {"zero_stage": 0},
+        {"dp_shard": 1, "dp_replicate": 1, "zero_stage": 0},
+        {"pp": 3 - min(layout.pp, 2)},
+    ]
+    neighbours = []
+    for change in changes:
+        with contextlib.suppress(ConfigError):  # not every layout has every neighbour
+            neighbours.append(Layout(**(layout.model_dump() | change)))
+    return neighbours
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: "-".join(changes) or "plain")
+@pytest.mark.parametrize("engine", [*RULES_OF_ENGINE, "nanotron"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2"])
+def test_costs_shared_between_layouts_are_those_of_each_alone(
+    model: str, engine: str, changes: dict[str, object]
+) -> None:
+    """What distinct cases leave out of their key must not matter."""
+    spec = ModelSpec.named(model)
+    wanted = workload(engine if engine != "nanotron" else "megatron", seq_len=1024, **changes)
+    batch = build_space(spec, wanted, NODES, {}).batch
+    rows = np.random.default_rng(0).choice(len(batch), size=min(6, len(batch)), replace=False)
+    layouts = [batch.layout(int(row)) for row in rows]
+    layouts += [neighbour for layout in layouts[:2] for neighbour in _neighbours(layout)]
+    batch = LayoutBatch.of(layouts, wanted.global_batch_size)
+    wanted = wanted.replace(engine=engine)
+    together = SpaceCosts.of(spec, wanted, NODES, batch)
+    alone = [SpaceCosts.of(spec, wanted, NODES, batch.select(np.array([idx]))).by_kind for idx in range(len(batch))]
+    for kind, shared in enumerate(together.by_kind):
+        for field in fields(LayerCost):
+            expected = [getattr(costs[kind], field.name)[0] for costs in alone]
+            np.testing.assert_allclose(
+                getattr(shared, field.name), expected, rtol=1e-12, atol=1e-18, err_msg=field.name
+            )
+
+
+def test_layout_of_a_megatron_space_reads_back() -> None:
+    batch = build_space(MIXTRAL, workload("megatron"), NODES, {"ep": 4, "etp": 2, "pp": 2}).batch
+    layout = batch.layout(0)
+    assert isinstance(layout, Layout)
+    assert (layout.ep, layout.etp, layout.pp, layout.world_size) == (4, 2, 2, 16)
