@@ -101,6 +101,8 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_model_chu
         warm_up = (num_model_chunks - 1) * in_round + num_ranks - 1 - r
         return _rounds(r, num_ranks, num_microbatches, num_model_chunks, in_round, warm_up, r)
 
+    if num_model_chunks == 1:  # one chunk is one round, of any length
+        return tuple(row(r, num_microbatches) for r in range(num_ranks))
     return _in_rounds(row, num_ranks, num_microbatches)
 
 
