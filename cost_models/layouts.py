@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import Layout
-from ..schema.layout import Offload, Recompute, Schedule
+from ..schema.layout import NUMBERS, Offload, Recompute, Schedule
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -169,21 +169,7 @@ class LayoutBatch:
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
         """From Layout objects."""
         columns: dict[str, list[Any]] = {
-            **{
-                name: [getattr(layout, name) for layout in layouts]
-                for name in (
-                    "dp_replicate",
-                    "dp_shard",
-                    "tp",
-                    "cp",
-                    "pp",
-                    "ep",
-                    "etp",
-                    "num_model_chunks",
-                    "micro_batch_size",
-                    "zero_stage",
-                )
-            },
+            **{name: [getattr(layout, name) for layout in layouts] for name in NUMBERS},
             "num_microbatches": [layout.num_microbatches(global_batch_size) for layout in layouts],
             "sequence_parallel": [int(layout.sequence_parallel) for layout in layouts],
             "recompute": [RECOMPUTES.index(layout.recompute) for layout in layouts],

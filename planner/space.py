@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ..cost_models.layouts import OFFLOADS, RECOMPUTES, SCHEDULES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
+from ..schema.layout import NUMBERS
 from ..schema.rules import Facts, model_facts, rules_of
 from ..schema.workload import Engine
 
@@ -33,19 +34,7 @@ MAX_MICRO_BATCH_SIZE = 64
 _ZERO_STAGES: dict[Engine, tuple[int, ...]] = {"megatron": (0, 1)}
 """What is enumerated where an engine has not all of 0 to 3; asking for another one names the engine's rule."""
 
-_FACTS = (
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "pp",
-    "ep",
-    "etp",
-    "num_model_chunks",
-    "micro_batch_size",
-    "zero_stage",
-    "sequence_parallel",
-)
+_FACTS = (*NUMBERS, "sequence_parallel")
 
 Columns = dict[str, IntArray]
 

@@ -136,6 +136,12 @@ class Layout(Frozen):
         return " ".join(parts)
 
 
+NUMBERS = (
+    "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size", "zero_stage",
+)  # fmt: skip
+"""Fields of a Layout that are whole numbers."""
+
+
 def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Some fields of a Layout, each valid by itself: what `plan` is asked to keep.
 

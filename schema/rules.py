@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .layout import Layout
+from .layout import NUMBERS, Layout
 from .model import DenseMLP, ModelSpec
 from .workload import Engine, Workload
 
@@ -326,20 +326,8 @@ def layout_facts(
     model: ModelSpec, workload: Workload, layout: Layout, *, world_size: int, scaleup_domain: int
 ) -> Facts:
     """The facts of one layout, as numbers."""
-    degrees = (
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "pp",
-        "ep",
-        "etp",
-        "num_model_chunks",
-        "micro_batch_size",
-        "zero_stage",
-    )
     return Facts(
-        **{name: getattr(layout, name) for name in degrees},
+        **{name: getattr(layout, name) for name in NUMBERS},
         sequence_parallel=int(layout.sequence_parallel),
         offloads=int(layout.offload != "none" or layout.offload_activations > 0),
         recompute_fraction=layout.recompute_fraction,

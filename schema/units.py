@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-KB = 10**3
 MB = 10**6
 GB = 10**9
 KIB = 2**10

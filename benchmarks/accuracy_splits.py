@@ -1,0 +1,51 @@
+"""Accuracy of parts of a source that `meshwright validate` does not list by themselves.
+
+    python benchmarks/accuracy_splits.py training_runs.csv decision_groups.csv
+
+vTrain on one node and on several, for each half; table 5 of Korthikanti et al. (arXiv:2205.05198); regret over all groups
+but vTrain's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+
+from meshwright.planner.validation import RunRow, predict, read_groups, read_runs, score_groups
+from meshwright.planner.validation.score import log_bias, rank_correlation, relative_error
+
+NODE = 8
+SPLITS: dict[str, Callable[[RunRow], bool]] = {
+    "vtrain, one node": lambda row: row.source_set == "vtrain" and (row.n_gpus or 0) <= NODE,
+    "vtrain, several nodes": lambda row: row.source_set == "vtrain" and (row.n_gpus or 0) > NODE,
+    "table 5": lambda row: row.source_set == "papers" and "MLSys23" in row.framework,
+}
+
+
+def main() -> None:
+    """One line for each split and half, then the regret."""
+    rows, names = read_runs(sys.argv[1]), read_groups(sys.argv[2])
+    predictions = predict(rows)
+    known = [
+        (row, p.estimate.step_time_s, row.measured_s)
+        for row, p in zip(rows, predictions, strict=True)
+        if row.is_scored and row.measured_s is not None and p.estimate is not None
+    ]
+    for name, belongs in SPLITS.items():
+        for parts in (("fit",), ("held-out",), ("fit", "held-out")):
+            pairs = [(ours, measured) for row, ours, measured in known if belongs(row) and row.part in parts]
+            ours, measured = zip(*pairs, strict=True)
+            rank = rank_correlation(ours, measured)
+            sys.stdout.write(
+                f"{name} ({' and '.join(parts)}): {len(pairs)} rows, MAPE {100 * relative_error(ours, measured):.1f} %, "
+                f"bias {100 * log_bias(ours, measured):+.1f} %, rank correlation {'-' if rank is None else f'{rank:.3f}'}\n"
+            )
+    groups = score_groups(rows, predictions, names).values()
+    regrets = [group.regret for group in groups if group.regret is not None and group.source_set != "vtrain"]
+    mean, median = statistics.mean(regrets), statistics.median(regrets)
+    sys.stdout.write(f"regret of {len(regrets)} other groups: mean {100 * mean:.1f} %, median {100 * median:.1f} %\n")
+
+
+if __name__ == "__main__":
+    main()
