@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,6 +33,13 @@ def plan(
     attention: AttentionOption = "flash",
     engine: EngineOption = "fsdp2",
     fix: Annotated[str, typer.Option(metavar="A=B,...", help="Layout fields to keep, e.g. tp=8,recompute=full.")] = "",
+    space: Annotated[
+        Literal["runnable", "full"] | None,
+        typer.Option(
+            help="Layouts to search: what meshwright apply executes, or all of the engine. Default: runnable where apply trains "
+            "the model."
+        ),
+    ] = None,
     time_limit_s: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="Stop the search then, with the best so far.")
     ] = 60.0,
@@ -64,7 +71,10 @@ def plan(
             calibrate=calibrate,
         )
         with search_progress(quiet=json) as on_progress:
-            found = make_plan(*inputs, fixed=fixed, time_limit_s=time_limit_s, top=top, on_progress=on_progress)
+            runnable = None if space is None else space == "runnable"
+            found = make_plan(
+                *inputs, fixed=fixed, runnable=runnable, time_limit_s=time_limit_s, top=top, on_progress=on_progress
+            )
         found.save(out)
         if json:
             typer.echo(found.model_dump_json(indent=2))

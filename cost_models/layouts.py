@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import Layout
-from ..schema.layout import NUMBERS, Offload, Recompute, Schedule
+from ..schema.layout import NUMBERS, SCHEDULES, Offload, Recompute
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 _FRACTIONS = ("recompute_fraction", "offload_fraction", "offload_activations")
 

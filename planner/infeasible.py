@@ -27,7 +27,13 @@ MAX_GROWTH = 256
 
 
 def explain_infeasible(
-    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], result: SearchResult
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    fixed: Mapping[str, Any],
+    result: SearchResult,
+    *,
+    runnable: bool,
 ) -> MeshwrightError:
     """The error for a search that found nothing that fits."""
     costs = result.costs
@@ -51,17 +57,20 @@ def explain_infeasible(
             f"{format_bytes(device.memory_bytes)} total - {format_bytes(cluster.reserved_bytes)} reserved   [memory (C2)]",
             "largest: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts[:3]),
         ),
-        help=_smallest_fit(model, cluster, workload, fixed),
+        help=_smallest_fit(model, cluster, workload, fixed, runnable=runnable),
     )
 
 
-def _smallest_fit(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> str | None:
+def _smallest_fit(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool
+) -> str | None:
     """The least number of devices (a power of two times these) for which a plan was found."""
     factor = 2
     while factor <= MAX_GROWTH:
         larger = _grown(cluster, factor)
         try:
-            found = search(model, workload, larger, build_space(model, workload, larger, fixed), time_limit_s=2.0)
+            space = build_space(model, workload, larger, fixed, runnable=runnable)
+            found = search(model, workload, larger, space, time_limit_s=2.0)
         except ConfigError:
             return None  # the batch or a fixed degree does not divide over more devices
         if found.fitting:

@@ -19,8 +19,10 @@ from ..schema.plan import Provenance
 from ..schema.rules import (
     ENGINE_RULES,
     RULES_OF_ENGINE,
+    VERSION_RULES,
     broken_rules,
     layout_facts,
+    require_our_engine,
     require_valid,
 )
 from ..schema.runnable import why_not_runnable
@@ -37,6 +39,7 @@ def plan(
     workload: Workload,
     *,
     fixed: Mapping[str, Any] | None = None,
+    runnable: bool | None = None,
     time_limit_s: float = 60.0,
     top: int = 4,
     on_progress: OnProgress | None = None,
@@ -46,6 +49,8 @@ def plan(
     Args:
         model, cluster, workload: what to train, where, and how.
         fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``.
+        runnable: only layouts that `meshwright apply` of this version executes; unset, so it is for models that it trains, and for
+            others the space is all of the engine.
         time_limit_s: stop then with the best found so far and its gap.
         top: runner-ups to report.
         on_progress: called after every expanded layout.
@@ -58,10 +63,14 @@ def plan(
     fixed = check_fields(fixed or {})
     if workload.engine not in RULES_OF_ENGINE:
         raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
-    space = build_space(model, workload, cluster, fixed)
+    if runnable is None:
+        runnable = workload.engine == "fsdp2" and not why_not_runnable(model, workload)
+    elif runnable:
+        require_our_engine(workload)
+    space = build_space(model, workload, cluster, fixed, runnable=runnable)
     result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
     if not result.fitting:
-        raise explain_infeasible(model, cluster, workload, fixed, result)
+        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable)
     chosen = choose(result, space.batch)
     layout = space.batch.layout(chosen.idx)
     return Plan(
@@ -102,7 +111,8 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout:
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
     """Why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
     facts = layout_facts(model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
-    broken = broken_rules(facts, RULES_OF_ENGINE.get(workload.engine, ()))
+    of_engine = RULES_OF_ENGINE.get(workload.engine, ())
+    broken = broken_rules(facts, of_engine + (VERSION_RULES if workload.engine == "fsdp2" else ()))
     return broken if workload.engine == "fsdp2" else (*broken, f"it is costed for {workload.engine}")
 
 

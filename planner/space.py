@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import OFFLOADS, RECOMPUTES, SCHEDULES, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.layout import NUMBERS
+from ..schema.layout import NUMBERS, SCHEDULES
 from ..schema.rules import Facts, model_facts, rules_of
 from ..schema.workload import Engine
 
@@ -58,19 +58,26 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]) -> Space:
+def build_space(
+    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], *, runnable: bool = False
+) -> Space:
     """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/rules.py for the workload's engine.
+
+    Args:
+        model, workload, cluster: what to train, how and where.
+        fixed: fields of a layout to keep.
+        runnable: only what our own runtime executes in this version.
 
     Raises:
         ConfigError: nothing is left; the message names the rules that excluded the most.
     """
-    columns = _enumerate(model, workload, cluster, fixed)
+    columns = _enumerate(model, workload, cluster, fixed, runnable=runnable)
     degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
     facts = Facts(
         **degrees,
         offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
         recompute_fraction=fixed.get("recompute_fraction", 1.0),
-        one_f_one_b=columns["schedule"] == SCHEDULES.index("1f1b"),
+        schedule=columns["schedule"],
         world_size=cluster.num_devices,
         scaleup_domain=cluster.scaleup_domain,
         seq_len=workload.seq_len,
@@ -80,7 +87,7 @@ def build_space(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixe
     )
     keep = np.ones(len(columns["tp"]), dtype=bool)
     excluded, reasons = {}, []
-    for rule in rules_of(workload.engine):
+    for rule in rules_of(workload.engine, runnable=runnable):
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         excluded[rule.name] = len(broken)
@@ -106,7 +113,9 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     return columns | {name: np.full_like(columns[name], value) for name, value in given.items()}
 
 
-def _enumerate(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]) -> Columns:
+def _enumerate(
+    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], *, runnable: bool
+) -> Columns:
     """Every combination of degrees whose product is the world size, with every other choice; columns [N]."""
     world, is_ours = cluster.num_devices, workload.engine == "fsdp2"
     all_of = divisors(world)
@@ -125,18 +134,18 @@ def _enumerate(model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed
 
     c: Columns = {}
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
-    c = cross(c, "cp", [1] if is_ours else all_of, lambda c: _divides(c, "cp", left))
+    c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
-    chunks = [1] if is_ours else list(range(1, -(-model.num_blocks // 2) + 1))
+    chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
     c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
     islands = [level.domain_size for level in cluster.levels]
-    c = cross(c, "dp_shard", all_of, lambda c: _divides(c, "dp_shard", left) & (is_ours | _fills(c, islands, left)))
+    c = cross(c, "dp_shard", all_of, lambda c: _divides(c, "dp_shard", left) & (runnable | _fills(c, islands, left)))
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
     c = cross(c, "zero_stage", _ZERO_STAGES.get(workload.engine, (0, 1, 2, 3)), _has_zero_stage)
     c = _select(c, _has_zero_stage(c))
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
-    experts = [] if is_ours else list(model_facts(model)["expert_counts"])
+    experts = [] if runnable else list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))

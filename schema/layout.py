@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -12,7 +12,8 @@ from .errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "synthesised"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 def _default_zero_stage(data: dict[str, Any]) -> Literal[0, 1, 3]:
@@ -28,6 +29,10 @@ class Layout(Frozen):
         cp: ranks that share each sequence; parameters are sharded over them too (over dp_shard * cp ranks).
         ep, etp: ranks that share the experts of a layer, and that share one expert; both fold onto the other ranks of a stage.
             With ep = etp = 1 experts have no axes of their own: they are split over tp like every feed-forward part.
+        num_model_chunks: stages that each rank holds; chunk k of rank r is stage k pp + r, or counted back in every second
+            chunk under the V schedules (zb-v, v-half, v-min: two chunks).
+        schedule: order of the passes (solvers/pipeline_orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
+            synthesised is the order that the plan brings along.
         zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
             Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.

@@ -131,11 +131,26 @@ class Estimate(Frozen):
 
 
 class Stage(Frozen):
-    """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``ModelSpec.iter_layers()``."""
+    """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``ModelSpec.iter_layers()``.
+
+    Attributes:
+        recompute: of every block, unless ``layer_recompute`` has one for each layer (what is no block ignores it).
+    """
 
     first_layer_idx: NonNegativeInt
     num_layers: PositiveInt
     recompute: Recompute = "none"
+    layer_recompute: tuple[Recompute, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_for_each_layer(self) -> Self:
+        if len(self.layer_recompute) not in (0, self.num_layers):
+            raise ValueError(f"layer_recompute has {len(self.layer_recompute)} entries for {self.num_layers} layers")
+        return self
+
+    def recompute_of(self, layer_idx: int) -> Recompute:
+        """What is recomputed of a layer, given its index in ``ModelSpec.iter_layers()``."""
+        return self.layer_recompute[layer_idx - self.first_layer_idx] if self.layer_recompute else self.recompute
 
     @property
     def layer_idxs(self) -> range:
@@ -187,6 +202,9 @@ class Plan(Document):
     Attributes:
         rank_map: ``rank_map[rank]`` is the device (node-major index in the cluster) that runs ``rank``; ranks count
             tp fastest, then cp, dp_shard, dp_replicate, pp.
+        stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
+        pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
+            ``compute_only`` form of torch's schedule CSV (solvers/pipeline_csv.py); empty otherwise.
         notes: what the reader should know about assumptions made.
     """
 
@@ -199,6 +217,7 @@ class Plan(Document):
     estimate: Estimate
     search: SearchCertificate | None = None
     alternatives: tuple[Alternative, ...] = ()
+    pipeline_order: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     provenance: Provenance
 
@@ -216,6 +235,10 @@ class Plan(Document):
             )
         if sorted(self.rank_map) != list(range(layout.world_size)):
             raise ValueError(f"rank_map must name each of the {layout.world_size} devices once")
+        if len(self.pipeline_order) != (layout.pp if layout.schedule == "synthesised" else 0):
+            raise ValueError(
+                f"schedule {layout.schedule} over {layout.pp} ranks with {len(self.pipeline_order)} lines of an order"
+            )
         layout.num_microbatches(self.workload.global_batch_size)
         return self
 

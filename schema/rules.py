@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .errors import ConfigError
-from .layout import NUMBERS, Layout
+from .layout import NUMBERS, SCHEDULES, Layout, Schedule
 from .model import DenseMLP, ModelSpec
 from .workload import Engine, Workload
 
@@ -34,7 +36,7 @@ class Facts:
     micro_batch_size: IntLike
     zero_stage: IntLike
     sequence_parallel: IntLike
-    one_f_one_b: IntLike
+    schedule: IntLike
     world_size: int
     offloads: IntLike = 0
     recompute_fraction: IntLike = 1
@@ -71,6 +73,10 @@ class Facts:
         return self.global_batch_size // (self.dp_replicate * self.dp_shard * self.micro_batch_size)
 
 
+V_SCHEDULES: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min")
+"""Each rank holds one stage of the way down the model and one of the way back up."""
+
+
 class Rule(NamedTuple):
     """``holds`` on numbers or arrays; ``reason`` on numbers."""
 
@@ -88,6 +94,11 @@ def _all_divide(dims: tuple[int, ...], degree: IntLike) -> Any:
 
 def _not_dividing(dims: tuple[int, ...], degree: int) -> str:
     return ", ".join(str(dim) for dim in dims if dim % degree)
+
+
+def _runs(f: Facts, *schedules: Schedule) -> Any:
+    """Whether the schedule is one of these, as numpy booleans (``~`` of a Python one is not its negation)."""
+    return np.isin(f.schedule, [SCHEDULES.index(schedule) for schedule in schedules])
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
@@ -160,6 +171,14 @@ ENGINE_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "v_schedule_chunks",
+        lambda f: ~_runs(f, *V_SCHEDULES) | ((f.num_model_chunks == 2) & (f.pp > 1)),
+        lambda f: (
+            f"{SCHEDULES[f.schedule]} runs two model chunks a rank over several stages; num_model_chunks is "
+            f"{f.num_model_chunks}, pp {f.pp}"
+        ),
+    ),
+    Rule(
         "experts_per_ep",
         lambda f: _all_divide(f.expert_counts, f.ep) & ((f.ep * f.etp == 1) | bool(f.expert_counts)),
         lambda f: (
@@ -190,7 +209,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
 )
 """What any engine needs."""
 
-RUNTIME_RULES: tuple[Rule, ...] = (
+FSDP2_RULES: tuple[Rule, ...] = (
     Rule(
         "tp_in_scaleup_domain",
         lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
@@ -198,7 +217,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "microbatches_fill_pipeline",
-        lambda f: (f.one_f_one_b == 0) | (f.pp == 1) | (f.num_microbatches >= f.pp),
+        lambda f: ~_runs(f, "1f1b") | (f.pp == 1) | (f.num_microbatches >= f.pp),
         lambda f: f"1f1b over {f.pp} stages needs as many micro-batches; there are {f.num_microbatches}",
     ),
     Rule(
@@ -209,12 +228,21 @@ RUNTIME_RULES: tuple[Rule, ...] = (
             "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1)"
         ),
     ),
+)
+"""What torch's parts execute, and execute well, besides."""
+
+VERSION_RULES: tuple[Rule, ...] = (
     Rule(
         "axes_of_this_version",
         lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
         lambda f: (
             f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each"
         ),
+    ),
+    Rule(
+        "schedules_of_this_version",
+        lambda f: _runs(f, "gpipe", "1f1b"),
+        lambda f: f"schedule {SCHEDULES[f.schedule]}: this version executes gpipe and 1f1b",
     ),
     Rule(
         "offload",
@@ -227,13 +255,14 @@ RUNTIME_RULES: tuple[Rule, ...] = (
         lambda f: f"recompute of {f.recompute_fraction:g} of the blocks: this version recomputes all of them or none",
     ),
 )
-"""What our runtime executes, and executes well, besides."""
+"""What the runtime of this version lacks."""
 
-RULES = (*ENGINE_RULES, *RUNTIME_RULES)
+RULES = (*ENGINE_RULES, *FSDP2_RULES, *VERSION_RULES)
+"""What `apply` and `parallelize` need."""
 
 _ONE_F_ONE_B = Rule(
     "schedule_of_engine",
-    lambda f: (f.pp == 1) | (f.one_f_one_b != 0),
+    lambda f: (f.pp == 1) | _runs(f, "1f1b"),
     lambda f: "the engine's pipelines run 1f1b only",
 )
 
@@ -280,16 +309,20 @@ micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSp
 
 
 RULES_OF_ENGINE: dict[Engine, tuple[Rule, ...]] = {
-    "fsdp2": RUNTIME_RULES,
+    "fsdp2": FSDP2_RULES,
     "megatron": MEGATRON_RULES,
     "deepspeed": DEEPSPEED_RULES,
 }
 """What each engine that can be planned for needs besides ENGINE_RULES."""
 
 
-def rules_of(engine: Engine) -> tuple[Rule, ...]:
-    """What a layout must satisfy for an engine; of one that is not in RULES_OF_ENGINE only what any engine needs is known."""
-    return ENGINE_RULES + RULES_OF_ENGINE.get(engine, ())
+def rules_of(engine: Engine, *, runnable: bool = False) -> tuple[Rule, ...]:
+    """What a layout must satisfy for an engine; of one that is not in RULES_OF_ENGINE only what any engine needs is known.
+
+    Args:
+        runnable: for our own runtime as it is in this version.
+    """
+    return ENGINE_RULES + RULES_OF_ENGINE.get(engine, ()) + (VERSION_RULES if runnable else ())
 
 
 def require_our_engine(workload: Workload) -> None:
@@ -331,7 +364,7 @@ def layout_facts(
         sequence_parallel=int(layout.sequence_parallel),
         offloads=int(layout.offload != "none" or layout.offload_activations > 0),
         recompute_fraction=layout.recompute_fraction,
-        one_f_one_b=int(layout.schedule == "1f1b"),
+        schedule=SCHEDULES.index(layout.schedule),
         world_size=world_size,
         scaleup_domain=scaleup_domain,
         seq_len=workload.seq_len,

@@ -59,7 +59,7 @@ def make(model: str, cluster: str, batch: int, seq_len: int) -> Plan:
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -> None:
     found = make(*case)
-    space = build_space(found.model, found.workload, found.cluster, {})
+    space = build_space(found.model, found.workload, found.cluster, {}, runnable=True)
     costs = SpaceCosts.of(found.model, found.workload, found.cluster, space.batch)
     everything = [expand(costs, idx).estimate for idx in range(len(space.batch))]
     best = min(e.step_time_s for e in everything if e.fits)

@@ -65,7 +65,8 @@ def test_chunks_divide_the_blocks_of_a_stage_and_fill_the_pipeline() -> None:
 def test_shards_of_other_engines_fill_islands() -> None:
     batch = build_space(LLAMA, workload("megatron"), NODES, {"tp": 1, "pp": 1, "cp": 1}).batch
     assert set(batch.dp_shard) == {1, 8, 16}
-    assert set(build_space(LLAMA, workload("fsdp2"), NODES, {"tp": 1, "pp": 1}).batch.dp_shard) == {1, 2, 4, 8, 16}
+    runnable = build_space(LLAMA, workload("fsdp2"), NODES, {"tp": 1, "pp": 1}, runnable=True).batch
+    assert set(runnable.dp_shard) == {1, 2, 4, 8, 16}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_shards_of_other_engines_fill_islands() -> None:
 )
 def test_excluded_requests_name_the_rule(engine: str, spec: ModelSpec, fixed: dict, rule: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_space(spec, workload(engine), NODES, fixed)
+        build_space(spec, workload(engine), NODES, fixed, runnable=engine == "fsdp2")
     assert f"[{rule}]" in str(error.value)
 
 

@@ -68,7 +68,7 @@ def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: 
             "micro_batch_size",
             "zero_stage",
             "sequence_parallel",
-            "one_f_one_b",
+            "schedule",
         )
     }
     arrays = Facts(
