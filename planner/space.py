@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
-from ..schema.rules import Facts, model_facts, rules_of
+from ..schema.rules import SPLIT_SCHEDULES, Facts, model_facts, rules_of
 from ..schema.workload import Engine
 from .deadline import Deadline
 
@@ -86,6 +86,7 @@ def build_space(
     facts = Facts(
         **degrees,
         offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
+        recomputes=int(fixed.get("recompute", "none") != "none"),
         recompute_fraction=fixed.get("recompute_fraction", 1.0),
         schedule=columns["schedule"],
         world_size=cluster.num_devices,
@@ -110,6 +111,7 @@ def build_space(
     columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
     recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
     columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
+    columns = _select(columns, _recomputable(columns, workload))
     arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
     return Space(LayoutBatch(**arrays), excluded)
 
@@ -154,7 +156,7 @@ def _enumerate(
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
     c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
-    chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
+    chunks = list(range(1, -(-model.num_blocks // 2) + 1))
     c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
     islands = [level.domain_size for level in cluster.levels]
     c = cross(c, "dp_shard", all_of, lambda c: _divides(c, "dp_shard", left) & (runnable | _fills(c, islands, left)))
@@ -187,6 +189,12 @@ def _cross(
 
 def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
     return {name: column[keep] for name, column in columns.items()}
+
+
+def _recomputable(c: Columns, workload: Workload) -> NDArray[np.bool_]:
+    """The rule recompute_of_split_backward, which looks at a choice that is enumerated last."""
+    split = np.isin(c["schedule"], [SCHEDULES.index(schedule) for schedule in SPLIT_SCHEDULES])
+    return np.asarray(~split | (c["recompute"] == RECOMPUTES.index("none")) | (workload.engine != "fsdp2"))
 
 
 def _always(c: Columns) -> NDArray[np.bool_]:

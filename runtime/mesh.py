@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..schema.errors import RuntimeMismatchError
 from ..schema.layout import Layout
 from ..schema.plan import Plan
+from .pipeline_order import stage_ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
@@ -29,12 +30,17 @@ class ParallelMesh:
         device_mesh: the used axes; its entries are ranks of the default process group (devices of the plan).
         layout: the degrees.
         rank: the plan's rank that this process runs (not its rank in the default group: ``plan.rank_map`` lies between).
-        tied_group: first and last pipeline stage of this process's column, where both hold a tied embedding and are not the same.
+        stage_idxs: the stages of the plan that this process holds, in the order of the model.
+        num_stages: of the plan.
+        tied_group: the ranks of the first and of the last stage of this process's column, where both hold a tied embedding and
+            are not the same.
     """
 
     device_mesh: DeviceMesh
     layout: Layout
     rank: int
+    stage_idxs: tuple[int, ...] = (0,)
+    num_stages: int = 1
     tied_group: dist.ProcessGroup | None = None
 
     @cached_property
@@ -47,7 +53,7 @@ class ParallelMesh:
 
     @property
     def pp_rank(self) -> int:
-        """Pipeline stage of this process."""
+        """Position along the pipeline."""
         return self.coordinates["pp"]
 
     @property
@@ -68,12 +74,12 @@ class ParallelMesh:
     @property
     def is_first_stage(self) -> bool:
         """Whether this process embeds tokens."""
-        return self.pp_rank == 0
+        return 0 in self.stage_idxs
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this process computes the loss."""
-        return self.pp_rank + 1 == int(self.layout.pp)
+        return self.num_stages - 1 in self.stage_idxs
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
@@ -89,7 +95,7 @@ class ParallelMesh:
 
     @cached_property
     def pp(self) -> DeviceMesh | None:
-        """Ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by stage."""
+        """Ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by position."""
         return self.device_mesh["pp"] if self.layout.pp > 1 else None
 
     @property
@@ -113,11 +119,15 @@ def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
     device_mesh = DeviceMesh(
         device_type, devices.reshape([getattr(layout, axis) for axis in used]), mesh_dim_names=tuple(used)
     )
-    tied_group = None
-    if plan.model.tie_embeddings and layout.pp > 1:
+    holders = stage_ranks(plan)
+    first, last, tied_group = holders[0], holders[-1], None
+    if plan.model.tie_embeddings and first != last:
         columns = devices.flatten(1)
-        tied_group = _own_group([[int(columns[0, i]), int(columns[-1, i])] for i in range(columns.shape[1])])
-    return ParallelMesh(device_mesh, layout, plan.rank_map.index(dist.get_rank()), tied_group)
+        tied_group = _own_group([[int(columns[first, i]), int(columns[last, i])] for i in range(columns.shape[1])])
+    rank = plan.rank_map.index(dist.get_rank())
+    pp_rank = rank // layout.stage_ranks
+    stage_idxs = tuple(idx for idx, holder in enumerate(holders) if holder == pp_rank)
+    return ParallelMesh(device_mesh, layout, rank, stage_idxs, len(holders), tied_group)
 
 
 def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:

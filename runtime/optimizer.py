@@ -55,7 +55,7 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
 
 def _is_counted(model: ParallelModel, name: str, gradient: Tensor) -> bool:
     mesh = model.mesh
-    if mesh.tied_group is not None and name == "lm_head.weight":
+    if mesh.pp is not None and model.plan.model.tie_embeddings and name == "lm_head.weight":
         return False  # the first stage counts the tied embedding
     copies = {"dp_replicate", "dp_shard", "tp"}
     if isinstance(gradient, DTensor):

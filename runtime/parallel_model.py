@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
 from ..schema.errors import RuntimeMismatchError
@@ -16,7 +15,7 @@ from .data_parallel import before_backward, loss_scale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
-from .pipeline_parallel import reduce_tied_gradients, run_schedule
+from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule
 
 
 class ParallelModel:
@@ -25,7 +24,8 @@ class ParallelModel:
     Attributes:
         plan: what is executed.
         mesh: where this rank stands.
-        module: this rank's pipeline stage (the whole model without a pipeline), sharded.
+        module: this rank's layers, sharded: the whole model, one pipeline stage, or the layers of all its stages together (which
+            the schedule runs stage by stage; this module then only holds them under their names).
         device: of this rank.
     """
 
@@ -35,7 +35,7 @@ class ParallelModel:
         mesh: ParallelMesh,
         module: Decoder,
         device: torch.device,
-        schedule: PipelineScheduleSingle | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -79,7 +79,7 @@ class ParallelModel:
         return self._global_mean(loss)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of this stage by name; all ranks of the stage must call it."""
+        """Whole gradients of this rank's layers by name; all ranks of a pipeline position must call it."""
         gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
         # A replicated DTensor's full tensor is the local one: copy it, or clipping would change the result.
         return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()}

@@ -39,6 +39,7 @@ class Facts:
     schedule: IntLike
     world_size: int
     offloads: IntLike = 0
+    recomputes: IntLike = 0
     recompute_fraction: IntLike = 1
     scaleup_domain: int
     seq_len: int
@@ -75,6 +76,9 @@ class Facts:
 
 V_SCHEDULES: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min")
 """Each rank holds one stage of the way down the model and one of the way back up."""
+
+SPLIT_SCHEDULES: tuple[Schedule, ...] = ("zb-h1", "zb-h2", *V_SCHEDULES)
+"""The gradients of the weights are computed apart from those of the inputs."""
 
 
 class Rule(NamedTuple):
@@ -211,6 +215,19 @@ ENGINE_RULES: tuple[Rule, ...] = (
 
 FSDP2_RULES: tuple[Rule, ...] = (
     Rule(
+        "recompute_of_split_backward",
+        lambda f: ~_runs(f, *SPLIT_SCHEDULES) | (f.recomputes == 0),
+        lambda f: (
+            f"schedule {SCHEDULES[f.schedule]} splits backward passes, and torch would recompute in both halves, or (selective) "
+            "not at all: only recompute none"
+        ),
+    ),
+    Rule(
+        "schedule_in_chunks",
+        lambda f: ~_runs(f, "zb-h2") | (f.num_model_chunks == 1),
+        lambda f: f"schedule {SCHEDULES[f.schedule]} has no form with {f.num_model_chunks} model chunks a rank",
+    ),
+    Rule(
         "tp_in_scaleup_domain",
         lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
         lambda f: f"tp {f.tp} does not divide the {f.scaleup_domain} devices that share the fastest link",
@@ -234,15 +251,8 @@ FSDP2_RULES: tuple[Rule, ...] = (
 VERSION_RULES: tuple[Rule, ...] = (
     Rule(
         "axes_of_this_version",
-        lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
-        lambda f: (
-            f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each"
-        ),
-    ),
-    Rule(
-        "schedules_of_this_version",
-        lambda f: _runs(f, "gpipe", "1f1b"),
-        lambda f: f"schedule {SCHEDULES[f.schedule]}: this version executes gpipe and 1f1b",
+        lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1),
+        lambda f: f"cp {f.cp}, ep {f.ep}, etp {f.etp}: this version executes only 1 of each",
     ),
     Rule(
         "offload",
@@ -363,6 +373,7 @@ def layout_facts(
         **{name: getattr(layout, name) for name in NUMBERS},
         sequence_parallel=int(layout.sequence_parallel),
         offloads=int(layout.offload != "none" or layout.offload_activations > 0),
+        recomputes=int(layout.recompute != "none"),
         recompute_fraction=layout.recompute_fraction,
         schedule=SCHEDULES.index(layout.schedule),
         world_size=world_size,

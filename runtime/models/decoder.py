@@ -9,9 +9,10 @@ parallelism H, K, F and V are this rank's share, and with sequence parallelism t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from ..loss import VocabShard, cross_entropy
 from .rotary import Rotary, rotate
 
 AttentionKind = Literal["flash", "math"]
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class RMSNorm(nn.Module):
@@ -200,7 +202,17 @@ class Decoder(nn.Module):
         if self.spec.tie_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def keep(self, layer_idxs: range) -> None:
+    def part(self, layer_idxs: Collection[int]) -> Decoder:
+        """These layers as a decoder of their own, whose modules are this one's; a head alone gets a weight of its own."""
+        part = _shell(self)
+        part.model = _shell(self.model)
+        part.model.layers = _shell(self.model.layers)
+        part.keep(layer_idxs)
+        if part.lm_head is not None and part.model.embed_tokens is None:
+            part.lm_head.weight = nn.Parameter(part.lm_head.weight.detach().clone())
+        return part
+
+    def keep(self, layer_idxs: Collection[int]) -> None:
         """Drop all layers but these, counted as in ``ModelSpec.iter_layers``: 0 is the embedding, the last one the head."""
         if 0 not in layer_idxs:
             self.model.embed_tokens = None
@@ -227,3 +239,12 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.lm_head(hidden)
         return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
+
+
+def _shell(module: _Module) -> _Module:
+    """Another module with the same children, that may lose some of them and get hooks of its own."""
+    shell = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):
+            vars(shell)[name] = copy.copy(value)
+    return shell

@@ -44,6 +44,7 @@ MODELS = {
     # Names of their own, because their references have other workloads.
     "sgd": tiny_model(),
     "six": tiny_model(),
+    "deep": tiny_model(num_blocks=9, tied=True),
 }
 
 
@@ -58,6 +59,7 @@ class Setup:
     blocks_per_stage: tuple[int, ...] | None = None
     rank_map: tuple[int, ...] | None = None
     own_model: bool = False
+    pipeline_order: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -67,6 +69,7 @@ class Setup:
             workload=self.workload,
             blocks_per_stage=self.blocks_per_stage,
             rank_map=self.rank_map,
+            pipeline_order=self.pipeline_order,
         )
 
 
