@@ -145,7 +145,7 @@ def _enumerate(
     c = _select(c, _has_zero_stage(c))
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
-    experts = [] if runnable else list(model_facts(model)["expert_counts"])
+    experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
