@@ -28,7 +28,7 @@ class Facts:
     dp_replicate: IntLike
     dp_shard: IntLike
     cp: IntLike
-    cp_ulysses: IntLike
+    cp_ulysses: IntLike = 1
     tp: IntLike
     pp: IntLike
     ep: IntLike
