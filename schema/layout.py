@@ -33,7 +33,7 @@ class Layout(Frozen):
             With ep = etp = 1 experts have no axes of their own: they are split over tp like every feed-forward part.
         num_model_chunks: stages that each rank holds; chunk k of rank r is stage k pp + r, or counted back in every second
             chunk under the V schedules (zb-v, v-half, v-min: two chunks).
-        schedule: order of the passes (solvers/pipeline_orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
+        schedule: order of the passes (cost_models/pipeline_orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
             synthesised is the order that the plan brings along.
         zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
             Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
