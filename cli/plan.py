@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .errors import exit_on_error
+from .errors import INTERRUPTED, exit_on_error
 from .inputs import (
     AttentionOption,
     BatchOption,
@@ -50,11 +50,16 @@ def plan(
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
 
+    Ctrl-C ends the search with the best so far, which is shown and written; the exit code is then 130, so that no command chained
+    after this one runs. Where nothing was found yet, nothing is written.
+
     With --engine megatron or deepspeed the search is over what that engine executes; `meshwright apply` does not run such a plan.
     """
     with exit_on_error():
         from ..planner import plan as make_plan
+        from ..planner.deadline import Deadline
         from ..schema.layout import parse_assignments
+        from .interrupt import stopping_on_interrupt
         from .progress import search_progress
         from .tables import plan_table, show
 
@@ -70,10 +75,11 @@ def plan(
             engine=engine,
             calibrate=calibrate,
         )
-        with search_progress(quiet=json) as on_progress:
+        deadline = Deadline(time_limit_s)
+        with search_progress(quiet=json) as on_progress, stopping_on_interrupt(deadline):
             runnable = None if space is None else space == "runnable"
             found = make_plan(
-                *inputs, fixed=fixed, runnable=runnable, time_limit_s=time_limit_s, top=top, on_progress=on_progress
+                *inputs, fixed=fixed, runnable=runnable, top=top, on_progress=on_progress, deadline=deadline
             )
         found.save(out)
         if json:
@@ -82,3 +88,5 @@ def plan(
             show(plan_table(found))
         then = f"next: meshwright apply {out}" if engine == "fsdp2" else f"it is for {engine}, not for meshwright apply"
         typer.echo(f"wrote {out}; {then}", err=True)
+        if deadline.is_stopped:
+            raise typer.Exit(INTERRUPTED)

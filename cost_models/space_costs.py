@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,14 +44,25 @@ class SpaceCosts:
     like: IntArray
 
     @classmethod
-    def of(cls, model: ModelSpec, workload: Workload, cluster: ClusterSpec, batch: LayoutBatch) -> SpaceCosts:
-        """Evaluate every kind of layer once for the whole batch."""
+    def of(
+        cls,
+        model: ModelSpec,
+        workload: Workload,
+        cluster: ClusterSpec,
+        batch: LayoutBatch,
+        *,
+        checkpoint: Callable[[], None] = lambda: None,
+    ) -> SpaceCosts:
+        """Evaluate every kind of layer once for the whole batch; ``checkpoint`` is called before each and may raise."""
         kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
         kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
         rows, like = batch.inside_layers
         once = Setting(hidden_dim=model.hidden_dim, batch=batch.select(rows), workload=workload, cluster=cluster)
-        inside = tuple(inside_cost(layer, once) for layer in kinds)
-        return cls(model, workload, cluster, batch, kinds, kind_of_layer, inside, like)
+        inside = []
+        for layer in kinds:
+            checkpoint()
+            inside.append(inside_cost(layer, once))
+        return cls(model, workload, cluster, batch, kinds, kind_of_layer, tuple(inside), like)
 
     def select(self, rows: IntArray) -> SpaceCosts:
         """The same for some of the layouts."""

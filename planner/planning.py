@@ -28,6 +28,7 @@ from ..schema.rules import (
 from ..schema.runnable import why_not_runnable
 from ..schema.workload import Precision
 from .choose import alternatives, choose
+from .deadline import Deadline
 from .infeasible import explain_infeasible
 from .search import Candidate, OnProgress, expand, search
 from .space import build_space
@@ -43,6 +44,7 @@ def plan(
     time_limit_s: float = 60.0,
     top: int = 4,
     on_progress: OnProgress | None = None,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """The fastest layout that fits, with a certificate and its runner-ups.
 
@@ -54,6 +56,7 @@ def plan(
         time_limit_s: stop then with the best found so far and its gap.
         top: runner-ups to report.
         on_progress: called after every expanded layout.
+        deadline: stands in for ``time_limit_s`` where somebody may end the search before (`Deadline.stop`).
 
     Raises:
         ConfigError: the input rules out every layout (a degree that does not divide, a precision the device lacks).
@@ -67,10 +70,20 @@ def plan(
         runnable = workload.engine == "fsdp2" and not why_not_runnable(model, workload)
     elif runnable:
         require_our_engine(workload)
-    space = build_space(model, workload, cluster, fixed, runnable=runnable)
-    result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
+    deadline = deadline or Deadline(time_limit_s)
+    space = build_space(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
+    result = search(
+        model,
+        workload,
+        cluster,
+        space,
+        time_limit_s=time_limit_s,
+        runner_ups=top,
+        on_progress=on_progress,
+        deadline=deadline,
+    )
     if not result.fitting:
-        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable)
+        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
     chosen = choose(result, space.batch)
     layout = space.batch.layout(chosen.idx)
     return Plan(
