@@ -21,6 +21,9 @@ from .pipeline_order import stage_ranks
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
 
+EXPERT_AXES = ("expert_replicate", "expert_shard", "ep", "etp")
+"""How the same ranks of a stage, in the same order, hold experts with axes of their own."""
+
 
 @dataclass(frozen=True)
 class ParallelMesh:
@@ -32,6 +35,8 @@ class ParallelMesh:
         rank: the plan's rank that this process runs (not its rank in the default group: ``plan.rank_map`` lies between).
         stage_idxs: the stages of the plan that this process holds, in the order of the model.
         num_stages: of the plan.
+        expert_mesh: the ranks of this stage by EXPERT_AXES, those of size 1 left out but expert_shard; None where experts have no
+            axes of their own.
         tied_group: the ranks of the first and of the last stage of this process's column, where both hold a tied embedding and
             are not the same.
     """
@@ -41,6 +46,7 @@ class ParallelMesh:
     rank: int
     stage_idxs: tuple[int, ...] = (0,)
     num_stages: int = 1
+    expert_mesh: DeviceMesh | None = None
     tied_group: dist.ProcessGroup | None = None
 
     @cached_property
@@ -49,6 +55,9 @@ class ParallelMesh:
         rest, result = self.rank, {}
         for axis in reversed(AXES):
             rest, result[axis] = divmod(rest, getattr(self.layout, axis))
+        rest = self.rank % int(self.layout.stage_ranks)
+        for axis, degree in reversed(_expert_degrees(self.layout).items()):
+            rest, result[axis] = divmod(rest, degree)
         return result
 
     @property
@@ -89,6 +98,13 @@ class ParallelMesh:
         return self.device_mesh["dp_shard"]
 
     @cached_property
+    def expert_fsdp(self) -> DeviceMesh:
+        """Ranks that hold the same part of the same experts: (expert_shard), or with replicas (expert_replicate, expert_shard)."""
+        assert self.expert_mesh is not None
+        replicated = "expert_replicate" in (self.expert_mesh.mesh_dim_names or ())
+        return self.expert_mesh["expert_replicate", "expert_shard"] if replicated else self.expert_mesh["expert_shard"]
+
+    @cached_property
     def tp(self) -> DeviceMesh | None:
         """Ranks that share each layer; None without tensor parallelism."""
         return self.device_mesh["tp"] if self.layout.tp > 1 else None
@@ -127,7 +143,37 @@ def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
     rank = plan.rank_map.index(dist.get_rank())
     pp_rank = rank // layout.stage_ranks
     stage_idxs = tuple(idx for idx, holder in enumerate(holders) if holder == pp_rank)
-    return ParallelMesh(device_mesh, layout, rank, stage_idxs, len(holders), tied_group)
+    expert_mesh = _expert_mesh(layout, devices, device_type)
+    return ParallelMesh(device_mesh, layout, rank, stage_idxs, len(holders), expert_mesh, tied_group)
+
+
+def _expert_degrees(layout: Layout) -> dict[str, int]:
+    """Sizes of EXPERT_AXES; none where experts have no axes of their own."""
+    if layout.experts_follow_tp:
+        return {}
+    shards = layout.expert_shards
+    sizes = (layout.expert_copies // shards, shards, layout.ep, layout.etp)
+    return dict(zip(EXPERT_AXES, sizes, strict=True))
+
+
+def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> DeviceMesh | None:
+    """All ranks by pp and EXPERT_AXES, where experts have axes of their own.
+
+    Raises:
+        RuntimeMismatchError: the rank map does not keep devices in order along them.
+    """
+    degrees = _expert_degrees(layout)
+    if not degrees:
+        return None
+    devices = devices.reshape([layout.pp, *degrees.values()])
+    for axis in EXPERT_AXES[1:]:
+        if (devices.diff(dim=1 + EXPERT_AXES.index(axis)) < 0).any():
+            raise RuntimeMismatchError(
+                f"devices must ascend along {axis}; the plan's rank_map orders them otherwise",
+                help="sort the devices of each stage",
+            )
+    used = {name: size for name, size in degrees.items() if size > 1 or name == "expert_shard"}
+    return DeviceMesh(device_type, devices.reshape([layout.pp, *used.values()]), mesh_dim_names=("pp", *used))
 
 
 def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:

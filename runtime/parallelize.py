@@ -11,6 +11,7 @@ from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_runnable
 from .data_parallel import compute_dtype, shard_data_parallel
+from .expert_parallel import apply_expert_parallel
 from .mesh import build_mesh
 from .models.decoder import Decoder
 from .models.init import init_weights
@@ -46,6 +47,7 @@ def parallelize(
     parts = [module] if len(stages) == 1 else [module.part(stage.layer_idxs) for stage in stages]
     for part, stage in zip(parts, stages, strict=True):
         apply_tensor_parallel(part, mesh, plan)
+        apply_expert_parallel(part, mesh, plan)
         apply_recompute(part, stage.recompute)
         shard_data_parallel(part, mesh, plan)
         if model is None:

@@ -1,16 +1,16 @@
 """What each rank of a plan's pipeline runs, and which stages it holds.
 
-Named schedules are made here for the plan's numbers (solvers/pipeline_orders.py); the synthesised one comes with the plan.
+Named schedules are made here for the plan's numbers (cost_models/pipeline_orders.py); the synthesised one comes with the plan.
 """
 
 from __future__ import annotations
 
+from ..cost_models import pipeline_orders as orders
+from ..cost_models.pipeline_simulation import Order, Pipeline, placement, simulate
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
 from ..schema.rules import V_SCHEDULES
-from ..solvers import pipeline_orders as orders
 from ..solvers.pipeline_csv import from_torch_csv
-from ..solvers.pipeline_simulation import Order, Pipeline, placement, simulate
 
 
 def stage_ranks(plan: Plan) -> tuple[int, ...]:

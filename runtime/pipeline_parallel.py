@@ -151,9 +151,10 @@ def _load_order(runtime: _PipelineScheduleRuntime, plan: Plan, group_ranks: Sequ
         for group_rank, line in sorted(zip(group_ranks, lines, strict=True))
     }
     runtime._validate_and_set_stage_mapping(actions)
-    on_rank = plan.layout.num_model_chunks
     gathered = {
-        rank: _add_reduce_grad(list(_add_unshard_reshard(row, on_rank)), plan.num_microbatches)
+        rank: _add_reduce_grad(
+            list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), plan.num_microbatches
+        )
         for rank, row in actions.items()
     }
     runtime.pipeline_order = actions

@@ -15,7 +15,11 @@ MAY_IMPORT = {
     "cost_models": {"schema"},
     "solvers": {"schema", "cost_models"},
     "planner": {"schema", "profilers", "cost_models", "solvers"},
-    "runtime": {"schema", "profilers", "solvers"},  # of the solvers only the pipeline's named orders and their text form
+    "runtime": {
+        "schema",
+        "profilers",
+        "solvers",
+    },  # of the solvers only the pipeline's named orders and their text form
     "cli": {"schema", "profilers", "cost_models", "solvers", "planner", "runtime"},
 }
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from meshwright.cost_models.layer_costs import LayerCost
-from meshwright.cost_models.layouts import LayoutBatch, distinct_rows
+from meshwright.cost_models.layouts import RECOMPUTES, LayoutBatch, distinct_rows
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
@@ -79,16 +79,33 @@ def test_shards_of_other_engines_fill_islands() -> None:
         ("megatron", LLAMA, {"pp": 16, "num_model_chunks": 4}, "layers_per_stage"),
         ("megatron", MIXTRAL, {"ep": 3}, "experts_per_ep"),
         ("deepspeed", LLAMA, {"pp": 2, "zero_stage": 3}, "deepspeed_zero_under_pipeline"),
-        ("deepspeed", LLAMA, {"cp": 2}, "deepspeed_axes"),
+        ("deepspeed", LLAMA, {"cp": 2, "tp": 2}, "deepspeed_exchange"),
+        (
+            "deepspeed",
+            LLAMA,
+            {"cp": 2, "cp_ulysses": 2, "pp": 2, "tp": 1, "zero_stage": 1, "num_model_chunks": 1},
+            "deepspeed_exchange_without_pipeline",
+        ),
+        ("megatron", LLAMA, {"cp": 4, "cp_ulysses": 3}, "ulysses_divides_cp"),
+        ("megatron", LLAMA, {"cp": 4, "cp_ulysses": 4, "tp": 4}, "heads_per_ulysses"),
         ("deepspeed", MIXTRAL, {"ep": 2}, "deepspeed_axes"),
-        ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
-        ("fsdp2", LLAMA, {"num_model_chunks": 2, "pp": 2}, "axes_of_this_version"),
+        ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "cp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
+        ("fsdp2", LLAMA, {"cp": 2}, "axes_of_this_version"),
+        ("fsdp2", LLAMA, {"schedule": "zb-h1", "recompute": "full"}, "recompute_of_split_backward"),
+        ("fsdp2", LLAMA, {"schedule": "zb-h2", "num_model_chunks": 2, "pp": 2}, "schedule_in_chunks"),
     ],
 )
 def test_excluded_requests_name_the_rule(engine: str, spec: ModelSpec, fixed: dict, rule: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_space(spec, workload(engine), NODES, fixed, runnable=engine == "fsdp2")
     assert f"[{rule}]" in str(error.value)
+
+
+def test_split_backward_is_enumerated_without_recomputation_only() -> None:
+    batch = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "zb-h1", "pp": 2}, runnable=True).batch
+    assert set(batch.recompute) == {RECOMPUTES.index("none")}
+    other = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "1f1b", "pp": 2}, runnable=True).batch
+    assert len(set(other.recompute)) == len(RECOMPUTES)
 
 
 def test_rules_count_what_they_exclude() -> None:
@@ -163,6 +180,7 @@ def _neighbours(layout: Layout) -> list[Layout]:
         {"zero_stage": 0},
         {"dp_shard": 1, "dp_replicate": 1, "zero_stage": 0},
         {"pp": 3 - min(layout.pp, 2)},
+        {"cp_ulysses": layout.cp if layout.cp_ulysses == 1 else 1},
     ]
     neighbours = []
     for change in changes:
