@@ -164,10 +164,10 @@ def _enumerate(
 
     c: Columns = {}
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
-    c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
+    c = cross(c, "cp", all_of, lambda c: _divides(c, "cp", left))
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
-    c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
-    if "cp_ulysses" not in fixed and not runnable:
+    c = cross(c, "cp_ulysses", all_of, _always)
+    if "cp_ulysses" not in fixed:
         c = _select(c, _can_exchange(c, model, workload, cluster))
         given = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
         c = _select(c, exchanges_worth_trying(c, given, model, workload, cluster))

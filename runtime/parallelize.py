@@ -10,6 +10,7 @@ from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_runnable
+from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
 from .mesh import build_mesh
@@ -47,6 +48,7 @@ def parallelize(
     parts = [module] if len(stages) == 1 else [module.part(stage.layer_idxs) for stage in stages]
     for part, stage in zip(parts, stages, strict=True):
         apply_tensor_parallel(part, mesh, plan)
+        apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
         apply_recompute(part, stage.recompute)
         shard_data_parallel(part, mesh, plan)

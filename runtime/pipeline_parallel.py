@@ -1,8 +1,9 @@
 """Pipeline parallelism by torch.distributed.pipelining: one stage or several a rank, any order of their passes.
 
-Stages come from the plan and need not be equal. Between stages travel hidden states [B, S, D]; with sequence parallelism each tp
-rank sends its own [B, S / tp, D] to its peer. GPipe and 1F1B with one stage a rank are torch's own; every other schedule is an
-order of passes (pipeline_order.py) that torch's multi-stage runtime executes, with the transfers it adds.
+Stages come from the plan and need not be equal. Between them travel hidden states [B, S, D], S being a rank's part of the sequence
+under context parallelism; with sequence parallelism each tp rank sends its own [B, S / tp, D] to its peer. GPipe and 1F1B with one
+stage a rank are torch's own; every other schedule is an order of passes (pipeline_order.py) that torch's multi-stage runtime
+executes, with the transfers it adds.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
 def _stage(part: Decoder, idx: int, mesh: ParallelMesh, plan: Plan, device: torch.device) -> PipelineStage:
     assert mesh.pp is not None
     layout, batch, last = plan.layout, plan.layout.micro_batch_size, len(plan.stages) - 1
-    seq_len = plan.workload.seq_len // (layout.tp if layout.sequence_parallel else 1)
-    tokens = torch.empty(batch, plan.workload.seq_len, dtype=torch.long, device="meta")
+    own_tokens = plan.workload.seq_len // layout.cp
+    seq_len = own_tokens // (layout.tp if layout.sequence_parallel else 1)
+    tokens = torch.empty(batch, own_tokens, dtype=torch.long, device="meta")
     hidden = torch.empty(
         batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True
     )

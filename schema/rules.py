@@ -287,11 +287,6 @@ FSDP2_RULES: tuple[Rule, ...] = (
 
 VERSION_RULES: tuple[Rule, ...] = (
     Rule(
-        "axes_of_this_version",
-        lambda f: f.cp == 1,
-        lambda f: f"cp {f.cp}: this version executes only 1",
-    ),
-    Rule(
         "expert_width_alignment",
         lambda f: _all_divide(f.expert_ffn_dims, 8 * f.expert_tp),
         lambda f: (

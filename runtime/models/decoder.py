@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,22 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
+class SequenceRanks(Protocol):
+    """Attention over ranks that share each sequence."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Query [B, H, S, C] of this rank's tokens, key and value [B, K, S, C] to [B, H, S, C]."""
+        ...
+
+
 class SelfAttention(nn.Module):
-    """Causal multi-head or grouped-query attention with rotary positions."""
+    """Causal multi-head or grouped-query attention with rotary positions.
+
+    Attributes:
+        context: who attends where S is only this rank's part of the sequence.
+    """
+
+    context: SequenceRanks | None = None
 
     def __init__(
         self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary, eps: float, kind: AttentionKind
@@ -88,6 +102,8 @@ class SelfAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
+        if self.context is not None:
+            return self.context.attend(query, key, value)
         groups = query.shape[1] // key.shape[1]
         # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would
         # hold [S, S] matrices, which costs more than repeating the heads.

@@ -152,7 +152,7 @@ def test_fixed_fields_are_kept() -> None:
         ({"tp": 3}, "world_size"),
         ({"tp": 16}, "tp_in_scaleup_domain"),
         ({"pp": 2, "zero_stage": 3, "dp_shard": 8}, "zero_under_pipeline"),
-        ({"cp": 2}, "axes_of_this_version"),
+        ({"offload": "optimizer"}, "offload"),
         ({"micro_batch_size": 7}, "batch_divides"),
     ],
 )

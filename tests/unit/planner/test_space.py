@@ -90,7 +90,7 @@ def test_shards_of_other_engines_fill_islands() -> None:
         ("megatron", LLAMA, {"cp": 4, "cp_ulysses": 4, "tp": 4}, "heads_per_ulysses"),
         ("deepspeed", MIXTRAL, {"ep": 2}, "deepspeed_axes"),
         ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "cp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
-        ("fsdp2", LLAMA, {"cp": 2}, "axes_of_this_version"),
+        ("fsdp2", LLAMA, {"recompute_fraction": 0.5}, "recompute_of_all_blocks"),
         ("fsdp2", LLAMA, {"schedule": "zb-h1", "recompute": "full"}, "recompute_of_split_backward"),
         ("fsdp2", LLAMA, {"schedule": "zb-h2", "num_model_chunks": 2, "pp": 2}, "schedule_in_chunks"),
     ],
