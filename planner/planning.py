@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -42,6 +43,7 @@ def plan(
     runnable: bool | None = None,
     time_limit_s: float = 60.0,
     top: int = 4,
+    slowest_s: float = math.inf,
     on_progress: OnProgress | None = None,
 ) -> Plan:
     """The fastest layout that fits, with a certificate and its runner-ups.
@@ -53,6 +55,7 @@ def plan(
             others the space is all of the engine.
         time_limit_s: stop then with the best found so far and its gap.
         top: runner-ups to report.
+        slowest_s: a simpler layout is not taken over the fastest one beyond this step time.
         on_progress: called after every expanded layout.
 
     Raises:
@@ -63,15 +66,12 @@ def plan(
     fixed = check_fields(fixed or {})
     if workload.engine not in RULES_OF_ENGINE:
         raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
-    if runnable is None:
-        runnable = workload.engine == "fsdp2" and not why_not_runnable(model, workload)
-    elif runnable:
-        require_our_engine(workload)
+    runnable = is_runnable(model, workload, runnable)
     space = build_space(model, workload, cluster, fixed, runnable=runnable)
     result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
     if not result.fitting:
         raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable)
-    chosen = choose(result, space.batch)
+    chosen = choose(result, space.batch, slowest_s=slowest_s)
     layout = space.batch.layout(chosen.idx)
     return Plan(
         model=model,
@@ -86,6 +86,15 @@ def plan(
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed),
     )
+
+
+def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
+    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
+    if runnable is None:
+        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
+    if runnable:
+        require_our_engine(workload)
+    return runnable
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:

@@ -84,18 +84,20 @@ def search(
     *,
     time_limit_s: float,
     runner_ups: int = 0,
+    worse_than_s: float = np.inf,
     on_progress: OnProgress | None = None,
 ) -> SearchResult:
     """Expand layouts best first, then ``runner_ups`` more combinations of degrees for comparison.
 
-    ``fitting`` is empty when nothing fits, or when the time limit came first.
+    ``fitting`` is empty when nothing fits, when no layout is faster than ``worse_than_s`` (slower ones are of no use), or when the
+    time limit came first.
     """
     start = time.perf_counter()
     costs = SpaceCosts.of(model, workload, cluster, space.batch)
     frontier, result = Frontier(costs), SearchResult(costs)
     window = Window(costs, frontier)
     incumbent, bound = np.inf, np.inf
-    while (bound := frontier.bound_s) < incumbent * (1 - REL_GAP):
+    while (bound := frontier.bound_s) < min(incumbent, worse_than_s) * (1 - REL_GAP):
         if time.perf_counter() - start > time_limit_s:
             result.stopped_early = True
             break
