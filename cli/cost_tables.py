@@ -100,7 +100,7 @@ def pareto_table(points: Sequence[ParetoPoint]) -> Table:
             format_seconds(point.step_time_s),
             format_count(point.tokens_per_s),
             format_bytes(point.required_bytes),
-            f"{100 * gap:.2g} %",
+            f"{100 * gap:.2g} %" if gap > 1e-9 else "0 %",
             str(point.layout),
         )
     return table

@@ -45,15 +45,19 @@ from ..schema import (
 )
 from ..schema.cost_summary import Outcome
 from ..schema.layout import check_fields
+from .deadline import Deadline
 from .frontier import Frontier
-from .planning import is_runnable, plan
-from .search import REL_GAP, OnProgress, search
-from .space import build_space
+from .planning import is_runnable, plan, plan_of
+from .search import REL_GAP, OnProgress, SearchResult, search
+from .space import Space, build_space
 
 SHARE_OF_BOUNDS = 0.5
 """Part of a time limit after which no further size is bounded, so that those that are can be searched."""
 
 HOUR_S = 3600.0
+
+ROUNDING = 1e-9
+"""Of a floor that is a rate some plan has: its step time comes back with another last digit."""
 
 
 @dataclass
@@ -71,6 +75,7 @@ class Size:
     bound_s: float | None = None
     step_time_s: float | None = None
     is_stopped: bool = False
+    result: SearchResult | None = field(default=None, repr=False)
 
     @property
     def least_s(self) -> float:
@@ -91,14 +96,15 @@ class Request:
     fixed: Mapping[str, Any]
     runnable: bool
     slowest_s: float
-    started: float
-    time_limit_s: float
+    top: int
+    deadline: Deadline
     on_progress: OnProgress | None = field(default=None, repr=False)
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the time limit."""
-        return self.started + self.time_limit_s - time.perf_counter()
+    def space_of(self, size: Size) -> Space:
+        """Layouts of a size."""
+        return build_space(
+            self.model, self.workload, size.cluster, self.fixed, runnable=self.runnable, deadline=self.deadline
+        )
 
 
 def cheapest(
@@ -115,6 +121,7 @@ def cheapest(
     time_limit_s: float = 60.0,
     top: int = 4,
     on_progress: OnProgress | None = None,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """The plan of the cheapest size that reaches the floor, with `Plan.cost` as its certificate.
 
@@ -125,13 +132,14 @@ def cheapest(
         tokens: length of the run; with a deadline, it raises the floor to tokens / deadline.
         deadline_s: seconds within which the run must end.
         front: also find every size that no other one beats in both time and money.
-        fixed, runnable, time_limit_s, top, on_progress: as for `planner.plan`; the time limit is for all sizes together.
+        fixed, runnable, time_limit_s, top, on_progress, deadline: as for `planner.plan`; time is limited for all sizes together.
 
     Raises:
         ConfigError: no size has any layout, or a deadline without tokens.
         InfeasibleError: no size fits, or none reaches the floor; names the best that was found.
         SolverLimitError: the time limit came before any size was searched.
     """
+    started = time.perf_counter()
     if deadline_s is not None and tokens is None:
         raise ConfigError("a deadline needs the number of tokens to train", help="add --tokens, e.g. --tokens 1e12")
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
@@ -140,9 +148,9 @@ def cheapest(
         workload=workload,
         fixed=check_fields(fixed or {}),
         runnable=is_runnable(model, workload, runnable),
-        slowest_s=workload.tokens_per_step / floor if floor > 0 else math.inf,
-        started=time.perf_counter(),
-        time_limit_s=time_limit_s,
+        slowest_s=workload.tokens_per_step / floor * (1 + ROUNDING) if floor > 0 else math.inf,
+        top=top,
+        deadline=deadline or Deadline(time_limit_s),
         on_progress=on_progress,
     )
     sizes = _sizes(offers, model, workload)
@@ -153,18 +161,10 @@ def cheapest(
     if front:
         _mark_front(sizes, request)
     best.outcome, best.reason = "chosen", ""
-    found = plan(
-        model,
-        best.cluster,
-        workload,
-        fixed=fixed,
-        runnable=runnable,
-        time_limit_s=max(request.left_s, 1.0),
-        top=top,
-        slowest_s=request.slowest_s,
-        on_progress=on_progress,
-    )
-    return found.replace(cost=_summary(found, best, sizes, request, floor, tokens))
+    assert best.result is not None
+    found = plan_of(best.result, request.fixed, top=top, slowest_s=request.slowest_s)
+    summary = _summary(found, best, sizes, floor=floor, tokens=tokens)
+    return found.replace(cost=summary.replace(search_s=time.perf_counter() - started))
 
 
 def _sizes(offers: Sequence[Offer], model: ModelSpec, workload: Workload) -> list[Size]:
@@ -172,7 +172,7 @@ def _sizes(offers: Sequence[Offer], model: ModelSpec, workload: Workload) -> lis
     layers = tuple((run.layer, run.count) for run in model.layers)
     is_frozen = workload.adapters is not None
     flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen)
-    sizes = []
+    sizes: list[Size] = []
     for offer in offers:
         for num_nodes in offer.sizes:
             cluster = offer.of_size(num_nodes)
@@ -192,7 +192,7 @@ def _bound_all(sizes: Sequence[Size], request: Request) -> None:
     for size in sizes:
         if size.peak_s > request.slowest_s:
             size.outcome, size.reason = "too slow", "even at the peak rate of every device"
-        elif request.left_s < (1 - SHARE_OF_BOUNDS) * request.time_limit_s:
+        elif request.deadline.left_s <= (1 - SHARE_OF_BOUNDS) * request.deadline.limit_s:
             size.reason = "the time limit came first"
         else:
             _bound(size, request)
@@ -201,11 +201,14 @@ def _bound_all(sizes: Sequence[Size], request: Request) -> None:
 def _bound(size: Size, request: Request) -> None:
     """The least of the bounds of all layouts of a size that may fit."""
     try:
-        space = build_space(request.model, request.workload, size.cluster, request.fixed, runnable=request.runnable)
+        space = request.space_of(size)
         size.layouts = len(space.batch)
         frontier = Frontier(SpaceCosts.of(request.model, request.workload, size.cluster, space.batch))
     except ConfigError as error:
         size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
+        return
+    except SolverLimitError:
+        size.reason = "the time limit came first"
         return
     while not frontier.is_ready and math.isfinite(frontier.bound_s):
         frontier.bound_block()
@@ -228,13 +231,12 @@ def _cheapest_size(sizes: Iterable[Size], request: Request) -> Size | None:
         limit_s = min(request.slowest_s, least_usd / size.usd(1.0))
         if not _search(size, request, limit_s) or size.step_time_s is None:
             continue
-        if size.step_time_s > request.slowest_s:
-            size.outcome, size.reason = "too slow", ""
-        elif size.usd(size.step_time_s) >= least_usd:
-            size.outcome, size.reason = "dearer", ""
-        else:
-            if best is not None:
-                best.outcome, best.reason = "dearer", ""
+        is_better = size.step_time_s <= request.slowest_s and size.usd(size.step_time_s) < least_usd
+        loser = best if is_better else size
+        if loser is not None:
+            is_slow = (loser.step_time_s or 0.0) > request.slowest_s
+            loser.outcome, loser.reason, loser.result = "too slow" if is_slow else "dearer", "", None
+        if is_better:
             best, least_usd = size, size.usd(size.step_time_s)
             best.outcome = "chosen"
     return best
@@ -247,25 +249,27 @@ def _open(sizes: Iterable[Size]) -> list[Size]:
 
 def _search(size: Size, request: Request, limit_s: float) -> bool:
     """The fastest layout of a size that beats ``limit_s``; False, and why, where there is none."""
-    if request.left_s <= 0:
+    just_above = limit_s * (1 + 2 * REL_GAP)
+    try:
+        result = search(
+            request.model,
+            request.workload,
+            size.cluster,
+            request.space_of(size),
+            time_limit_s=request.deadline.limit_s,
+            runner_ups=request.top,
+            worse_than_s=just_above,
+            on_progress=request.on_progress,
+            deadline=request.deadline,
+        )
+    except SolverLimitError:
         size.reason = "the time limit came first"
         return False
-    model, workload, cluster = request.model, request.workload, size.cluster
-    space = build_space(model, workload, cluster, request.fixed, runnable=request.runnable)
-    just_above = limit_s * (1 + 2 * REL_GAP)
-    result = search(
-        model,
-        workload,
-        cluster,
-        space,
-        time_limit_s=request.left_s,
-        worse_than_s=just_above,
-        on_progress=request.on_progress,
-    )
     size.bound_s = max(size.least_s, min(result.bound_s, just_above))
     size.is_stopped = result.stopped_early
     if result.fitting:
         size.step_time_s = result.fitting[0].estimate.step_time_s
+        size.result = result
         return True
     if result.stopped_early:
         size.reason = "the time limit came first"
@@ -283,6 +287,7 @@ def _mark_front(sizes: Sequence[Size], request: Request) -> None:
         may_be = size.bound_s is not None and size.outcome in ("not examined", "dearer") and size.step_time_s is None
         if may_be and not any(_beats(other, size.least_s, size.usd(size.least_s)) for other in sizes):
             _search(size, request, request.slowest_s)
+            size.result = None
     for size in sizes:
         reaches = size.step_time_s is not None and size.step_time_s <= request.slowest_s
         if reaches and not any(_beats(other, size.step_time_s, size.usd(size.step_time_s or 0.0)) for other in sizes):
@@ -326,7 +331,7 @@ def _fastest(sizes: Iterable[Size], request: Request) -> Size | None:
     """The size with the fastest step, whatever it costs; None where nothing fits."""
     best: Size | None = None
     least_s = math.inf
-    unlimited = replace(request, slowest_s=math.inf, started=time.perf_counter())
+    unlimited = replace(request, slowest_s=math.inf)
     for size in sorted((s for s in sizes if s.outcome == "too slow"), key=lambda s: (s.least_s, s.place)):
         if size.bound_s is None:
             _bound(size, unlimited)
@@ -337,11 +342,9 @@ def _fastest(sizes: Iterable[Size], request: Request) -> Size | None:
     return best
 
 
-def _summary(
-    found: Plan, best: Size, sizes: Sequence[Size], request: Request, floor: float, tokens: float | None
-) -> CostSummary:
+def _summary(found: Plan, best: Size, sizes: Sequence[Size], *, floor: float, tokens: float | None) -> CostSummary:
     """The certificate: the price of the plan, and the least that any size that reaches the floor may cost."""
-    per_step, tokens_per_step = best.usd(found.estimate.step_time_s), request.workload.tokens_per_step
+    per_step, tokens_per_step = best.usd(found.estimate.step_time_s), found.workload.tokens_per_step
     reach = [size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined")]
     bound = min([per_step, *(size.usd(size.least_s) for size in reach)])
     hours = None if tokens is None else tokens / tokens_per_step * found.estimate.step_time_s / HOUR_S
@@ -360,7 +363,7 @@ def _summary(
         status="optimal" if is_whole else "feasible",
         bound_usd_per_million_tokens=1e6 * bound / tokens_per_step,
         gap=(per_step - bound) / per_step,
-        search_s=time.perf_counter() - request.started,
+        search_s=0.0,
         sizes=tuple(_tried(size, tokens_per_step) for size in sizes),
     )
 

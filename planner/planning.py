@@ -29,8 +29,9 @@ from ..schema.rules import (
 from ..schema.runnable import why_not_runnable
 from ..schema.workload import Precision
 from .choose import alternatives, choose
+from .deadline import Deadline
 from .infeasible import explain_infeasible
-from .search import Candidate, OnProgress, expand, search
+from .search import Candidate, OnProgress, SearchResult, expand, search
 from .space import build_space
 
 
@@ -43,8 +44,8 @@ def plan(
     runnable: bool | None = None,
     time_limit_s: float = 60.0,
     top: int = 4,
-    slowest_s: float = math.inf,
     on_progress: OnProgress | None = None,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """The fastest layout that fits, with a certificate and its runner-ups.
 
@@ -55,8 +56,8 @@ def plan(
             others the space is all of the engine.
         time_limit_s: stop then with the best found so far and its gap.
         top: runner-ups to report.
-        slowest_s: a simpler layout is not taken over the fastest one beyond this step time.
         on_progress: called after every expanded layout.
+        deadline: stands in for ``time_limit_s`` where somebody may end the search before (`Deadline.stop`).
 
     Raises:
         ConfigError: the input rules out every layout (a degree that does not divide, a precision the device lacks).
@@ -67,12 +68,33 @@ def plan(
     if workload.engine not in RULES_OF_ENGINE:
         raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
     runnable = is_runnable(model, workload, runnable)
-    space = build_space(model, workload, cluster, fixed, runnable=runnable)
-    result = search(model, workload, cluster, space, time_limit_s=time_limit_s, runner_ups=top, on_progress=on_progress)
+    deadline = deadline or Deadline(time_limit_s)
+    space = build_space(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
+    result = search(
+        model,
+        workload,
+        cluster,
+        space,
+        time_limit_s=time_limit_s,
+        runner_ups=top,
+        on_progress=on_progress,
+        deadline=deadline,
+    )
     if not result.fitting:
-        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable)
-    chosen = choose(result, space.batch, slowest_s=slowest_s)
-    layout = space.batch.layout(chosen.idx)
+        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
+    return plan_of(result, fixed, top=top)
+
+
+def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest_s: float = math.inf) -> Plan:
+    """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and notes."""
+    model, cluster, workload, batch = (
+        result.costs.model,
+        result.costs.cluster,
+        result.costs.workload,
+        result.costs.batch,
+    )
+    chosen = choose(result, batch, slowest_s=slowest_s)
+    layout = batch.layout(chosen.idx)
     return Plan(
         model=model,
         cluster=cluster,
@@ -82,7 +104,7 @@ def plan(
         rank_map=tuple(range(layout.world_size)),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
-        alternatives=alternatives(result, space.batch, chosen, top),
+        alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed),
     )

@@ -27,6 +27,7 @@ from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
 from ..schema.rules import Facts, model_facts, rules_of
 from ..schema.workload import Engine
+from .deadline import Deadline
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -59,7 +60,13 @@ def divisors(n: int) -> list[int]:
 
 
 def build_space(
-    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], *, runnable: bool = False
+    model: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    fixed: Mapping[str, Any],
+    *,
+    runnable: bool = False,
+    deadline: Deadline | None = None,
 ) -> Space:
     """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/rules.py for the workload's engine.
 
@@ -67,11 +74,14 @@ def build_space(
         model, workload, cluster: what to train, how and where.
         fixed: fields of a layout to keep.
         runnable: only what our own runtime executes in this version.
+        deadline: unset, the enumeration takes the time it takes.
 
     Raises:
         ConfigError: nothing is left; the message names the rules that excluded the most.
+        SolverLimitError: the deadline came first.
     """
-    columns = _enumerate(model, workload, cluster, fixed, runnable=runnable)
+    deadline = deadline or Deadline(float("inf"))
+    columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
     facts = Facts(
         **degrees,
@@ -88,6 +98,7 @@ def build_space(
     keep = np.ones(len(columns["tp"]), dtype=bool)
     excluded, reasons = {}, []
     for rule in rules_of(workload.engine, runnable=runnable):
+        deadline.require(f"checking {len(keep)} layouts against the rules")
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         excluded[rule.name] = len(broken)
@@ -114,7 +125,13 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _enumerate(
-    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], *, runnable: bool
+    model: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    fixed: Mapping[str, Any],
+    *,
+    runnable: bool,
+    deadline: Deadline,
 ) -> Columns:
     """Every combination of degrees whose product is the world size, with every other choice; columns [N]."""
     world, is_ours = cluster.num_devices, workload.engine == "fsdp2"
@@ -130,6 +147,7 @@ def _enumerate(
     def cross(
         c: Columns, name: str, options: Sequence[int], allowed: Callable[[Columns], NDArray[np.bool_]]
     ) -> Columns:
+        deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
         return _cross(c, name, [int(fixed[name])]) if name in fixed else _cross(c, name, options, allowed)
 
     c: Columns = {}

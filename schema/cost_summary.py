@@ -70,6 +70,7 @@ class ParetoPoint(Frozen):
     Attributes:
         cap_bytes: the point is the fastest layout that requires at most this much of a device.
         bound_s: no such layout of the space is faster.
+        layers_of_stage: how many layers each stage holds, in order: one layout may be cut in several ways.
     """
 
     layout: Layout
@@ -79,3 +80,4 @@ class ParetoPoint(Frozen):
     peak_allocated_bytes: PositiveInt
     cap_bytes: PositiveInt
     tokens_per_s: PositiveFloat
+    layers_of_stage: tuple[PositiveInt, ...] = ()
