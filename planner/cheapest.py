@@ -162,7 +162,7 @@ def cheapest(
         _mark_front(sizes, request)
     best.outcome, best.reason = "chosen", ""
     assert best.result is not None
-    found = plan_of(best.result, request.fixed, top=top, slowest_s=request.slowest_s)
+    found = plan_of(best.result, request.fixed, top=top, slowest_s=min(request.slowest_s, _next_s(best, sizes)))
     summary = _summary(found, best, sizes, floor=floor, tokens=tokens)
     return found.replace(cost=summary.replace(search_s=time.perf_counter() - started))
 
@@ -279,6 +279,12 @@ def _search(size: Size, request: Request, limit_s: float) -> bool:
         size.outcome = "too slow" if limit_s == request.slowest_s else "dearer"
         size.reason = "no layout that fits is faster"
     return False
+
+
+def _next_s(best: Size, sizes: Iterable[Size]) -> float:
+    """Step time beyond which the cheapest size is dearer than the next one: no simpler layout is worth that."""
+    others = (size for size in sizes if size is not best and size.outcome in ("dearer", "on the front"))
+    return min((s.usd(s.step_time_s) for s in others if s.step_time_s), default=math.inf) / best.usd(1.0)
 
 
 def _mark_front(sizes: Sequence[Size], request: Request) -> None:

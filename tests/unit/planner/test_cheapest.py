@@ -69,6 +69,8 @@ def test_cheapest_size_equals_exhaustive_search_of_all_sizes(engine: str) -> Non
         assert cost.usd_per_step == pytest.approx(usd(*chosen, found.estimate.step_time_s))
         assert cost.usd_per_step <= usd(*chosen, times[chosen]) * (1 + SAME_TIME_FRACTION)
         assert found.estimate.tokens_per_s >= floor * (1 - 1e-9)
+        others = [s.usd_per_million_tokens for s in cost.sizes if s.outcome == "dearer" and s.step_time_s]
+        assert cost.usd_per_million_tokens <= min(others, default=1e9) * (1 + 1e-9)
         assert found.cluster.price_per_hour == cost.price_per_hour
 
 
