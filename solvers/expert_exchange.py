@@ -1,9 +1,9 @@
 """Better places by exchange between pairs of GPUs, for all layers at once.
 
 The GPUs of a layer, sorted by load, are paired: the fullest with the emptiest and so on inwards, in later rounds shifted.
-Each pair makes the best exchange there is: of one slot against one, or, where a GPU has few slots, of any subset of their slots (the pair is split
-anew, exactly). Every exchange lowers the fuller GPU of its pair, so rounds end; at last the fullest GPU tries every other one.
-(C2): what would bring an expert to a GPU that has it is not considered.
+Each pair makes the best exchange there is: of one slot against one, or, where a GPU has few slots, of any subset of their
+slots (the pair is split anew, exactly). Every exchange lowers the fuller GPU of its pair, so rounds end; at last the
+fullest GPU tries every other one. (C2): what would bring an expert to a GPU that has it is not considered.
 
 With several workloads a pair's measure is the sum of a high power of its loads under each, which comes close to the largest.
 """
@@ -81,7 +81,7 @@ def improve(instance: Instance, places: IntArray, size: FloatArray, bound: Float
         if not active.any():
             break
         some = state.take(active)
-        changed = _best_of_fullest(some)
+        changed = best_of_fullest(some)
         state.put(active, some)
         bound = bound.copy()
         bound[np.flatnonzero(active)[~changed]] = np.inf
@@ -112,7 +112,9 @@ def _together(first: FloatArray, second: FloatArray, num_workloads: int) -> Floa
 
 
 def _after_swap(state: Places, left: IntArray, right: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Measure of each pair now [B, P] and after each exchange [B, P, K, K], infinite where not allowed; what moves [B, P, K, K, D]."""
+    """Measure of each pair now [B, P] and after each exchange [B, P, K, K], infinite where not allowed; what moves [B, P,
+    K, K, D].
+    """
     rows = np.arange(len(left))[:, None]
     one, other = state.expert[rows, left], state.expert[rows, right]
     moved = state.size[rows, left][:, :, :, None] - state.size[rows, right][:, :, None]
@@ -153,24 +155,21 @@ def _swap_pairs(state: Places, left: IntArray, right: IntArray) -> None:
     _exchange(state, rows, left[rows, pair], chosen // num_slots, right[rows, pair], chosen % num_slots)
 
 
-def _best_of_fullest(state: Places) -> NDArray[np.bool_]:
-    """The best exchange of the fullest GPU with any other; which layers changed."""
+def best_of_fullest(state: Places, *, num_others: int | None = None) -> NDArray[np.bool_]:
+    """The best exchange of the fullest GPU with one of the emptiest ``num_others`` (None: all); which layers changed."""
     used = state.load.max(axis=2) / state.speed
-    fullest = np.argmax(used, axis=1)
-    num_gpus = used.shape[1]
-    others = (fullest[:, None] + np.arange(1, num_gpus)) % num_gpus
-    left = np.broadcast_to(fullest[:, None], others.shape)
-    now, after, _ = _after_swap(state, left, others)
-    num_slots = after.shape[2]
-    gain = (after - now[:, :, None, None]).reshape(len(now), -1) if state.load.shape[2] > 1 else after.reshape(len(now), -1)
-    best = np.argmin(gain, axis=1)
+    order = np.argsort(used, axis=1)
+    fullest, others = order[:, -1], order[:, : num_others or order.shape[1] - 1]
+    others = others[:, : order.shape[1] - 1]
+    now, after, _ = _after_swap(state, np.broadcast_to(fullest[:, None], others.shape), others)
+    num_slots, rows = after.shape[2], np.arange(len(now))
+    value = after if state.load.shape[2] == 1 else after - now[:, :, None, None]
+    best = np.argmin(value.reshape(len(now), -1), axis=1)
     pair, chosen = best // num_slots**2, best % num_slots**2
-    rows = np.arange(len(now))
-    value = after.reshape(len(now), -1)[rows, best]
-    changed = value < now[rows, pair] * (1 - _LEAST_GAIN)
+    changed = after.reshape(len(now), -1)[rows, best] < now[rows, pair] * (1 - _LEAST_GAIN)
     rows, pair, chosen = rows[changed], pair[changed], chosen[changed]
     _exchange(state, rows, fullest[changed], chosen // num_slots, others[rows, pair], chosen % num_slots)
-    return changed
+    return np.asarray(changed)
 
 
 @lru_cache(maxsize=8)

@@ -12,8 +12,8 @@ Data
     SPEED[g]     relative speed of a GPU, 1 where all are alike
 Variables
     x[l,s]       expert in a slot (`physical_to_logical`); r[l,e] = number of slots that hold it
-    y[l,s]       share of its expert's tokens that a slot takes: 1 / r[l,e] under the uniform split, free under the weighted one
-Objective
+    y[l,s]       share of its expert's tokens that a slot takes: 1 / r[l,e] under the uniform split, free under the
+weighted one Objective
     (O)  min  max_d max_g  sum_{s on g} y[l,s] LOAD[d,l,x[l,s]] / SPEED[g]  over its mean, for each layer
          The mean is sum_e LOAD[d,l,e] / sum_g SPEED[g]: 1 is perfect balance, and no placement is below it.
 Constraints
@@ -56,12 +56,12 @@ class Instance:
     @property
     def num_layers(self) -> int:
         """L."""
-        return self.load.shape[1]
+        return int(self.load.shape[1])
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return self.load.shape[2]
+        return int(self.load.shape[2])
 
     @property
     def num_gpus(self) -> int:
@@ -191,14 +191,14 @@ def _slots(num_gpus: int, num_slots: int, slots_per_gpu: Any) -> IntArray:
 
 
 def replica_counts(placed: IntArray, num_experts: int) -> IntArray:
-    """r [L, E] of x [L, S]."""
+    """R [L, E] of x [L, S]."""
     num_layers = len(placed)
     flat = placed + np.arange(num_layers)[:, None] * num_experts
     return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
 def uniform_shares(placed: IntArray, num_experts: int) -> FloatArray:
-    """y [L, S] = 1 / r."""
+    """Y [L, S] = 1 / r."""
     counts = replica_counts(placed, num_experts)
     return np.asarray(1.0 / np.take_along_axis(counts, placed, axis=1))
 

@@ -63,8 +63,8 @@ def _reach(load: FloatArray, added: FloatArray, speed: FloatArray) -> FloatArray
 def spread(slots: IntArray, counts: IntArray, size: FloatArray) -> IntArray:
     """Places [G, K] of one layer: experts with most replicas first, each on the GPUs with most free slots.
 
-    With as many slots on every GPU this places any counts up to G (neighbours in a cyclic order). With other slots some counts
-    have no packing at all (Gale and Ryser's condition); then an expert gets fewer, and the slots left take the largest
+    With as many slots on every GPU this places any counts up to G (neighbours in a cyclic order). With other slots some
+    counts have no packing at all (Gale and Ryser's condition); then an expert gets fewer, and the slots left take the largest
     shares that their GPU does not hold.
     """
     places = np.full((len(slots), int(slots.max())), NO_EXPERT)
@@ -90,7 +90,7 @@ def spread(slots: IntArray, counts: IntArray, size: FloatArray) -> IntArray:
 def flat(places: IntArray) -> IntArray:
     """Slots [L, S] of places [L, G, K]."""
     num_layers = len(places)
-    return places[places != NO_EXPERT].reshape(num_layers, -1)
+    return np.asarray(places[places != NO_EXPERT].reshape(num_layers, -1))
 
 
 def nested(placed: IntArray, slots: IntArray) -> IntArray:
