@@ -26,6 +26,7 @@ _SEARCHED = Effort(rounds=60, last=200, done_ratio=1.00001)
 _MANY_WORKLOADS = Effort(rounds=32, last=20)
 _BATCH = 64
 _TURNS_BESIDE_EPLB = 40
+_FAR = 1.01
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,29 @@ def balanced(instance: Instance, search: Search) -> IntArray:
         _adopt(best, objective, instance, _from_counts(instance, _counts(instance, "mean"), effort))
     rng = np.random.default_rng(search.seed)
     _beside_eplb(instance, best, objective, rng)
+    bound = lower_bound(instance, weighted=False, reached=objective)
+    _again(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
     if not search.further:
         return best
-    bound = lower_bound(instance, weighted=False, reached=objective)
     while time.perf_counter() - clock < search.time_limit_s:
         gap = objective / bound
         worst = np.argsort(-gap)[: max(1, _BATCH // (4 * len(instance.load)))]
         worst = worst[gap[worst] > _SEARCHED.done_ratio]
         if not len(worst):
             break
-        part = layers_of(instance, worst)
-        found, reached = best[worst], objective[worst]
-        _adopt(found, reached, part, _further(part, found, rng))
-        best[worst], objective[worst] = found, reached
+        _again(instance, best, objective, worst, rng)
     return best
+
+
+def _again(
+    instance: Instance, best: IntArray, objective: FloatArray, layers: NDArray[np.int64], rng: np.random.Generator
+) -> None:
+    """Further starts for some layers, in place."""
+    if len(layers):
+        part = layers_of(instance, layers)
+        found, reached = best[layers], objective[layers]
+        _adopt(found, reached, part, _further(part, found, rng))
+        best[layers], objective[layers] = found, reached
 
 
 def uniform_objective(instance: Instance, placed: IntArray) -> FloatArray:
@@ -102,7 +112,9 @@ def _adopt(best: IntArray, objective: FloatArray, instance: Instance, other: Int
 
 
 def _beside_eplb(instance: Instance, best: IntArray, objective: FloatArray, rng: np.random.Generator) -> None:
-    """Never worse than EPLB's result: where it is, its places if they keep replicas apart (C2), and further starts until it is not."""
+    """Never worse than EPLB's result: where it is, its places if they keep replicas apart (C2), and further starts until
+    it is not.
+    """
     if np.any(instance.slots_per_gpu != instance.slots_per_gpu[0]):
         return
     start = eplb_placement(instance.weight.mean(axis=2), num_slots=instance.num_slots, num_gpus=instance.num_gpus)
@@ -145,7 +157,9 @@ def _noise(instance: Instance, rng: np.random.Generator) -> FloatArray:
 
 
 def _other_counts(instance: Instance, placed: IntArray, rng: np.random.Generator) -> IntArray:
-    """r [L, E]: a few replicas moved, or by the greedy rule on disturbed loads, or few where loads are below a level, by turns."""
+    """R [L, E]: a few replicas moved, or by the greedy rule on disturbed loads, or few where loads are below a level, by
+    turns.
+    """
     weight = instance.weight.max(axis=2)
     limit, num_slots = instance.num_gpus, instance.num_slots
     counts = neighbours(

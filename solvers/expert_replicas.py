@@ -36,7 +36,7 @@ def items_of(counts: IntArray, num_slots: int) -> IntArray:
 
 
 def level_counts(weight: FloatArray, level: FloatArray, num_slots: int, limit: int) -> IntArray:
-    """r [L, E] that brings every share to ``level`` [L] at most, as far as slots reach, what is left for the smallest loads.
+    """R [L, E] that brings every share to ``level`` [L] at most, as far as slots reach, what is left for the smallest loads.
 
     Small shares beside large ones fill GPUs better than many of middle size where GPUs have few slots or differ in speed.
     """
@@ -60,7 +60,7 @@ def level_counts(weight: FloatArray, level: FloatArray, num_slots: int, limit: i
 
 
 def neighbours(counts: IntArray, moves: IntArray, limit: int, rng: np.random.Generator) -> IntArray:
-    """r [L, E] after some ``moves`` [L] of a replica from one expert to another, at random."""
+    """R [L, E] after some ``moves`` [L] of a replica from one expert to another, at random."""
     counts = counts.copy()
     rows = np.arange(len(counts))
     for turn in range(int(moves.max(initial=0))):

@@ -32,7 +32,7 @@ def linear_program(instance: Instance, placed: np.ndarray, layer: int) -> float:
     return float(answer.fun)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     shape=st.sampled_from([(8, 4, 3), (16, 8, 4), (32, 8, 6), (64, 16, 5), (12, 12, 4)]),
