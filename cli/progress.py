@@ -28,11 +28,11 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("searching", total=None)
+        task = progress.add_task("enumerating layouts", total=None)
 
         def update(evaluated: int, incumbent_s: float | None, bound_s: float) -> None:
             if incumbent_s is None:
-                found = "no layout that fits yet"
+                found = f"none that fits yet, bound {format_seconds(bound_s)}"
             else:
                 gap = max(0.0, 1 - bound_s / incumbent_s)
                 found = f"best {format_seconds(incumbent_s)}, bound {format_seconds(bound_s)}, gap {100 * gap:.1f} %"

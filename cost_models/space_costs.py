@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,18 +44,37 @@ class SpaceCosts:
     like: IntArray
 
     @classmethod
-    def of(cls, model: ModelSpec, workload: Workload, cluster: ClusterSpec, batch: LayoutBatch) -> SpaceCosts:
-        """Evaluate every kind of layer once for the whole batch."""
+    def of(
+        cls,
+        model: ModelSpec,
+        workload: Workload,
+        cluster: ClusterSpec,
+        batch: LayoutBatch,
+        *,
+        checkpoint: Callable[[], None] = lambda: None,
+    ) -> SpaceCosts:
+        """Evaluate every kind of layer once for the whole batch; ``checkpoint`` is called before each and may raise."""
         kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
         kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
         rows, like = batch.inside_layers
         once = Setting(hidden_dim=model.hidden_dim, batch=batch.select(rows), workload=workload, cluster=cluster)
-        inside = tuple(inside_cost(layer, once) for layer in kinds)
-        return cls(model, workload, cluster, batch, kinds, kind_of_layer, inside, like)
+        inside = []
+        for layer in kinds:
+            checkpoint()
+            inside.append(inside_cost(layer, once))
+        return cls(model, workload, cluster, batch, kinds, kind_of_layer, tuple(inside), like)
 
     def select(self, rows: IntArray) -> SpaceCosts:
         """The same for some of the layouts."""
         return replace(self, batch=self.batch.select(rows), like=self.like[rows])
+
+    def with_budget(self, budget_bytes: int) -> SpaceCosts:
+        """The same where a plan may use only so much of each device: nothing but what fits differs."""
+        reserved = self.cluster.memory_budget_bytes + self.cluster.reserved_bytes - budget_bytes
+        other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved))
+        worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
+        other.__dict__.update(worked_out)
+        return other
 
     @cached_property
     def by_kind(self) -> tuple[LayerCost, ...]:

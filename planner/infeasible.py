@@ -15,10 +15,10 @@ from ..schema import (
     LinkLevel,
     MeshwrightError,
     ModelSpec,
-    SolverLimitError,
     Workload,
 )
 from ..schema.units import format_bytes
+from .deadline import Deadline, no_incumbent
 from .search import SearchResult, expand_row, search
 from .space import build_space
 
@@ -34,15 +34,14 @@ def explain_infeasible(
     result: SearchResult,
     *,
     runnable: bool,
+    deadline: Deadline,
 ) -> MeshwrightError:
     """The error for a search that found nothing that fits."""
     costs = result.costs
     budget = cluster.memory_budget_bytes
     if result.stopped_early:
-        return SolverLimitError(
-            f"the time limit ended the search for {model.name} before any layout that fits",
-            help="raise --time-limit-s, or fix some degrees with --fix",
-        )
+        done = f"{result.evaluated} of {len(costs.batch)} layouts evaluated; none is faster than {result.bound_s:.4g} s"
+        return no_incumbent(deadline, f"for {model.name}", done)
     best = min(
         (expand_row(costs, int(i)) for i in np.argsort(memory_bounds(costs))[:20]),
         key=lambda c: c.estimate.peak_allocated_bytes,

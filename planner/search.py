@@ -21,6 +21,7 @@ from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Worklo
 from ..schema.model import Block
 from ..solvers import stage_split
 from ..solvers.status import Status
+from .deadline import Deadline
 from .frontier import Frontier
 from .space import Space
 
@@ -37,7 +38,7 @@ WINDOW = 32
 """Layouts costed together before they are expanded one by one."""
 
 OnProgress = Callable[[int, float | None, float], None]
-"""Called with (layouts evaluated, incumbent seconds or None, bound seconds)."""
+"""Called with (layouts evaluated, incumbent seconds or None, bound seconds) after a layout or a block of bounds."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,33 @@ def search(
     *,
     time_limit_s: float,
     runner_ups: int = 0,
+    worse_than_s: float = np.inf,
     on_progress: OnProgress | None = None,
+    deadline: Deadline | None = None,
 ) -> SearchResult:
     """Expand layouts best first, then ``runner_ups`` more combinations of degrees for comparison.
 
-    ``fitting`` is empty when nothing fits, or when the time limit came first.
+    ``fitting`` is empty when nothing fits, when no layout is faster than ``worse_than_s`` (slower ones are of no use), or when the
+    time limit came first. A ``deadline`` that runs already stands in for ``time_limit_s``.
+
+    Raises:
+        SolverLimitError: time was over before every layout had its first bound.
     """
-    start = time.perf_counter()
-    costs = SpaceCosts.of(model, workload, cluster, space.batch)
+    start, deadline = time.perf_counter(), deadline or Deadline(time_limit_s)
+    costing = f"costing {len(space.batch)} layouts"
+    costs = SpaceCosts.of(model, workload, cluster, space.batch, checkpoint=lambda: deadline.require(costing))
+    deadline.require(f"bounding {len(space.batch)} layouts")
     frontier, result = Frontier(costs), SearchResult(costs)
     window = Window(costs, frontier)
     incumbent, bound = np.inf, np.inf
-    while (bound := frontier.bound_s) < incumbent * (1 - REL_GAP):
-        if time.perf_counter() - start > time_limit_s:
+    while (bound := frontier.bound_s) < min(incumbent, worse_than_s) * (1 - REL_GAP):
+        if deadline.is_over:
             result.stopped_early = True
             break
         if not frontier.is_ready:
             frontier.bound_block()
+            if on_progress:
+                on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
             continue
         if (candidate := window.expand_next(bound)) is not None:
             result.fitting.append(candidate)
@@ -110,21 +121,23 @@ def search(
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
-    if result.fitting and not result.stopped_early:
-        _expand_runner_ups(result, frontier, window, runner_ups)
+    if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
+        _expand_runner_ups(result, frontier, window, runner_ups, deadline)
     result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
 
 
-def _expand_runner_ups(result: SearchResult, frontier: Frontier, window: Window, wanted: int) -> None:
+def _expand_runner_ups(
+    result: SearchResult, frontier: Frontier, window: Window, wanted: int, deadline: Deadline
+) -> None:
     """Expand the most promising layout of each combination of degrees not seen yet, until ``wanted`` more of them fit."""
     batch = result.costs.batch
     fitting = {batch.degrees(c.idx) for c in result.fitting}
     seen = fitting | {batch.degrees(row) for row in window.rejected}
     missing, tries = wanted + 1 - len(fitting), MAX_RUNNER_UP_TRIES
-    while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s):
+    while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s) and not deadline.is_over:
         if not frontier.is_ready:
             frontier.bound_block()
             tries -= RUNNER_UP_TRIES_A_BLOCK

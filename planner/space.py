@@ -9,8 +9,10 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
                    collectives cross the same links, and only memory changes
     chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
     offloading, partial recompute
+    cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
 
-The first two lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is left.
+The first two and the last lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is
+left.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from numpy.typing import NDArray
 from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
-from ..schema.rules import Facts, model_facts, rules_of
+from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
 from ..schema.workload import Engine
+from .deadline import Deadline
+from .dominance import exchanges_worth_trying
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -59,7 +63,13 @@ def divisors(n: int) -> list[int]:
 
 
 def build_space(
-    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], *, runnable: bool = False
+    model: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    fixed: Mapping[str, Any],
+    *,
+    runnable: bool = False,
+    deadline: Deadline | None = None,
 ) -> Space:
     """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/rules.py for the workload's engine.
 
@@ -67,27 +77,19 @@ def build_space(
         model, workload, cluster: what to train, how and where.
         fixed: fields of a layout to keep.
         runnable: only what our own runtime executes in this version.
+        deadline: unset, the enumeration takes the time it takes.
 
     Raises:
         ConfigError: nothing is left; the message names the rules that excluded the most.
+        SolverLimitError: the deadline came first.
     """
-    columns = _enumerate(model, workload, cluster, fixed, runnable=runnable)
-    degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
-    facts = Facts(
-        **degrees,
-        offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
-        recompute_fraction=fixed.get("recompute_fraction", 1.0),
-        schedule=columns["schedule"],
-        world_size=cluster.num_devices,
-        scaleup_domain=cluster.scaleup_domain,
-        seq_len=workload.seq_len,
-        global_batch_size=workload.global_batch_size,
-        fused_attention=workload.attention == "flash",
-        **model_facts(model),
-    )
+    deadline = deadline or Deadline(float("inf"))
+    columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
+    facts = _all_facts(columns, model, workload, cluster, fixed)
     keep = np.ones(len(columns["tp"]), dtype=bool)
     excluded, reasons = {}, []
     for rule in rules_of(workload.engine, runnable=runnable):
+        deadline.require(f"checking {len(keep)} layouts against the rules")
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         excluded[rule.name] = len(broken)
@@ -103,6 +105,25 @@ def build_space(
     return Space(LayoutBatch(**arrays), excluded)
 
 
+def _all_facts(
+    columns: Columns, model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]
+) -> Facts:
+    """What the rules look at, of every row."""
+    degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
+    return Facts(
+        **degrees,
+        offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
+        recompute_fraction=fixed.get("recompute_fraction", 1.0),
+        schedule=columns["schedule"],
+        world_size=cluster.num_devices,
+        scaleup_domain=cluster.scaleup_domain,
+        seq_len=workload.seq_len,
+        global_batch_size=workload.global_batch_size,
+        fused_attention=workload.attention == "flash",
+        **model_facts(model),
+    )
+
+
 def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Columns that are as ``fixed`` says, or without what they stand for."""
     columns = not_searched(size)
@@ -114,7 +135,13 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _enumerate(
-    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], *, runnable: bool
+    model: ModelSpec,
+    workload: Workload,
+    cluster: ClusterSpec,
+    fixed: Mapping[str, Any],
+    *,
+    runnable: bool,
+    deadline: Deadline,
 ) -> Columns:
     """Every combination of degrees whose product is the world size, with every other choice; columns [N]."""
     world, is_ours = cluster.num_devices, workload.engine == "fsdp2"
@@ -130,11 +157,18 @@ def _enumerate(
     def cross(
         c: Columns, name: str, options: Sequence[int], allowed: Callable[[Columns], NDArray[np.bool_]]
     ) -> Columns:
+        deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
         return _cross(c, name, [int(fixed[name])]) if name in fixed else _cross(c, name, options, allowed)
 
     c: Columns = {}
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
     c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
+    sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
+    c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
+    if "cp_ulysses" not in fixed and not runnable:
+        c = _select(c, _can_exchange(c, model, workload, cluster))
+        given = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
+        c = _select(c, exchanges_worth_trying(c, given, model, workload, cluster))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
     chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
     c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
@@ -143,9 +177,8 @@ def _enumerate(
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
     c = cross(c, "zero_stage", _ZERO_STAGES.get(workload.engine, (0, 1, 2, 3)), _has_zero_stage)
     c = _select(c, _has_zero_stage(c))
-    sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
-    experts = [] if runnable else list(model_facts(model)["expert_counts"])
+    experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
@@ -173,6 +206,16 @@ def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
 
 def _always(c: Columns) -> NDArray[np.bool_]:
     return np.ones_like(c["tp"], dtype=bool)
+
+
+def _can_exchange(c: Columns, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> NDArray[np.bool_]:
+    """Splits of cp that the engine takes; a cp that it does not take at all is left to the rules, which say so."""
+    ones = np.ones_like(c["tp"])
+    facts = _all_facts(dict.fromkeys(_FACTS, ones) | {"schedule": ones} | c, model, workload, cluster, {})
+    holds = np.all([np.broadcast_to(rule.holds(facts), ones.shape) for rule in exchange_rules(workload.engine)], axis=0)
+    group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
+    is_taken = np.bincount(group, weights=holds)[group] > 0
+    return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
 
 
 def _divides(c: Columns, name: str, left: Callable[[Columns], IntArray]) -> NDArray[np.bool_]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -195,7 +196,7 @@ class ClusterSpec(Frozen):
         """Whether the groups have different devices."""
         return len({group.device for group in self.groups}) > 1
 
-    @property
+    @cached_property
     def weakest_device(self) -> Device:
         """What a layout that treats all ranks alike may count on: the least memory, bandwidth and peak of any group."""
         devices = [group.device for group in self.groups]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.schema import (
     ClusterSpec,
@@ -18,7 +18,7 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
-from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, Rope, SoftmaxAttention
+from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
 from meshwright.schema.plan import Interval, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
@@ -35,9 +35,10 @@ def tiny_model(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["none", "per_head", "full"] = "none",
     rope: Rope | None = None,
     norm_eps: float = 1e-5,
+    experts: MoE | None = None,
 ) -> ModelSpec:
     """A Llama-like model; by default the vocabulary and the number of blocks divide by nothing."""
     attention = SoftmaxAttention(
@@ -47,9 +48,10 @@ def tiny_model(
         head_dim=head_dim,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        qk_norm="per_head" if qk_norm else "none",
+        qk_norm=qk_norm,
     )
-    block = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    dense = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    block = dense if experts is None else dense.replace(mlp=experts)
     return ModelSpec(
         name="tiny",
         architecture="LlamaForCausalLM",

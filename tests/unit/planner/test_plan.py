@@ -50,15 +50,15 @@ PAIRS = [
 ]
 
 
-def make(model: str, cluster: str, batch: int, seq_len: int) -> Plan:
+def make(model: str, cluster: str, batch: int, seq_len: int, *, runnable: bool | None = None) -> Plan:
     machine = ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=batch, precision=default_precision(machine))
-    return plan(ModelSpec.named(model), machine, workload)
+    return plan(ModelSpec.named(model), machine, workload, runnable=runnable)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -> None:
-    found = make(*case)
+    found = make(*case, runnable=True)
     space = build_space(found.model, found.workload, found.cluster, {}, runnable=True)
     costs = SpaceCosts.of(found.model, found.workload, found.cluster, space.batch)
     everything = [expand(costs, idx).estimate for idx in range(len(space.batch))]

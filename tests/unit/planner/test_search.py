@@ -15,6 +15,7 @@ from meshwright.cost_models.step import (
     time_bounds,
 )
 from meshwright.planner import frontier, plan, search
+from meshwright.planner.deadline import Deadline
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
 from meshwright.schema.model import Block
@@ -98,12 +99,48 @@ def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
     workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
     space = build_space(spec, workload, cluster, {})
     whole = search.search(spec, workload, cluster, space, time_limit_s=600)
-    stopped = search.search(spec, workload, cluster, space, time_limit_s=0.0)
-    assert stopped.stopped_early
-    assert stopped.fitting == []
-    assert stopped.bound_s <= whole.fitting[0].estimate.step_time_s
-    with pytest.raises(SolverLimitError):
-        plan(spec, cluster, workload, time_limit_s=1e-9)
+    best_s = whole.fitting[0].estimate.step_time_s
+    for wants_incumbent in (False, True):
+        deadline = Deadline(600)
+
+        def stop(
+            evaluated: int,
+            incumbent_s: float | None,
+            bound_s: float,
+            deadline: Deadline = deadline,
+            wants_incumbent: bool = wants_incumbent,
+        ) -> None:
+            if not wants_incumbent or incumbent_s is not None:
+                deadline.stop()
+
+        stopped = search.search(
+            spec, workload, cluster, space, time_limit_s=600, on_progress=stop, deadline=deadline, runner_ups=4
+        )
+        assert stopped.stopped_early
+        assert len(stopped.fitting) == wants_incumbent
+        assert 0 < stopped.bound_s <= best_s
+    certificate = stopped.certificate(stopped.fitting[0])
+    assert certificate.status == "feasible"
+    assert certificate.objective_s >= best_s
+    assert certificate.gap == pytest.approx(1 - certificate.bound_s / certificate.objective_s)
+
+
+@pytest.mark.parametrize("pieces", [0, 5, 12, 18])
+def test_a_deadline_that_comes_before_any_bound_is_a_clear_error(pieces: int) -> None:
+    """Wherever it comes: while enumerating, checking rules, costing or bounding."""
+
+    class After(Deadline):
+        left = pieces
+
+        def require(self, doing: str) -> None:
+            if After.left == 0:
+                self.stop()
+            After.left -= 1
+            super().require(doing)
+
+    spec, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
+    with pytest.raises(SolverLimitError, match="before any layout that fits was found"):
+        plan(spec, cluster, Workload(seq_len=4096, global_batch_size=64), deadline=After(600))
 
 
 def test_layouts_come_in_the_order_of_their_bounds() -> None:

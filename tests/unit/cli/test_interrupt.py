@@ -1,0 +1,74 @@
+"""Ctrl-C during `plan`: the best so far is shown and written; without one nothing is; the exit code is 130 either way."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from meshwright.cli import progress
+from meshwright.cli.interrupt import stopping_on_interrupt
+from meshwright.cli.main import app
+from meshwright.planner.deadline import Deadline
+from meshwright.schema import Plan
+from typer.testing import CliRunner
+
+PLAN = [
+    "plan", "llama-3.1-8b", "--cluster", "16xH100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096", "--engine",
+    "megatron",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def press(monkeypatch: pytest.MonkeyPatch, when: Callable[[float | None], bool]) -> None:
+    """Press Ctrl-C once as soon as the progress bar shows an incumbent for which ``when`` holds."""
+
+    @contextmanager
+    def pressing(*, quiet: bool) -> Iterator[Callable[[int, float | None, float], None]]:
+        pressed = [False]
+
+        def update(evaluated: int, incumbent_s: float | None, bound_s: float) -> None:
+            if not pressed[0] and when(incumbent_s):
+                pressed[0] = True
+                signal.raise_signal(signal.SIGINT)
+
+        yield update
+
+    monkeypatch.setattr(progress, "search_progress", pressing)
+
+
+def test_interrupted_search_gives_its_incumbent_with_an_honest_gap(tmp_path, monkeypatch) -> None:
+    whole = CliRunner().invoke(app, [*PLAN, "--out", "whole.json"])
+    assert whole.exit_code == 0
+    press(monkeypatch, lambda incumbent_s: incumbent_s is not None)
+    result = CliRunner().invoke(app, PLAN)
+    assert result.exit_code == 130, result.output
+    assert "step time" in result.stdout
+    assert "stopping with the best so far" in result.stderr
+    hurried, best = Plan.load(tmp_path / "plan.json").search, Plan.load(tmp_path / "whole.json").search
+    assert hurried.status == "feasible"
+    assert hurried.bound_s <= best.objective_s
+    assert hurried.objective_s >= best.bound_s
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_before_any_answer_writes_nothing(tmp_path, monkeypatch) -> None:
+    press(monkeypatch, lambda incumbent_s: incumbent_s is None)
+    result = CliRunner().invoke(app, PLAN)
+    assert result.exit_code == 130, result.output
+    assert result.stdout == ""
+    assert "before any layout that fits was found" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_second_interrupt_ends_at_once() -> None:
+    deadline = Deadline(600)
+    with pytest.raises(KeyboardInterrupt), stopping_on_interrupt(deadline):
+        signal.raise_signal(signal.SIGINT)
+        assert deadline.is_over
+        signal.raise_signal(signal.SIGINT)
