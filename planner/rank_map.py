@@ -84,7 +84,8 @@ def axis_hops(row: LayoutBatch) -> tuple[Hops, ...]:
     closed = int(row.num_model_chunks[0]) > 1
     return (
         Hops(row.tp, np.ones_like(row.tp), "ring"),
-        Hops(row.cp, row.tp, "ring"),
+        Hops(row.cp_ulysses, row.tp, "all"),
+        Hops(row.cp // row.cp_ulysses, row.tp * row.cp_ulysses, "ring"),
         Hops(row.num_shards, row.tp, "ring"),
         Hops(row.num_replicas, row.tp * row.num_shards, "ring"),
         Hops(np.where(is_expert, row.ep, 1), row.expert_tp, "all"),
