@@ -13,7 +13,7 @@ from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
-from ..schema.layout import check_fields
+from ..schema.layout import check_fields, format_assignments
 from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
@@ -97,7 +97,7 @@ def plan(
         search=result.certificate(chosen),
         alternatives=alternatives(result, space.batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
-        provenance=_provenance(model, cluster, workload, fixed),
+        provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
     )
 
 
@@ -200,7 +200,9 @@ def _notes(
     return tuple(notes)
 
 
-def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> Provenance:
+def _provenance(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool
+) -> Provenance:
     inputs = [
         model.model_dump_json(),
         cluster.model_dump_json(),
@@ -211,4 +213,6 @@ def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixe
         meshwright=version("meshwright"),
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
+        fixed=format_assignments(fixed),
+        space="runnable" if runnable else "full",
     )
