@@ -27,9 +27,9 @@ def explain(
     """Say what binds a plan: memory of which stage, which link, bubbles, compute; what one more GiB or GB/s would be worth; how
     the runner-ups differ, line by line.
 
-    --why-not completes the given fields as well as can be and compares that with the plan; where a rule or the memory excludes them,
-    this is the answer (exit code 0), with its numbers. Everything comes from the plan file, and every figure from estimating or
-    searching again.
+    --why-not completes the given fields as well as can be and compares that with the plan; where a rule or the memory excludes
+    them, this is the answer (exit code 0), with its numbers. Everything comes from the plan file, and every figure from estimating
+    or searching again.
     """
     with exit_on_error():
         from ..planner import explain as make_explanation

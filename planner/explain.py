@@ -10,6 +10,7 @@ from typing import Any
 
 from ..schema import MeshwrightError, Plan
 from ..schema.layout import check_fields
+from ..schema.rules import ENGINE_RULES, require_valid
 from ..schema.units import GB, format_bytes
 from .closest import required_of_stages
 from .compare import compare
@@ -44,9 +45,17 @@ def explain(
         deadline: stands in for ``time_limit_s``.
 
     Raises:
-        ConfigError: a field of ``why_not`` is unknown or out of range.
+        ConfigError: a field of ``why_not`` is unknown or out of range, or the plan breaks a rule that holds for any engine.
     """
     wanted = check_fields(why_not or {})
+    require_valid(
+        plan.model,
+        plan.workload,
+        plan.layout,
+        world_size=plan.cluster.num_devices,
+        scaleup_domain=plan.cluster.scaleup_domain,
+        rules=ENGINE_RULES,
+    )
     deadline = deadline or Deadline(time_limit_s)
     request = Request.of(plan)
     answer = answer_why_not(plan, request, wanted, deadline) if wanted else None
