@@ -9,8 +9,8 @@ from typing import Any
 from ..schema import ClusterSpec, ModelSpec, Plan, Workload
 from ..schema.layout import parse_assignments
 from ..schema.rules import VERSION_RULES, broken_rules, layout_facts
-from ..schema.runnable import why_not_runnable
 from .deadline import Deadline
+from .planning import is_runnable
 from .search import OnProgress, SearchResult, search
 from .space import Space, build_space
 
@@ -29,7 +29,7 @@ class Request:
     def of(cls, plan: Plan) -> Request:
         """What a plan answers; of a plan that does not say its space, the smallest one that has its layout."""
         runnable = plan.provenance.space == "runnable"
-        if plan.provenance.space is None and plan.workload.engine == "fsdp2":
+        if plan.provenance.space is None:
             facts = layout_facts(
                 plan.model,
                 plan.workload,
@@ -37,7 +37,7 @@ class Request:
                 world_size=plan.cluster.num_devices,
                 scaleup_domain=plan.cluster.scaleup_domain,
             )
-            runnable = not why_not_runnable(plan.model, plan.workload) and not broken_rules(facts, VERSION_RULES)
+            runnable = is_runnable(plan.model, plan.workload, None) and not broken_rules(facts, VERSION_RULES)
         return cls(plan.model, plan.cluster, plan.workload, parse_assignments(plan.provenance.fixed), runnable)
 
     def space(self, deadline: Deadline) -> Space:
