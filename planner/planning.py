@@ -31,6 +31,7 @@ from ..schema.workload import Precision
 from .choose import alternatives, choose
 from .deadline import Deadline
 from .infeasible import explain_infeasible
+from .rank_map import device_of_rank
 from .search import Candidate, OnProgress, SearchResult, expand, search
 from .space import build_space
 
@@ -103,7 +104,7 @@ def plan_of(
         workload=workload,
         layout=layout,
         stages=_stages(model, chosen, layout),
-        rank_map=tuple(range(layout.world_size)),
+        rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
         alternatives=alternatives(result, batch, chosen, top),
@@ -212,8 +213,6 @@ def _notes(
         )
     if not is_measured(cluster.weakest_device):
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
-    if cluster.bandwidth_matrix is not None:
-        notes.append("the bandwidth matrix is not used yet: links count with the bandwidth of their level")
     lacking = why_not_runnable(model, workload)
     if lacking and is_ours:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
