@@ -216,11 +216,18 @@ class Alternative(Frozen):
 
 
 class Provenance(Frozen):
-    """What made the plan."""
+    """What made the plan.
+
+    Attributes:
+        fixed: layout fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
+        space: runnable: only layouts that `meshwright apply` executes; full: all of the engine; None in plans of older versions.
+    """
 
     meshwright: str
     created: str
     inputs_sha256: str
+    fixed: str = ""
+    space: Literal["runnable", "full"] | None = None
 
 
 class Plan(Document):
