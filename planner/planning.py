@@ -14,7 +14,7 @@ from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
-from ..schema.layout import check_fields
+from ..schema.layout import check_fields, format_assignments
 from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
@@ -83,10 +83,12 @@ def plan(
     )
     if not result.fitting:
         raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
-    return plan_of(result, fixed, top=top)
+    return plan_of(result, fixed, runnable=runnable, top=top)
 
 
-def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest_s: float = math.inf) -> Plan:
+def plan_of(
+    result: SearchResult, fixed: Mapping[str, Any], *, runnable: bool, top: int, slowest_s: float = math.inf
+) -> Plan:
     """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and notes."""
     model, cluster, workload, batch = (
         result.costs.model,
@@ -107,7 +109,7 @@ def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest
         search=result.certificate(chosen),
         alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
-        provenance=_provenance(model, cluster, workload, fixed),
+        provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
     )
 
 
@@ -217,7 +219,9 @@ def _notes(
     return tuple(notes)
 
 
-def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> Provenance:
+def _provenance(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool
+) -> Provenance:
     inputs = [
         model.model_dump_json(),
         cluster.model_dump_json(),
@@ -228,4 +232,6 @@ def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixe
         meshwright=version("meshwright"),
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
+        fixed=format_assignments(fixed),
+        space="runnable" if runnable else "full",
     )

@@ -58,7 +58,10 @@ class Candidate:
 
 @dataclass
 class SearchResult:
-    """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``."""
+    """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
+
+    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out.
+    """
 
     costs: SpaceCosts
     fitting: list[Candidate] = field(default_factory=list)
@@ -67,6 +70,7 @@ class SearchResult:
     search_s: float = 0.0
     stopped_early: bool = False
     evaluated: int = 0
+    bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
@@ -127,6 +131,7 @@ def search(
         result.evaluated += 1
         if on_progress:
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
+    result.bound_bytes = frontier.bound_bytes
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
