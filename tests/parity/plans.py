@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.schema import (
     ClusterSpec,
@@ -19,7 +19,7 @@ from meshwright.schema import (
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
 from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
-from meshwright.schema.plan import Interval, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
+from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
 def tiny_model(
@@ -35,7 +35,7 @@ def tiny_model(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["none", "per_head", "full"] = "none",
     rope: Rope | None = None,
     norm_eps: float = 1e-5,
     experts: MoE | None = None,
@@ -48,7 +48,7 @@ def tiny_model(
         head_dim=head_dim,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        qk_norm="per_head" if qk_norm else "none",
+        qk_norm=qk_norm,
     )
     dense = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
     block = dense if experts is None else dense.replace(mlp=experts)
@@ -101,6 +101,7 @@ def make_plan(
     blocks_per_stage: tuple[int, ...] | None = None,
     rank_map: tuple[int, ...] | None = None,
     pipeline_order: tuple[str, ...] = (),
+    expert_slots: tuple[LayerSlots, ...] = (),
 ) -> Plan:
     """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
     num_stages = layout.pp * layout.num_model_chunks
@@ -111,6 +112,7 @@ def make_plan(
         workload=workload,
         layout=layout,
         stages=_stages(counts, layout),
+        expert_slots=expert_slots,
         rank_map=rank_map or tuple(range(layout.world_size)),
         estimate=_estimate(num_stages),
         pipeline_order=pipeline_order,
