@@ -68,6 +68,14 @@ class SpaceCosts:
         """The same for some of the layouts."""
         return replace(self, batch=self.batch.select(rows), like=self.like[rows])
 
+    def with_budget(self, budget_bytes: int) -> SpaceCosts:
+        """The same where a plan may use only so much of each device: nothing but what fits differs."""
+        reserved = self.cluster.memory_budget_bytes + self.cluster.reserved_bytes - budget_bytes
+        other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved))
+        worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
+        other.__dict__.update(worked_out)
+        return other
+
     @cached_property
     def by_kind(self) -> tuple[LayerCost, ...]:
         """Everything a layer of each kind [K] costs, [N] each."""

@@ -85,13 +85,14 @@ def search(
     *,
     time_limit_s: float,
     runner_ups: int = 0,
+    worse_than_s: float = np.inf,
     on_progress: OnProgress | None = None,
     deadline: Deadline | None = None,
 ) -> SearchResult:
     """Expand layouts best first, then ``runner_ups`` more combinations of degrees for comparison.
 
-    ``fitting`` is empty when nothing fits, or when the time limit came first. A ``deadline`` that runs already stands in for
-    ``time_limit_s``.
+    ``fitting`` is empty when nothing fits, when no layout is faster than ``worse_than_s`` (slower ones are of no use), or when the
+    time limit came first. A ``deadline`` that runs already stands in for ``time_limit_s``.
 
     Raises:
         SolverLimitError: time was over before every layout had its first bound.
@@ -103,7 +104,7 @@ def search(
     frontier, result = Frontier(costs), SearchResult(costs)
     window = Window(costs, frontier)
     incumbent, bound = np.inf, np.inf
-    while (bound := frontier.bound_s) < incumbent * (1 - REL_GAP):
+    while (bound := frontier.bound_s) < min(incumbent, worse_than_s) * (1 - REL_GAP):
         if deadline.is_over:
             result.stopped_early = True
             break
@@ -120,7 +121,7 @@ def search(
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
-    if result.fitting and not result.stopped_early:
+    if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
         _expand_runner_ups(result, frontier, window, runner_ups, deadline)
     result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))

@@ -184,7 +184,7 @@ def _enumerate(
     c = _select(c, _has_zero_stage(c))
     c = _with_levels(c, workload.engine, fixed, islands, runnable=runnable)
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
-    experts = [] if runnable else list(model_facts(model)["expert_counts"])
+    experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))

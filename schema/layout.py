@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -100,6 +101,23 @@ class Layout(Frozen):
     def expert_tp(self) -> int:
         """Ranks that share one expert: etp, or tp where experts have no axes of their own."""
         return self.tp if self.ep == self.etp == 1 else self.etp
+
+    @property
+    def experts_follow_tp(self) -> bool:
+        """Whether experts have no axes of their own."""
+        return self.ep == 1 and self.etp in (1, self.tp)
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that hold the same part of the same experts, where these have axes of their own."""
+        return self.stage_ranks // (self.ep * self.etp)
+
+    @property
+    def expert_shards(self) -> int:
+        """Those copies over which the states of experts are sharded: as many as lie in one group of sharded ranks."""
+        if self.zero_stage == 0:
+            return 1
+        return math.gcd(max(self.dp_shard * self.cp * self.tp // (self.ep * self.etp), 1), self.expert_copies)
 
     @property
     def dp(self) -> int:

@@ -319,10 +319,8 @@ FSDP2_RULES: tuple[Rule, ...] = (
 VERSION_RULES: tuple[Rule, ...] = (
     Rule(
         "axes_of_this_version",
-        lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
-        lambda f: (
-            f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each"
-        ),
+        lambda f: (f.cp == 1) & (f.num_model_chunks == 1),
+        lambda f: f"cp {f.cp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each",
     ),
     Rule(
         "levels_of_this_version",
@@ -335,6 +333,14 @@ VERSION_RULES: tuple[Rule, ...] = (
         "schedules_of_this_version",
         lambda f: _runs(f, "gpipe", "1f1b"),
         lambda f: f"schedule {SCHEDULES[f.schedule]}: this version executes gpipe and 1f1b",
+    ),
+    Rule(
+        "expert_width_alignment",
+        lambda f: _all_divide(f.expert_ffn_dims, 8 * f.expert_tp),
+        lambda f: (
+            f"expert width {_not_dividing(f.expert_ffn_dims, 8 * f.expert_tp)} over {f.expert_tp} ranks: torch's grouped "
+            "product takes rows of whole 16 bytes, 8 elements of bf16"
+        ),
     ),
     Rule(
         "offload",
