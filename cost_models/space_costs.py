@@ -11,7 +11,7 @@ import numpy as np
 from ..schema import ClusterSpec, ModelSpec, Workload
 from ..schema.model import Block, Head
 from .coefficients import coefficients, device_rates
-from .collectives import collective_s, p2p_s
+from .collectives import Hops, collective_s, p2p_s
 from .compute import elementwise_update_s
 from .engines import DATA_PARALLEL, hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
 from .experts import sharded_params
@@ -116,7 +116,10 @@ class SpaceCosts:
                 "all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster
             )
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
-        once = p2p_s(sent, b.stage_ranks * b.pp - 1, self.cluster) + gathered
+        once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), self.cluster) + gathered
+        if self.cluster.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
+            ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), self.cluster) + gathered
+            once = np.where(b.num_model_chunks > 1, ring, once)
         if hides_in_chunks(self.workload):
             chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
             once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)

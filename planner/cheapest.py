@@ -162,7 +162,8 @@ def cheapest(
         _mark_front(sizes, request)
     best.outcome, best.reason = "chosen", ""
     assert best.result is not None
-    found = plan_of(best.result, request.fixed, top=top, slowest_s=min(request.slowest_s, _next_s(best, sizes)))
+    slowest_s = min(request.slowest_s, _next_s(best, sizes))
+    found = plan_of(best.result, request.fixed, runnable=request.runnable, top=top, slowest_s=slowest_s)
     summary = _summary(found, best, sizes, floor=floor, tokens=tokens)
     return found.replace(cost=summary.replace(search_s=time.perf_counter() - started))
 

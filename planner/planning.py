@@ -14,7 +14,7 @@ from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
-from ..schema.layout import check_fields
+from ..schema.layout import check_fields, format_assignments
 from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
@@ -31,6 +31,7 @@ from ..schema.workload import Precision
 from .choose import alternatives, choose
 from .deadline import Deadline
 from .infeasible import explain_infeasible
+from .rank_map import device_of_rank
 from .search import Candidate, OnProgress, SearchResult, expand, search
 from .space import build_space
 
@@ -82,10 +83,12 @@ def plan(
     )
     if not result.fitting:
         raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
-    return plan_of(result, fixed, top=top)
+    return plan_of(result, fixed, runnable=runnable, top=top)
 
 
-def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest_s: float = math.inf) -> Plan:
+def plan_of(
+    result: SearchResult, fixed: Mapping[str, Any], *, runnable: bool, top: int, slowest_s: float = math.inf
+) -> Plan:
     """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and notes."""
     model, cluster, workload, batch = (
         result.costs.model,
@@ -101,12 +104,12 @@ def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest
         workload=workload,
         layout=layout,
         stages=_stages(model, chosen, layout),
-        rank_map=tuple(range(layout.world_size)),
+        rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
         alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
-        provenance=_provenance(model, cluster, workload, fixed),
+        provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
     )
 
 
@@ -210,15 +213,15 @@ def _notes(
         )
     if not is_measured(cluster.weakest_device):
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
-    if cluster.bandwidth_matrix is not None:
-        notes.append("the bandwidth matrix is not used yet: links count with the bandwidth of their level")
     lacking = why_not_runnable(model, workload)
     if lacking and is_ours:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
     return tuple(notes)
 
 
-def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> Provenance:
+def _provenance(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool
+) -> Provenance:
     inputs = [
         model.model_dump_json(),
         cluster.model_dump_json(),
@@ -229,4 +232,6 @@ def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixe
         meshwright=version("meshwright"),
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
+        fixed=format_assignments(fixed),
+        space="runnable" if runnable else "full",
     )

@@ -92,7 +92,7 @@ def build_space(
     columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     facts = _all_facts(columns, model, workload, cluster, fixed)
     keep = np.ones(len(columns["tp"]), dtype=bool)
-    excluded, reasons = {}, []
+    excluded, reasons, decisive = {}, [], []
     for rule in rules_of(workload.engine, runnable=runnable):
         deadline.require(f"checking {len(keep)} layouts against the rules")
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
@@ -100,9 +100,11 @@ def build_space(
         excluded[rule.name] = len(broken)
         if len(broken):
             reasons.append((len(broken), f"{rule.reason(_facts_of(facts, broken[0]))}   [{rule.name}]"))
+        if len(keep) and not holds.any():  # by itself it excludes everything
+            decisive.append((len(keep), f"{rule.reason(_facts_of(facts, 0))}   [{rule.name}]"))
         keep &= holds
     if not keep.any():
-        raise _nothing_left(model, workload, cluster, fixed, reasons)
+        raise _nothing_left(model, workload, cluster, fixed, decisive or reasons)
     columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
     recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
     columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])

@@ -211,6 +211,12 @@ def parse_assignments(text: str) -> dict[str, Any]:
     return check_fields(fields)
 
 
+def format_assignments(fields: Mapping[str, Any]) -> str:
+    """Fields of a Layout as `parse_assignments` reads them: ``tp=8,sequence_parallel=true``."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
+    return ",".join(f"{name}={text}" for name, text in texts.items())
+
+
 def _parse_value(name: str, value: str) -> Any:
     if name in ("schedule", "recompute", "offload", "offload_to") or name not in Layout.model_fields:
         return value
