@@ -195,10 +195,8 @@ def test_levels_of_experts_nest_and_fill_their_copies(layout: Layout) -> None:
 def test_the_space_has_levels_where_an_engine_runs_them() -> None:
     for engine in ("fsdp2", "deepspeed"):
         batch = build_space(LLAMA, WORKLOAD.replace(engine=engine), NODES, {"tp": 1, "cp": 1, "pp": 1}).batch
-        levels = {
-            (int(p), int(g), int(o))
-            for p, g, o in zip(batch.dp_shard, batch.gradient_shard, batch.optimizer_shard, strict=True)
-        }
+        columns = np.stack([batch.dp_shard, batch.gradient_shard, batch.optimizer_shard], axis=1)
+        levels = {tuple(row) for row in columns.tolist()}
         assert (8, 64, 64) in levels
         assert (8, 1, 1) in levels  # islands: HSDP, MiCS
         assert all(g == o for _, g, o in levels)
