@@ -7,6 +7,7 @@ import typer
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
 from .estimate import estimate
+from .explain import explain
 from .plan import plan
 from .validate import validate
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(estimate)
+app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
 app.command()(validate)
 app.command()(models)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..cost_models.layouts import LayoutBatch
 from ..schema import Alternative, Estimate, Layout
 from ..schema.plan import TimeBreakdown
@@ -27,16 +29,17 @@ _PART_TITLES = {
 def complexity(layout: Layout) -> tuple[int, ...]:
     """Order of simplicity: fewer axes, no recompute, a lower ZeRO stage, smaller degrees of the axes that cost the most care."""
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
-    axes = sum(degree > 1 for degree in (*degrees, layout.num_model_chunks))
+    axes = sum(degree > 1 for degree in (*degrees, layout.num_model_chunks)) + (1 < layout.cp_ulysses < layout.cp)
     recompute = ("none", "selective", "full").index(layout.recompute)
     further = (layout.cp, layout.ep, layout.etp, layout.num_model_chunks)
     return (axes, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
 
 
-def choose(result: SearchResult, batch: LayoutBatch) -> Candidate:
-    """The simplest of the layouts whose predicted time is within SAME_TIME_FRACTION of the best."""
+def choose(result: SearchResult, batch: LayoutBatch, *, slowest_s: float = math.inf) -> Candidate:
+    """The simplest of the layouts whose predicted time is within SAME_TIME_FRACTION of the best, and within ``slowest_s``."""
     best = result.fitting[0].estimate.step_time_s
-    close = [c for c in result.fitting if c.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION)]
+    slowest = max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
+    close = [c for c in result.fitting if c.estimate.step_time_s <= slowest]
     return min(close, key=lambda c: (complexity(batch.layout(c.idx)), c.estimate.step_time_s, c.idx))
 
 

@@ -9,8 +9,10 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
                    collectives cross the same links, and only memory changes
     chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
     offloading, partial recompute
+    cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
 
-The first two lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is left.
+The first two and the last lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is
+left.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from numpy.typing import NDArray
 from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
-from ..schema.rules import Facts, model_facts, rules_of
+from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
 from ..schema.workload import Engine
 from .deadline import Deadline
+from .dominance import exchanges_worth_trying
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -82,8 +85,34 @@ def build_space(
     """
     deadline = deadline or Deadline(float("inf"))
     columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
+    facts = _all_facts(columns, model, workload, cluster, fixed)
+    keep = np.ones(len(columns["tp"]), dtype=bool)
+    excluded, reasons, decisive = {}, [], []
+    for rule in rules_of(workload.engine, runnable=runnable):
+        deadline.require(f"checking {len(keep)} layouts against the rules")
+        holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
+        broken = np.flatnonzero(keep & ~holds)
+        excluded[rule.name] = len(broken)
+        if len(broken):
+            reasons.append((len(broken), f"{rule.reason(_facts_of(facts, broken[0]))}   [{rule.name}]"))
+        if len(keep) and not holds.any():  # by itself it excludes everything
+            decisive.append((len(keep), f"{rule.reason(_facts_of(facts, 0))}   [{rule.name}]"))
+        keep &= holds
+    if not keep.any():
+        raise _nothing_left(model, workload, cluster, fixed, decisive or reasons)
+    columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
+    recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
+    columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
+    arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
+    return Space(LayoutBatch(**arrays), excluded)
+
+
+def _all_facts(
+    columns: Columns, model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]
+) -> Facts:
+    """What the rules look at, of every row."""
     degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
-    facts = Facts(
+    return Facts(
         **degrees,
         offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
         recompute_fraction=fixed.get("recompute_fraction", 1.0),
@@ -95,23 +124,6 @@ def build_space(
         fused_attention=workload.attention == "flash",
         **model_facts(model),
     )
-    keep = np.ones(len(columns["tp"]), dtype=bool)
-    excluded, reasons = {}, []
-    for rule in rules_of(workload.engine, runnable=runnable):
-        deadline.require(f"checking {len(keep)} layouts against the rules")
-        holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
-        broken = np.flatnonzero(keep & ~holds)
-        excluded[rule.name] = len(broken)
-        if len(broken):
-            reasons.append((len(broken), f"{rule.reason(_facts_of(facts, broken[0]))}   [{rule.name}]"))
-        keep &= holds
-    if not keep.any():
-        raise _nothing_left(model, workload, cluster, fixed, reasons)
-    columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
-    recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
-    columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
-    arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
-    return Space(LayoutBatch(**arrays), excluded)
 
 
 def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +165,12 @@ def _enumerate(
     c: Columns = {}
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
     c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
+    sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
+    c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
+    if "cp_ulysses" not in fixed and not runnable:
+        c = _select(c, _can_exchange(c, model, workload, cluster))
+        given = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
+        c = _select(c, exchanges_worth_trying(c, given, model, workload, cluster))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
     chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
     c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
@@ -161,9 +179,8 @@ def _enumerate(
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
     c = cross(c, "zero_stage", _ZERO_STAGES.get(workload.engine, (0, 1, 2, 3)), _has_zero_stage)
     c = _select(c, _has_zero_stage(c))
-    sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
-    experts = [] if runnable else list(model_facts(model)["expert_counts"])
+    experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
@@ -191,6 +208,16 @@ def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
 
 def _always(c: Columns) -> NDArray[np.bool_]:
     return np.ones_like(c["tp"], dtype=bool)
+
+
+def _can_exchange(c: Columns, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> NDArray[np.bool_]:
+    """Splits of cp that the engine takes; a cp that it does not take at all is left to the rules, which say so."""
+    ones = np.ones_like(c["tp"])
+    facts = _all_facts(dict.fromkeys(_FACTS, ones) | {"schedule": ones} | c, model, workload, cluster, {})
+    holds = np.all([np.broadcast_to(rule.holds(facts), ones.shape) for rule in exchange_rules(workload.engine)], axis=0)
+    group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
+    is_taken = np.bincount(group, weights=holds)[group] > 0
+    return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
 
 
 def _divides(c: Columns, name: str, left: Callable[[Columns], IntArray]) -> NDArray[np.bool_]:

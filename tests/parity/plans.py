@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.schema import (
     ClusterSpec,
@@ -18,8 +18,8 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
-from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, Rope, SoftmaxAttention
-from meshwright.schema.plan import Interval, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
+from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
+from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
 def tiny_model(
@@ -35,9 +35,10 @@ def tiny_model(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["none", "per_head", "full"] = "none",
     rope: Rope | None = None,
     norm_eps: float = 1e-5,
+    experts: MoE | None = None,
 ) -> ModelSpec:
     """A Llama-like model; by default the vocabulary and the number of blocks divide by nothing."""
     attention = SoftmaxAttention(
@@ -47,9 +48,10 @@ def tiny_model(
         head_dim=head_dim,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        qk_norm="per_head" if qk_norm else "none",
+        qk_norm=qk_norm,
     )
-    block = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    dense = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    block = dense if experts is None else dense.replace(mlp=experts)
     return ModelSpec(
         name="tiny",
         architecture="LlamaForCausalLM",
@@ -98,6 +100,7 @@ def make_plan(
     workload: Workload,
     blocks_per_stage: tuple[int, ...] | None = None,
     rank_map: tuple[int, ...] | None = None,
+    expert_slots: tuple[LayerSlots, ...] = (),
 ) -> Plan:
     """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
     counts = blocks_per_stage or tuple((model.num_blocks + i) // layout.pp for i in range(layout.pp))
@@ -107,6 +110,7 @@ def make_plan(
         workload=workload,
         layout=layout,
         stages=_stages(counts, layout),
+        expert_slots=expert_slots,
         rank_map=rank_map or tuple(range(layout.world_size)),
         estimate=_estimate(layout.pp),
         provenance=Provenance(meshwright="test", created="2026-01-01T00:00:00Z", inputs_sha256="0" * 64),
