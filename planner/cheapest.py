@@ -48,7 +48,7 @@ from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import Frontier
 from .planning import is_runnable, plan, plan_of
-from .search import REL_GAP, OnProgress, SearchResult, search
+from .search import REL_GAP, OnProgress, SearchResult, bounding_costs, search
 from .space import Space, build_space
 
 SHARE_OF_BOUNDS = 0.5
@@ -204,7 +204,8 @@ def _bound(size: Size, request: Request) -> None:
     try:
         space = request.space_of(size)
         size.layouts = len(space.batch)
-        frontier = Frontier(SpaceCosts.of(request.model, request.workload, size.cluster, space.batch))
+        costs = SpaceCosts.of(request.model, request.workload, size.cluster, space.batch)
+        frontier = Frontier(bounding_costs(costs))
     except ConfigError as error:
         size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
         return
