@@ -7,7 +7,8 @@ embeddings are summed where the first block is and their gradients sent to all:
     T x D to all + T x D reduced + 2 T fp32 all-reduced, output;    T x D reduced + T x D to all, input
 
 for T tokens, D wide. All of it runs beside the passes of other micro-batches, one unit of the schedule later; what outlasts a
-stage's passes of a micro-batch is exposed. The barrier costs one more micro-batch in flight, and logits and hidden states of two are alive.
+stage's passes of a micro-batch is exposed. The barrier costs one more micro-batch in flight, and logits and hidden states of two
+are alive.
 Tied weights need no copy and no sum: a stage holds the same rows of both. Every stage is longer by the same seconds c:
 
     step = that of the blocks alone + (m + (pp - 1) / v) c
@@ -104,8 +105,8 @@ def _sent_s(setting: Setting) -> FloatArray:
     """Seconds of a micro-batch's collectives over the stages [N]."""
     batch, cluster = setting.batch, setting.cluster
     stride: IntArray = batch.stage_ranks
-    hidden: FloatArray = setting.hidden_bytes / np.where(batch.sequence_parallel == 1, batch.tp, 1)
+    hidden = np.asarray(setting.hidden_bytes / np.where(batch.sequence_parallel == 1, batch.tp, 1), dtype=np.float64)
     to_all = collective_s("all_gather", hidden, batch.pp, stride, cluster)
     reduced = collective_s("reduce_scatter", hidden, batch.pp, stride, cluster)
-    sums = collective_s("all_reduce", 8.0 * setting.tokens, batch.pp, stride, cluster)
+    sums = collective_s("all_reduce", np.asarray(8.0 * setting.tokens, dtype=np.float64), batch.pp, stride, cluster)
     return np.asarray(2 * (to_all + reduced) + sums)
