@@ -200,7 +200,7 @@ class LayoutBatch:
         """Rows that differ in what the data-parallel collectives of one layer depend on."""
         names = ("tp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard")
         offload = ("offload", "offload_to_storage")
-        return distinct_rows([*(getattr(self, name) for name in names + offload), self.pp > 1])
+        return distinct_rows([*(getattr(self, name) for name in names + offload), self.vocabulary, self.pp > 1])
 
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
