@@ -64,7 +64,7 @@ class ExpertPlacement:
         logical_to_physical: slots of each expert [L, E, R], padded with -1.
         replica_count: [L, E].
         share: part of its expert's tokens that a slot takes [L, S].
-        gpu_load: tokens of each GPU under the loads that were given [L, G], summed over the workloads.
+        expert_load: the loads that were given [L, E], summed over the workloads; gpu_load: what they make of each GPU [L, G].
         balance: largest GPU load over the mean [L], of the workload that has the worst.
         lower_bound: what no placement is below [L]; gap: balance / lower_bound - 1 [L].
         moves: experts that GPUs must fetch, coming from the previous placement [L]; 0 without one.
@@ -79,6 +79,7 @@ class ExpertPlacement:
     logical_to_physical: IntArray
     replica_count: IntArray
     share: FloatArray
+    expert_load: FloatArray
     gpu_load: FloatArray
     balance: FloatArray
     lower_bound: FloatArray
@@ -199,6 +200,7 @@ def finished(
         logical_to_physical=slots_of_experts(placed, counts),
         replica_count=counts,
         share=share,
+        expert_load=total.load[0],
         gpu_load=used * tokens[:, None] / instance.gpu_speed.sum(),
         balance=balance,
         lower_bound=bound,
