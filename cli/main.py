@@ -8,6 +8,7 @@ from .apply import ApplyCommand, apply
 from .catalogue import devices, models
 from .estimate import estimate
 from .experts import experts_app
+from .explain import explain
 from .plan import plan
 from .validate import validate
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(estimate)
+app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
 app.command()(validate)
 app.command()(models)

@@ -14,8 +14,7 @@ from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
-from ..schema.layout import check_fields
-from ..schema.model import Block
+from ..schema.layout import check_fields, format_assignments
 from ..schema.plan import Provenance
 from ..schema.rules import (
     ENGINE_RULES,
@@ -83,10 +82,12 @@ def plan(
     )
     if not result.fitting:
         raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
-    return plan_of(result, fixed, top=top)
+    return plan_of(result, fixed, runnable=runnable, top=top)
 
 
-def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest_s: float = math.inf) -> Plan:
+def plan_of(
+    result: SearchResult, fixed: Mapping[str, Any], *, runnable: bool, top: int, slowest_s: float = math.inf
+) -> Plan:
     """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and notes."""
     model, cluster, workload, batch = (
         result.costs.model,
@@ -101,13 +102,13 @@ def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest
         cluster=cluster,
         workload=workload,
         layout=layout,
-        stages=_stages(model, chosen, layout),
+        stages=_stages(chosen, layout),
         rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
         alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
-        provenance=_provenance(model, cluster, workload, fixed),
+        provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
     )
 
 
@@ -164,22 +165,11 @@ def default_precision(cluster: ClusterSpec) -> Precision:
     raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")
 
 
-def _stages(model: ModelSpec, chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
-    """The layers of each stage in order; with model chunks, stage ``k`` is chunk ``k // pp`` of rank ``k % pp``.
-
-    A rank keeps as many blocks as the contiguous cut gave it, spread evenly over its chunks.
-    """
-    is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
-    on_rank = [sum(is_block[i:j]) for i, j in itertools.pairwise(chosen.boundaries)]
-    chunks = range(layout.num_model_chunks)
-    sizes = [blocks // len(chunks) + (chunk < blocks % len(chunks)) for chunk in chunks for blocks in on_rank]
-    before = is_block.index(True)
-    sizes[0] += before
-    sizes[-1] += len(is_block) - sum(sizes)
-    ends = itertools.accumulate(sizes)
+def _stages(chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
+    """The layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
     return tuple(
-        Stage(first_layer_idx=end - size, num_layers=size, recompute=layout.recompute)
-        for end, size in zip(ends, sizes, strict=True)
+        Stage(first_layer_idx=first, num_layers=end - first, recompute=layout.recompute)
+        for first, end in itertools.pairwise(chosen.boundaries)
     )
 
 
@@ -217,7 +207,9 @@ def _notes(
     return tuple(notes)
 
 
-def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> Provenance:
+def _provenance(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool
+) -> Provenance:
     inputs = [
         model.model_dump_json(),
         cluster.model_dump_json(),
@@ -228,4 +220,6 @@ def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixe
         meshwright=version("meshwright"),
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
+        fixed=format_assignments(fixed),
+        space="runnable" if runnable else "full",
     )

@@ -6,6 +6,8 @@
 | ep              | E / ep experts, whole                 | sent to their experts and back by all-to-all over ep            |
 | ep, etp         | E / ep experts, each cut over etp     | gathered over etp, then all-to-all over ep, outputs summed      |
 
+A plan may let experts stand in slots of its own choice, some in several (models/expert_slots.py).
+
 The other ranks of a stage hold copies, sharded and replicated like other weights, over groups of their own.
 """
 
@@ -16,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from ..schema.layout import Layout
+from ..schema.model import Block, MoE
 from ..schema.plan import Plan
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
+from .models.expert_slots import ExpertSlots
 from .models.experts import ExpertRanks, Experts, MixtureOfExperts
 
 
@@ -32,6 +36,7 @@ def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Non
     for experts in _experts_of(stage, ranks):
         _distribute(experts, weights)
         experts.gradient_ratio = gradient_ratio(plan.layout)
+    _place(stage, plan)
 
 
 def gradient_ratio(layout: Layout) -> float:
@@ -57,6 +62,20 @@ def _ranks(mesh: ParallelMesh, plan: Plan) -> ExpertRanks | None:
     if mesh.tp is None:
         return None
     return ExpertRanks(None, mesh.tp, Shard(0) if plan.layout.sequence_parallel else Replicate())
+
+
+def _place(stage: Decoder, plan: Plan) -> None:
+    """Let experts stand where the plan says, blocks counted as in the whole model."""
+    if not plan.expert_slots:
+        return
+    blocks = [layer for layer in plan.model.iter_layers() if isinstance(layer, Block)]
+    with_experts = [idx for idx, block in enumerate(blocks) if isinstance(block.mlp, MoE)]
+    slots_of_block = dict(zip(map(str, with_experts), plan.expert_slots, strict=True))
+    for name, block in stage.model.layers.items():
+        if name in slots_of_block:
+            assert isinstance(block.mlp, MixtureOfExperts)
+            slots = slots_of_block[name]
+            block.mlp.place(ExpertSlots(slots.experts, slots.shares, block.mlp.num_experts))
 
 
 def _weight_mesh(expert_mesh: DeviceMesh) -> DeviceMesh:

@@ -9,7 +9,8 @@ this rank holds E / ep experts, each cut to F / etp, and the rows are those that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from ...schema.model import DenseMLP, MoE
+from .expert_slots import ExpertSlots
 from .init import local_tensor
 from .swiglu import SwiGLU, silu_product
 
@@ -99,6 +101,7 @@ class Experts(nn.Module):
     Attributes:
         gradient_ratio: factor on the gradients of the weights: what the ranks that average them over fewer or more of their
             kind than other weights leave to be made up.
+        fetch: from the weights this rank stores to those of the slots it holds; None where these are the same.
     """
 
     def __init__(self, hidden_dim: int, num_experts: int, spec: DenseMLP) -> None:
@@ -107,9 +110,10 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(num_experts, spec.ffn_dim, hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, spec.ffn_dim))
         self.gradient_ratio = 1.0
+        self.fetch: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [M, D] sorted by expert, ``counts`` [E] of them for each; to [M, D]."""
+        """Rows [M, D] sorted by expert (or slot), ``counts`` [E] of them for each; to [M, D]."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up, down = (self._weight(p) for p in (self.gate_proj, self.up_proj, self.down_proj))
         product = silu_product(F.grouped_mm(rows, gate, offs=ends), F.grouped_mm(rows, up, offs=ends))
@@ -120,6 +124,8 @@ class Experts(nn.Module):
         weight = local_tensor(parameter)
         if self.gradient_ratio != 1:
             weight = _ScaleGradient.apply(weight, self.gradient_ratio)  # type: ignore[no-untyped-call]
+        if self.fetch is not None:
+            weight = self.fetch(weight)
         return weight.transpose(1, 2)
 
 
@@ -139,6 +145,7 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         ranks: where the experts are; None where this rank has all of them.
+        slots: which of them stand where, some several times; None for each once and in order.
     """
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:
@@ -149,6 +156,14 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = SwiGLU(hidden_dim, spec.shared) if spec.shared is not None else None
         self.shared_expert_gate = WholeLinear(hidden_dim, 1) if spec.shared_gate else None
         self.ranks: ExpertRanks | None = None
+        self.slots: ExpertSlots | None = None
+
+    def place(self, slots: ExpertSlots) -> None:
+        """Let experts stand in these slots of the ranks that exchange rows."""
+        assert self.ranks is not None
+        assert self.ranks.exchange is not None
+        self.slots = slots
+        self.experts.fetch = functools.partial(slots.weights, group=self.ranks.exchange)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
@@ -169,11 +184,16 @@ class MixtureOfExperts(nn.Module):
         weights, experts = self.gate.route(tokens)
         # Sorted by expert; a stable order keeps the sums of a run the same each time.
         order = experts.flatten().argsort(stable=True)
-        token_of_row = order // experts.shape[1]
         counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+        if self.slots is not None:
+            slot_of_row = self.slots.slot_of_rows(experts.flatten()[order], counts)
+            counts = torch.bincount(slot_of_row, minlength=len(self.slots.experts))
+            order = order[slot_of_row.argsort(stable=True)]
+        token_of_row = order // experts.shape[1]
         outputs = self._through_experts(tokens[token_of_row], counts)
-        weighted = outputs * weights.flatten()[order, None]
-        return torch.zeros_like(tokens).index_add(0, token_of_row, weighted)
+        # Back in the order of tokens: index_add would keep the weighted rows for its backward pass, which needs none.
+        of_token = outputs[_inverse(order)].view(*experts.shape, -1)
+        return (of_token * weights[..., None]).sum(1)
 
     def _through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [M, D] sorted by expert with ``counts`` [E] of them each: to their experts and back."""
@@ -185,8 +205,7 @@ class MixtureOfExperts(nn.Module):
         received = _all_to_all(rows, arriving.received, arriving.sent, group)
         by_expert = arriving.expert_of_row.argsort(stable=True)
         outputs = self.experts(received[by_expert], arriving.counts)
-        back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
-        return _all_to_all(outputs[back], arriving.sent, arriving.received, group)
+        return _all_to_all(outputs[_inverse(by_expert)], arriving.sent, arriving.received, group)
 
 
 class _Arriving(NamedTuple):
@@ -208,6 +227,11 @@ class _Arriving(NamedTuple):
         sent, received = torch.stack((by_rank.sum(1), theirs.sum(1))).tolist()
         local = torch.arange(by_rank.shape[1], device=counts.device).repeat(num_ranks)
         return cls(sent, received, local.repeat_interleave(theirs.flatten()), theirs.sum(0))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation [M] that undoes another."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

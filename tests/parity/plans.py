@@ -19,7 +19,7 @@ from meshwright.schema import (
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
 from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
-from meshwright.schema.plan import Interval, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
+from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
 def tiny_model(
@@ -100,6 +100,7 @@ def make_plan(
     workload: Workload,
     blocks_per_stage: tuple[int, ...] | None = None,
     rank_map: tuple[int, ...] | None = None,
+    expert_slots: tuple[LayerSlots, ...] = (),
 ) -> Plan:
     """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
     counts = blocks_per_stage or tuple((model.num_blocks + i) // layout.pp for i in range(layout.pp))
@@ -109,6 +110,7 @@ def make_plan(
         workload=workload,
         layout=layout,
         stages=_stages(counts, layout),
+        expert_slots=expert_slots,
         rank_map=rank_map or tuple(range(layout.world_size)),
         estimate=_estimate(layout.pp),
         provenance=Provenance(meshwright="test", created="2026-01-01T00:00:00Z", inputs_sha256="0" * 64),

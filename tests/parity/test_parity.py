@@ -17,6 +17,7 @@ import torch
 from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, Plan, Workload
 from meshwright.schema.model import MoE, Rope
+from meshwright.schema.plan import LayerSlots
 from plans import make_plan, tiny_model
 
 LOSS_TOLERANCE = 1.5e-6
@@ -62,6 +63,12 @@ MODELS = {
 }
 
 
+REPLICAS = LayerSlots(
+    experts=(7, 0, 2, 2, 5, 1, 3, 2, 4, 6), shares=(1.0, 1.0, 0.25, 0.25, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0)
+)
+ORDERED = LayerSlots(experts=(4, 5, 6, 7, 0, 1, 2, 3), shares=(1.0,) * 8)
+
+
 @dataclass(frozen=True)
 class Setup:
     """A layout, the model it is tried on, and what differs from the default plan."""
@@ -73,6 +80,7 @@ class Setup:
     blocks_per_stage: tuple[int, ...] | None = None
     rank_map: tuple[int, ...] | None = None
     own_model: bool = False
+    expert_slots: tuple[LayerSlots, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +90,7 @@ class Setup:
             workload=self.workload,
             blocks_per_stage=self.blocks_per_stage,
             rank_map=self.rank_map,
+            expert_slots=self.expert_slots,
         )
 
 
@@ -133,6 +142,9 @@ TWO = (
     Setup("ep, zero 3", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
     Setup("ep, zero 1", Layout(dp_shard=2, ep=2, zero_stage=1), model="experts"),
     Setup("ep, replicas", Layout(dp_replicate=2, ep=2, micro_batch_size=2), model="experts"),
+    Setup(
+        "ep, replicas of experts", Layout(dp_shard=2, ep=2), model="experts", expert_slots=(REPLICAS, ORDERED, REPLICAS)
+    ),
     Setup("ep folded over tp", Layout(tp=2, ep=2), model="shared experts"),
     Setup("ep, full", Layout(dp_shard=2, ep=2, recompute="full"), model="experts"),
     Setup("etp over data", Layout(dp_shard=2, etp=2, micro_batch_size=2), model="experts"),
