@@ -38,6 +38,12 @@ LARGE_SPACE = 20_000
 NEARBY = 3
 """Sizes just below the one that bisection found which are tried besides: fits are not monotone in the number of devices."""
 
+MIN_SEQ_LEN = 128
+"""Tokens; shorter sequences are no advice."""
+
+LEAST_SHARE_OF_BATCH = 16
+"""A smaller part of the batch is no advice: below some size it only leaves fewer ranks to shard over."""
+
 Kind = Literal["fixed", "space", "engine", "offload", "devices", "precision", "seq_len", "global_batch_size"]
 
 _CLASS: dict[Kind, int] = {
@@ -47,10 +53,16 @@ _CLASS: dict[Kind, int] = {
 
 @dataclass(frozen=True)
 class Change:
-    """A change after which a layout fits; ``executed`` says whether `apply` runs it, or no plan for this engine is run by it."""
+    """A change after which a layout fits.
+
+    Attributes:
+        request: the changed request; fit: a layout of it that fits.
+        executed: `apply` runs it, or runs no plan for the engine that was asked for anyway.
+    """
 
     kind: Kind
     text: str
+    request: Request
     fit: Fit
     executed: bool
 
@@ -77,20 +89,20 @@ class _Advisor:
 
     def fit(self, request: Request) -> Fit | None:
         """A layout that fits, of all where there are not too many, else of the lean ones."""
-        lean = find_fit(request, self._deadline, lean=True)
-        return lean if self._lean else find_fit(request, self._deadline) or lean
+        found = None if self._lean else find_fit(request, self._deadline)
+        return found or find_fit(request, self._deadline, lean=True)
 
     def first_fit(self, request: Request) -> Fit | None:
         """The same, but as soon as there is one: lean ones tell quickly."""
-        lean = find_fit(request, self._deadline, lean=True)
-        return lean if lean or self._lean else find_fit(request, self._deadline)
+        found = find_fit(request, self._deadline, lean=True, first=True)
+        return found if found or self._lean else find_fit(request, self._deadline, first=True)
 
     def change(self, kind: Kind, text: str, request: Request, fit: Fit | None = None) -> Iterator[Change]:
         """The change, if something fits with it."""
         fit = fit or self.fit(request)
         if fit is not None:
             executed = request.runnable or (self.request.workload.engine != "fsdp2" and kind != "offload")
-            yield Change(kind, text, fit, executed and _is_executed(request, fit))
+            yield Change(kind, text, request, fit, executed and _is_executed(request, fit))
 
 
 def advise(request: Request, deadline: Deadline, *, num_layouts: int) -> Advice:
@@ -228,13 +240,16 @@ def _precisions(a: _Advisor) -> Iterator[Change]:
 
 
 def _sequences(a: _Advisor) -> Iterator[Change]:
-    """Shorter sequences."""
-    yield from _shrunk(a, "seq_len", least=128, text="shorten sequences to {} tokens (--seq-len {})")
+    """Shorter sequences; memory only falls with their length, so the shortest tells whether to go on."""
+    shortest = _with(a.request, a.request.workload.replace(seq_len=min(MIN_SEQ_LEN, a.request.workload.seq_len)))
+    if a.first_fit(shortest) is not None:
+        yield from _shrunk(a, "seq_len", least=MIN_SEQ_LEN, text="shorten sequences to {} tokens (--seq-len {})")
 
 
 def _batches(a: _Advisor) -> Iterator[Change]:
     """A smaller batch: fewer sequences in flight."""
-    yield from _shrunk(a, "global_batch_size", least=1, text="use a global batch of {} (--global-batch-size {})")
+    least = max(1, a.request.workload.global_batch_size // LEAST_SHARE_OF_BATCH)
+    yield from _shrunk(a, "global_batch_size", least=least, text="use a global batch of {} (--global-batch-size {})")
 
 
 def _shrunk(a: _Advisor, name: Literal["seq_len", "global_batch_size"], *, least: int, text: str) -> Iterator[Change]:

@@ -20,7 +20,7 @@ from .deadline import Deadline
 from .request import Request
 from .search import Candidate, expand, expand_fitting
 
-TRIES = 8
+TRIES = 6
 """Layouts expanded for each of the two orders."""
 
 ROOM = 0.9
@@ -44,11 +44,12 @@ class Fit:
     estimate: Estimate
 
 
-def find_fit(request: Request, deadline: Deadline, *, lean: bool = False) -> Fit | None:
+def find_fit(request: Request, deadline: Deadline, *, lean: bool = False, first: bool = False) -> Fit | None:
     """A layout that fits, or None where none of those tried does.
 
     Args:
         lean: only among layouts that are `LEAN` in what is not fixed.
+        first: the first that is found instead of the fastest of those tried.
 
     Raises:
         SolverLimitError: the deadline came first.
@@ -69,7 +70,7 @@ def find_fit(request: Request, deadline: Deadline, *, lean: bool = False) -> Fit
     smallest = np.argsort(least, kind="stable")[:TRIES]
     roomy = np.flatnonzero(least <= ROOM * budget)
     fastest = roomy[np.argsort(time_bounds(costs.select(roomy)), kind="stable")[:TRIES]]
-    rows = np.unique(np.concatenate([smallest[least[smallest] <= budget], fastest]))
+    rows = np.array(list(dict.fromkeys([*smallest[least[smallest] <= budget], *fastest])), dtype=np.int64)
     if not len(rows):
         return None
     some, found = costs.select(rows), list[Candidate]()
@@ -77,7 +78,9 @@ def find_fit(request: Request, deadline: Deadline, *, lean: bool = False) -> Fit
         checkpoint()
         if (candidate := expand_fitting(some, idx)) is not None:
             found.append(candidate)
+            if first:
+                break
     if not found:
         return None
-    best = min(found, key=lambda c: (c.estimate.step_time_s, c.idx))
+    best = min(found, key=lambda c: (c.estimate.step_time_s, rows[c.idx]))
     return Fit(some.batch.layout(best.idx), best.estimate)
