@@ -41,8 +41,9 @@ class LayerCost:
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
         ep_forward_s, ep_backward_s: communication of tokens with their experts.
-        gather_s: all-gather of the layer's parameters over dp_shard.
-        reduce_s: reduction of its gradients over dp_shard and dp_replicate.
+        gather_s, regather_s: all-gather of the layer's parameters before the forward and before the backward pass.
+        reduce_s: reduction of its gradients over data parallelism.
+        levels_s: once a step, between ranks over which its states are sharded differently.
         num_params: parameters of this rank's tensor-parallel share and of the experts it holds.
         frozen_bytes: of parameters that are not trained, as they are stored.
         num_trained: those of them, or of adapters beside them, that are trained.
@@ -61,7 +62,9 @@ class LayerCost:
     ep_forward_s: FloatArray
     ep_backward_s: FloatArray
     gather_s: FloatArray
+    regather_s: FloatArray
     reduce_s: FloatArray
+    levels_s: FloatArray
     num_params: FloatArray
     frozen_bytes: FloatArray
     num_trained: FloatArray
@@ -107,8 +110,8 @@ def with_data_parallel(cost: LayerCost, layer: Layer, setting: Setting) -> Layer
         frozen_bytes=cost.frozen_bytes[rows],
         num_tensors=_num_tensors(layer, setting),
     )
-    gather, reduce = data_parallel_s(params, setting.select(rows))
-    return replace(cost, gather_s=gather[like], reduce_s=reduce[like])
+    found = data_parallel_s(params, setting.select(rows))
+    return replace(cost, **{name: seconds[like] for name, seconds in found._asdict().items()})
 
 
 def inside_cost(layer: Layer, setting: Setting) -> LayerCost:
@@ -146,7 +149,9 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
         ep_forward_s=ep_s[0],
         ep_backward_s=ep_s[1],
         gather_s=none,
+        regather_s=none,
         reduce_s=none,
+        levels_s=none,
         num_params=num_params,
         frozen_bytes=frozen_bytes(layer, num_params, batch, workload),
         num_trained=trained_params(layer, hidden_dim, num_params, batch, workload),

@@ -123,6 +123,8 @@ def _step_shape(
         dp_replicate=batch.num_replicas[at],
         dp_shard=batch.num_shards[at],
         expert_shards=batch.expert_shards[at],
+        gradient_shards=(batch.num_gradient_shards[at], batch.expert_gradient_shards[at]),
+        optimizer_shards=(batch.num_optimizer_shards[at], batch.expert_optimizer_shards[at]),
         zero_stage=batch.zero_stage[at],
         num_microbatches=batch.num_microbatches[at],
         in_flight=in_flight,

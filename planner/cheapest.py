@@ -49,7 +49,7 @@ from .deadline import Deadline
 from .frontier import Frontier
 from .planning import plan, plan_of
 from .request import is_runnable
-from .search import REL_GAP, OnProgress, SearchResult, search
+from .search import REL_GAP, OnProgress, SearchResult, bounding_costs, search
 from .space import Space, build_space
 
 SHARE_OF_BOUNDS = 0.5
@@ -205,7 +205,8 @@ def _bound(size: Size, request: Request) -> None:
     try:
         space = request.space_of(size)
         size.layouts = len(space.batch)
-        frontier = Frontier(SpaceCosts.of(request.model, request.workload, size.cluster, space.batch))
+        costs = SpaceCosts.of(request.model, request.workload, size.cluster, space.batch)
+        frontier = Frontier(bounding_costs(costs))
     except ConfigError as error:
         size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
         return

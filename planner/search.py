@@ -110,10 +110,7 @@ def search(
     costing = f"costing {len(space.batch)} layouts"
     costs = SpaceCosts.of(model, workload, cluster, space.batch, checkpoint=lambda: deadline.require(costing))
     deadline.require(f"bounding {len(space.batch)} layouts")
-    measured = cluster.bandwidth_matrix is not None
-    fastest = best_case(cluster, tied=model.tie_embeddings)
-    bounding = SpaceCosts.of(model, workload, fastest, space.batch) if measured else costs
-    frontier, result = Frontier(bounding), SearchResult(costs)
+    frontier, result = Frontier(bounding_costs(costs)), SearchResult(costs)
     window = Window(costs, frontier)
     incumbent, bound = np.inf, np.inf
     while (bound := frontier.bound_s) < min(incumbent, worse_than_s) * (1 - REL_GAP):
@@ -140,6 +137,14 @@ def search(
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
+
+
+def bounding_costs(costs: SpaceCosts) -> SpaceCosts:
+    """What bounds are worked out from: the costs, or where links were measured those of the best placement there may be."""
+    if costs.cluster.bandwidth_matrix is None:
+        return costs
+    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
+    return SpaceCosts.of(costs.model, costs.workload, fastest, costs.batch)
 
 
 def _expand_runner_ups(

@@ -191,8 +191,9 @@ class MixtureOfExperts(nn.Module):
             order = order[slot_of_row.argsort(stable=True)]
         token_of_row = order // experts.shape[1]
         outputs = self._through_experts(tokens[token_of_row], counts)
-        weighted = outputs * weights.flatten()[order, None]
-        return torch.zeros_like(tokens).index_add(0, token_of_row, weighted)
+        # Back in the order of tokens: index_add would keep the weighted rows for its backward pass, which needs none.
+        of_token = outputs[_inverse(order)].view(*experts.shape, -1)
+        return (of_token * weights[..., None]).sum(1)
 
     def _through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [M, D] sorted by expert with ``counts`` [E] of them each: to their experts and back."""
@@ -204,8 +205,7 @@ class MixtureOfExperts(nn.Module):
         received = _all_to_all(rows, arriving.received, arriving.sent, group)
         by_expert = arriving.expert_of_row.argsort(stable=True)
         outputs = self.experts(received[by_expert], arriving.counts)
-        back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
-        return _all_to_all(outputs[back], arriving.sent, arriving.received, group)
+        return _all_to_all(outputs[_inverse(by_expert)], arriving.sent, arriving.received, group)
 
 
 class _Arriving(NamedTuple):
@@ -227,6 +227,11 @@ class _Arriving(NamedTuple):
         sent, received = torch.stack((by_rank.sum(1), theirs.sum(1))).tolist()
         local = torch.arange(by_rank.shape[1], device=counts.device).repeat(num_ranks)
         return cls(sent, received, local.repeat_interleave(theirs.flatten()), theirs.sum(0))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation [M] that undoes another."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
