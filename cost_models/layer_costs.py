@@ -37,6 +37,7 @@ class LayerCost:
 
     Attributes:
         forward_s, backward_s: operators, without communication.
+        weight_s: gradients of weights, the part of backward_s that a pipeline schedule may defer.
         recompute_s: forward work repeated in the backward pass.
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
@@ -54,6 +55,7 @@ class LayerCost:
 
     forward_s: FloatArray
     backward_s: FloatArray
+    weight_s: FloatArray
     recompute_s: FloatArray
     tp_forward_s: FloatArray
     tp_backward_s: FloatArray
@@ -134,6 +136,7 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
     ep_s = expert_parallel_s(layer, setting)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute = compute_s(layer, operators, times, comm_s, setting)
+    weight_part = _weight_part(times, len(batch))
     kept, working = activation_bytes(layer, hidden_dim, batch, workload, cluster)
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
@@ -141,6 +144,7 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
     return LayerCost(
         forward_s=np.maximum(forward, moved_s),
         backward_s=np.maximum(backward, moved_s),
+        weight_s=weight_part * backward,
         recompute_s=recompute,
         tp_forward_s=tp_s[0],
         tp_backward_s=tp_s[1],
@@ -159,6 +163,14 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
         activation_bytes=kept * (1 - batch.offload_activations),
         working_bytes=working,
     )
+
+
+def _weight_part(times: list[OperatorTime], size: int) -> FloatArray:
+    """Gradients of weights as a part of the backward pass [N]; what the host adds is spread over both parts alike."""
+    backward, weight = (
+        sum((getattr(time, name) for time in times), start=np.zeros(size)) for name in ("backward_s", "weight_s")
+    )
+    return np.asarray(np.divide(weight, backward, out=np.zeros(size), where=backward > 0))
 
 
 def _num_tensors(layer: Layer, setting: Setting) -> int:
@@ -230,6 +242,7 @@ def _with_context(
         alone.backward_s + added.backward_s,
         alone.forward_dispatches + added.dispatches,
         alone.backward_dispatches + added.dispatches,
+        alone.weight_s,
     )
     repeated = np.where(batch.recompute == RECOMPUTES.index("full"), added.exposed_forward_s, 0.0)
     exposed = (added.exposed_forward_s, added.exposed_backward_s + repeated)
