@@ -14,7 +14,7 @@ out and l of the whole row, so each step gives its part of every gradient; those
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 _aten = torch.ops.aten
+
+
+class SequenceRanks(Protocol):
+    """Attention over ranks that share each sequence."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Query [B, H, S, C] of this rank's tokens, key and value [B, K, S, C] to [B, H, S, C]."""
+        ...
 
 
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
