@@ -20,6 +20,7 @@ LONG_SGD = LONG.replace(optimizer="sgd")
 LONG_BF16 = LONG_SGD.replace(precision="bf16-mixed")
 STEPS = 10
 ADDED = {
+    "long latent sgd": MODELS["latent"],
     "long": tiny_model(num_blocks=4, qkv_bias=True, qk_norm="per_head"),
     "long sgd": tiny_model(tied=True, num_heads=8, num_kv_heads=4),
     "long experts": tiny_model(num_blocks=2, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
@@ -55,6 +56,8 @@ TWO = (
     Long("exchange, selective", Layout(cp=2, cp_ulysses=2, micro_batch_size=4, recompute="selective")),
     Plain("ring bf16", Layout(cp=2, micro_batch_size=4), workload=LONG_BF16),
     Plain("exchange bf16", Layout(cp=2, cp_ulysses=2, micro_batch_size=4), workload=LONG_BF16),
+    Plain("ring, latent", Layout(cp=2, micro_batch_size=4, recompute="selective"), model="long latent sgd"),
+    Plain("exchange, latent", Layout(cp=2, cp_ulysses=2, micro_batch_size=4), model="long latent sgd"),
     Plain("own model, ring", Layout(cp=2, micro_batch_size=4), own_model=True),
     Long("ring resumed as pp", Layout(pp=2, micro_batch_size=2), resumes="ring, zero 1"),
     Plain("ten steps of a ring", Layout(cp=2, micro_batch_size=4), num_steps=STEPS),
