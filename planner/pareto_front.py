@@ -34,7 +34,7 @@ from ..schema import ClusterSpec, ModelSpec, ParetoPoint, Workload
 from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import BLOCK
-from .planning import is_runnable
+from .request import is_runnable
 from .search import REL_GAP, WINDOW, Candidate, OnProgress, bounding_costs, expand_fitting
 from .space import build_space
 
