@@ -107,6 +107,11 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         # A head that is split over all stages is no layer of the last one.
         return np.asarray(np.divide(values, of, out=np.zeros_like(of), where=of > 0))
 
+    def shares(values: Sequence[FloatArray], missing: float) -> list[FloatArray]:
+        """Of the work of each kind in ``deep``; a layer that is not there does not count."""
+        return [np.divide(values[k], busy[k], out=np.full_like(busy[k], missing), where=busy[k] > 0) for k in deep]
+
+    weight = [cost.weight_s for cost in costs.inside]
     dearest = extreme([busy[k] for k in blocks], True)
     return Work(
         schedule=b.schedule,
