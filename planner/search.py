@@ -67,8 +67,8 @@ class Candidate:
 class SearchResult:
     """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
 
-    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of those in ``rejected``
-    no split fits.
+    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
+    ``rejected`` no split fits.
     """
 
     costs: SpaceCosts
@@ -142,7 +142,8 @@ def search(
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
         _expand_runner_ups(result, frontier, window, runner_ups, deadline)
-    result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
+    if not deadline.is_over:
+        result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
