@@ -107,9 +107,9 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         # A head that is split over all stages is no layer of the last one.
         return np.asarray(np.divide(values, of, out=np.zeros_like(of), where=of > 0))
 
-    def shares(values: Sequence[FloatArray], missing: float) -> list[FloatArray]:
+    def shares(values: Sequence[FloatArray]) -> list[FloatArray]:
         """Of the work of each kind in ``deep``; a layer that is not there does not count."""
-        return [np.divide(values[k], busy[k], out=np.full_like(busy[k], missing), where=busy[k] > 0) for k in deep]
+        return [np.divide(values[k], busy[k], out=np.zeros_like(busy[k]), where=busy[k] > 0) for k in deep]
 
     weight = [cost.weight_s for cost in costs.inside]
     dearest = extreme([busy[k] for k in blocks], True)
@@ -128,9 +128,9 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         transfer_s=transfer_s,
         block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],
         block_forward_share=(extreme([forward[k] for k in blocks], False) / dearest)[costs.like],
-        path_share=extreme([1 - part(costs.inside[k].weight_s, busy[k]) for k in deep], False)[costs.like],
-        forward_share=extreme([part(forward[k], busy[k]) for k in deep], True)[costs.like],
-        weight_share=extreme([part(costs.inside[k].weight_s, busy[k]) for k in deep], True)[costs.like],
+        path_share=1 - extreme(shares(weight), True)[costs.like],
+        forward_share=extreme(shares(forward), True)[costs.like],
+        weight_share=extreme(shares(weight), True)[costs.like],
     )
 
 
