@@ -48,6 +48,7 @@ from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import Frontier
 from .planning import is_runnable, plan, plan_of
+from .rank_map import bounding
 from .search import REL_GAP, OnProgress, SearchResult, search
 from .space import Space, build_space
 
@@ -204,7 +205,8 @@ def _bound(size: Size, request: Request) -> None:
     try:
         space = request.space_of(size)
         size.layouts = len(space.batch)
-        frontier = Frontier(SpaceCosts.of(request.model, request.workload, size.cluster, space.batch))
+        costs = SpaceCosts.of(request.model, request.workload, size.cluster, space.batch)
+        frontier = Frontier(bounding(costs))
     except ConfigError as error:
         size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
         return

@@ -80,7 +80,7 @@ def _smallest_fit(
 
 def _grown(cluster: ClusterSpec, factor: int) -> ClusterSpec:
     """The cluster with ``factor`` times as many nodes of each group, joined by its outermost link."""
-    groups = tuple(group.replace(num_nodes=group.num_nodes * factor) for group in cluster.groups)
+    groups = tuple(group.resized(group.num_nodes * factor) for group in cluster.groups)
     total = cluster.num_devices * factor
     outer = cluster.levels[-1]
     inner = cluster.levels[:-1] if len(cluster.levels) > 1 else cluster.levels

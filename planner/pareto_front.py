@@ -35,6 +35,7 @@ from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import BLOCK
 from .planning import is_runnable
+from .rank_map import bounding
 from .search import REL_GAP, WINDOW, Candidate, OnProgress, expand_fitting
 from .space import build_space
 
@@ -95,7 +96,7 @@ class Queue:
     def __init__(self, costs: SpaceCosts, deadline: Deadline) -> None:
         """Bound every layout that may fit."""
         self.costs, self._deadline = costs, deadline
-        rows, bound_s, self._least_bytes = _bounds(costs, deadline)
+        rows, bound_s, self._least_bytes = _bounds(bounding(costs), deadline)
         order = np.lexsort((rows, bound_s))
         self._order: IntArray = rows[order]
         self._rank = {int(row): rank for rank, row in enumerate(self._order)}

@@ -33,9 +33,19 @@ def best_case(cluster: ClusterSpec, *, tied: bool) -> ClusterSpec:
         return cluster
     away = np.where(np.eye(cluster.num_nodes, dtype=bool), 0.0, links.bandwidth)
     best = np.max(away, axis=1)
-    if tied or sum(level.domain_size > cluster.largest_node for level in cluster.levels) > 1:
+    clusters = (cluster, *(part.cluster for part in cluster.parts))
+    between = max(sum(level.domain_size > own.largest_node for level in own.levels) for own in clusters)
+    if tied or between > 1:
         best = np.full_like(best, best.max())
     return cluster.replace(bandwidth_matrix=_as_tuples(np.minimum(best[:, None], best[None, :])))
+
+
+def bounding(costs: SpaceCosts) -> SpaceCosts:
+    """Costs that no map of ranks to nodes is below: the same where the bandwidth between nodes was not measured."""
+    if costs.cluster.bandwidth_matrix is None:
+        return costs
+    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
+    return SpaceCosts.of(costs.model, costs.workload, fastest, costs.batch)
 
 
 def in_order(cluster: ClusterSpec, nodes: Sequence[int]) -> ClusterSpec:
