@@ -7,6 +7,7 @@ import typer
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
 from .estimate import estimate
+from .experts import experts_app
 from .explain import explain
 from .plan import plan
 from .validate import validate
@@ -25,6 +26,7 @@ app.command(cls=ApplyCommand)(apply)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
+app.add_typer(experts_app, name="experts")
 
 
 def main() -> None:

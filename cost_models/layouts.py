@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import Layout
-from ..schema.layout import NUMBERS, SCHEDULES, Offload, Recompute
+from ..schema.layout import NUMBERS, SCHEDULES, Offload, Recompute, Vocabulary
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+VOCABULARIES: tuple[Vocabulary, ...] = ("ends", "split")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 _FRACTIONS = ("recompute_fraction", "offload_fraction", "offload_activations")
 
@@ -31,6 +32,7 @@ def not_searched(size: int) -> dict[str, Any]:
         "offload_fraction": one,
         "offload_activations": np.zeros(size),
         "offload_to_storage": zero,
+        "vocabulary": zero,
     }
 
 
@@ -77,6 +79,8 @@ class LayoutBatch:
     micro_batch_size: IntArray
     num_microbatches: IntArray
     zero_stage: IntArray
+    gradient_shard: IntArray
+    optimizer_shard: IntArray
     sequence_parallel: IntArray
     recompute: IntArray
     schedule: IntArray
@@ -85,6 +89,7 @@ class LayoutBatch:
     offload_fraction: FloatArray
     offload_activations: FloatArray
     offload_to_storage: IntArray
+    vocabulary: IntArray
 
     @property
     def dp(self) -> IntArray:
@@ -100,8 +105,22 @@ class LayoutBatch:
 
     @cached_property
     def num_shards(self) -> IntArray:
-        """Ranks over which the sharded states of what is no expert are spread: the context ranks share in it."""
+        """Ranks over which the sharded states of what is no expert are spread, parameters at least: context ranks share in it.
+
+        Gradients and optimizer states may be sharded over more of them: `num_gradient_shards`, `num_optimizer_shards`.
+        """
         return np.asarray(np.where(self.zero_stage > 0, self.dp_shard * self.cp, self.dp_shard))
+
+    @cached_property
+    def num_gradient_shards(self) -> IntArray:
+        """Ranks over which sharded gradients are spread, a multiple of ``num_shards``."""
+        return np.asarray(self.num_shards * np.maximum(self.gradient_shard // self.dp_shard, 1))
+
+    @cached_property
+    def num_optimizer_shards(self) -> IntArray:
+        """Ranks over which sharded optimizer states are spread, a multiple of ``num_gradient_shards``."""
+        wider = self.num_shards * np.maximum(self.optimizer_shard // self.dp_shard, 1)
+        return np.asarray(np.maximum(wider, self.num_gradient_shards))
 
     @cached_property
     def num_replicas(self) -> IntArray:
@@ -131,6 +150,23 @@ class LayoutBatch:
         return np.asarray(np.where(self.zero_stage > 0, np.gcd(wanted, np.maximum(copies, 1)), self.dp_shard))
 
     @cached_property
+    def expert_gradient_shards(self) -> IntArray:
+        """Ranks over which gradients of an expert are spread, a multiple of ``expert_shards``."""
+        return self._wider_expert_shards(self.num_gradient_shards, self.expert_shards)
+
+    @cached_property
+    def expert_optimizer_shards(self) -> IntArray:
+        """Ranks over which optimizer states of an expert are spread, a multiple of ``expert_gradient_shards``."""
+        return self._wider_expert_shards(self.num_optimizer_shards, self.expert_gradient_shards)
+
+    def _wider_expert_shards(self, num_shards: IntArray, inner: IntArray) -> IntArray:
+        """As many ranks of those that hold the same experts as ``num_shards`` of all ranks have, in multiples of ``inner``."""
+        expert_ranks = self.ep * self.expert_tp * inner
+        copies = np.maximum(self.stage_ranks // expert_ranks, 1)
+        wanted = np.maximum(num_shards * self.tp // expert_ranks, 1)
+        return np.asarray(np.where(self.zero_stage > 0, inner * np.gcd(wanted, copies), inner))
+
+    @cached_property
     def expert_replicas(self) -> IntArray:
         """Groups of ``expert_shards`` ranks that hold the same shards of the same experts."""
         return np.asarray(np.maximum(self.stage_ranks // (self.ep * self.expert_tp * self.expert_shards), 1))
@@ -157,13 +193,14 @@ class LayoutBatch:
     def _inside_columns(self) -> list[NDArray[Any]]:
         names = ("tp", "cp", "cp_ulysses", "micro_batch_size", "sequence_parallel")
         offload = ("offload", "offload_fraction", "offload_activations", "offload_to_storage")
-        return [*(getattr(self, name) for name in names + offload), self.pp > 1, self.dp > 1]
+        return [*(getattr(self, name) for name in names + offload), self.vocabulary, self.pp > 1, self.dp > 1]
 
     @cached_property
     def across_data(self) -> Distinct:
         """Rows that differ in what the data-parallel collectives of one layer depend on."""
-        names = ("tp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "zero_stage", "offload", "offload_to_storage")
-        return distinct_rows([*(getattr(self, name) for name in names), self.pp > 1])
+        names = ("tp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard")
+        offload = ("offload", "offload_to_storage")
+        return distinct_rows([*(getattr(self, name) for name in names + offload), self.vocabulary, self.pp > 1])
 
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
@@ -176,6 +213,7 @@ class LayoutBatch:
             "schedule": [SCHEDULES.index(layout.schedule) for layout in layouts],
             "offload": [OFFLOADS.index(layout.offload) for layout in layouts],
             "offload_to_storage": [int(layout.offload_to == "storage") for layout in layouts],
+            "vocabulary": [VOCABULARIES.index(layout.vocabulary) for layout in layouts],
         }
         arrays: dict[str, Any] = {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
         fractions: dict[str, Any] = {
@@ -198,6 +236,8 @@ class LayoutBatch:
             micro_batch_size=int(self.micro_batch_size[idx]),
             schedule=SCHEDULES[self.schedule[idx]],
             zero_stage=int(self.zero_stage[idx]),  # type: ignore[arg-type]
+            gradient_shard=int(self.gradient_shard[idx]),
+            optimizer_shard=int(self.optimizer_shard[idx]),
             sequence_parallel=bool(self.sequence_parallel[idx]),
             recompute=RECOMPUTES[self.recompute[idx]],
             recompute_fraction=float(self.recompute_fraction[idx]),
@@ -205,6 +245,7 @@ class LayoutBatch:
             offload_fraction=float(self.offload_fraction[idx]),
             offload_activations=float(self.offload_activations[idx]),
             offload_to="storage" if self.offload_to_storage[idx] else "host",
+            vocabulary=VOCABULARIES[self.vocabulary[idx]],
         )
 
     def degrees(self, idx: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ..schema import Estimate
 from ..schema.cluster_parts import label_of
+from ..schema.layout import SCHEDULES
 from ..schema.model import Block
 from ..schema.plan import StageEstimate, TimeBreakdown
 from . import memory, step
@@ -43,9 +44,13 @@ _FORWARD = ("forward_s", "tp_forward_s", "cp_forward_s", "ep_forward_s")
 
 
 def is_aligned(costs: SpaceCosts) -> NDArray[np.bool_]:
-    """Whether every stage of a layout lies on one part of the cluster [N]; never where all nodes are alike."""
+    """Whether every stage of a layout lies on one part of the cluster [N]; never where all nodes are alike.
+
+    Other schedules than those of the closed form, model chunks and a vocabulary split over all stages are costed as the weakest.
+    """
     b = costs.batch
-    aligned = np.full(len(b), bool(costs.parts)) & (b.recompute < len(RECOMPUTES))
+    aligned = np.isin(b.schedule, [SCHEDULES.index(name) for name in ("gpipe", "1f1b")])
+    aligned &= (b.recompute < len(RECOMPUTES)) & (b.vocabulary == 0) & (b.num_model_chunks == 1) & bool(costs.parts)
     for part in costs.parts:
         aligned &= part.cluster.num_devices % b.stage_ranks == 0
     return aligned

@@ -47,9 +47,9 @@ from ..schema.cost_summary import Outcome
 from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import Frontier
-from .planning import is_runnable, plan, plan_of
-from .rank_map import bounding
-from .search import REL_GAP, OnProgress, SearchResult, search
+from .planning import plan, plan_of
+from .request import is_runnable
+from .search import REL_GAP, OnProgress, SearchResult, bounding_costs, search
 from .space import Space, build_space
 
 SHARE_OF_BOUNDS = 0.5
@@ -206,7 +206,7 @@ def _bound(size: Size, request: Request) -> None:
         space = request.space_of(size)
         size.layouts = len(space.batch)
         costs = SpaceCosts.of(request.model, request.workload, size.cluster, space.batch)
-        frontier = Frontier(bounding(costs))
+        frontier = Frontier(bounding_costs(costs))
     except ConfigError as error:
         size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
         return

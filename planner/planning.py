@@ -15,7 +15,6 @@ from ..cost_models.layouts import LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
 from ..schema.layout import check_fields, format_assignments
-from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
     ENGINE_RULES,
@@ -23,7 +22,6 @@ from ..schema.rules import (
     VERSION_RULES,
     broken_rules,
     layout_facts,
-    require_our_engine,
     require_valid,
 )
 from ..schema.runnable import why_not_runnable
@@ -32,6 +30,7 @@ from .choose import alternatives, choose
 from .deadline import Deadline
 from .infeasible import explain_infeasible
 from .rank_map import device_of_rank
+from .request import Request, is_runnable
 from .search import Candidate, OnProgress, SearchResult, expand, search
 from .space import build_space
 
@@ -82,7 +81,7 @@ def plan(
         deadline=deadline,
     )
     if not result.fitting:
-        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
+        raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
     return plan_of(result, fixed, runnable=runnable, top=top)
 
 
@@ -103,7 +102,7 @@ def plan_of(
         cluster=cluster,
         workload=workload,
         layout=layout,
-        stages=_stages(model, chosen, layout),
+        stages=_stages(chosen, layout),
         rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
@@ -111,15 +110,6 @@ def plan_of(
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
     )
-
-
-def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
-    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
-    if runnable is None:
-        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
-    if runnable:
-        require_our_engine(workload)
-    return runnable
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
@@ -166,22 +156,11 @@ def default_precision(cluster: ClusterSpec) -> Precision:
     raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")
 
 
-def _stages(model: ModelSpec, chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
-    """The layers of each stage in order; with model chunks, stage ``k`` is chunk ``k // pp`` of rank ``k % pp``.
-
-    A rank keeps as many blocks as the contiguous cut gave it, spread evenly over its chunks.
-    """
-    is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
-    on_rank = [sum(is_block[i:j]) for i, j in itertools.pairwise(chosen.boundaries)]
-    chunks = range(layout.num_model_chunks)
-    sizes = [blocks // len(chunks) + (chunk < blocks % len(chunks)) for chunk in chunks for blocks in on_rank]
-    before = is_block.index(True)
-    sizes[0] += before
-    sizes[-1] += len(is_block) - sum(sizes)
-    ends = itertools.accumulate(sizes)
+def _stages(chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
+    """The layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
     return tuple(
-        Stage(first_layer_idx=end - size, num_layers=size, recompute=layout.recompute)
-        for end, size in zip(ends, sizes, strict=True)
+        Stage(first_layer_idx=first, num_layers=end - first, recompute=layout.recompute)
+        for first, end in itertools.pairwise(chosen.boundaries)
     )
 
 

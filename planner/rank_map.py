@@ -40,14 +40,6 @@ def best_case(cluster: ClusterSpec, *, tied: bool) -> ClusterSpec:
     return cluster.replace(bandwidth_matrix=_as_tuples(np.minimum(best[:, None], best[None, :])))
 
 
-def bounding(costs: SpaceCosts) -> SpaceCosts:
-    """Costs that no map of ranks to nodes is below: the same where the bandwidth between nodes was not measured."""
-    if costs.cluster.bandwidth_matrix is None:
-        return costs
-    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
-    return SpaceCosts.of(costs.model, costs.workload, fastest, costs.batch)
-
-
 def in_order(cluster: ClusterSpec, nodes: Sequence[int]) -> ClusterSpec:
     """The cluster whose k-th place in the order of ranks is filled by ``nodes[k]``, a node of the same kind."""
     links = np.array(cluster.bandwidth_matrix)

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..schema import ClusterSpec, ModelSpec, Plan, Workload
 from ..schema.layout import parse_assignments
-from ..schema.rules import VERSION_RULES, broken_rules, layout_facts
+from ..schema.rules import VERSION_RULES, broken_rules, layout_facts, require_our_engine
+from ..schema.runnable import why_not_runnable
 from .deadline import Deadline
-from .planning import is_runnable
 from .search import OnProgress, SearchResult, search
 from .space import Space, build_space
 
@@ -64,3 +64,12 @@ class Request:
             deadline=deadline,
             on_progress=on_progress,
         )
+
+
+def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
+    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
+    if runnable is None:
+        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
+    if runnable:
+        require_our_engine(workload)
+    return runnable

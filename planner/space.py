@@ -7,6 +7,8 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
     micro-batches  above MAX_MICRO_BATCH_SIZE sequences
     dp_shard       for other engines than ours: 1, what lies in one domain of each link level, or all. Between two of these the
                    collectives cross the same links, and only memory changes
+    states         for engines that shard gradients and optimizer states over more ranks than parameters: over the same steps of
+                   link levels, both alike
     chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
     offloading, partial recompute
     cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import OFFLOADS, RECOMPUTES, VOCABULARIES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
 from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
@@ -37,6 +39,9 @@ MAX_MICRO_BATCH_SIZE = 64
 
 _ZERO_STAGES: dict[Engine, tuple[int, ...]] = {"megatron": (0, 1)}
 """What is enumerated where an engine has not all of 0 to 3; asking for another one names the engine's rule."""
+
+_LEVELS_UNDER_ZERO_3: tuple[Engine, ...] = ("fsdp2", "deepspeed")
+"""Engines that keep parameters within fewer ranks than gradients and optimizer states (schema/rules.py)."""
 
 _FACTS = (*NUMBERS, "sequence_parallel")
 
@@ -122,6 +127,7 @@ def _all_facts(
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
         fused_attention=workload.attention == "flash",
+        vocabulary_is_split=int(fixed.get("vocabulary") == "split"),
         **model_facts(model),
     )
 
@@ -132,6 +138,8 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {name: fixed[name] for name in columns if name in fixed}
     if "offload" in given:
         given["offload"] = OFFLOADS.index(given["offload"])
+    if "vocabulary" in given:
+        given["vocabulary"] = VOCABULARIES.index(given["vocabulary"])
     given |= {"offload_to_storage": int(fixed.get("offload_to") == "storage")}
     return columns | {name: np.full_like(columns[name], value) for name, value in given.items()}
 
@@ -179,6 +187,7 @@ def _enumerate(
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
     c = cross(c, "zero_stage", _ZERO_STAGES.get(workload.engine, (0, 1, 2, 3)), _has_zero_stage)
     c = _select(c, _has_zero_stage(c))
+    c = _with_levels(c, workload.engine, fixed, islands, runnable=runnable)
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
     experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
@@ -234,6 +243,28 @@ def _fills(c: Columns, islands: Sequence[int], left: Callable[[Columns], IntArra
         inside = np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), everything)
         fills |= c["dp_shard"] == inside
     return np.asarray(fills)
+
+
+def _with_levels(
+    c: Columns, engine: Engine, fixed: Mapping[str, Any], islands: Sequence[int], *, runnable: bool
+) -> Columns:
+    """Where gradients and optimizer states may be sharded over more ranks than parameters: a domain of a link level, or all."""
+    dp = c["dp_replicate"] * c["dp_shard"]
+    widths = [np.ones_like(dp)]
+    if given := [int(fixed[name]) for name in ("optimizer_shard", "gradient_shard") if name in fixed]:
+        widths = [np.full_like(dp, given[0])]
+    elif not runnable and engine in _LEVELS_UNDER_ZERO_3:
+        widths += [np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), dp) for size in islands] + [dp]
+    rows = []
+    for idx, width in enumerate(widths):
+        keep = np.asarray((idx == 0) | ((c["zero_stage"] == 3) & (width > c["dp_shard"])))
+        for earlier in widths[:idx]:
+            keep &= width != earlier
+        of_gradients = np.where(c["zero_stage"] == 3, width, 1)
+        levels = {"optimizer_shard": width, "gradient_shard": of_gradients}
+        levels |= {name: np.full_like(dp, fixed[name]) for name in levels if name in fixed}
+        rows.append(_select(c | levels, np.broadcast_to(keep, dp.shape)))
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
 def _has_zero_stage(c: Columns) -> NDArray[np.bool_]:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..schema.layout import Recompute
 from .models.decoder import Decoder
-from .models.experts import Experts, WholeLinear
+from .models.experts import Experts, MixtureOfExperts
+from .models.whole_linear import WholeLinear
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})
@@ -45,9 +46,16 @@ def apply_recompute(stage: Decoder, recompute: Recompute) -> None:
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
+_NO_LAST = -1
+
+
 def _count_products(block: nn.Module) -> int:
-    single = sum(isinstance(module, nn.Linear | WholeLinear) for module in block.modules())
-    return single + 3 * sum(isinstance(module, Experts) for module in block.modules())
+    """Products of a block whose last one need not be kept; the weights of a token's experts need what the experts put out."""
+    modules = list(block.modules())
+    if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
+        return _NO_LAST
+    single = sum(isinstance(module, nn.Linear | WholeLinear) for module in modules)
+    return single + 3 * sum(isinstance(module, Experts) for module in modules)
 
 
 def _selective_contexts(num_products: int) -> Any:
