@@ -25,6 +25,7 @@ from .operators import model_flops_per_token
 from .pipeline import Work, fewest_in_flight, lower_bound_s, pipelined_s
 from .pipeline_replay import Shape, held, in_flight, makespan_s
 from .space_costs import SpaceCosts
+from .vocabulary import MORE_IN_FLIGHT
 
 
 def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
@@ -49,7 +50,43 @@ def time_bounds(costs: SpaceCosts) -> FloatArray:
         + _fullest_stage(costs, costs.dp_exposed_by_kind)
         + costs.dp_edges_s
         + _fullest_stage(costs, updates)
+        + _vocabulary_bound_s(costs)
     )
+
+
+def _vocabulary_bound_s(costs: SpaceCosts) -> FloatArray:
+    """What a split vocabulary adds to a step at least [N]: the same on every stage."""
+    if costs.vocabulary is None:
+        return np.zeros(len(costs.batch))
+    update = costs.update_s(costs.vocabulary.total("num_trained"), 0.0)
+    return np.asarray(costs.vocabulary_s + costs.vocabulary_dp_s + update)
+
+
+def _with_vocabulary(
+    costs: SpaceCosts, contents: memory.StageContents, at: int | slice = slice(None)
+) -> memory.StageContents:
+    """Contents of stages that have a share of the vocabulary each, under layouts ``at`` that split it."""
+    share = costs.vocabulary
+    if share is None:
+        return contents
+    is_split = costs.batch.vocabulary[at] == 1
+    largest = np.maximum(share.embedding.num_params, share.head.num_params)[at]
+    return replace(
+        contents,
+        params=contents.params + share.total("num_params")[at],
+        trained=contents.trained + share.total("num_trained")[at],
+        frozen_bytes=contents.frozen_bytes + share.total("frozen_bytes")[at],
+        root_params=np.where(is_split, largest, contents.root_params),
+        working_bytes=np.maximum(contents.working_bytes, share.head.working_bytes[at]) + share.held_bytes[at],
+        logits=np.where(is_split, share.logits[at], contents.logits),
+    )
+
+
+def _more_in_flight(costs: SpaceCosts, in_flight: Any, at: int | slice = slice(None)) -> Any:
+    """Micro-batches in flight where the barrier of a split vocabulary keeps one more."""
+    b = costs.batch
+    more = np.minimum(b.num_microbatches[at], in_flight + MORE_IN_FLIGHT)
+    return np.where(b.vocabulary[at] == 1, more, in_flight)
 
 
 def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArray) -> Work:
@@ -66,6 +103,10 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
     def extreme(values: Sequence[FloatArray], largest: bool) -> FloatArray:
         return np.asarray((np.max if largest else np.min)(np.stack(values), axis=0))
 
+    def part(values: FloatArray, of: FloatArray) -> FloatArray:
+        # A head that is split over all stages is no layer of the last one.
+        return np.asarray(np.divide(values, of, out=np.zeros_like(of), where=of > 0))
+
     dearest = extreme([busy[k] for k in blocks], True)
     return Work(
         schedule=b.schedule,
@@ -79,9 +120,9 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         transfer_s=transfer_s,
         block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],
         block_forward_share=(extreme([forward[k] for k in blocks], False) / dearest)[costs.like],
-        path_share=extreme([1 - costs.inside[k].weight_s / busy[k] for k in deep], False)[costs.like],
-        forward_share=extreme([forward[k] / busy[k] for k in deep], True)[costs.like],
-        weight_share=extreme([costs.inside[k].weight_s / busy[k] for k in deep], True)[costs.like],
+        path_share=extreme([1 - part(costs.inside[k].weight_s, busy[k]) for k in deep], False)[costs.like],
+        forward_share=extreme([part(forward[k], busy[k]) for k in deep], True)[costs.like],
+        weight_share=extreme([part(costs.inside[k].weight_s, busy[k]) for k in deep], True)[costs.like],
     )
 
 
@@ -121,6 +162,7 @@ def memory_bounds(costs: SpaceCosts) -> FloatArray:
         boundary_bytes=costs.boundary_bytes,
     )
     fewest = fewest_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)
+    contents, fewest = _with_vocabulary(costs, contents), _more_in_flight(costs, fewest)
     parts = memory.stage_memory(
         contents, _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1)), costs.workload, costs.cluster
     )
@@ -152,6 +194,7 @@ def stage_memory_parts(
         flight = memory.in_flight(
             b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx]
         )
+    flight = _more_in_flight(costs, flight, idx)
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     shape = _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
     return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
@@ -239,7 +282,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
     params = costs.per_layer("num_params", idx)
     is_root = np.isin(costs.kind_of_layer, costs.root_kinds)
     head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
-    return memory.StageContents(
+    contents = memory.StageContents(
         params=span(params),
         trained=span(costs.per_layer("num_trained", idx)),
         expert_params=span(costs.per_layer("expert_params", idx)),
@@ -252,6 +295,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
     )
+    return _with_vocabulary(costs, contents, idx)
 
 
 def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Estimate:
@@ -271,9 +315,13 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
         parts = stage_memory_parts(costs, idx, contents, ranks)
     passes = _pass_seconds(costs, idx, first, last)
     breakdown_s = _time_breakdown(costs, idx, replace(shape, pp=num_ranks), passes, ranks, contents)
+    breakdown_s = _with_vocabulary_s(costs, idx, breakdown_s)
     allocated = memory.total_bytes(parts)
     fullest = int(np.argmax(allocated))
     forward_s, backward_s = (np.bincount(ranks, seconds, num_ranks) for seconds in (passes.forward, passes.backward))
+    if (share := costs.vocabulary) is not None:
+        ahead_s = share.total("forward_s")[idx] + share.total("comm_forward_s")[idx]
+        forward_s, backward_s = forward_s + ahead_s, backward_s + share.total("busy_s")[idx] - ahead_s
     stages = tuple(
         StageEstimate(
             forward_s=float(forward_s[s]),
@@ -364,6 +412,23 @@ def step_s(shape: Shape, passes: Passes, transfer_s: float) -> float:
             raise
         busy = np.bincount(shape.rank_of_stage, forward + backward + weight, shape.pp) + transfer_s
         return float(pipelined_s(busy, shape.num_microbatches, chunks))
+
+
+def _with_vocabulary_s(costs: SpaceCosts, idx: int, parts: TimeBreakdown) -> TimeBreakdown:
+    """The breakdown with what a split vocabulary adds to every stage."""
+    if costs.vocabulary is None:
+        return parts
+    m, share = int(costs.batch.num_microbatches[idx]), costs.vocabulary.at(np.array([idx]))
+    compute = m * float(share.total("forward_s")[0] + share.total("backward_s")[0] + share.total("recompute_s")[0])
+    inside = m * float(share.total("comm_forward_s")[0] + share.total("comm_backward_s")[0])
+    sent = m * float(costs.vocabulary_sent_s[idx])
+    return parts.replace(
+        compute=parts.compute + compute,
+        tp=parts.tp + inside,
+        pp=parts.pp + sent,
+        bubble=parts.bubble + max(0.0, float(costs.vocabulary_s[idx]) - compute - inside - sent),
+        dp=parts.dp + float(costs.vocabulary_dp_s[idx]),
+    )
 
 
 def with_memory(estimate: Estimate, parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> Estimate:

@@ -47,7 +47,8 @@ from ..schema.cost_summary import Outcome
 from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import Frontier
-from .planning import is_runnable, plan, plan_of
+from .planning import plan, plan_of
+from .request import is_runnable
 from .search import REL_GAP, OnProgress, SearchResult, bounding_costs, search
 from .space import Space, build_space
 

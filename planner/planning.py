@@ -22,7 +22,6 @@ from ..schema.rules import (
     VERSION_RULES,
     broken_rules,
     layout_facts,
-    require_our_engine,
     require_valid,
 )
 from ..schema.runnable import why_not_runnable
@@ -32,6 +31,7 @@ from .deadline import Deadline
 from .expert_load import with_experts_placed, with_imbalance
 from .infeasible import explain_infeasible
 from .rank_map import device_of_rank
+from .request import Request, is_runnable
 from .search import Candidate, OnProgress, SearchResult, expand, search
 from .space import build_space
 
@@ -87,7 +87,7 @@ def plan(
         deadline=deadline,
     )
     if not result.fitting:
-        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
+        raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
     found = plan_of(result, fixed, runnable=runnable, top=top)
     return found if expert_load is None else with_experts_placed(found, expert_load)
 
@@ -119,15 +119,6 @@ def plan_of(
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
     )
-
-
-def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
-    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
-    if runnable is None:
-        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
-    if runnable:
-        require_our_engine(workload)
-    return runnable
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:

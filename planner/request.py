@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..schema import ClusterSpec, ModelSpec, Plan, Workload
 from ..schema.layout import parse_assignments
-from ..schema.rules import VERSION_RULES, broken_rules, layout_facts
+from ..schema.rules import VERSION_RULES, broken_rules, layout_facts, require_our_engine
+from ..schema.runnable import why_not_runnable
 from .deadline import Deadline
-from .planning import is_runnable
 from .search import OnProgress, SearchResult, search
 from .space import Space, build_space
 
@@ -52,15 +53,30 @@ class Request:
         )
 
     def search(
-        self, deadline: Deadline, *, space: Space | None = None, on_progress: OnProgress | None = None
+        self,
+        deadline: Deadline,
+        *,
+        space: Space | None = None,
+        worse_than_s: float = math.inf,
+        on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Expand the layouts best first; raises like `space`."""
+        """Expand the layouts best first, as far as they may be faster than ``worse_than_s``; raises like `space`."""
         return search(
             self.model,
             self.workload,
             self.cluster,
             space or self.space(deadline),
             time_limit_s=deadline.limit_s,
+            worse_than_s=worse_than_s,
             deadline=deadline,
             on_progress=on_progress,
         )
+
+
+def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
+    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
+    if runnable is None:
+        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
+    if runnable:
+        require_our_engine(workload)
+    return runnable

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import OFFLOADS, RECOMPUTES, VOCABULARIES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
 from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
@@ -127,6 +127,7 @@ def _all_facts(
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
         fused_attention=workload.attention == "flash",
+        vocabulary_is_split=int(fixed.get("vocabulary") == "split"),
         **model_facts(model),
     )
 
@@ -137,6 +138,8 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {name: fixed[name] for name in columns if name in fixed}
     if "offload" in given:
         given["offload"] = OFFLOADS.index(given["offload"])
+    if "vocabulary" in given:
+        given["vocabulary"] = VOCABULARIES.index(given["vocabulary"])
     given |= {"offload_to_storage": int(fixed.get("offload_to") == "storage")}
     return columns | {name: np.full_like(columns[name], value) for name, value in given.items()}
 

@@ -13,10 +13,15 @@ The other ranks of a stage hold copies, sharded and replicated like other weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from ..schema.errors import RuntimeMismatchError
 from ..schema.layout import Layout
 from ..schema.model import Block, MoE
 from ..schema.plan import Plan
@@ -47,11 +52,29 @@ def gradient_ratio(layout: Layout) -> float:
     return 1.0 if layout.experts_follow_tp else layout.expert_copies / (layout.dp * layout.cp)
 
 
-def sharded_experts(stage: Decoder, mesh: ParallelMesh) -> list[Experts]:
-    """Experts whose states are sharded or replicated over groups of their own."""
+def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Parameter], Any] | None:
+    """What tells `fully_shard` that the experts of a block have groups of their own; None where they have not.
+
+    Not a `fully_shard` of their own: its hooks would run inside a block that is recomputed.
+
+    Raises:
+        RuntimeMismatchError: this torch has one group of ranks for all parameters of a unit.
+    """
     if mesh.expert_mesh is None:
-        return []
-    return [block.mlp.experts for block in stage.model.layers.values() if isinstance(block.mlp, MixtureOfExperts)]
+        return None
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise RuntimeMismatchError(
+            f"torch {torch.__version__} cannot shard experts over ranks of their own",
+            help="use torch 2.13, or a plan with ep=1",
+        ) from None
+    ranks = mesh.expert_fsdp
+    info = FSDPMeshInfo(ranks, 0) if ranks.ndim == 1 else HSDPMeshInfo(ranks, shard_mesh_dim=1, replicate_mesh_dim=0)
+    placed = ShardPlacementResult(None, info)
+    mixtures = [block.mlp for block in stage.model.layers.values() if isinstance(block.mlp, MixtureOfExperts)]
+    of_experts = {id(parameter) for mixture in mixtures for parameter in mixture.experts.parameters()}
+    return lambda parameter: placed if id(parameter) in of_experts else None
 
 
 def _ranks(mesh: ParallelMesh, plan: Plan) -> ExpertRanks | None:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..schema.layout import Recompute
 from .models.decoder import Decoder
-from .models.experts import Experts, MixtureOfExperts, WholeLinear
+from .models.experts import Experts, MixtureOfExperts
+from .models.whole_linear import WholeLinear
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})

@@ -10,7 +10,7 @@ this rank holds E / ep experts, each cut to F / etp, and the rows are those that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,10 @@ from ...schema.model import DenseMLP, MoE
 from .expert_slots import ExpertSlots
 from .init import local_tensor
 from .swiglu import SwiGLU, silu_product
+from .whole_linear import WholeLinear
+
+_LEAST_SUM = 1e-20
+"""Beside the sum of the chosen scores, against division by zero (DeepSeek-V3's modeling file)."""
 
 
 @dataclass(frozen=True)
@@ -59,40 +63,45 @@ class ExpertRanks:
         return parts.redistribute(placements=[self.tokens]).to_local()
 
 
-class WholeLinear(nn.Module):
-    """``x W'`` with a small weight that every rank has whole.
+class Router(WholeLinear):
+    """Which experts a token visits, and with which weight.
 
     Attributes:
-        weight_grad: how the gradient of a DTensor weight is spread over tp, as in RMSNorm.
+        e_score_correction_bias: added to sigmoid scores for the choice alone (DeepSeek-V3, arXiv:2412.19437 section 2.1.2); kept as
+            it is loaded, zero in a new model.
     """
-
-    def __init__(self, in_dim: int, out_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
-        self.weight_grad: Sequence[Placement] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_dim] to [..., out_dim]."""
-        weight: Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=self.weight_grad)
-        return F.linear(x, weight)
-
-
-class Router(WholeLinear):
-    """Which experts a token visits, and with which weight."""
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:
         super().__init__(hidden_dim, spec.num_experts)
-        self.top_k, self.normalize, self.scale = spec.top_k, spec.normalize, spec.scale
+        self.spec = spec
+        if spec.router == "sigmoid":
+            self.e_score_correction_bias = nn.Buffer(torch.zeros(spec.num_experts))
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] to weights and experts [T, k]; the softmax over all experts is fp32."""
-        scores = self(tokens).softmax(dim=-1, dtype=torch.float32)
-        chosen, experts = scores.topk(self.top_k, dim=-1)
-        if self.normalize:
-            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-        return (chosen * self.scale).to(tokens.dtype), experts
+        """[T, D] to weights and experts [T, k]; scores are fp32."""
+        logits = self(tokens).float()
+        scores = logits.sigmoid() if self.spec.router == "sigmoid" else logits.softmax(dim=-1)
+        experts = self._wanted(scores.detach()).topk(self.spec.top_k, dim=-1).indices
+        chosen = scores.gather(1, experts)
+        if self.spec.normalize:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        return (chosen * self.spec.scale).to(tokens.dtype), experts
+
+    def _wanted(self, scores: Tensor) -> Tensor:
+        """Scores [T, E] to choose by: corrected, and minus infinity outside the best groups of experts.
+
+        A group counts as its two best experts (sigmoid), or as its best one (softmax, arXiv:2405.04434 section 2.2.2).
+        """
+        is_sigmoid = self.spec.router == "sigmoid"
+        if is_sigmoid:
+            scores = scores + self.e_score_correction_bias
+        if self.spec.top_groups == self.spec.num_groups:
+            return scores
+        by_group = scores.unflatten(-1, (self.spec.num_groups, -1))
+        group_scores = by_group.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
+        best = group_scores.topk(self.spec.top_groups, dim=-1).indices
+        is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, value=True)
+        return by_group.masked_fill(~is_best[..., None], -torch.inf).flatten(-2)
 
 
 class Experts(nn.Module):

@@ -18,7 +18,17 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
-from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
+from meshwright.schema.model import (
+    Block,
+    DenseMLP,
+    Embedding,
+    Head,
+    LatentAttention,
+    LayerRun,
+    MoE,
+    Rope,
+    SoftmaxAttention,
+)
 from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
@@ -39,6 +49,7 @@ def tiny_model(
     rope: Rope | None = None,
     norm_eps: float = 1e-5,
     experts: MoE | None = None,
+    latent: LatentAttention | None = None,
 ) -> ModelSpec:
     """A Llama-like model; by default the vocabulary and the number of blocks divide by nothing."""
     attention = SoftmaxAttention(
@@ -50,7 +61,7 @@ def tiny_model(
         out_bias=out_bias,
         qk_norm=qk_norm,
     )
-    dense = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    dense = Block(attention=latent or attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
     block = dense if experts is None else dense.replace(mlp=experts)
     return ModelSpec(
         name="tiny",

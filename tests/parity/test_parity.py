@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, Plan, Workload
-from meshwright.schema.model import MoE, Rope
+from meshwright.schema.model import LatentAttention, MoE, Rope
 from meshwright.schema.plan import LayerSlots
 from plans import make_plan, tiny_model
 
@@ -47,6 +47,23 @@ MODELS = {
     "tied": tiny_model(tied=True),
     "mha": tiny_model(num_kv_heads=4, vocab_size=98),
     "experts": tiny_model(num_blocks=3, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
+    "latent": tiny_model(
+        num_blocks=2,
+        latent=LatentAttention(
+            num_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+        ),
+        experts=MoE(
+            num_experts=8,
+            top_k=2,
+            ffn_dim=32,
+            shared_ffn_dim=16,
+            router="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            scale=2.5,
+        ),
+        rope=Rope(scaling="yarn", factor=4.0, original_max_seq_len=8, mscale=0.7, mscale_all_dim=0.8),
+    ),
     "mixed experts": tiny_model(
         num_blocks=2, num_kv_heads=4, qk_norm="full", experts=MoE(num_experts=8, top_k=2, ffn_dim=32)
     ),
@@ -145,6 +162,9 @@ TWO = (
     Setup(
         "ep, replicas of experts", Layout(dp_shard=2, ep=2), model="experts", expert_slots=(REPLICAS, ORDERED, REPLICAS)
     ),
+    Setup("latent, tp", Layout(tp=2, micro_batch_size=4), model="latent"),
+    Setup("latent, tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="latent"),
+    Setup("latent, ep", Layout(dp_shard=2, ep=2, micro_batch_size=2, recompute="selective"), model="latent"),
     Setup("ep folded over tp", Layout(tp=2, ep=2), model="shared experts"),
     Setup("ep, full", Layout(dp_shard=2, ep=2, recompute="full"), model="experts"),
     Setup("etp over data", Layout(dp_shard=2, etp=2, micro_batch_size=2), model="experts"),
@@ -170,6 +190,7 @@ FOUR = (
     Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2), model="experts"),
     Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4), model="experts"),
     Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2), model="mixed experts"),
+    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2), model="latent"),
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (
