@@ -40,6 +40,9 @@ CASES = {
     "llama-3.1-70b-64": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192),
     "llama-3.1-405b-16384": Case("llama-3.1-405b", "16384xH100-SXM-80GB", 2048, 8192),
     "deepseek-v3-2048": Case("deepseek-v3", "2048xH800-SXM-80GB", 15360, 4096),
+    "llama-3.1-405b-16384-fsdp2": Case("llama-3.1-405b", "16384xH100-SXM-80GB", 2048, 8192, "fsdp2"),
+    "deepseek-v3-2048-fsdp2": Case("deepseek-v3", "2048xH800-SXM-80GB", 15360, 4096, "fsdp2"),
+    "llama-3.1-70b-64-deepspeed": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192, "deepspeed"),
     "moe-1t-100000": Case(TRILLION, "100000xH100-SXM-80GB", 25000, 4096),
     "moe-1t-98304": Case(TRILLION, "98304xH100-SXM-80GB", 24576, 4096),
     **{

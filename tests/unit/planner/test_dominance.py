@@ -22,7 +22,9 @@ def test_splits_of_cp_left_out_are_no_faster(
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=8, engine=engine)
     kept = build_space(spec, workload, machine, {}).batch
-    monkeypatch.setattr(space, "exchanges_worth_trying", lambda c, *_: np.ones(len(c["tp"]), dtype=bool))
+    monkeypatch.setattr(
+        space, "exchanges_worth_trying", lambda c, sizes, *_: np.ones((len(c["tp"]), len(sizes)), dtype=bool)
+    )
     whole = build_space(spec, workload, machine, {}).batch
     assert len(kept) < len(whole)
     layouts = [kept.layout(idx) for idx in range(len(kept))]
