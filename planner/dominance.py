@@ -2,9 +2,9 @@
 
 Ways to split cp into a ring and an exchange (cp_ulysses) keep the same bytes and send the same gradients and stage transfers:
 all that differs is what context parallelism adds to attention. A split is left out where another one of the same tp and cp adds
-no more seconds in either pass and no more dispatches of the host, for every kind of attention and the same micro-batch: a
-step does not get faster when its layers take longer, because communication that hides beside them saves at most what they take
-(overlap.pair_s).
+no more seconds in either pass and no more dispatches of the host, for every kind of attention and the same micro-batch: with the
+same cut into stages a step does not get faster when its layers take longer, because every start waits for what ends before it and
+communication that hides beside a layer saves at most what that takes (overlap.pair_s).
 """
 
 from __future__ import annotations
