@@ -19,7 +19,7 @@ from .explanation import Binding, Comparison, Explanation, LinkUse, StageHeadroo
 from .planning import estimate
 from .request import Request
 from .why_not import why_not as answer_why_not
-from .worth import links_of, worth_of
+from .worth import as_placed, links_of, worth_of
 
 LEAST_SHARE = 0.005
 """Parts of the step below this are not named among what binds."""
@@ -158,7 +158,7 @@ def _runner_ups(plan: Plan) -> Iterable[Comparison]:
 def _notes(plan: Plan, *, in_time: bool) -> tuple[str, ...]:
     notes = []
     try:
-        again_s = estimate(plan.model, plan.cluster, plan.workload, plan.layout).step_time_s
+        again_s = estimate(plan.model, as_placed(plan, plan.cluster), plan.workload, plan.layout).step_time_s
         if abs(again_s / plan.estimate.step_time_s - 1) > SAME_PREDICTION:
             notes.append(
                 f"estimated by itself the layout takes {again_s:.4g} s, in the plan {plan.estimate.step_time_s:.4g} s: its stages "

@@ -67,7 +67,8 @@ class Candidate:
 class SearchResult:
     """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
 
-    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out.
+    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
+    ``rejected`` no split fits.
     """
 
     costs: SpaceCosts
@@ -78,6 +79,7 @@ class SearchResult:
     stopped_early: bool = False
     evaluated: int = 0
     bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    rejected: list[int] = field(default_factory=list)
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
@@ -135,12 +137,13 @@ def search(
         result.evaluated += 1
         if on_progress:
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
-    result.bound_bytes = frontier.bound_bytes
+    result.bound_bytes, result.rejected = frontier.bound_bytes, window.rejected
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
         _expand_runner_ups(result, frontier, window, runner_ups, deadline)
-    result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
+    if not deadline.is_over:
+        result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result

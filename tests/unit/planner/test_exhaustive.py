@@ -70,5 +70,15 @@ def test_instances_have_every_value_that_is_searched() -> None:
             seen.setdefault(field.name, Counter()).update(column.tolist())
             if len(set(column.tolist())) > 1:
                 varied.add(field.name)
-    assert {"tp", "cp", "pp", "ep", "dp_shard", "zero_stage", "recompute", "num_model_chunks", "schedule"} <= varied
+    assert {
+        "tp",
+        "cp",
+        "pp",
+        "ep",
+        "dp_shard",
+        "zero_stage",
+        "micro_batch_size",
+        "num_model_chunks",
+        "schedule",
+    } <= varied
     assert all(len(seen[name]) >= 2 for name in varied)
