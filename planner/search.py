@@ -28,6 +28,7 @@ from ..cost_models.step import (
 from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import chunk_split, stage_split
+from ..solvers.status import Status
 from .deadline import Deadline
 from .frontier import Frontier
 from .rank_map import best_case, in_order, node_order
@@ -229,7 +230,7 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     found = expand_fitting(costs, idx, bound_s=bound_s)
     if found is not None:
         return found
-    boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0]
+    boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0][0]
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s)
 
 
@@ -256,24 +257,30 @@ def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
 
 def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
-    cuts = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
+    cuts, least_s = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     if not cuts:
         return None
     estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    return Candidate(idx, best, estimates[best], max(bound_s, _split_bound_s(costs, idx)))
+    return Candidate(idx, best, estimates[best], max(bound_s, least_s))
 
 
-def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> list[tuple[int, ...]]:
-    """The even cut and the one that counts what a stage adds once; none where no split is within ``cap_bytes``."""
+def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> tuple[list[tuple[int, ...]], float]:
+    """The even cut and the one that counts what a stage adds once, none where no split is within ``cap_bytes``; and seconds that no
+    split within them can beat.
+
+    With model chunks nothing is known but the bound of the layout.
+    """
     busy = costs.per_layer("busy_s", idx)
     both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]))
     if costs.batch.num_model_chunks[idx] > 1:
-        solved = [chunk_split.solve(_chunk_instance(costs, idx, weights, cap_bytes)).boundaries for weights in both]
-    else:
-        fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
-        solved = [stage_split.solve(stage_split.Instance(weights, fits)).boundaries for weights in both]
-    return [boundaries for boundaries in solved if boundaries]
+        found = [chunk_split.solve(_chunk_instance(costs, idx, weights, cap_bytes)).boundaries for weights in both]
+        return [boundaries for boundaries in found if boundaries], 0.0
+    fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
+    solved = [stage_split.solve(stage_split.Instance(weights, fits)) for weights in both]
+    if solved[0].status is Status.INFEASIBLE:
+        return [], float("inf")
+    return [cut.boundaries for cut in solved], _split_bound_s(costs, idx, solved[0].objective_s, fits)
 
 
 def _chunk_instance(costs: SpaceCosts, idx: int, busy_s: NDArray[np.float64], cap_bytes: float) -> chunk_split.Instance:
@@ -286,24 +293,14 @@ def _chunk_instance(costs: SpaceCosts, idx: int, busy_s: NDArray[np.float64], ca
     return chunk_split.Instance(busy_s, _is_block(costs), shape_of(costs, idx).rank_of_stage, required_bytes, cap_bytes)
 
 
-def _split_bound_s(costs: SpaceCosts, idx: int) -> float:
-    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it.
-
-    With model chunks nothing is known but the bound of the layout.
-    """
-    if costs.batch.num_model_chunks[idx] > 1:
-        return 0.0
-    fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
-
-    def least(values: NDArray[np.float64]) -> float:
-        return stage_split.least_slowest_s(stage_split.Instance(values, fits))
-
+def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:
+    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it."""
     one = costs.select(np.array([idx]))
-    slowest = np.array([least(costs.per_layer("busy_s", idx))])
-    pipeline_s = float(lower_bound_s(pipeline_work(one, slowest, 2 * one.transfer_s))[0])
+    pipeline_s = float(lower_bound_s(pipeline_work(one, np.array([slowest_s]), 2 * one.transfer_s))[0])
     exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
     update = costs.once_per_layer_s(idx) - exposed
-    return pipeline_s + float(costs.dp_edges_s[idx]) + least(exposed) + least(update)
+    least = (stage_split.least_slowest_s(stage_split.Instance(values, fits)) for values in (exposed, update))
+    return pipeline_s + float(costs.dp_edges_s[idx]) + sum(least)
 
 
 def _is_block(costs: SpaceCosts) -> NDArray[np.bool_]:
