@@ -9,7 +9,7 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
                    collectives cross the same links, and only memory changes
     states         for engines that shard gradients and optimizer states over more ranks than parameters: over the same steps of
                    link levels, both alike
-    chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
+    chunks         as many as divide a stage's blocks, ceil(blocks / pp), into chunks of equal size; for our runtime two besides
     offloading, partial recompute
     cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
 
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from ..cost_models.layouts import OFFLOADS, RECOMPUTES, VOCABULARIES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.layout import NUMBERS, SCHEDULES
-from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
+from ..schema.layout import NUMBERS, SCHEDULES, Schedule
+from ..schema.rules import SPLIT_SCHEDULES, V_SCHEDULES, Facts, exchange_rules, model_facts, rules_of
 from ..schema.workload import Engine
 from .deadline import Deadline
 from .dominance import exchanges_worth_trying
@@ -108,6 +108,8 @@ def build_space(
     columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
     recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
     columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
+    if workload.engine == "fsdp2":  # as the rule split_backward_keeps_activations, which saw what is asked for only
+        columns = _select(columns, ~_splits_backward(columns) | (columns["recompute"] == 0))
     arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
     return Space(LayoutBatch(**arrays), excluded)
 
@@ -120,6 +122,7 @@ def _all_facts(
     return Facts(
         **degrees,
         offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
+        recomputes=int(fixed.get("recompute", "none") != "none"),
         recompute_fraction=fixed.get("recompute_fraction", 1.0),
         schedule=columns["schedule"],
         world_size=cluster.num_devices,
@@ -174,14 +177,18 @@ def _enumerate(
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
     c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
+    sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
     c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
+    worth = np.ones((len(c["tp"]), len(sizes)), dtype=bool)
     if "cp_ulysses" not in fixed and not runnable:
         c = _select(c, _can_exchange(c, model, workload, cluster))
-        given = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
-        c = _select(c, exchanges_worth_trying(c, given, model, workload, cluster))
+        worth = exchanges_worth_trying(c, sizes, model, workload, cluster)
+        ever = np.flatnonzero(worth.any(axis=1))
+        c, worth = {name: column[ever] for name, column in c.items()}, worth[ever]
+    c["split_idx"] = np.arange(len(c["tp"]))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
     chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
-    c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
+    c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks, is_ours=is_ours))
     islands = [level.domain_size for level in cluster.levels]
     c = cross(c, "dp_shard", all_of, lambda c: _divides(c, "dp_shard", left) & (runnable | _fills(c, islands, left)))
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
@@ -189,11 +196,12 @@ def _enumerate(
     c = _select(c, _has_zero_stage(c))
     c = _with_levels(c, workload.engine, fixed, islands, runnable=runnable)
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
+    c = _select(c, worth[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
     experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
-    return _with_sequence_and_schedule(c, workload, fixed)
+    return _with_sequence_and_schedule(c, workload, fixed, runnable=runnable)
 
 
 def _cross(
@@ -285,15 +293,35 @@ def _fits_batch(c: Columns, global_batch_size: int) -> NDArray[np.bool_]:
     return np.asarray(per_rank % c["micro_batch_size"] == 0)
 
 
-def _equal_chunks(c: Columns, num_blocks: int) -> NDArray[np.bool_]:
-    """Chunks divide the blocks of a stage, and each of them has a block."""
+def _equal_chunks(c: Columns, num_blocks: int, *, is_ours: bool) -> NDArray[np.bool_]:
+    """As many chunks as divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
     chunks, pp = c["num_model_chunks"], c["pp"]
-    divide = (-(-num_blocks // pp) % chunks == 0) & (chunks * pp <= num_blocks)
+    divide = ((is_ours & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (chunks * pp <= num_blocks)
     return np.asarray((chunks == 1) | ((pp > 1) & divide))
 
 
-def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
-    """Sequence parallelism wherever it is possible, and the schedule."""
+def _splits_backward(c: Columns) -> NDArray[np.bool_]:
+    return np.isin(c["schedule"], [SCHEDULES.index(schedule) for schedule in SPLIT_SCHEDULES])
+
+
+def _with_split_backward(c: Columns, microbatches: IntArray) -> Columns:
+    """Beside every row those with the schedules that postpone gradients of weights, where they are defined."""
+    chunks, pp = c["num_model_chunks"], c["pp"]
+    fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
+    where: dict[Schedule, NDArray[np.bool_]] = {
+        "zb-h1": fills & ((chunks == 1) | (microbatches % pp == 0)),
+        "zb-h2": fills & (chunks == 1),
+        **dict.fromkeys(V_SCHEDULES, fills & (chunks == 2)),
+    }
+    rows = [c] + [
+        _select(c, keep) | {"schedule": np.full(int(keep.sum()), SCHEDULES.index(name), dtype=np.int64)}
+        for name, keep in where.items()
+    ]
+    return {name: np.concatenate([row[name] for row in rows]) for name in c}
+
+
+def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool) -> Columns:
+    """Sequence parallelism wherever it is possible, and the schedules."""
     tp, pp = c["tp"], c["pp"]
     sequence_parallel = (tp > 1) & (workload.seq_len % (c["cp"] * tp) == 0)
     possible = np.ones_like(tp, dtype=bool)
@@ -308,6 +336,8 @@ def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[s
     if fixed.get("offload") == "parameters":
         possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
     c = c | {"sequence_parallel": sequence_parallel.astype(np.int64), "schedule": schedule}
+    if "schedule" not in fixed and workload.engine == "fsdp2" and not runnable:
+        return _with_split_backward(_select(c, possible), microbatches[possible])
     return _select(c, possible)
 
 

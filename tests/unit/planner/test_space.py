@@ -13,7 +13,16 @@ from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.rules import RULES_OF_ENGINE, broken_rules, layout_facts, require_our_engine, rules_of
+from meshwright.schema.layout import SCHEDULES
+from meshwright.schema.rules import (
+    RULES_OF_ENGINE,
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    broken_rules,
+    layout_facts,
+    require_our_engine,
+    rules_of,
+)
 from meshwright.schema.workload import LowRank
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
@@ -60,6 +69,33 @@ def test_chunks_divide_the_blocks_of_a_stage_and_fill_the_pipeline() -> None:
     assert np.all(-(-32 // batch.pp[chunked]) % batch.num_model_chunks[chunked] == 0)
     assert np.all(batch.num_microbatches[chunked] % batch.pp[chunked] == 0)
     assert np.all(batch.pp[chunked] > 1)
+
+
+SCHEDULE_RULES = [
+    ({"num_model_chunks": 2, "pp": 2, "schedule": "zb-h2"}, "zb_h2_chunks"),
+    ({"pp": 2, "schedule": "zb-h1", "recompute": "full"}, "split_backward_keeps_activations"),
+    ({"pp": 2, "num_model_chunks": 1, "schedule": "zb-v"}, "v_schedule_chunks"),
+]
+
+
+@pytest.mark.parametrize(("fixed", "rule"), SCHEDULE_RULES, ids=[rule for _, rule in SCHEDULE_RULES])
+def test_schedules_that_are_asked_for_have_their_rules(fixed: dict, rule: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_space(LLAMA, workload("fsdp2"), NODES, fixed)
+    assert f"[{rule}]" in str(error.value)
+
+
+def test_torch_has_every_named_schedule_and_other_engines_one() -> None:
+    found = build_space(LLAMA, workload("fsdp2"), ClusterSpec.parse("3x8xH100-SXM-80GB/ib400"), {"pp": 3}).batch
+    split = np.isin(found.schedule, [SCHEDULES.index(name) for name in SPLIT_SCHEDULES])
+    assert {SCHEDULES[idx] for idx in found.schedule} >= {"1f1b", *SPLIT_SCHEDULES} - {"synthesised"}
+    assert np.all((found.recompute[split] == 0) & (found.zero_stage[split] <= 1) & (found.pp[split] > 1))
+    folded = np.isin(found.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
+    assert np.all(found.num_model_chunks[folded] == 2)
+    assert np.any(found.num_microbatches[folded] % 3)  # a V needs no rounds
+    assert {SCHEDULES[idx] for idx in build_space(LLAMA, workload("megatron"), NODES, {}).batch.schedule} == {"1f1b"}
+    runnable = build_space(LLAMA, workload("fsdp2"), NODES, {}, runnable=True).batch
+    assert {SCHEDULES[idx] for idx in runnable.schedule} <= {"1f1b", "gpipe"}
 
 
 def test_shards_of_other_engines_fill_islands() -> None:
