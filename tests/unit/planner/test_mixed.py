@@ -55,13 +55,11 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     precision = "fp16-mixed" if any("V100" in d for d in devices) else "bf16-mixed"
     batch_size = cluster.num_devices * int(rng.choice([2, 4, 6]))
     workload = Workload(seq_len=512, global_batch_size=batch_size, engine=engine, precision=precision)
-    space = build_space(spec, workload, cluster, {})
-    aligned = np.flatnonzero(is_aligned(SpaceCosts.of(spec, workload, cluster, space.batch)))
-    others = np.setdiff1d(np.arange(len(space.batch)), aligned)
-    rows = [
-        rng.choice(some, size=min(n, len(some)), replace=False) for some, n in ((aligned, 4), (others, 1)) if len(some)
-    ]
-    return spec, workload, cluster, Space(space.batch.select(np.sort(np.concatenate(rows))), space.excluded)
+    fixed = {"cp": 1, "ep": 1, "etp": 1, "num_model_chunks": 1, "micro_batch_size": int(rng.choice([1, 2]))}
+    batch = build_space(spec, workload, cluster, fixed).batch
+    fills = np.all([part.cluster.num_devices % batch.stage_ranks == 0 for part in cluster.parts], axis=0)
+    rows = [rng.permutation(np.flatnonzero(some))[:n] for some, n in ((fills, 4), (~fills, 1))]
+    return spec, workload, cluster, Space(batch.select(np.sort(np.concatenate(rows))), {})
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
