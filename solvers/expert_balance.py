@@ -23,7 +23,7 @@ from .expert_replicas import greedy_counts, level_counts, neighbours
 _NOISE = 0.15
 _FURTHER = Effort(rounds=24, last=30, done_ratio=1.00001)
 _SEARCHED = Effort(rounds=60, last=200, done_ratio=1.00001)
-_MANY_WORKLOADS = Effort(rounds=32, last=20)
+_MANY_WORKLOADS = Effort(rounds=24, last=16)
 _BATCH = 64
 _TURNS_BESIDE_EPLB = 40
 _FAR = 1.01
@@ -52,7 +52,8 @@ def balanced(instance: Instance, search: Search) -> IntArray:
     rng = np.random.default_rng(search.seed)
     _beside_eplb(instance, best, objective, rng)
     bound = lower_bound(instance, weighted=False, reached=objective)
-    _again(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
+    if not several:
+        _again(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
     if not search.further:
         return best
     while time.perf_counter() - clock < search.time_limit_s:
