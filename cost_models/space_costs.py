@@ -310,6 +310,11 @@ class SpaceCosts:
         return np.asarray(np.max(blocks, axis=0)[self.like])
 
     @cached_property
+    def head_idx(self) -> int:
+        """Position of the head among the layers."""
+        return next(idx for idx, layer in enumerate(self.model.iter_layers()) if isinstance(layer, Head))
+
+    @cached_property
     def root_kinds(self) -> tuple[int, ...]:
         """Kinds outside the blocks: embedding, head, MTP."""
         return tuple(k for k, kind in enumerate(self.kinds) if not isinstance(kind, Block))

@@ -15,7 +15,7 @@ import numpy as np
 from ..schema import ClusterSpec, Estimate, Workload
 from ..schema.errors import ConfigError
 from ..schema.layout import SCHEDULES
-from ..schema.model import Block, Embedding, Head
+from ..schema.model import Block, Embedding
 from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import peak_flops_per_s
@@ -306,7 +306,6 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
 
     params = costs.per_layer("num_params", idx)
     is_root = np.isin(costs.kind_of_layer, costs.root_kinds)
-    head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
     contents = memory.StageContents(
         params=span(params),
         trained=span(costs.per_layer("num_trained", idx)),
@@ -317,7 +316,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         block_params=costs.block_params[idx],
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
         working_bytes=costs.working_bytes[idx],
-        logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
+        logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
     )
     return _with_vocabulary(costs, contents, idx)
