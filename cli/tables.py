@@ -123,7 +123,7 @@ def _add_time(table: Table, estimate: Estimate) -> None:
 
 def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
     table.add_section()
-    total, reserved = cluster.weakest_device.memory_bytes, cluster.reserved_bytes
+    total, reserved = estimate.budget_bytes + cluster.reserved_bytes, cluster.reserved_bytes
     verdict = "[green]fits" if estimate.fits else "[red]does not fit"
     budget = (
         f"{verdict}[/]: needs up to {format_bytes(estimate.required_bytes)} of {format_bytes(estimate.budget_bytes)}"
@@ -161,7 +161,7 @@ def _add_stages(table: Table, plan: Plan) -> None:
             f"  stage {s}{on_rank}",
             format_seconds((cost.forward_s + cost.backward_s) / plan.layout.num_model_chunks),
             memory,
-            _stage_layers(stage, model),
+            _stage_layers(stage, model) + (f" on {cost.device}" if cost.device else ""),
         )
 
 

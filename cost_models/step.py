@@ -354,7 +354,7 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
         )
         for s in range(num_ranks)
     )
-    return _assemble(costs, breakdown_s, stages, fullest)
+    return assembled(costs, breakdown_s, stages, fullest)
 
 
 class Passes(NamedTuple):
@@ -476,11 +476,12 @@ def _peaks(parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> 
     }
 
 
-def _assemble(
+def assembled(
     costs: SpaceCosts, breakdown_s: TimeBreakdown, stages: tuple[StageEstimate, ...], fullest: int
 ) -> Estimate:
+    """The estimate that follows from the parts of a step and from what each stage holds; memory is that of stage ``fullest``."""
     workload, cluster, model = costs.workload, costs.cluster, costs.model
-    device = cluster.weakest_device
+    peak = sum(group.num_devices * peak_flops_per_s(group.device, workload.precision) for group in cluster.groups)
     time = breakdown_s.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
@@ -491,7 +492,7 @@ def _assemble(
         step_time_interval_s=time_interval(breakdown_s, workload, cluster),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
-        mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
+        mfu=flops / peak,
         budget_bytes=cluster.memory_budget_bytes,
         **_peaks(stages[fullest].memory_bytes, workload, cluster),
         breakdown_s=breakdown_s,
