@@ -15,7 +15,7 @@ import numpy as np
 from ..schema import ClusterSpec, Estimate, Workload
 from ..schema.errors import ConfigError
 from ..schema.layout import SCHEDULES
-from ..schema.model import Block, Embedding, Head
+from ..schema.model import Block, Embedding
 from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import peak_flops_per_s
@@ -306,7 +306,6 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
 
     params = costs.per_layer("num_params", idx)
     is_root = np.isin(costs.kind_of_layer, costs.root_kinds)
-    head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
     contents = memory.StageContents(
         params=span(params),
         trained=span(costs.per_layer("num_trained", idx)),
@@ -317,7 +316,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         block_params=costs.block_params[idx],
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
         working_bytes=costs.working_bytes[idx],
-        logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
+        logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
     )
     return _with_vocabulary(costs, contents, idx)
@@ -355,7 +354,7 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
         )
         for s in range(num_ranks)
     )
-    return _assemble(costs, breakdown_s, stages, fullest)
+    return assembled(costs, breakdown_s, stages, fullest)
 
 
 class Passes(NamedTuple):
@@ -477,11 +476,12 @@ def _peaks(parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> 
     }
 
 
-def _assemble(
+def assembled(
     costs: SpaceCosts, breakdown_s: TimeBreakdown, stages: tuple[StageEstimate, ...], fullest: int
 ) -> Estimate:
+    """The estimate that follows from the parts of a step and from what each stage holds; memory is that of stage ``fullest``."""
     workload, cluster, model = costs.workload, costs.cluster, costs.model
-    device = cluster.weakest_device
+    peak = sum(group.num_devices * peak_flops_per_s(group.device, workload.precision) for group in cluster.groups)
     time = breakdown_s.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
@@ -492,7 +492,7 @@ def _assemble(
         step_time_interval_s=time_interval(breakdown_s, workload, cluster),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
-        mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
+        mfu=flops / peak,
         budget_bytes=cluster.memory_budget_bytes,
         **_peaks(stages[fullest].memory_bytes, workload, cluster),
         breakdown_s=breakdown_s,

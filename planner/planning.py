@@ -185,7 +185,7 @@ def _notes(
             f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler"
         )
     if cluster.is_mixed:
-        notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
+        notes.append(_note_on_parts(chosen))
     if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:
         load = 100 * cluster.profile.foreign_load_fraction
         notes.append(
@@ -205,6 +205,16 @@ def _notes(
     if lacking and is_ours:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
     return tuple(notes)
+
+
+def _note_on_parts(chosen: Candidate) -> str:
+    """Which stages lie on which nodes of a mixed cluster."""
+    if not chosen.part_of_stage:
+        return "mixed cluster: the stages do not each lie on nodes of one kind; every rank is planned as the slowest and smallest"
+    runs = itertools.groupby(enumerate(chosen.estimate.stages), key=lambda item: item[1].device)
+    parts = [(device, [s for s, _ in stages]) for device, stages in runs]
+    placed = ", ".join(f"{s[0]} to {s[-1]} on {device}" if len(s) > 1 else f"{s[0]} on {device}" for device, s in parts)
+    return f"mixed cluster: stages {placed}; each stage is planned for its own devices and links"
 
 
 def _provenance(

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
+from ..cost_models.mixed_step import is_aligned
 from ..cost_models.pipeline import lower_bound_s
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import (
@@ -31,6 +32,7 @@ from ..solvers import chunk_split, stage_split
 from ..solvers.status import Status
 from .deadline import Deadline
 from .frontier import Frontier
+from .mixed import expand_on_parts, nodes_of
 from .rank_map import best_case, in_order, node_order
 from .space import Space
 
@@ -54,7 +56,8 @@ OnProgress = Callable[[int, float | None, float], None]
 class Candidate:
     """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``.
 
-    ``nodes`` hold the ranks in this order; empty: as the cluster lists them.
+    ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
+    its parts each stage lies; empty: every rank is costed as the weakest.
     """
 
     idx: int
@@ -62,6 +65,7 @@ class Candidate:
     estimate: Estimate
     bound_s: float
     nodes: tuple[int, ...] = ()
+    part_of_stage: tuple[int, ...] = ()
 
 
 @dataclass
@@ -236,10 +240,22 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
 
 def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand`, or None where no split into stages is within memory."""
+    if costs.parts and is_aligned(costs.select(np.array([idx])))[0]:
+        return _expand_mixed(costs, idx, bound_s)
     found = _expand_as_listed(costs, idx, bound_s=bound_s)
     if found is None or costs.cluster.bandwidth_matrix is None:
         return found
     return _with_rank_map(costs, replace(found, bound_s=bound_s))
+
+
+def _expand_mixed(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+    """`expand_fitting` with each stage on one part of a mixed cluster."""
+    found = expand_on_parts(costs, idx, lambda part, at, cap: _stage_fits(part, at, cap_bytes=cap))
+    if found is None:
+        return None
+    least_s = bound_s if costs.cluster.bandwidth_matrix is not None else max(bound_s, found.bound_s)
+    nodes = nodes_of(costs, found.part_of_stage)
+    return Candidate(idx, found.boundaries, found.estimate, least_s, nodes, found.part_of_stage)
 
 
 def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:

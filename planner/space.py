@@ -177,11 +177,15 @@ def _enumerate(
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
     c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
+    sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
     c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
+    worth = np.ones((len(c["tp"]), len(sizes)), dtype=bool)
     if "cp_ulysses" not in fixed and not runnable:
         c = _select(c, _can_exchange(c, model, workload, cluster))
-        given = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
-        c = _select(c, exchanges_worth_trying(c, given, model, workload, cluster))
+        worth = exchanges_worth_trying(c, sizes, model, workload, cluster)
+        ever = np.flatnonzero(worth.any(axis=1))
+        c, worth = {name: column[ever] for name, column in c.items()}, worth[ever]
+    c["split_idx"] = np.arange(len(c["tp"]))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
     chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
     c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks, is_ours=is_ours))
@@ -192,6 +196,7 @@ def _enumerate(
     c = _select(c, _has_zero_stage(c))
     c = _with_levels(c, workload.engine, fixed, islands, runnable=runnable)
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
+    c = _select(c, worth[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
     experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.

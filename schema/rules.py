@@ -167,6 +167,8 @@ _DEEPSPEED_EXCHANGE = Rule(
 
 
 def _shards_are_nested(f: Facts) -> Any:
+    if np.all(f.gradient_shard == 1) and np.all(f.optimizer_shard == 1):
+        return np.ones(np.shape(f.dp_shard), dtype=bool)
     dp, gradients = f.dp_replicate * f.dp_shard, f.gradient_level
     of_gradients = (f.zero_stage == 3) & (gradients % f.dp_shard == 0) & (dp % gradients == 0)
     of_states = (f.zero_stage >= 2) & (f.optimizer_shard % gradients == 0) & (dp % f.optimizer_shard == 0)

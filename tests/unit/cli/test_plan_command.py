@@ -100,7 +100,7 @@ def test_catalogue_commands_list_their_entries(command) -> None:
     assert all(name in table.stdout for name in names)
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["estimate"], ["apply"], ["models"], ["devices"]])
+@pytest.mark.parametrize("command", [[], ["plan"], ["estimate"], ["explain"], ["apply"], ["models"], ["devices"]])
 def test_help_of_every_command(command) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
