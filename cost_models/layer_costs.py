@@ -156,6 +156,12 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
     )
 
 
+def with_least(cost: LayerCost, num_options: int) -> LayerCost:
+    """``num_options`` times as many cases, [options x cases], followed by the least of the options in each of its parts."""
+    parts = {field.name: getattr(cost, field.name).reshape(num_options, -1) for field in fields(cost)}
+    return LayerCost(**{name: np.concatenate([*values, np.min(values, axis=0)]) for name, values in parts.items()})
+
+
 def _num_tensors(layer: Layer, setting: Setting) -> int:
     products = sum(isinstance(op, Gemm) for op in _operators(layer, setting))
     return products + 2 * isinstance(layer, Block | MTPHead)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,26 @@ def stage_memory_parts(
     costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray
 ) -> dict[str, FloatArray]:
     """Memory parts of stages ``stage_idx`` of layout ``idx``."""
+    return memory.stage_memory(contents, _stage_shape(costs, idx, stage_idx), costs.workload, costs.cluster)
+
+
+def _stage_shape(costs: SpaceCosts, idx: int, stage_idx: IntArray) -> memory.StepShape:
     b = costs.batch
     flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx])
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
-    shape = _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
-    return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
+    return _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
+
+
+def kept_room_bytes(
+    costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray, *, cap_bytes: float
+) -> FloatArray:
+    """Activations that stages ``stage_idx`` of layout ``idx`` may keep for each micro-batch, bytes; negative where none fit."""
+    shape = _stage_shape(costs, idx, stage_idx)
+    room = memory.kept_room_bytes(contents, shape, costs.workload, costs.cluster, cap_bytes=cap_bytes)
+    without = replace(contents, activation_bytes=np.zeros_like(contents.params))
+    parts = memory.stage_memory(without, shape, costs.workload, costs.cluster)
+    required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], costs.workload, costs.cluster)
+    return np.asarray(np.where(required <= cap_bytes, room, -np.inf))
 
 
 def _step_shape(
@@ -151,10 +167,21 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
         block_params=costs.block_params[idx],
         activation_bytes=span(costs.per_layer("activation_bytes", idx)),
-        working_bytes=costs.working_bytes[idx],
+        working_bytes=_working_between(costs, idx, first, last),
         logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
     )
+
+
+def _working_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> FloatArray:
+    """Largest working set of a layer; where blocks recompute differently, under the options of those on the stage."""
+    if costs.option_of_layer is None or costs.working_of_option is None:
+        return np.asarray(costs.working_bytes[idx])
+    largest = np.zeros(np.shape(first))
+    for option, working in enumerate(costs.working_of_option):
+        before = np.concatenate([[0], np.cumsum(costs.option_of_layer == option)])
+        largest = np.maximum(largest, np.where(before[last] > before[first], working, 0.0))
+    return largest
 
 
 def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Estimate:

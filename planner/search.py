@@ -15,15 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
+from ..cost_models.layouts import RECOMPUTES, LayoutBatch
+from ..cost_models.option_costs import OptionCosts
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import contents_between, estimate_step, stage_memory_parts
-from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
+from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import stage_split
 from ..solvers.status import Status
 from .deadline import Deadline
 from .frontier import Frontier
 from .space import Space
+from .stage_choice import Layers, Stages, choose_stages
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
@@ -49,6 +52,12 @@ class Candidate:
     boundaries: tuple[int, ...]
     estimate: Estimate
     bound_s: float
+    options: tuple[int, ...] = ()
+
+    def layout(self, batch: LayoutBatch) -> Layout:
+        """The layout as it came out: mixed only where blocks recompute differently."""
+        layout = batch.layout(self.idx)
+        return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 
 @dataclass
@@ -200,6 +209,8 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     found = expand_fitting(costs, idx, bound_s=bound_s)
     if found is not None:
         return found
+    if costs.batch.is_mixed:
+        costs = costs.by_option[RECOMPUTES.index("full")]
     anywhere = stage_split.Instance(costs.per_layer("busy_s", idx), _stage_fits(costs, idx, cap_bytes=np.inf))
     boundaries = stage_split.solve(anywhere).boundaries
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s)
@@ -207,6 +218,9 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
 
 def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand`, or None where no split into stages is within memory."""
+    if costs.batch.is_mixed:
+        found = choose_stages(_layers(costs, idx))
+        return _candidate(costs, idx, found, max(bound_s, found.bound_s)) if found else None
     fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     busy = costs.per_layer("busy_s", idx)
     even = stage_split.solve(stage_split.Instance(busy, fits))
@@ -218,6 +232,23 @@ def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Cand
     estimates = {cut.boundaries: estimate_step(costs, idx, cut.boundaries) for cut in (even, once)}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
     return Candidate(idx, best, estimates[best], max(bound_s, _split_bound_s(costs, idx, even.objective_s, fits)))
+
+
+def _layers(costs: SpaceCosts, idx: int) -> Layers:
+    cap_bytes = costs.cluster.memory_budget_bytes
+    fits = [_stage_fits(uniform, idx, cap_bytes=cap_bytes) for uniform in costs.by_option]
+    return Layers(OptionCosts.of(costs), idx, fits, cap_bytes)
+
+
+def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> Candidate:
+    """A mixed layout with its stages; ``options`` has one entry for each layer that has a choice."""
+    options = OptionCosts.of(costs)
+    used = {stages.options[layer] for layer in np.flatnonzero(options.has_choice[costs.kind_of_layer])}
+    if len(used) == 1:
+        estimate = estimate_step(costs.by_option[used.pop()], idx, stages.boundaries)
+    else:
+        estimate = estimate_step(options.assigned(idx, stages.options), 0, stages.boundaries)
+    return Candidate(idx, stages.boundaries, estimate, bound_s, stages.options)
 
 
 def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:
