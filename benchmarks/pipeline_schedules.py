@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.solvers import pipeline_orders as orders
+from meshwright.cost_models import pipeline_orders as orders
+from meshwright.cost_models.pipeline_simulation import Pipeline, placement, simulate
 from meshwright.solvers.pipeline_schedule import Instance, Length, lower_bound_s, solve, synthesise
-from meshwright.solvers.pipeline_simulation import Pipeline, placement, simulate
 from meshwright.solvers.pipeline_waves import WAVE_RULES, in_waves
 
 PLACEMENTS = ((1, "loop"), (2, "loop"), (2, "wave"), (2, "wave_from_last"))

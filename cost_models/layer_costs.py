@@ -17,7 +17,7 @@ from ..schema.model import Block, MTPHead
 from .adapters import with_adapters
 from .coefficients import device_rates
 from .compute import OperatorTime, operator_time
-from .context import ring
+from .context import Added, context_parallel
 from .data_parallel import LayerParams, data_parallel_s
 from .engines import is_megatron
 from .experts import expert_parallel_s, expert_params, routed_part, token_share
@@ -124,7 +124,7 @@ def inside_cost(layer: Layer, setting: Setting) -> LayerCost:
 def _inside(layer: Layer, setting: Setting) -> LayerCost:
     hidden_dim, batch, workload, cluster = setting.hidden_dim, setting.batch, setting.workload, setting.cluster
     operators, none = _operators(layer, setting), np.zeros(len(batch))
-    times, cp_s = _with_ring(layer, operators, _operator_times(operators, setting), setting)
+    times, cp_s = _with_context(layer, operators, _operator_times(operators, setting), setting)
     tp_s = tensor_parallel_s(layer, setting)
     hidden = hidden_s(operators, times, setting)
     tp_s = (tp_s[0] - hidden[0], tp_s[1] - hidden[1])
@@ -208,17 +208,25 @@ def _operator_times(operators: tuple[Operator, ...], setting: Setting) -> list[O
     return [time.at(like) for time in times]
 
 
-def _with_ring(
+def context_of_attention(block: Block, setting: Setting) -> Added:
+    """What context parallelism adds to a block with fused attention."""
+    operators = _operators(block, setting)
+    at = next(idx for idx, op in enumerate(operators) if isinstance(op, FusedAttention))
+    alone = _operator_times(operators[at : at + 1], setting)[0]
+    return context_parallel(block.attention, (alone.forward_s, alone.backward_s), setting)
+
+
+def _with_context(
     layer: Layer, operators: tuple[Operator, ...], times: list[OperatorTime], setting: Setting
 ) -> tuple[list[OperatorTime], tuple[FloatArray, FloatArray]]:
-    """Attention's time with the further steps of the ring over cp, and the ring's exposed communication in both passes."""
+    """Attention's time with what context parallelism adds to it, and its exposed communication in both passes."""
     batch, block = setting.batch, layer.block if isinstance(layer, MTPHead) else layer
     if not isinstance(block, Block) or np.all(batch.cp == 1):
         return times, (np.zeros(len(batch)), np.zeros(len(batch)))
     at = next(idx for idx, op in enumerate(operators) if isinstance(op, FusedAttention))
     alone = times[at]
-    added = ring(block.attention, (alone.forward_s, alone.backward_s), setting)
-    with_ring = OperatorTime(
+    added = context_parallel(block.attention, (alone.forward_s, alone.backward_s), setting)
+    longer = OperatorTime(
         alone.forward_s + added.forward_s,
         alone.backward_s + added.backward_s,
         alone.forward_dispatches + added.dispatches,
@@ -226,4 +234,4 @@ def _with_ring(
     )
     repeated = np.where(batch.recompute == RECOMPUTES.index("full"), added.exposed_forward_s, 0.0)
     exposed = (added.exposed_forward_s, added.exposed_backward_s + repeated)
-    return [*times[:at], with_ring, *times[at + 1 :]], exposed
+    return [*times[:at], longer, *times[at + 1 :]], exposed

@@ -72,6 +72,7 @@ class LayoutBatch:
     dp_shard: IntArray
     tp: IntArray
     cp: IntArray
+    cp_ulysses: IntArray
     pp: IntArray
     ep: IntArray
     etp: IntArray
@@ -162,7 +163,7 @@ class LayoutBatch:
 
     @property
     def _inside_columns(self) -> list[NDArray[Any]]:
-        names = ("tp", "cp", "micro_batch_size", "sequence_parallel")
+        names = ("tp", "cp", "cp_ulysses", "micro_batch_size", "sequence_parallel")
         offload = ("offload", "offload_fraction", "offload_activations", "offload_to_storage")
         return [*(getattr(self, name) for name in names + offload), self.pp > 1, self.dp > 1]
 
@@ -197,6 +198,7 @@ class LayoutBatch:
             dp_shard=int(self.dp_shard[idx]),
             tp=int(self.tp[idx]),
             cp=int(self.cp[idx]),
+            cp_ulysses=int(self.cp_ulysses[idx]),
             pp=int(self.pp[idx]),
             ep=int(self.ep[idx]),
             etp=int(self.etp[idx]),

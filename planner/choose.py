@@ -27,7 +27,7 @@ _PART_TITLES = {
 def complexity(layout: Layout) -> tuple[int, ...]:
     """Order of simplicity: fewer axes, no recompute, a lower ZeRO stage, smaller degrees of the axes that cost the most care."""
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
-    axes = sum(degree > 1 for degree in (*degrees, layout.num_model_chunks))
+    axes = sum(degree > 1 for degree in (*degrees, layout.num_model_chunks)) + (1 < layout.cp_ulysses < layout.cp)
     recompute = ("none", "selective", "full").index(layout.recompute)
     further = (layout.cp, layout.ep, layout.etp, layout.num_model_chunks)
     return (axes, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)

@@ -182,9 +182,9 @@ def _notes(
         notes.append(
             f"other work used {load:.0f} % of the cores while this machine was measured: its figures are too low"
         )
-    if model.is_moe and workload.engine != "megatron":
+    if model.is_moe and workload.engine == "deepspeed":
         notes.append(
-            "experts are split over tp only: this engine is planned without expert parallelism; --engine megatron has it"
+            "experts are split over tp only: DeepSpeed is planned without expert parallelism; fsdp2 and megatron have it"
         )
     if workload.seq_len > model.max_seq_len:
         notes.append(

@@ -9,8 +9,10 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
                    collectives cross the same links, and only memory changes
     chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
     offloading, partial recompute
+    cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
 
-The first two lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is left.
+The first two and the last lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is
+left.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from numpy.typing import NDArray
 from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
-from ..schema.rules import Facts, model_facts, rules_of
+from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
 from ..schema.workload import Engine
 from .deadline import Deadline
+from .dominance import exchanges_worth_trying
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -82,19 +85,7 @@ def build_space(
     """
     deadline = deadline or Deadline(float("inf"))
     columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
-    degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
-    facts = Facts(
-        **degrees,
-        offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
-        recompute_fraction=fixed.get("recompute_fraction", 1.0),
-        schedule=columns["schedule"],
-        world_size=cluster.num_devices,
-        scaleup_domain=cluster.scaleup_domain,
-        seq_len=workload.seq_len,
-        global_batch_size=workload.global_batch_size,
-        fused_attention=workload.attention == "flash",
-        **model_facts(model),
-    )
+    facts = _all_facts(columns, model, workload, cluster, fixed)
     keep = np.ones(len(columns["tp"]), dtype=bool)
     excluded, reasons = {}, []
     for rule in rules_of(workload.engine, runnable=runnable):
@@ -112,6 +103,25 @@ def build_space(
     columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
     arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
     return Space(LayoutBatch(**arrays), excluded)
+
+
+def _all_facts(
+    columns: Columns, model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any]
+) -> Facts:
+    """What the rules look at, of every row."""
+    degrees: dict[str, Any] = {name: columns[name] for name in _FACTS}
+    return Facts(
+        **degrees,
+        offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
+        recompute_fraction=fixed.get("recompute_fraction", 1.0),
+        schedule=columns["schedule"],
+        world_size=cluster.num_devices,
+        scaleup_domain=cluster.scaleup_domain,
+        seq_len=workload.seq_len,
+        global_batch_size=workload.global_batch_size,
+        fused_attention=workload.attention == "flash",
+        **model_facts(model),
+    )
 
 
 def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +163,12 @@ def _enumerate(
     c: Columns = {}
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
     c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
+    sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
+    c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
+    if "cp_ulysses" not in fixed and not runnable:
+        c = _select(c, _can_exchange(c, model, workload, cluster))
+        given = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
+        c = _select(c, exchanges_worth_trying(c, given, model, workload, cluster))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
     chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
     c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
@@ -161,9 +177,8 @@ def _enumerate(
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
     c = cross(c, "zero_stage", _ZERO_STAGES.get(workload.engine, (0, 1, 2, 3)), _has_zero_stage)
     c = _select(c, _has_zero_stage(c))
-    sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
-    experts = [] if runnable else list(model_facts(model)["expert_counts"])
+    experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
@@ -191,6 +206,16 @@ def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
 
 def _always(c: Columns) -> NDArray[np.bool_]:
     return np.ones_like(c["tp"], dtype=bool)
+
+
+def _can_exchange(c: Columns, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> NDArray[np.bool_]:
+    """Splits of cp that the engine takes; a cp that it does not take at all is left to the rules, which say so."""
+    ones = np.ones_like(c["tp"])
+    facts = _all_facts(dict.fromkeys(_FACTS, ones) | {"schedule": ones} | c, model, workload, cluster, {})
+    holds = np.all([np.broadcast_to(rule.holds(facts), ones.shape) for rule in exchange_rules(workload.engine)], axis=0)
+    group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
+    is_taken = np.bincount(group, weights=holds)[group] > 0
+    return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
 
 
 def _divides(c: Columns, name: str, left: Callable[[Columns], IntArray]) -> NDArray[np.bool_]:

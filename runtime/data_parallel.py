@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.workload import Precision
+from .expert_parallel import sharded_experts
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 
@@ -61,7 +62,8 @@ def loss_scale(plan: Plan) -> float:
 def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place."""
     dtype = compute_dtype(plan)
-    if mesh.dp_degree == 1 and dtype == torch.float32:
+    has_copies = mesh.expert_mesh is not None and plan.layout.expert_copies > 1
+    if mesh.dp_degree == 1 and dtype == torch.float32 and not has_copies:
         return
     if mesh.tp is not None:
         # Tensor-parallel modules return views of DTensors; nothing here changes an activation in place before its hooks ran.
@@ -69,6 +71,8 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     reshard = plan.layout.zero_stage == 3
+    for experts in sharded_experts(stage, mesh):
+        fully_shard(experts, mesh=mesh.expert_fsdp, mp_policy=policy, reshard_after_forward=reshard)
     for block in stage.model.layers.values():
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
     for modules in _outer_units(stage):

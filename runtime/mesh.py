@@ -20,6 +20,9 @@ from ..schema.plan import Plan
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
 
+EXPERT_AXES = ("expert_replicate", "expert_shard", "ep", "etp")
+"""How the same ranks of a stage, in the same order, hold experts with axes of their own."""
+
 
 @dataclass(frozen=True)
 class ParallelMesh:
@@ -29,12 +32,15 @@ class ParallelMesh:
         device_mesh: the used axes; its entries are ranks of the default process group (devices of the plan).
         layout: the degrees.
         rank: the plan's rank that this process runs (not its rank in the default group: ``plan.rank_map`` lies between).
+        expert_mesh: the ranks of this stage by EXPERT_AXES, those of size 1 left out but expert_shard; None where experts have no
+            axes of their own.
         tied_group: first and last pipeline stage of this process's column, where both hold a tied embedding and are not the same.
     """
 
     device_mesh: DeviceMesh
     layout: Layout
     rank: int
+    expert_mesh: DeviceMesh | None = None
     tied_group: dist.ProcessGroup | None = None
 
     @cached_property
@@ -43,6 +49,9 @@ class ParallelMesh:
         rest, result = self.rank, {}
         for axis in reversed(AXES):
             rest, result[axis] = divmod(rest, getattr(self.layout, axis))
+        rest = self.rank % int(self.layout.stage_ranks)
+        for axis, degree in reversed(_expert_degrees(self.layout).items()):
+            rest, result[axis] = divmod(rest, degree)
         return result
 
     @property
@@ -83,6 +92,13 @@ class ParallelMesh:
         return self.device_mesh["dp_shard"]
 
     @cached_property
+    def expert_fsdp(self) -> DeviceMesh:
+        """Ranks that hold the same part of the same experts: (expert_shard), or with replicas (expert_replicate, expert_shard)."""
+        assert self.expert_mesh is not None
+        replicated = "expert_replicate" in (self.expert_mesh.mesh_dim_names or ())
+        return self.expert_mesh["expert_replicate", "expert_shard"] if replicated else self.expert_mesh["expert_shard"]
+
+    @cached_property
     def tp(self) -> DeviceMesh | None:
         """Ranks that share each layer; None without tensor parallelism."""
         return self.device_mesh["tp"] if self.layout.tp > 1 else None
@@ -117,7 +133,37 @@ def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
     if plan.model.tie_embeddings and layout.pp > 1:
         columns = devices.flatten(1)
         tied_group = _own_group([[int(columns[0, i]), int(columns[-1, i])] for i in range(columns.shape[1])])
-    return ParallelMesh(device_mesh, layout, plan.rank_map.index(dist.get_rank()), tied_group)
+    rank = plan.rank_map.index(dist.get_rank())
+    return ParallelMesh(device_mesh, layout, rank, _expert_mesh(layout, devices, device_type), tied_group)
+
+
+def _expert_degrees(layout: Layout) -> dict[str, int]:
+    """Sizes of EXPERT_AXES; none where experts have no axes of their own."""
+    if layout.experts_follow_tp:
+        return {}
+    shards = layout.expert_shards
+    sizes = (layout.expert_copies // shards, shards, layout.ep, layout.etp)
+    return dict(zip(EXPERT_AXES, sizes, strict=True))
+
+
+def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> DeviceMesh | None:
+    """All ranks by pp and EXPERT_AXES, where experts have axes of their own.
+
+    Raises:
+        RuntimeMismatchError: the rank map does not keep devices in order along them.
+    """
+    degrees = _expert_degrees(layout)
+    if not degrees:
+        return None
+    devices = devices.reshape([layout.pp, *degrees.values()])
+    for axis in EXPERT_AXES[1:]:
+        if (devices.diff(dim=1 + EXPERT_AXES.index(axis)) < 0).any():
+            raise RuntimeMismatchError(
+                f"devices must ascend along {axis}; the plan's rank_map orders them otherwise",
+                help="sort the devices of each stage",
+            )
+    used = {name: size for name, size in degrees.items() if size > 1 or name == "expert_shard"}
+    return DeviceMesh(device_type, devices.reshape([layout.pp, *used.values()]), mesh_dim_names=("pp", *used))
 
 
 def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .mesh import EXPERT_AXES
 from .models.init import local_tensor
 from .parallel_model import ParallelModel
 
@@ -60,5 +61,7 @@ def _is_counted(model: ParallelModel, name: str, gradient: Tensor) -> bool:
     copies = {"dp_replicate", "dp_shard", "tp"}
     if isinstance(gradient, DTensor):
         names = gradient.device_mesh.mesh_dim_names or ()
+        if not set(names).isdisjoint(EXPERT_AXES):
+            copies = set(EXPERT_AXES)
         copies -= {axis for axis, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()}
     return all(mesh.coordinates[axis] == 0 for axis in copies)

@@ -11,6 +11,7 @@ from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_runnable
 from .data_parallel import compute_dtype, shard_data_parallel
+from .expert_parallel import apply_expert_parallel
 from .mesh import build_mesh
 from .models.decoder import Decoder
 from .models.init import init_weights
@@ -44,6 +45,7 @@ def parallelize(
     if model is not None:
         stage.to(device, torch.float32)
     apply_tensor_parallel(stage, mesh, plan)
+    apply_expert_parallel(stage, mesh, plan)
     apply_recompute(stage, stage_plan.recompute)
     shard_data_parallel(stage, mesh, plan)
     if model is None:

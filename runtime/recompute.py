@@ -16,9 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..schema.layout import Recompute
 from .models.decoder import Decoder
+from .models.experts import Experts, WholeLinear
 
 _aten = torch.ops.aten
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})
 ATTENTION = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -45,7 +46,8 @@ def apply_recompute(stage: Decoder, recompute: Recompute) -> None:
 
 
 def _count_products(block: nn.Module) -> int:
-    return sum(isinstance(module, nn.Linear) for module in block.modules())
+    single = sum(isinstance(module, nn.Linear | WholeLinear) for module in block.modules())
+    return single + 3 * sum(isinstance(module, Experts) for module in block.modules())
 
 
 def _selective_contexts(num_products: int) -> Any:

@@ -22,7 +22,9 @@ from ..schema.plan import Plan
 from .loss import VocabShard
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock, RMSNorm
+from .models.experts import MixtureOfExperts, WholeLinear
 from .models.init import local_tensor
+from .models.swiglu import SwiGLU
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
@@ -33,6 +35,8 @@ def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Non
     for block in stage.model.layers.values():
         assert isinstance(block, DecoderBlock)
         _split_block(block, mesh.tp, hidden)
+        if isinstance(block.mlp, MixtureOfExperts):
+            _split_mixture(block.mlp, mesh.tp, hidden)
     width = -(-plan.model.vocab_size // mesh.tp.size())  # DTensor cuts as torch.chunk does
     shard = VocabShard(offset=width * mesh.tp_rank, group=mesh.tp.get_group())
     if stage.model.embed_tokens is not None:
@@ -47,16 +51,41 @@ def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Non
 
 def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None:
     to_region = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
-    plan: dict[str, ParallelStyle] = {"self_attn": to_region, "mlp": to_region}
+    plan: dict[str, ParallelStyle] = {
+        "self_attn": to_region,
+        "self_attn.o_proj": RowwiseParallel(output_layouts=hidden),
+    }
     plan |= {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-    plan |= {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
-    plan |= {name: RowwiseParallel(output_layouts=hidden) for name in ("self_attn.o_proj", "mlp.down_proj")}
     _apply(block, tp, plan)
+    if isinstance(block.mlp, SwiGLU):
+        _split_feed_forward(block, "mlp", tp, hidden)
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         _replicate_norm(norm, tp, hidden)
     for head_norm in (block.self_attn.q_norm, block.self_attn.k_norm):
         if head_norm is not None:
             _replicate_norm(head_norm, tp, Shard(2))  # each rank sees its own heads
+
+
+def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Placement) -> None:
+    plan: dict[str, ParallelStyle] = {
+        name: PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),)),
+        f"{name}.gate_proj": ColwiseParallel(),
+        f"{name}.up_proj": ColwiseParallel(),
+        f"{name}.down_proj": RowwiseParallel(output_layouts=hidden),
+    }
+    _apply(parent, tp, plan)
+
+
+def _split_mixture(mixture: MixtureOfExperts, tp: DeviceMesh, hidden: Placement) -> None:
+    """Shared expert like any feed-forward part; of router and gate every rank has all. The experts: expert_parallel.py.
+
+    A rank routes its own part of the tokens, or all of them for its part of each expert: either way its gradient is a part.
+    """
+    _replicate(mixture.gate, tp, Partial())
+    if mixture.shared_expert is not None:
+        _split_feed_forward(mixture, "shared_expert", tp, hidden)
+    if mixture.shared_expert_gate is not None:
+        _replicate(mixture.shared_expert_gate, tp, Partial() if hidden.is_shard() else Replicate())
 
 
 def _split_embedding(embedding: nn.Embedding, tp: DeviceMesh, shard: VocabShard, hidden: Placement) -> None:
@@ -82,5 +111,9 @@ def _apply(module: nn.Module, tp: DeviceMesh, plan: ParallelStyle | dict[str, Pa
 
 def _replicate_norm(norm: RMSNorm, tp: DeviceMesh, activations: Placement) -> None:
     """A whole weight on every rank, whose gradient is a sum over ranks where each sees a part of the activations."""
-    norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, tp, [Replicate()], src_data_rank=None))
-    norm.weight_grad = [Partial() if activations.is_shard() else Replicate()]
+    _replicate(norm, tp, Partial() if activations.is_shard() else Replicate())
+
+
+def _replicate(module: RMSNorm | WholeLinear, tp: DeviceMesh, gradient: Placement) -> None:
+    module.weight = nn.Parameter(distribute_tensor(module.weight.data, tp, [Replicate()], src_data_rank=None))
+    module.weight_grad = [gradient]

@@ -64,7 +64,7 @@ def _qwen2_moe(config: Fields) -> dict[str, Any]:
     shape = heads(config, config.integer("hidden_size"), kv_heads=16)
     bias = config.boolean("qkv_bias", True)
     shared = config.integer("shared_expert_intermediate_size", default=5632)
-    moe = _moe(config, "moe_intermediate_size", shared_ffn_dim=shared, shared_gate=True)
+    moe = _moe(config, "moe_intermediate_size", shared_ffn_dim=shared, shared_gate=True, **_normalized(config))
     last = config.integer("max_window_layers", default=28, minimum=0)
     local = windows(config, _qwen_window(config), lambda idx: idx % 2 == 0 and idx < last)
 
@@ -92,7 +92,7 @@ def _qwen3_moe(config: Fields) -> dict[str, Any]:
     bias = config.boolean("attention_bias", False)
     window = _qwen_window(config)
     attention = SoftmaxAttention(**shape, window=window, qkv_bias=bias, out_bias=bias, qk_norm="per_head")
-    moe = _moe(config, "moe_intermediate_size")
+    moe = _moe(config, "moe_intermediate_size", **_normalized(config))
 
     def block(sparse: bool) -> Block:
         return Block(attention=attention, mlp=moe if sparse else _swiglu(config))
@@ -117,7 +117,7 @@ def _olmoe(config: Fields) -> dict[str, Any]:
     shape = heads(config, config.integer("hidden_size"))
     bias = config.boolean("attention_bias", False)
     attention = SoftmaxAttention(**shape, qkv_bias=bias, out_bias=bias, qk_norm="full")
-    block = Block(attention=attention, mlp=_moe(config, "intermediate_size"))
+    block = Block(attention=attention, mlp=_moe(config, "intermediate_size", **_normalized(config)))
     return rms_model(config, _equal(config, block), max_seq_len=4096, norm_eps=1e-5)
 
 
@@ -125,7 +125,7 @@ def _gpt_oss(config: Fields) -> dict[str, Any]:
     config = config.with_default("rope_scaling", "rope_parameters", value=_GPT_OSS_ROPE)
     shape = heads(config, config.integer("hidden_size"), kv_heads=8, head_dim=64)
     bias = config.boolean("attention_bias", True)
-    moe = _moe(config, "intermediate_size", "num_local_experts", bias=True, router_bias=True)
+    moe = _moe(config, "intermediate_size", "num_local_experts", bias=True, router_bias=True, router="top_k_softmax")
 
     def block(window: int | None) -> Block:
         attention = SoftmaxAttention(**shape, window=window, qkv_bias=bias, out_bias=bias, sinks=True)
@@ -141,15 +141,15 @@ _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_emb
 def _deepseek_v2(config: Fields) -> dict[str, Any]:
     if config.boolean("mlp_bias", False):
         config.refuse("mlp_bias", "biases of DeepSeek's feed-forward are not supported")
-    return rms_model(config, _deepseek_blocks(config, dense=0, shared=2), max_seq_len=2048)
+    return rms_model(config, _deepseek_blocks(config, dense=0, shared=2, router="softmax"), max_seq_len=2048)
 
 
 def _deepseek_v3(config: Fields) -> dict[str, Any]:
     # The checkpoint's multi-token-prediction module stays out, as in the published total and in transformers.
-    return rms_model(config, _deepseek_blocks(config, dense=3, shared=1), max_seq_len=4096)
+    return rms_model(config, _deepseek_blocks(config, dense=3, shared=1, router="sigmoid"), max_seq_len=4096)
 
 
-def _deepseek_blocks(config: Fields, *, dense: int, shared: int) -> tuple[LayerRun, ...]:
+def _deepseek_blocks(config: Fields, *, dense: int, shared: int, router: str) -> tuple[LayerRun, ...]:
     attention = LatentAttention(
         num_heads=config.integer("num_attention_heads"),
         q_lora_rank=config.optional_integer("q_lora_rank", 1536),
@@ -167,7 +167,9 @@ def _deepseek_blocks(config: Fields, *, dense: int, shared: int) -> tuple[LayerR
         "num_groups": config.optional_integer("n_group", 1) or 1,
         "top_groups": config.optional_integer("topk_group", 1) or 1,
     }
-    moe = _moe(config, "moe_intermediate_size", "n_routed_experts", shared_ffn_dim=shared_ffn_dim, **groups)
+    scores = {"router": router, **_normalized(config, default=router == "sigmoid")}
+    scores["scale"] = config.number("routed_scaling_factor", 2.5 if router == "sigmoid" else 1.0)
+    moe = _moe(config, "moe_intermediate_size", "n_routed_experts", shared_ffn_dim=shared_ffn_dim, **groups, **scores)
     first = config.integer("first_k_dense_replace", default=dense, minimum=0)
 
     def block(sparse: bool) -> Block:
@@ -256,7 +258,9 @@ def _llama4_text(config: Fields) -> dict[str, Any]:
     chunk = config.optional_integer("attention_chunk_size", 8192)
     local = windows(config, chunk, lambda idx: rotated[idx], local="chunked_attention")
     shared = config.integer("intermediate_size")
-    moe = _moe(config, "intermediate_size", "num_local_experts", shared_ffn_dim=shared)
+    moe = _moe(
+        config, "intermediate_size", "num_local_experts", shared_ffn_dim=shared, router="sigmoid", normalize=False
+    )
 
     def block(key: tuple[bool, int | None, bool]) -> Block:
         rotate, window, sparse = key
@@ -294,6 +298,10 @@ def _equal(config: Fields, block: Block) -> tuple[LayerRun, ...]:
 
 def _swiglu(config: Fields, width: str = "intermediate_size", default: int | None = None, **rest: Any) -> DenseMLP:
     return DenseMLP(**{"ffn_dim": config.integer(width, default=default), "activation": activation(config), **rest})
+
+
+def _normalized(config: Fields, *, default: bool = False) -> dict[str, Any]:
+    return {"normalize": config.boolean("norm_topk_prob", default)}
 
 
 def _moe(config: Fields, width: str, experts: str = "num_experts", **rest: Any) -> FeedForward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -28,11 +29,13 @@ class Layout(Frozen):
 
     Attributes:
         cp: ranks that share each sequence; parameters are sharded over them too (over dp_shard * cp ranks).
+        cp_ulysses: of the cp ranks, neighbours that exchange tokens for heads before attention and back after it (Ulysses);
+            the cp / cp_ulysses groups of them pass keys and values round a ring.
         ep, etp: ranks that share the experts of a layer, and that share one expert; both fold onto the other ranks of a stage.
             With ep = etp = 1 experts have no axes of their own: they are split over tp like every feed-forward part.
         num_model_chunks: stages that each rank holds; chunk k of rank r is stage k pp + r, or counted back in every second
             chunk under the V schedules (zb-v, v-half, v-min: two chunks).
-        schedule: order of the passes (solvers/pipeline_orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
+        schedule: order of the passes (cost_models/pipeline_orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
             synthesised is the order that the plan brings along.
         zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
             Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
@@ -51,6 +54,7 @@ class Layout(Frozen):
     dp_shard: Count = 1
     tp: Count = 1
     cp: Count = 1
+    cp_ulysses: Count = 1
     pp: Count = 1
     ep: Count = 1
     etp: Count = 1
@@ -95,6 +99,23 @@ class Layout(Frozen):
         return self.tp if self.ep == self.etp == 1 else self.etp
 
     @property
+    def experts_follow_tp(self) -> bool:
+        """Whether experts have no axes of their own."""
+        return self.ep == 1 and self.etp in (1, self.tp)
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that hold the same part of the same experts, where these have axes of their own."""
+        return self.stage_ranks // (self.ep * self.etp)
+
+    @property
+    def expert_shards(self) -> int:
+        """Those copies over which the states of experts are sharded: as many as lie in one group of sharded ranks."""
+        if self.zero_stage == 0:
+            return 1
+        return math.gcd(max(self.dp_shard * self.cp * self.tp // (self.ep * self.etp), 1), self.expert_copies)
+
+    @property
     def dp(self) -> int:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
@@ -125,7 +146,7 @@ class Layout(Frozen):
 
     def __str__(self) -> str:
         """The axes that are used, e.g. ``tp=8 pp=4 dp_shard=8 (zero 1) micro_batch=1 recompute=selective``."""
-        degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "num_model_chunks")
+        degrees = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "pp", "ep", "etp", "num_model_chunks")
         parts = [f"{name}={getattr(self, name)}" for name in degrees if getattr(self, name) > 1]
         if self.dp_shard > 1:
             parts.append(f"zero={self.zero_stage}")
@@ -143,7 +164,8 @@ class Layout(Frozen):
 
 
 NUMBERS = (
-    "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size", "zero_stage",
+    "dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size",
+    "zero_stage",
 )  # fmt: skip
 """Fields of a Layout that are whole numbers."""
 

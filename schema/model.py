@@ -141,6 +141,9 @@ class MoE(Frozen):
         ffn_dim: width of one routed expert.
         shared_ffn_dim: width of all shared experts together; 0 for none.
         shared_gate: a learned scalar gate [D,1] on the shared experts (Qwen2-MoE).
+        router: scores of a token's experts: softmax over all of them; top_k_softmax over the chosen ones; sigmoid of each.
+        normalize: the scores of the chosen experts are divided by their sum.
+        scale: factor on the sum of the routed experts.
         num_groups, top_groups: experts stand in groups, and a token visits those of at most top_groups of them (DeepSeek-V3).
     """
 
@@ -151,6 +154,9 @@ class MoE(Frozen):
     shared_ffn_dim: NonNegativeInt = 0
     shared_gate: bool = False
     router_bias: bool = False
+    router: Literal["softmax", "top_k_softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: PositiveFloat = 1.0
     num_groups: PositiveInt = 1
     top_groups: PositiveInt = 1
     gated: bool = True

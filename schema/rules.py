@@ -14,7 +14,7 @@ import numpy as np
 
 from .errors import ConfigError
 from .layout import NUMBERS, SCHEDULES, Layout, Schedule
-from .model import DenseMLP, ModelSpec
+from .model import DenseMLP, LatentAttention, ModelSpec
 from .workload import Engine, Workload
 
 IntLike = Any
@@ -28,6 +28,7 @@ class Facts:
     dp_replicate: IntLike
     dp_shard: IntLike
     cp: IntLike
+    cp_ulysses: IntLike = 1
     tp: IntLike
     pp: IntLike
     ep: IntLike
@@ -51,6 +52,7 @@ class Facts:
     expert_counts: tuple[int, ...] = ()
     expert_ffn_dims: tuple[int, ...] = ()
     fused_attention: bool = True
+    latent_attention: bool = False
 
     @property
     def stage_ranks(self) -> IntLike:
@@ -100,6 +102,40 @@ def _runs(f: Facts, *schedules: Schedule) -> Any:
     """Whether the schedule is one of these, as numpy booleans (``~`` of a Python one is not its negation)."""
     return np.isin(f.schedule, [SCHEDULES.index(schedule) for schedule in schedules])
 
+
+_EXCHANGE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "ulysses_divides_cp",
+        lambda f: f.cp % f.cp_ulysses == 0,
+        lambda f: f"cp_ulysses {f.cp_ulysses} does not divide cp {f.cp}",
+    ),
+    Rule(
+        "heads_per_ulysses",
+        lambda f: _all_divide(f.head_counts + f.kv_head_counts, f.tp * f.cp_ulysses) | (f.cp_ulysses == 1),
+        lambda f: (
+            f"{_not_dividing(f.head_counts + f.kv_head_counts, f.tp * f.cp_ulysses)} query or key/value heads do not divide by "
+            f"tp x cp_ulysses = {f.tp} x {f.cp_ulysses}: each rank attends with whole heads"
+        ),
+    ),
+)
+
+_MEGATRON_EXCHANGE = Rule(
+    "megatron_exchange_of_latent",
+    lambda f: (f.cp_ulysses == 1) | (f.cp_ulysses < f.cp) | (not f.latent_attention),
+    lambda f: (
+        f"cp_ulysses = cp = {f.cp} with latent attention: Transformer Engine takes keys and values of two widths only where they "
+        "go round a ring (cp_comm_type p2p or a2a+p2p)"
+    ),
+)
+
+_DEEPSPEED_EXCHANGE = Rule(
+    "deepspeed_exchange",
+    lambda f: (f.cp == 1) | ((f.cp_ulysses == f.cp) & (f.tp == 1)),
+    lambda f: (
+        f"cp {f.cp} with cp_ulysses {f.cp_ulysses}, tp {f.tp}: DeepSpeed's sequence parallelism is Ulysses over all of cp, "
+        "without tensor parallelism"
+    ),
+)
 
 ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
@@ -157,6 +193,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         lambda f: (f.cp == 1) | f.fused_attention,
         lambda f: f"cp {f.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores",
     ),
+    *_EXCHANGE_RULES,
     Rule(
         "layers_per_stage",
         lambda f: f.pp * f.num_model_chunks <= f.num_blocks,
@@ -234,15 +271,21 @@ FSDP2_RULES: tuple[Rule, ...] = (
 VERSION_RULES: tuple[Rule, ...] = (
     Rule(
         "axes_of_this_version",
-        lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
-        lambda f: (
-            f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each"
-        ),
+        lambda f: (f.cp == 1) & (f.num_model_chunks == 1),
+        lambda f: f"cp {f.cp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each",
     ),
     Rule(
         "schedules_of_this_version",
         lambda f: _runs(f, "gpipe", "1f1b"),
         lambda f: f"schedule {SCHEDULES[f.schedule]}: this version executes gpipe and 1f1b",
+    ),
+    Rule(
+        "expert_width_alignment",
+        lambda f: _all_divide(f.expert_ffn_dims, 8 * f.expert_tp),
+        lambda f: (
+            f"expert width {_not_dividing(f.expert_ffn_dims, 8 * f.expert_tp)} over {f.expert_tp} ranks: torch's grouped "
+            "product takes rows of whole 16 bytes, 8 elements of bf16"
+        ),
     ),
     Rule(
         "offload",
@@ -274,11 +317,13 @@ MEGATRON_RULES: tuple[Rule, ...] = (
             f"zero_stage {f.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"
         ),
     ),
+    _MEGATRON_EXCHANGE,
     _ONE_F_ONE_B,
 )
 """What Megatron-Core executes besides ENGINE_RULES: DistributedOptimizer shards states over the data-parallel ranks or, with
 num_distributed_optimizer_instances, over groups of them; schedules.py has 1f1b, plain (with fewer micro-batches than stages
-too) and interleaved (micro-batches in multiples of pp: ENGINE_RULES); uneven stages through pipeline_model_parallel_layout.
+too) and interleaved (micro-batches in multiples of pp: ENGINE_RULES); uneven stages through pipeline_model_parallel_layout;
+cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_parallel_sizes: Ulysses inside, a ring of those outside).
 """
 
 DEEPSPEED_RULES: tuple[Rule, ...] = (
@@ -289,10 +334,16 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "deepspeed_axes",
-        lambda f: (f.cp == 1) & (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
+        lambda f: (f.ep == 1) & (f.etp == 1) & (f.num_model_chunks == 1),
         lambda f: (
-            f"cp {f.cp}, ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: planned with 1 of each for DeepSpeed"
+            f"ep {f.ep}, etp {f.etp}, num_model_chunks {f.num_model_chunks}: planned with 1 of each for DeepSpeed"
         ),
+    ),
+    _DEEPSPEED_EXCHANGE,
+    Rule(
+        "deepspeed_exchange_without_pipeline",
+        lambda f: (f.cp == 1) | (f.pp == 1),
+        lambda f: f"cp {f.cp} with pp {f.pp}: DeepSpeed's sequence parallelism takes no pipeline",
     ),
     Rule(
         "deepspeed_shards_over_all",
@@ -304,7 +355,8 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     _ONE_F_ONE_B,
 )
 """What DeepSpeed executes besides ENGINE_RULES: runtime/pipe/engine.py asserts a ZeRO stage below 2 (gradients are summed over
-micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSpeed's. Sharding over islands only (MiCS) is apart.
+micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSpeed's, whose parallel_state asserts tp = pp = 1
+beside sequence parallelism (--ds-sequence-parallel-size). Sharding over islands only (MiCS) is apart.
 """
 
 
@@ -314,6 +366,12 @@ RULES_OF_ENGINE: dict[Engine, tuple[Rule, ...]] = {
     "deepspeed": DEEPSPEED_RULES,
 }
 """What each engine that can be planned for needs besides ENGINE_RULES."""
+
+
+def exchange_rules(engine: Engine) -> tuple[Rule, ...]:
+    """Of the rules of an engine those that look at tp, cp and cp_ulysses alone."""
+    of_engine = {"megatron": (_MEGATRON_EXCHANGE,), "deepspeed": (_DEEPSPEED_EXCHANGE,)}
+    return _EXCHANGE_RULES + of_engine.get(engine, ())
 
 
 def rules_of(engine: Engine, *, runnable: bool = False) -> tuple[Rule, ...]:
@@ -352,6 +410,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
         "expert_counts": tuple(sorted({moe.num_experts for moe in routed})),
         "expert_ffn_dims": tuple(sorted({moe.ffn_dim for moe in routed})),
         "vocab_size": model.vocab_size,
+        "latent_attention": any(isinstance(block.attention, LatentAttention) for block in blocks),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .model import Block, DenseMLP, ModelSpec, SoftmaxAttention
+from .model import Block, ModelSpec, MoE, SoftmaxAttention
 from .workload import Workload
 
 
@@ -53,9 +53,11 @@ def _of_attention(block: Block, workload: Workload | None) -> list[str]:
 
 def _of_block(block: Block) -> list[str]:
     mlp, reasons = block.mlp, []
-    if not isinstance(mlp, DenseMLP):
-        reasons.append("experts")
-    elif not mlp.gated or mlp.activation != "silu":
+    if isinstance(mlp, MoE):
+        if mlp.router != "softmax" or mlp.num_groups > 1 or mlp.router_bias or mlp.bias:
+            reasons.append(f"a router by {mlp.router} over {mlp.num_groups} groups of experts, or with biases")
+        mlp = mlp.expert
+    if not mlp.gated or mlp.activation != "silu":
         reasons.append(f"a feed-forward part other than SwiGLU ({mlp.activation})")
     if block.norm != "rmsnorm" or block.num_norms != 2 or block.parallel_residual:
         reasons.append("blocks other than two RMSNorms in sequence")

@@ -11,8 +11,8 @@ import csv
 import io
 import re
 
+from ..cost_models.pipeline_simulation import Action, Kind, Order
 from ..schema.errors import ConfigError
-from .pipeline_simulation import Action, Kind, Order
 
 _LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _KINDS: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}

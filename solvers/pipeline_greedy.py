@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..cost_models.pipeline_simulation import Action, Kind, Order, Pipeline
 from ..schema.errors import InfeasibleError
-from .pipeline_simulation import Action, Kind, Order, Pipeline
 
 _SLACK = 1e-9
 

@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 
+from ..cost_models.pipeline_simulation import Action, Order, peak_bytes, simulate
 from .backend import Limits, solve_constraint_program
 from .pipeline_instance import CAP_SLACK, Instance, length_s
-from .pipeline_simulation import Action, Order, peak_bytes, simulate
 from .pipeline_window import Window, build_model, open_window
 from .status import Status
 

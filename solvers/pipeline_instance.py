@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from ..cost_models.pipeline_simulation import Order, Pipeline, Timeline, simulate
 from ..schema.errors import ConfigError
-from .pipeline_simulation import Order, Pipeline, Timeline, simulate
 
 Length = Literal["makespan", "span"]
 CAP_SLACK = 1e-9  # relative; caps and peaks are sums of the same numbers in different order

@@ -1,7 +1,7 @@
 """Order the passes of a pipeline whose stages differ, under a memory cap on each rank.
 
 Sets
-    a            actions: F, B, W of every stage s and micro-batch i (solvers/pipeline_simulation.py)
+    a            actions: F, B, W of every stage s and micro-batch i (cost_models/pipeline_simulation.py)
     r            ranks
 Data
     TICKS[a]     duration in whole ticks; a tick is one thousandth of the shortest duration or less
@@ -40,12 +40,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..cost_models import pipeline_orders as orders
+from ..cost_models.pipeline_simulation import Order, Pipeline, peak_bytes, placement, simulate
 from ..schema.errors import ConfigError, InfeasibleError
-from . import pipeline_orders as orders
 from .pipeline_greedy import EVENT_RULES, by_events, refilled
 from .pipeline_improve import improve
 from .pipeline_instance import CAP_SLACK, Instance, Length, check, length_s, lower_bound_s
-from .pipeline_simulation import Order, Pipeline, peak_bytes, placement, simulate
 from .pipeline_waves import WAVE_RULES, in_waves
 from .status import Status
 

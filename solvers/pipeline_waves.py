@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..cost_models.pipeline_simulation import Action, Kind, Order, Pipeline
 from ..schema.errors import InfeasibleError
-from .pipeline_simulation import Action, Kind, Order, Pipeline
 
 _SLACK = 1e-9
 

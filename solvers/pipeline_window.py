@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost_models.pipeline_simulation import Action, Kind, Order, Pipeline, simulate
 from .backend import new_constraint_program
 from .pipeline_instance import Instance, length_s
-from .pipeline_simulation import Action, Kind, Order, Pipeline, simulate
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,9 @@ from ...schema.errors import RuntimeMismatchError
 from ...schema.model import Block, DenseMLP, ModelSpec, SoftmaxAttention
 from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
+from .experts import MixtureOfExperts
 from .rotary import Rotary, rotate
+from .swiglu import SwiGLU
 
 AttentionKind = Literal["flash", "math"]
 
@@ -95,47 +97,20 @@ class SelfAttention(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)
 
 
-class _SiluProduct(torch.autograd.Function):
-    """``silu(gate) * up`` that keeps its inputs only; autograd would also keep silu(gate), a quarter of the part's activations."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad_output * up, gate), grad_output * F.silu(gate)
-
-
-class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, hidden_dim: int, spec: DenseMLP) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias)
-        self.up_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias)
-        self.down_proj = nn.Linear(spec.ffn_dim, hidden_dim, bias=spec.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
-        product: Tensor = _SiluProduct.apply(self.gate_proj(hidden), self.up_proj(hidden))  # type: ignore[no-untyped-call]
-        result: Tensor = self.down_proj(product)
-        return result
-
-
 class DecoderBlock(nn.Module):
     """Attention and feed-forward, each behind an RMSNorm and a residual."""
 
     def __init__(self, model: ModelSpec, spec: Block, rotary: Rotary, kind: AttentionKind) -> None:
         super().__init__()
         assert isinstance(spec.attention, SoftmaxAttention)
-        assert isinstance(spec.mlp, DenseMLP)
         self.input_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
         self.self_attn = SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
         self.post_attention_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
-        self.mlp = SwiGLU(model.hidden_dim, spec.mlp)
+        self.mlp = (
+            SwiGLU(model.hidden_dim, spec.mlp)
+            if isinstance(spec.mlp, DenseMLP)
+            else MixtureOfExperts(model.hidden_dim, spec.mlp)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""

@@ -18,7 +18,7 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
-from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, Rope, SoftmaxAttention
+from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
 from meshwright.schema.plan import Interval, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
@@ -38,6 +38,7 @@ def tiny_model(
     qk_norm: bool = False,
     rope: Rope | None = None,
     norm_eps: float = 1e-5,
+    experts: MoE | None = None,
 ) -> ModelSpec:
     """A Llama-like model; by default the vocabulary and the number of blocks divide by nothing."""
     attention = SoftmaxAttention(
@@ -49,7 +50,8 @@ def tiny_model(
         out_bias=out_bias,
         qk_norm="per_head" if qk_norm else "none",
     )
-    block = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    dense = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    block = dense if experts is None else dense.replace(mlp=experts)
     return ModelSpec(
         name="tiny",
         architecture="LlamaForCausalLM",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, Plan, Workload
-from meshwright.schema.model import Rope
+from meshwright.schema.model import MoE, Rope
 from plans import make_plan, tiny_model
 
 LOSS_TOLERANCE = 1.5e-6
@@ -41,6 +41,15 @@ MODELS = {
     ),
     "tied": tiny_model(tied=True),
     "mha": tiny_model(num_kv_heads=4, vocab_size=98),
+    "experts": tiny_model(num_blocks=3, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
+    "mixed experts": tiny_model(num_blocks=2, num_kv_heads=4, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
+    "shared experts": tiny_model(
+        num_blocks=3,
+        tied=True,
+        experts=MoE(
+            num_experts=6, top_k=3, ffn_dim=16, shared_ffn_dim=28, shared_gate=True, normalize=False, scale=1.5
+        ),
+    ),
     # Names of their own, because their references have other workloads.
     "sgd": tiny_model(),
     "six": tiny_model(),
@@ -79,6 +88,8 @@ ONE = (
     Setup("selective", Layout(micro_batch_size=2, recompute="selective"), model="rich"),
     Setup("math attention", Layout(micro_batch_size=4), workload=WORKLOAD.replace(attention="math")),
     Setup("bf16", Layout(micro_batch_size=4), workload=BF16),
+    Setup("experts full", Layout(micro_batch_size=4, recompute="full"), model="experts"),
+    Setup("experts selective", Layout(micro_batch_size=4, recompute="selective"), model="shared experts"),
     Setup("fp16", Layout(micro_batch_size=4), workload=FP16),
 )
 TWO = (
@@ -110,6 +121,16 @@ TWO = (
     Setup("pp uneven", Layout(pp=2, micro_batch_size=1), blocks_per_stage=(4, 1)),
     Setup("pp tied", Layout(pp=2, micro_batch_size=2), model="tied"),
     Setup("pp selective", Layout(pp=2, micro_batch_size=2, recompute="selective")),
+    Setup("experts, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="experts"),
+    Setup("experts over tp", Layout(tp=2, micro_batch_size=4), model="shared experts"),
+    Setup("experts over tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="experts"),
+    Setup("ep, zero 3", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
+    Setup("ep, zero 1", Layout(dp_shard=2, ep=2, zero_stage=1), model="experts"),
+    Setup("ep, replicas", Layout(dp_replicate=2, ep=2, micro_batch_size=2), model="experts"),
+    Setup("ep folded over tp", Layout(tp=2, ep=2), model="shared experts"),
+    Setup("ep, full", Layout(dp_shard=2, ep=2, recompute="full"), model="experts"),
+    Setup("etp over data", Layout(dp_shard=2, etp=2, micro_batch_size=2), model="experts"),
+    Setup("ep bf16", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="experts", workload=BF16),
     Setup("pp bf16", Layout(pp=2, micro_batch_size=2), workload=BF16, model="tied"),
 )
 THREE = (
@@ -126,12 +147,19 @@ FOUR = (
     Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="tied"),
     Setup("pp 4", Layout(pp=4), model="tied", rank_map=(1, 3, 0, 2)),
     Setup("tp 4", Layout(tp=4), model="mha"),
+    Setup("ep 2 of 4", Layout(dp_shard=4, ep=2), model="shared experts"),
+    Setup("ep 2, replicas of shards", Layout(dp_replicate=2, dp_shard=2, ep=2), model="experts"),
+    Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2), model="experts"),
+    Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4), model="experts"),
+    Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2), model="mixed experts"),
+    Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (
     Setup("3d", Layout(pp=2, tp=2, dp_shard=2), model="tied", rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
     Setup(
         "3d bf16", Layout(pp=2, tp=2, dp_shard=2, recompute="selective", schedule="gpipe"), model="rich", workload=BF16
     ),
+    Setup("pp tp ep", Layout(pp=2, tp=2, dp_shard=2, ep=4), model="experts", rank_map=(1, 3, 5, 7, 0, 2, 4, 6)),
 )
 
 

@@ -79,9 +79,17 @@ def test_shards_of_other_engines_fill_islands() -> None:
         ("megatron", LLAMA, {"pp": 16, "num_model_chunks": 4}, "layers_per_stage"),
         ("megatron", MIXTRAL, {"ep": 3}, "experts_per_ep"),
         ("deepspeed", LLAMA, {"pp": 2, "zero_stage": 3}, "deepspeed_zero_under_pipeline"),
-        ("deepspeed", LLAMA, {"cp": 2}, "deepspeed_axes"),
+        ("deepspeed", LLAMA, {"cp": 2, "tp": 2}, "deepspeed_exchange"),
+        (
+            "deepspeed",
+            LLAMA,
+            {"cp": 2, "cp_ulysses": 2, "pp": 2, "tp": 1, "zero_stage": 1, "num_model_chunks": 1},
+            "deepspeed_exchange_without_pipeline",
+        ),
+        ("megatron", LLAMA, {"cp": 4, "cp_ulysses": 3}, "ulysses_divides_cp"),
+        ("megatron", LLAMA, {"cp": 4, "cp_ulysses": 4, "tp": 4}, "heads_per_ulysses"),
         ("deepspeed", MIXTRAL, {"ep": 2}, "deepspeed_axes"),
-        ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
+        ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "cp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
         ("fsdp2", LLAMA, {"num_model_chunks": 2, "pp": 2}, "axes_of_this_version"),
     ],
 )
@@ -163,6 +171,7 @@ def _neighbours(layout: Layout) -> list[Layout]:
         {"zero_stage": 0},
         {"dp_shard": 1, "dp_replicate": 1, "zero_stage": 0},
         {"pp": 3 - min(layout.pp, 2)},
+        {"cp_ulysses": layout.cp if layout.cp_ulysses == 1 else 1},
     ]
     neighbours = []
     for change in changes:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from meshwright.cost_models import pipeline_orders as orders
+from meshwright.cost_models.pipeline_simulation import Action, Order
 from meshwright.schema.errors import ConfigError
-from meshwright.solvers import pipeline_orders as orders
 from meshwright.solvers.pipeline_csv import from_torch_csv, to_torch_csv
 from meshwright.solvers.pipeline_greedy import EVENT_RULES, by_events
-from meshwright.solvers.pipeline_simulation import Action, Order
 from pipelines import random_pipeline
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/schedules/torch_pipelining"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.cost_models import pipeline_orders as orders
+from meshwright.cost_models.pipeline_simulation import Action, Order, Pipeline, peak_bytes, simulate
 from meshwright.schema.errors import ConfigError, InfeasibleError
-from meshwright.solvers import pipeline_orders as orders
 from meshwright.solvers.pipeline_improve import split_backward
 from meshwright.solvers.pipeline_instance import Instance, Length, check, length_s, lower_bound_s
 from meshwright.solvers.pipeline_schedule import best_greedy, named_orders, solve, synthesise
-from meshwright.solvers.pipeline_simulation import Action, Order, Pipeline, peak_bytes, simulate
 from meshwright.solvers.status import Status
 from pipelines import equal, pipeline, random_pipeline
 

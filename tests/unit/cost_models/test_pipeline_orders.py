@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from meshwright.cost_models import pipeline_orders as orders
+from meshwright.cost_models.pipeline_simulation import Action, Order, peak_bytes, simulate
 from meshwright.schema.errors import ConfigError, InfeasibleError
-from meshwright.solvers import pipeline_orders as orders
 from meshwright.solvers.pipeline_greedy import EVENT_RULES, by_events, refilled
-from meshwright.solvers.pipeline_simulation import Action, Order, peak_bytes, simulate
 from meshwright.solvers.pipeline_waves import WAVE_RULES, in_waves
 from pipelines import equal, pipeline, published_cases, published_pipeline, random_pipeline
 

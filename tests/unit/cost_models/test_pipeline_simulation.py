@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.cost_models import pipeline_orders as orders
+from meshwright.cost_models.pipeline_simulation import Action, Order, closed_form_s, peak_bytes, placement, simulate
 from meshwright.schema.errors import ConfigError
-from meshwright.solvers import pipeline_orders as orders
-from meshwright.solvers.pipeline_simulation import Action, Order, closed_form_s, peak_bytes, placement, simulate
 from pipelines import equal, pipeline, random_pipeline
 
 

@@ -1,0 +1,100 @@
+"""Context parallelism split into an exchange of tokens for heads and a ring: what each part sends, and its limits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshwright.cost_models.context import context_parallel, exchange, kv_width, ring
+from meshwright.cost_models.layouts import LayoutBatch
+from meshwright.cost_models.setting import Setting
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.step import lower_bounds
+from meshwright.planner import estimate
+from meshwright.planner.search import expand
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+
+LLAMA = ModelSpec.named("llama-3.1-8b")
+ATTENTION = LLAMA.block_runs[0][0].attention
+NODE, NODES = ClusterSpec.parse("8xH100-SXM-80GB"), ClusterSpec.parse("4x8xH100-SXM-80GB/ib400")
+LONG = Workload(seq_len=131072, global_batch_size=8, engine="megatron")
+SECONDS = (np.array([0.01]), np.array([0.025]))
+
+
+def setting_of(layout: Layout, cluster: ClusterSpec = NODE) -> Setting:
+    batch = LayoutBatch.of([layout], LONG.global_batch_size)
+    return Setting(hidden_dim=LLAMA.hidden_dim, batch=batch, workload=LONG, cluster=cluster)
+
+
+def test_ulysses_alone_has_no_ring_and_a_ring_alone_no_exchange() -> None:
+    only_ring, only_exchange = setting_of(Layout(cp=8)), setting_of(Layout(cp=8, cp_ulysses=8))
+    assert all(part[0] == 0 for part in exchange(ATTENTION, only_ring))
+    assert all(part[0] == 0 for part in ring(ATTENTION, SECONDS, only_exchange))
+    assert context_parallel(ATTENTION, SECONDS, only_ring) == ring(ATTENTION, SECONDS, only_ring)
+
+
+def test_exchanged_bytes_are_those_of_all_to_all() -> None:
+    """16,384 tokens of q, k, v and output, seven eighths of them to others, in both passes."""
+    found = exchange(ATTENTION, setting_of(Layout(cp=8, cp_ulysses=8)))
+    sent = 131072 / 8 * (2 * ATTENTION.num_heads * 128 + kv_width(ATTENTION)) * 2 * 7 / 8
+    line_s = sent / NODE.levels[0].link.bandwidth_bytes_per_s
+    assert line_s < found.exposed_forward_s[0] < 2 * line_s
+    assert found.exposed_backward_s[0] == found.exposed_forward_s[0]
+
+
+def test_exchange_inside_nodes_and_ring_between_them_needs_fewer_steps() -> None:
+    alone = ring(ATTENTION, SECONDS, setting_of(Layout(cp=32), NODES))
+    outside = ring(ATTENTION, SECONDS, setting_of(Layout(cp=32, cp_ulysses=8), NODES))
+    assert outside.dispatches[0] == pytest.approx(alone.dispatches[0] * 3 / 31)
+    # Three transfers instead of 31, each beside a quarter of the attention instead of a 32nd.
+    assert outside.exposed_forward_s[0] < alone.exposed_forward_s[0]
+
+
+def test_memory_does_not_depend_on_the_split() -> None:
+    splits = [estimate(LLAMA, NODE, LONG, Layout(cp=8, cp_ulysses=u, recompute="full")) for u in (1, 2, 8)]
+    assert len({split.memory_bytes for split in splits}) == 1
+    assert len({split.step_time_s for split in splits}) == 3
+
+
+def test_layouts_say_their_split() -> None:
+    layout = Layout(cp=8, cp_ulysses=4, dp_shard=2)
+    assert "cp=8 cp_ulysses=4" in str(layout)
+    assert LayoutBatch.of([layout], 16).layout(0) == layout
+    assert Layout.model_validate(Layout(cp=8).model_dump(exclude={"cp_ulysses"})) == Layout(cp=8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        (Layout(cp=8, cp_ulysses=3), "ulysses_divides_cp"),
+        (Layout(cp=4, tp=2, cp_ulysses=4), None),
+        (Layout(cp=2, tp=4, cp_ulysses=4), "ulysses_divides_cp"),
+        (Layout(cp=2, tp=4, cp_ulysses=2), None),
+        (Layout(tp=8, cp=4, cp_ulysses=4), "heads_per_ulysses"),
+    ],
+)
+def test_splits_that_cannot_be_executed_name_the_rule(layout: Layout, rule: str | None) -> None:
+    cluster = ClusterSpec.parse(f"{layout.world_size}xH100-SXM-80GB")
+    if rule is None:
+        assert estimate(LLAMA, cluster, LONG, layout).breakdown_s.cp > 0
+        return
+    with pytest.raises(ConfigError) as error:
+        estimate(LLAMA, cluster, LONG, layout)
+    assert any(f"[{rule}]" in detail for detail in error.value.details)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron", "deepspeed"])
+def test_bounds_hold_under_every_split(engine: str) -> None:
+    workload = LONG.replace(engine=engine, global_batch_size=32)
+    layouts = [
+        Layout(dp_shard=4, cp=8, cp_ulysses=u, zero_stage=z, recompute=r)
+        for u in (1, 2, 4, 8)
+        for z in (1, 3)
+        for r in ("none", "full")
+    ]
+    layouts += [Layout(pp=4, cp=8, cp_ulysses=u, zero_stage=1) for u in (1, 2, 8)]
+    costs = SpaceCosts.of(LLAMA, workload, NODES, LayoutBatch.of(layouts, workload.global_batch_size))
+    bound_s, bound_bytes = lower_bounds(costs)
+    for idx in range(len(layouts)):
+        found = expand(costs, idx).estimate
+        assert bound_s[idx] <= found.step_time_s * (1 + 1e-9)
+        assert bound_bytes[idx] <= found.peak_allocated_bytes + 16  # parts are whole bytes
