@@ -91,7 +91,7 @@ def measure(case: Case) -> dict[str, object]:
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "gap_of_fastest": best and round(1 - result.bound_s / best, 6),
         "gap_of_choice": certificate and round(certificate.gap, 6),
-        "layout": str(space.batch.layout(chosen.idx)) if chosen else None,
+        "layout": str(chosen.layout(space.batch)) if chosen else None,
         "step_time_s": certificate and round(certificate.objective_s, 4),
     }
 

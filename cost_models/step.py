@@ -19,8 +19,10 @@ from . import memory
 from .coefficients import peak_flops_per_s
 from .interval import time_interval
 from .layouts import FloatArray, IntArray, LayoutBatch
+from .option_costs import OptionCosts
 from .operators import model_flops_per_token
 from .pipeline import pipelined_lower_bound_s, pipelined_s
+from .recompute_bounds import least_step_s
 from .space_costs import SpaceCosts
 
 
@@ -44,15 +46,20 @@ def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
 def time_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the seconds of a step [N]."""
     b = costs.batch
-    with_transfers = costs.total("busy_s") + (b.pp > 1) * 2 * costs.transfer_s * b.pp
+    transfers = (b.pp > 1) * 2 * costs.transfer_s * b.pp
     updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
-    return np.asarray(
-        pipelined_lower_bound_s(with_transfers, b.num_microbatches, b.pp, b.num_model_chunks)
+    always = costs.dp_edges_s + _fullest_stage(costs, updates)
+    exposed = OptionCosts.of(costs).least_exposed_by_kind if costs.batch.is_mixed else costs.dp_exposed_by_kind
+    bound = (
+        pipelined_lower_bound_s(costs.total("busy_s") + transfers, b.num_microbatches, b.pp, b.num_model_chunks)
         + _uneven_s(costs)
-        + _fullest_stage(costs, costs.dp_exposed_by_kind)
-        + costs.dp_edges_s
-        + _fullest_stage(costs, updates)
+        + _fullest_stage(costs, exposed)
+        + always
     )
+    if not costs.batch.is_mixed:
+        return np.asarray(bound)
+    moved = pipelined_lower_bound_s(transfers, b.num_microbatches, b.pp, b.num_model_chunks)
+    return np.maximum(bound, least_step_s(OptionCosts.of(costs), _kept_by_all_stages(costs)) + moved + always)
 
 
 def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArray:
@@ -84,9 +91,23 @@ def _uneven_s(costs: SpaceCosts) -> FloatArray:
 
 def memory_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the bytes of the fullest device [N]."""
+    parts = memory.stage_memory(_balanced_contents(costs), _least_shape(costs.batch), costs.workload, costs.cluster)
+    return np.asarray(memory.total_bytes(parts))
+
+
+def _kept_by_all_stages(costs: SpaceCosts) -> FloatArray:
+    """Activations of one micro-batch that all stages together may keep at most [N], bytes."""
+    cap_bytes = costs.cluster.memory_budget_bytes
+    contents, shape = _balanced_contents(costs), _least_shape(costs.batch)
+    room = memory.kept_room_bytes(contents, shape, costs.workload, costs.cluster, cap_bytes=cap_bytes)
+    return np.asarray(room * costs.batch.pp)
+
+
+def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
+    """The mean of all stages of every layout [N]."""
     b = costs.batch
     params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
-    contents = memory.StageContents(
+    return memory.StageContents(
         params=params,
         trained=trained,
         expert_params=expert_params,
@@ -99,11 +120,12 @@ def memory_bounds(costs: SpaceCosts) -> FloatArray:
         logits=np.where(b.pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
     )
+
+
+def _least_shape(b: LayoutBatch) -> memory.StepShape:
+    """Of the stage with the fewest micro-batches in flight."""
     fewest = memory.in_flight(b.schedule, b.num_microbatches, b.pp, b.pp - 1, b.num_model_chunks)
-    parts = memory.stage_memory(
-        contents, _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1)), costs.workload, costs.cluster
-    )
-    return np.asarray(memory.total_bytes(parts))
+    return _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1))
 
 
 def stage_memory_parts(

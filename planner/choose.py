@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..cost_models.layouts import LayoutBatch
+from ..cost_models.layouts import LAYOUT_RECOMPUTES, LayoutBatch
 from ..schema import Alternative, Estimate, Layout
 from ..schema.plan import TimeBreakdown
 from ..schema.units import format_bytes
@@ -28,7 +28,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     """Order of simplicity: fewer axes, no recompute, a lower ZeRO stage, smaller degrees of the axes that cost the most care."""
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
     axes = sum(degree > 1 for degree in (*degrees, layout.num_model_chunks)) + (1 < layout.cp_ulysses < layout.cp)
-    recompute = ("none", "selective", "full").index(layout.recompute)
+    recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
     further = (layout.cp, layout.ep, layout.etp, layout.num_model_chunks)
     return (axes, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
 
@@ -37,7 +37,7 @@ def choose(result: SearchResult, batch: LayoutBatch) -> Candidate:
     """The simplest of the layouts whose predicted time is within SAME_TIME_FRACTION of the best."""
     best = result.fitting[0].estimate.step_time_s
     close = [c for c in result.fitting if c.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION)]
-    return min(close, key=lambda c: (complexity(batch.layout(c.idx)), c.estimate.step_time_s, c.idx))
+    return min(close, key=lambda c: (complexity(c.layout(batch)), c.estimate.step_time_s, c.idx))
 
 
 def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
@@ -48,7 +48,7 @@ def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, to
         if batch.degrees(candidate.idx) in seen or len(slower) == top:
             continue
         seen.add(batch.degrees(candidate.idx))
-        layout = batch.layout(candidate.idx)
+        layout = candidate.layout(batch)
         slower.append(_alternative(layout, candidate.estimate, why_slower(candidate.estimate, chosen.estimate)))
     too_large: list[Alternative] = []
     for candidate in sorted(result.too_large, key=lambda c: c.estimate.peak_allocated_bytes):
@@ -57,7 +57,7 @@ def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, to
         if batch.degrees(candidate.idx) in seen or len(too_large) == min(top, 2):
             continue
         seen.add(batch.degrees(candidate.idx))
-        layout = batch.layout(candidate.idx)
+        layout = candidate.layout(batch)
         too_large.append(_alternative(layout, candidate.estimate, why_too_large(candidate.estimate)))
     return (*slower, *too_large)
 

@@ -46,7 +46,7 @@ def explain_infeasible(
         (expand_row(costs, int(i)) for i in np.argsort(memory_bounds(costs))[:20]),
         key=lambda c: c.estimate.peak_allocated_bytes,
     )
-    layout, needs = costs.batch.layout(best.idx), best.estimate.required_bytes
+    layout, needs = best.layout(costs.batch), best.estimate.required_bytes
     parts = sorted(best.estimate.memory_bytes.model_dump().items(), key=lambda item: -item[1])
     device = cluster.weakest_device
     return InfeasibleError(

@@ -10,10 +10,10 @@ from importlib.metadata import version
 from typing import Any
 
 from ..cost_models.coefficients import is_measured
-from ..cost_models.layouts import LayoutBatch
+from ..cost_models.layouts import RECOMPUTES, LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
-from ..schema.layout import check_fields
+from ..schema.layout import Recompute, check_fields
 from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
@@ -85,7 +85,7 @@ def plan(
     if not result.fitting:
         raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
     chosen = choose(result, space.batch)
-    layout = space.batch.layout(chosen.idx)
+    layout = chosen.layout(space.batch)
     return Plan(
         model=model,
         cluster=cluster,
@@ -102,7 +102,8 @@ def plan(
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
-    """What one given layout costs; its layers are cut into stages as evenly as memory allows.
+    """What one given layout costs; its layers are cut into stages as evenly as memory allows. Under mixed recompute each block does
+    what is best for the step.
 
     Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too.
 
@@ -158,10 +159,25 @@ def _stages(model: ModelSpec, chosen: Candidate, layout: Layout) -> tuple[Stage,
     sizes[0] += before
     sizes[-1] += len(is_block) - sum(sizes)
     ends = itertools.accumulate(sizes)
-    return tuple(
-        Stage(first_layer_idx=end - size, num_layers=size, recompute=layout.recompute)
-        for end, size in zip(ends, sizes, strict=True)
-    )
+    options = _options_in_chunks(chosen, is_block, len(chunks))
+    return tuple(_stage(end - size, options[end - size : end], is_block) for end, size in zip(ends, sizes, strict=True))
+
+
+def _options_in_chunks(chosen: Candidate, is_block: list[bool], num_chunks: int) -> list[Recompute]:
+    """What each layer recomputes: every chunk takes its share of the options that its rank's blocks have, in their order."""
+    on_rank = [
+        [chosen.options[idx] for idx in range(i, j) if is_block[idx]] for i, j in itertools.pairwise(chosen.boundaries)
+    ]
+    blocks = iter([option for chunk in range(num_chunks) for options in on_rank for option in options[chunk::num_chunks]])
+    return [RECOMPUTES[next(blocks) if block else option] for block, option in zip(is_block, chosen.options, strict=True)]
+
+
+def _stage(first: int, options: list[Recompute], is_block: list[bool]) -> Stage:
+    """With one recompute for all its blocks where they do the same."""
+    used = {option for idx, option in enumerate(options, first) if is_block[idx]}
+    strongest = max(used, key=RECOMPUTES.index)
+    each = tuple(options) if len(used) > 1 else ()
+    return Stage(first_layer_idx=first, num_layers=len(options), recompute=strongest, layer_recompute=each)
 
 
 def _notes(

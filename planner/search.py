@@ -46,13 +46,15 @@ OnProgress = Callable[[int, float | None, float], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``."""
+    """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``; ``options``
+    has an index into RECOMPUTES for each layer.
+    """
 
     idx: int
     boundaries: tuple[int, ...]
     estimate: Estimate
     bound_s: float
-    options: tuple[int, ...] = ()
+    options: tuple[int, ...]
 
     def layout(self, batch: LayoutBatch) -> Layout:
         """The layout as it came out: mixed only where blocks recompute differently."""
@@ -213,7 +215,7 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
         costs = costs.by_option[RECOMPUTES.index("full")]
     anywhere = stage_split.Instance(costs.per_layer("busy_s", idx), _stage_fits(costs, idx, cap_bytes=np.inf))
     boundaries = stage_split.solve(anywhere).boundaries
-    return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s)
+    return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
 
 
 def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
@@ -231,7 +233,12 @@ def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Cand
     )
     estimates = {cut.boundaries: estimate_step(costs, idx, cut.boundaries) for cut in (even, once)}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    return Candidate(idx, best, estimates[best], max(bound_s, _split_bound_s(costs, idx, even.objective_s, fits)))
+    bound_s = max(bound_s, _split_bound_s(costs, idx, even.objective_s, fits))
+    return Candidate(idx, best, estimates[best], bound_s, _same_for_all(costs, idx))
+
+
+def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:
+    return (int(costs.batch.recompute[idx]),) * len(costs.kind_of_layer)
 
 
 def _layers(costs: SpaceCosts, idx: int) -> Layers:
@@ -241,14 +248,15 @@ def _layers(costs: SpaceCosts, idx: int) -> Layers:
 
 
 def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> Candidate:
-    """A mixed layout with its stages; ``options`` has one entry for each layer that has a choice."""
+    """A mixed layout with its stages; ``options`` are equal where all blocks do the same."""
     options = OptionCosts.of(costs)
     used = {stages.options[layer] for layer in np.flatnonzero(options.has_choice[costs.kind_of_layer])}
-    if len(used) == 1:
-        estimate = estimate_step(costs.by_option[used.pop()], idx, stages.boundaries)
+    chosen = stages.options if len(used) > 1 else tuple(used) * len(stages.options)
+    if len(used) > 1:
+        estimate = estimate_step(options.assigned(idx, chosen), 0, stages.boundaries)
     else:
-        estimate = estimate_step(options.assigned(idx, stages.options), 0, stages.boundaries)
-    return Candidate(idx, stages.boundaries, estimate, bound_s, stages.options)
+        estimate = estimate_step(costs.by_option[chosen[0]], idx, stages.boundaries)
+    return Candidate(idx, stages.boundaries, estimate, bound_s, chosen)
 
 
 def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
 from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
@@ -99,8 +99,7 @@ def build_space(
     if not keep.any():
         raise _nothing_left(model, workload, cluster, fixed, reasons)
     columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
-    recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
-    columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
+    columns = _cross(columns, "recompute", _recomputes(fixed))
     arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
     return Space(LayoutBatch(**arrays), excluded)
 
@@ -122,6 +121,13 @@ def _all_facts(
         fused_attention=workload.attention == "flash",
         **model_facts(model),
     )
+
+
+def _recomputes(fixed: Mapping[str, Any]) -> list[int]:
+    """The given recompute; else a choice for each block, unless a given part of all blocks recomputes."""
+    if "recompute" in fixed:
+        return [LAYOUT_RECOMPUTES.index(fixed["recompute"])]
+    return list(range(len(RECOMPUTES))) if "recompute_fraction" in fixed else [MIXED]
 
 
 def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
