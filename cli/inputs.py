@@ -16,14 +16,13 @@ ModelArgument = Annotated[
         metavar="MODEL", help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one."
     ),
 ]
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        metavar="CLUSTER",
-        help="GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, "
-        "local (this machine, measured) or local:RANKS.",
-    ),
+CLUSTER_HELP = (
+    "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, "
+    "local (this machine, measured) or local:RANKS."
+)
+ClusterOption = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP)]
+ClusterOrOffersOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP + " Needed unless --offers is given.")
 ]
 BatchOption = Annotated[
     int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")
@@ -53,7 +52,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead
 
 def read_inputs(
     model: str,
-    cluster: str,
+    cluster: str | ClusterSpec,
     *,
     global_batch_size: int,
     seq_len: int,
@@ -78,8 +77,11 @@ def read_inputs(
             f"seq_len {seq_len} exceeds the {spec.embedding.num_positions} learned positions of {spec.name}",
             help=f"use --seq-len {spec.embedding.num_positions} or less",
         )
-    with reading_cluster(cluster):
-        machine = ClusterSpec.parse(cluster)
+    if isinstance(cluster, str):
+        with reading_cluster(cluster):
+            machine = ClusterSpec.parse(cluster)
+    else:
+        machine = cluster
     if calibrate is not None:
         from ..planner.calibration import calibration_from_file
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,7 +12,7 @@ from .inputs import (
     AttentionOption,
     BatchOption,
     CalibrateOption,
-    ClusterOption,
+    ClusterOrOffersOption,
     EngineOption,
     JsonOption,
     ModelArgument,
@@ -25,9 +25,9 @@ from .inputs import (
 
 def plan(
     model: ModelArgument,
-    cluster: ClusterOption,
     global_batch_size: BatchOption,
     seq_len: SeqLenOption,
+    cluster: ClusterOrOffersOption = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
@@ -46,6 +46,31 @@ def plan(
     top: Annotated[int, typer.Option(metavar="K", min=0, max=50, help="Runner-ups to report.")] = 4,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
     calibrate: CalibrateOption = None,
+    objective: Annotated[
+        Literal["throughput", "cost"],
+        typer.Option(
+            help="The fastest layout on the cluster, or the cheapest of all sizes up to it (and of all offers)."
+        ),
+    ] = "throughput",
+    offers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="For cost: what can be rented, with prices (docs/cluster.md).")
+    ] = None,
+    min_tokens_per_s: Annotated[
+        float, typer.Option(metavar="X", min=0, help="For cost: sizes that are slower do not count.")
+    ] = 0.0,
+    tokens: Annotated[
+        float | None, typer.Option(metavar="T", min=1, help="For cost: tokens of the whole run, e.g. 1e12.")
+    ] = None,
+    deadline_h: Annotated[
+        float | None, typer.Option(metavar="H", min=0.001, help="For cost, with --tokens: hours the run may take.")
+    ] = None,
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto",
+            help="Also find every layout (for cost: every size) that no other beats in both time and memory (money).",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
@@ -56,17 +81,26 @@ def plan(
     With --engine megatron or deepspeed the search is over what that engine executes; `meshwright apply` does not run such a plan.
     """
     with exit_on_error():
+        from ..planner import cheapest
+        from ..planner import pareto as pareto_front
         from ..planner import plan as make_plan
         from ..planner.deadline import Deadline
+        from ..schema import Offer
         from ..schema.layout import parse_assignments
+        from .cost_inputs import common_cluster, read_offers, require_cost
+        from .cost_tables import cost_table, pareto_table
         from .interrupt import stopping_on_interrupt
         from .progress import search_progress
         from .tables import plan_table, show
 
         fixed = parse_assignments(fix)
+        is_cost = objective == "cost"
+        if not is_cost:
+            require_cost(offers=offers, min_tokens_per_s=min_tokens_per_s, tokens=tokens, deadline_h=deadline_h)
+        rentable = read_offers(cluster, offers, calibrate=calibrate)
         inputs = read_inputs(
             model,
-            cluster,
+            common_cluster(rentable) if rentable else str(cluster),
             global_batch_size=global_batch_size,
             seq_len=seq_len,
             precision=precision,
@@ -78,14 +112,38 @@ def plan(
         deadline = Deadline(time_limit_s)
         with search_progress(quiet=json) as on_progress, stopping_on_interrupt(deadline):
             runnable = None if space is None else space == "runnable"
-            found = make_plan(
-                *inputs, fixed=fixed, runnable=runnable, top=top, on_progress=on_progress, deadline=deadline
-            )
+            common: dict[str, Any] = {
+                "fixed": fixed,
+                "runnable": runnable,
+                "on_progress": on_progress,
+                "deadline": deadline,
+            }
+            if is_cost:
+                spec, machine, workload = inputs
+                found = cheapest(
+                    spec,
+                    rentable or (Offer.of(machine),),
+                    workload,
+                    min_tokens_per_s=min_tokens_per_s,
+                    tokens=tokens,
+                    deadline_s=deadline_h and 3600 * deadline_h,
+                    front=pareto,
+                    top=top,
+                    **common,
+                )
+            else:
+                found = make_plan(*inputs, top=top, **common)
+            if pareto and not is_cost:
+                found = found.replace(pareto=pareto_front(*inputs, **common))
         found.save(out)
         if json:
             typer.echo(found.model_dump_json(indent=2))
         else:
             show(plan_table(found))
+            if found.cost is not None:
+                show(cost_table(found.cost, found.workload.tokens_per_step))
+            if found.pareto:
+                show(pareto_table(found.pareto))
         then = f"next: meshwright apply {out}" if engine == "fsdp2" else f"it is for {engine}, not for meshwright apply"
         typer.echo(f"wrote {out}; {then}", err=True)
         if deadline.is_stopped:

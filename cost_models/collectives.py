@@ -10,7 +10,8 @@ inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes
 | all-to-all, S the buffer of one rank | S (m - 1) / group | S (m - m_{l-1}) / group |
 
 Levels work at the same time on different chunks, so the slowest transfer decides; latencies add. On a level with measured
-points or curves (collective_curves.py) these say how long x = bytes / line rate takes. Otherwise
+points or curves (collective_curves.py) these say how long x = bytes / line rate takes. Where bandwidth between nodes was measured
+(node_links.py) the slowest pair that a group crosses, over the link's efficiency of a send, stands in for the line rate. Otherwise
 
     latency + x / efficiency + sqrt(ramp x)
 
@@ -23,6 +24,7 @@ LL_BANDWIDTH_RATIO of the bandwidth (LL).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from ..schema import ClusterSpec, LinkLevel
 from ..schema.profile import CollectivePoint
 from .collective_curves import Op, curve_s, link_curves
 from .layouts import FloatArray, IntArray
+from .node_links import Pattern, slowest_rates
 
 LL_STEP_RATIO = 0.2
 """Ring step of NCCL's LL protocol over that of Simple between nodes: 2.7 of 14 us (NVIDIA/nccl src/graph/tuning.cc)."""
@@ -42,6 +45,14 @@ LL_BANDWIDTH_RATIO = 0.1
 
 _SECONDS = tuple[FloatArray, FloatArray]
 """Latency and transfer."""
+
+
+class Hops(NamedTuple):
+    """Neighbours of groups [N] of ``group`` ranks, ``stride`` apart, send to one another: a ring, or a chain."""
+
+    group: IntArray
+    stride: IntArray
+    pattern: Pattern
 
 
 def collective_s(
@@ -61,41 +72,54 @@ def collective_s(
     size = np.broadcast_to(np.asarray(size_bytes, dtype=np.float64), shape)
     group, stride = np.broadcast_to(group, shape), np.broadcast_to(stride, shape)
     slowest, latency_s = np.zeros(shape), np.zeros(shape)
-    inner = np.ones_like(group)
+    inner, inner_domain = np.ones_like(group), 1
     for level in cluster.levels:
         # Groups that do not fill whole domains straddle them: only a common divisor is sure to stay inside. The last level has all.
         inside = np.gcd(np.maximum(level.domain_size // stride, 1), group)
         members = np.maximum(group if level is cluster.levels[-1] else inside, inner)
         if np.any(members > inner):
-            latency, transfer = _level_s(op, size, (inner, members, group), level, cluster)
+            rate = _line_rate(op, (group, stride), inner_domain, level, cluster)
+            latency, transfer = _level_s(op, size, (inner, members, group), level, rate)
             slowest = np.maximum(slowest, np.where(members > inner, transfer, 0.0))
             latency_s = latency_s + np.where(members > inner, latency, 0.0)
-        inner = members
+        inner, inner_domain = members, level.domain_size
     return np.asarray(np.where(group > 1, latency_s + slowest, 0.0), dtype=np.float64)
 
 
-def p2p_s(size_bytes: FloatArray, distance: IntArray, cluster: ClusterSpec) -> FloatArray:
-    """Seconds to send ``size_bytes`` [N] between ranks within ``distance`` [N] of one another: over the slowest link there.
+def p2p_s(size_bytes: FloatArray, hops: Hops, cluster: ClusterSpec) -> FloatArray:
+    """Seconds of the slowest of ``hops`` [N] that all send ``size_bytes`` [N] at once: over the slowest link that they span.
 
     Links are full duplex: a message the other way at the same time costs nothing.
     """
     seconds = np.full(size_bytes.shape, np.inf)
+    rate = slowest_rates(cluster, np.asarray(hops.group), np.asarray(hops.stride), hops.pattern)
+    distance = hops.group * hops.stride - 1
     for level in reversed(cluster.levels):
         link = level.link
-        here = link.latency_s + size_bytes / (_per_device(level, cluster) * link.efficiency.p2p)
-        seconds = np.where(distance < level.domain_size, here, seconds)
+        line = _per_device(level, cluster) * link.efficiency.p2p
+        measured = line if rate is None else np.where(np.isfinite(rate), rate * _calibrated(level, cluster), line)
+        seconds = np.where(distance < level.domain_size, link.latency_s + size_bytes / measured, seconds)
     return seconds
 
 
 def _level_s(
-    op: Op, size: FloatArray, ranks: tuple[IntArray, IntArray, IntArray], level: LinkLevel, cluster: ClusterSpec
+    op: Op,
+    size: FloatArray,
+    ranks: tuple[IntArray, IntArray, IntArray],
+    level: LinkLevel,
+    rate: tuple[float, FloatArray | float],
 ) -> _SECONDS:
-    """Latency and transfer of one level; ``ranks`` are members inside the inner domain, inside this one, and of the group."""
+    """Latency and transfer of one level; ``ranks`` are members inside the inner domain, inside this one, and of the group.
+
+    Args:
+        rate: line rate of the level for each device, and the part of it that these groups have.
+    """
     inner, members, _ = ranks
     link = level.link
-    x = _moved_bytes(op, size, *ranks) / (_per_device(level, cluster) * _mesh_fraction(level, members // inner))
+    x = _moved_bytes(op, size, *ranks) / (rate[0] * rate[1] * _mesh_fraction(level, members // inner))
     if points := [point for point in link.measured if point.op == op]:
-        return _interpolated_s(op, points, size / inner, members // inner)
+        latency_s, transfer = _interpolated_s(op, points, size / inner, members // inner)
+        return latency_s, transfer / rate[1]
     if link.curve and (curves := link_curves(link.curve)):
         return curve_s(curves[op], members // inner, x)
     latency = link.collective_latency_s
@@ -151,8 +175,26 @@ def bus_factor(op: Op, group: IntArray) -> FloatArray:
     return np.asarray((2.0 if op == "all_reduce" else 1.0) * (group - 1) / group)
 
 
+def _line_rate(
+    op: Op, groups: tuple[IntArray, IntArray], inner_domain: int, level: LinkLevel, cluster: ClusterSpec
+) -> tuple[float, FloatArray | float]:
+    """Line rate of a level for each device, bytes/s, and how much of it the nodes that ``groups`` cross there have."""
+    line = _per_device(level, cluster)
+    pattern: Pattern = "all" if op == "all_to_all" else "ring"
+    outer = None if level is cluster.levels[-1] else level.domain_size
+    measured = slowest_rates(cluster, *groups, pattern, inner_domain, outer)
+    if measured is None:
+        return line, 1.0
+    achieved = measured * _calibrated(level, cluster) / level.link.efficiency.p2p
+    return line, np.where(np.isfinite(measured), achieved / line, 1.0)
+
+
 def _per_device(level: LinkLevel, cluster: ClusterSpec) -> float:
     """Line rate one device gets when all devices of its node use the link at once, bytes/s."""
     sharing = cluster.largest_node if level.link.shared_by == "node" else 1
-    ratio = cluster.calibration.scale_up if level.link.kind == "scale-up" else cluster.calibration.scale_out
-    return level.link.bandwidth_bytes_per_s * ratio / sharing
+    return level.link.bandwidth_bytes_per_s * _calibrated(level, cluster) / sharing
+
+
+def _calibrated(level: LinkLevel, cluster: ClusterSpec) -> float:
+    """What measured runs say about rates of this kind of link."""
+    return cluster.calibration.scale_up if level.link.kind == "scale-up" else cluster.calibration.scale_out

@@ -26,7 +26,7 @@ import numpy as np
 
 from ..schema.model import LatentAttention, SoftmaxAttention
 from .coefficients import device_rates
-from .collectives import collective_s, p2p_s
+from .collectives import Hops, collective_s, p2p_s
 from .layouts import FloatArray
 from .setting import Setting
 
@@ -92,8 +92,8 @@ def ring(
     degree = batch.cp // batch.cp_ulysses
     tokens, steps = setting.tokens, degree - 1
     kv_bytes = np.asarray(tokens * kv_width(attention) / batch.tp * workload.compute_bytes)
-    distance = batch.tp * batch.cp - 1  # the ring crosses whatever its ranks span, and its slowest link decides
-    transfer_s = p2p_s(kv_bytes, distance, setting.cluster)
+    # The ring crosses whatever its ranks span, and its slowest link decides.
+    transfer_s = p2p_s(kv_bytes, Hops(degree, batch.tp * batch.cp_ulysses, "ring"), setting.cluster)
     exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / degree, 0.0)
     exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / degree, 0.0)
     v_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim

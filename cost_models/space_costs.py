@@ -11,7 +11,7 @@ import numpy as np
 from ..schema import ClusterSpec, ModelSpec, Workload
 from ..schema.model import Block, Head
 from .coefficients import coefficients, device_rates
-from .collectives import collective_s, p2p_s
+from .collectives import Hops, collective_s, p2p_s
 from .compute import elementwise_update_s
 from .engines import hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
 from .experts import sharded_params
@@ -72,6 +72,14 @@ class SpaceCosts:
         """The same for some of the layouts."""
         return replace(self, batch=self.batch.select(rows), like=self.like[rows])
 
+    def with_budget(self, budget_bytes: int) -> SpaceCosts:
+        """The same where a plan may use only so much of each device: nothing but what fits differs."""
+        reserved = self.cluster.memory_budget_bytes + self.cluster.reserved_bytes - budget_bytes
+        other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved))
+        worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
+        other.__dict__.update(worked_out)
+        return other
+
     @cached_property
     def by_option(self) -> tuple[SpaceCosts, ...]:
         """Mixed layouts as if all blocks recomputed the same, for each of RECOMPUTES."""
@@ -122,7 +130,10 @@ class SpaceCosts:
                 "all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster
             )
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
-        once = p2p_s(sent, b.stage_ranks * b.pp - 1, self.cluster) + gathered
+        once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), self.cluster) + gathered
+        if self.cluster.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
+            ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), self.cluster) + gathered
+            once = np.where(b.num_model_chunks > 1, ring, once)
         if hides_in_chunks(self.workload):
             chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
             once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)

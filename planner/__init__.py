@@ -1,5 +1,7 @@
 """Model + cluster + workload -> Plan."""
 
+from .cheapest import cheapest
+from .pareto_front import pareto
 from .planning import default_precision, estimate, not_executed, plan
 
-__all__ = ["default_precision", "estimate", "not_executed", "plan"]
+__all__ = ["cheapest", "default_precision", "estimate", "not_executed", "pareto", "plan"]

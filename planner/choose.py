@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..cost_models.layouts import LAYOUT_RECOMPUTES, LayoutBatch
 from ..schema import Alternative, Estimate, Layout
 from ..schema.plan import TimeBreakdown
@@ -33,10 +35,11 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     return (axes, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
 
 
-def choose(result: SearchResult, batch: LayoutBatch) -> Candidate:
-    """The simplest of the layouts whose predicted time is within SAME_TIME_FRACTION of the best."""
+def choose(result: SearchResult, batch: LayoutBatch, *, slowest_s: float = math.inf) -> Candidate:
+    """The simplest of the layouts whose predicted time is within SAME_TIME_FRACTION of the best, and within ``slowest_s``."""
     best = result.fitting[0].estimate.step_time_s
-    close = [c for c in result.fitting if c.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION)]
+    slowest = max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
+    close = [c for c in result.fitting if c.estimate.step_time_s <= slowest]
     return min(close, key=lambda c: (complexity(c.layout(batch)), c.estimate.step_time_s, c.idx))
 
 

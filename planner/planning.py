@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -30,7 +31,8 @@ from ..schema.workload import Precision
 from .choose import alternatives, choose
 from .deadline import Deadline
 from .infeasible import explain_infeasible
-from .search import Candidate, OnProgress, expand, search
+from .rank_map import device_of_rank
+from .search import Candidate, OnProgress, SearchResult, expand, search
 from .space import build_space
 
 
@@ -66,10 +68,7 @@ def plan(
     fixed = check_fields(fixed or {})
     if workload.engine not in RULES_OF_ENGINE:
         raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
-    if runnable is None:
-        runnable = workload.engine == "fsdp2" and not why_not_runnable(model, workload)
-    elif runnable:
-        require_our_engine(workload)
+    runnable = is_runnable(model, workload, runnable)
     deadline = deadline or Deadline(time_limit_s)
     space = build_space(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     result = search(
@@ -84,21 +83,41 @@ def plan(
     )
     if not result.fitting:
         raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
-    chosen = choose(result, space.batch)
-    layout = chosen.layout(space.batch)
+    return plan_of(result, fixed, top=top)
+
+
+def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest_s: float = math.inf) -> Plan:
+    """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and notes."""
+    model, cluster, workload, batch = (
+        result.costs.model,
+        result.costs.cluster,
+        result.costs.workload,
+        result.costs.batch,
+    )
+    chosen = choose(result, batch, slowest_s=slowest_s)
+    layout = chosen.layout(batch)
     return Plan(
         model=model,
         cluster=cluster,
         workload=workload,
         layout=layout,
         stages=_stages(model, chosen, layout),
-        rank_map=tuple(range(layout.world_size)),
+        rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
-        alternatives=alternatives(result, space.batch, chosen, top),
+        alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed),
     )
+
+
+def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
+    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
+    if runnable is None:
+        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
+    if runnable:
+        require_our_engine(workload)
+    return runnable
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
@@ -208,8 +227,6 @@ def _notes(
         )
     if not is_measured(cluster.weakest_device):
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
-    if cluster.bandwidth_matrix is not None:
-        notes.append("the bandwidth matrix is not used yet: links count with the bandwidth of their level")
     lacking = why_not_runnable(model, workload)
     if lacking and is_ours:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))

@@ -25,6 +25,7 @@ from ..solvers import stage_split
 from ..solvers.status import Status
 from .deadline import Deadline
 from .frontier import Frontier
+from .rank_map import best_case, in_order, node_order
 from .space import Space
 from .stage_choice import Layers, Stages, choose_stages
 
@@ -46,8 +47,9 @@ OnProgress = Callable[[int, float | None, float], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``; ``options``
-    has an index into RECOMPUTES for each layer.
+    """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``.
+
+    ``options`` has an index into RECOMPUTES for each layer; ``nodes`` hold the ranks in this order; empty: as the cluster lists them.
     """
 
     idx: int
@@ -55,6 +57,7 @@ class Candidate:
     estimate: Estimate
     bound_s: float
     options: tuple[int, ...]
+    nodes: tuple[int, ...] = ()
 
     def layout(self, batch: LayoutBatch) -> Layout:
         """The layout as it came out: mixed only where blocks recompute differently."""
@@ -96,13 +99,14 @@ def search(
     *,
     time_limit_s: float,
     runner_ups: int = 0,
+    worse_than_s: float = np.inf,
     on_progress: OnProgress | None = None,
     deadline: Deadline | None = None,
 ) -> SearchResult:
     """Expand layouts best first, then ``runner_ups`` more combinations of degrees for comparison.
 
-    ``fitting`` is empty when nothing fits, or when the time limit came first. A ``deadline`` that runs already stands in for
-    ``time_limit_s``.
+    ``fitting`` is empty when nothing fits, when no layout is faster than ``worse_than_s`` (slower ones are of no use), or when the
+    time limit came first. A ``deadline`` that runs already stands in for ``time_limit_s``.
 
     Raises:
         SolverLimitError: time was over before every layout had its first bound.
@@ -111,10 +115,13 @@ def search(
     costing = f"costing {len(space.batch)} layouts"
     costs = SpaceCosts.of(model, workload, cluster, space.batch, checkpoint=lambda: deadline.require(costing))
     deadline.require(f"bounding {len(space.batch)} layouts")
-    frontier, result = Frontier(costs), SearchResult(costs)
+    measured = cluster.bandwidth_matrix is not None
+    fastest = best_case(cluster, tied=model.tie_embeddings)
+    bounding = SpaceCosts.of(model, workload, fastest, space.batch) if measured else costs
+    frontier, result = Frontier(bounding), SearchResult(costs)
     window = Window(costs, frontier)
     incumbent, bound = np.inf, np.inf
-    while (bound := frontier.bound_s) < incumbent * (1 - REL_GAP):
+    while (bound := frontier.bound_s) < min(incumbent, worse_than_s) * (1 - REL_GAP):
         if deadline.is_over:
             result.stopped_early = True
             break
@@ -131,7 +138,7 @@ def search(
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
-    if result.fitting and not result.stopped_early:
+    if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
         _expand_runner_ups(result, frontier, window, runner_ups, deadline)
     result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
@@ -220,6 +227,28 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
 
 def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand`, or None where no split into stages is within memory."""
+    found = _expand_as_listed(costs, idx, bound_s=bound_s)
+    if found is None or costs.cluster.bandwidth_matrix is None:
+        return found
+    return _with_rank_map(costs, replace(found, bound_s=bound_s))
+
+
+def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
+    """The same layout with its ranks on other nodes, where that is faster."""
+    uniform = costs.by_option[0] if costs.batch.is_mixed else costs
+    nodes = node_order(uniform, found.idx, found.boundaries)
+    if not nodes:
+        return found
+    row = costs.batch.select(np.array([found.idx]))
+    there = SpaceCosts.of(costs.model, costs.workload, in_order(costs.cluster, nodes), row)
+    moved = _expand_as_listed(there, 0)
+    if moved is None or moved.estimate.step_time_s >= found.estimate.step_time_s:
+        return found
+    return replace(moved, idx=found.idx, bound_s=found.bound_s, nodes=nodes)
+
+
+def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
+    """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
     if costs.batch.is_mixed:
         found = choose_stages(_layers(costs, idx))
         return _candidate(costs, idx, found, max(bound_s, found.bound_s)) if found else None

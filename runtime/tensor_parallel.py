@@ -21,9 +21,10 @@ from torch.distributed.tensor.parallel import (
 from ..schema.plan import Plan
 from .loss import VocabShard
 from .mesh import ParallelMesh
-from .models.decoder import Decoder, DecoderBlock, RMSNorm
+from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts, WholeLinear
 from .models.init import local_tensor
+from .models.norm import RMSNorm
 from .models.swiglu import SwiGLU
 
 
@@ -62,8 +63,12 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         _replicate_norm(norm, tp, hidden)
     for head_norm in (block.self_attn.q_norm, block.self_attn.k_norm):
-        if head_norm is not None:
+        if head_norm is None:
+            continue
+        if block.self_attn.norm_each_head:
             _replicate_norm(head_norm, tp, Shard(2))  # each rank sees its own heads
+        else:
+            _split_norm(head_norm, tp)
 
 
 def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Placement) -> None:
@@ -112,6 +117,12 @@ def _apply(module: nn.Module, tp: DeviceMesh, plan: ParallelStyle | dict[str, Pa
 def _replicate_norm(norm: RMSNorm, tp: DeviceMesh, activations: Placement) -> None:
     """A whole weight on every rank, whose gradient is a sum over ranks where each sees a part of the activations."""
     _replicate(norm, tp, Partial() if activations.is_shard() else Replicate())
+
+
+def _split_norm(norm: RMSNorm, tp: DeviceMesh) -> None:
+    """A norm over a dimension of which each rank has a part, with that part of the weight."""
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, tp, [Shard(0)], src_data_rank=None))
+    norm.spread = tp
 
 
 def _replicate(module: RMSNorm | WholeLinear, tp: DeviceMesh, gradient: Placement) -> None:

@@ -3,6 +3,7 @@
 from .base import SCHEMA_VERSION
 from .calibration import Calibration
 from .cluster import ClusterSpec, Device, Link, LinkLevel, NodeGroup
+from .cost_summary import CostSummary, ParetoPoint, SizeTried
 from .errors import (
     ConfigError,
     InfeasibleError,
@@ -13,6 +14,7 @@ from .errors import (
 )
 from .layout import Layout
 from .model import ModelSpec
+from .offers import Offer
 from .plan import Alternative, Estimate, Plan, SearchCertificate, Stage
 from .profile import Profile
 from .workload import Workload
@@ -23,6 +25,7 @@ __all__ = [
     "Calibration",
     "ClusterSpec",
     "ConfigError",
+    "CostSummary",
     "Device",
     "Estimate",
     "InfeasibleError",
@@ -32,11 +35,14 @@ __all__ = [
     "MeshwrightError",
     "ModelSpec",
     "NodeGroup",
+    "Offer",
+    "ParetoPoint",
     "Plan",
     "Profile",
     "ProfileError",
     "RuntimeMismatchError",
     "SearchCertificate",
+    "SizeTried",
     "SolverLimitError",
     "Stage",
     "Workload",

@@ -23,6 +23,10 @@ measured B200 runs (SimuMax, Apache-2.0).
 """
 
 
+MIN_BANDWIDTH = 1e3
+"""Bytes/s; no link is slower, and a smaller number is a wrong unit or a pair of nodes that do not reach each other."""
+
+
 class PeakFlops(Frozen):
     """Dense peak rates of a device, FLOP/s; None where the device has no such unit."""
 
@@ -105,7 +109,7 @@ class Link(Frozen):
     name: str
     kind: Literal["scale-up", "scale-out"]
     title: str = ""
-    bandwidth_bytes_per_s: float = Field(ge=1e3, le=1e15)
+    bandwidth_bytes_per_s: float = Field(ge=MIN_BANDWIDTH, le=1e15)
     latency_s: NonNegativeFloat
     efficiency: LinkEfficiency
     collective_latency_s: CollectiveLatency
@@ -147,7 +151,8 @@ class ClusterSpec(Frozen):
     Attributes:
         levels: link levels, innermost first; the last one joins every device.
         reserved_bytes: memory of each device that a plan may not use.
-        bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one.
+        bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one: what one device of a node gets to its
+            counterpart on another while the other devices of the node send as well. The diagonal is not read.
         profile: the measurements this spec was made from, where there are any.
         calibration: what measured runs on it say about the model's rates (`planner.calibration.calibrate`).
     """
@@ -171,9 +176,19 @@ class ClusterSpec(Frozen):
         smallest = min(group.device.memory_bytes for group in self.groups)
         if self.reserved_bytes >= smallest:
             raise ValueError(f"reserved_bytes {self.reserved_bytes} leaves nothing of the {smallest} bytes of a device")
-        matrix = self.bandwidth_matrix
-        if matrix is not None and (len(matrix) != self.num_nodes or any(len(row) != self.num_nodes for row in matrix)):
-            raise ValueError(f"bandwidth_matrix must be {self.num_nodes} x {self.num_nodes} (nodes)")
+        return self
+
+    @model_validator(mode="after")
+    def _matrix_joins_all_nodes(self) -> Self:
+        matrix, size = self.bandwidth_matrix or (), self.num_nodes
+        if matrix and (len(matrix) != size or any(len(row) != size for row in matrix)):
+            raise ValueError(f"bandwidth_matrix must be {size} x {size} (nodes)")
+        for i, row in enumerate(matrix):
+            slow = [j for j, rate in enumerate(row) if i != j and rate < MIN_BANDWIDTH]
+            if slow:
+                raise ValueError(
+                    f"bandwidth_matrix[{i}][{slow[0]}] is {row[slow[0]]:g} bytes/s: every two nodes must reach each other"
+                )
         return self
 
     @property
@@ -185,6 +200,11 @@ class ClusterSpec(Frozen):
     def num_nodes(self) -> int:
         """Nodes of all groups."""
         return sum(group.num_nodes for group in self.groups)
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Devices of every node, in order."""
+        return tuple(group.devices_per_node for group in self.groups for _ in range(group.num_nodes))
 
     @property
     def largest_node(self) -> int:

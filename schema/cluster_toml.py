@@ -86,7 +86,7 @@ def shown(value: object) -> str:
 
 
 def _cluster(data: dict[str, Any], stem: str) -> dict[str, Any]:
-    _check_keys(data, ("name", "reserved_gib", "reserved_bytes", "groups", "levels", "bandwidth_matrix"), "the cluster")
+    check_keys(data, ("name", "reserved_gib", "reserved_bytes", "groups", "levels", "bandwidth_matrix"), "the cluster")
     groups = [_group(table, f"groups[{i}]") for i, table in enumerate(_tables(data, "groups"))]
     if not groups:
         raise ConfigError("a cluster needs at least one [[groups]] table")
@@ -116,13 +116,13 @@ def _known_device(i: int, group: NodeGroup, entry: Mapping[str, Any] | None) -> 
 
 def _group(table: dict[str, Any], where: str) -> tuple[NodeGroup, Mapping[str, Any] | None]:
     link = "host_link_bytes_per_s"
-    _check_keys(table, ("device", "num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes", link), where)
+    check_keys(table, ("device", "num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes", link), where)
     device, entry = _device(table.get("device"), where)
     known = entry or {}
     fields = {
         "device": device,
-        "num_nodes": _integer(table, "num_nodes", where),
-        "devices_per_node": _integer(table, "devices_per_node", where, known.get("devices_per_node")),
+        "num_nodes": whole_number(table, "num_nodes", where),
+        "devices_per_node": whole_number(table, "devices_per_node", where, known.get("devices_per_node")),
         "host_memory_bytes": _bytes(table, "host_memory", where),
         link: table.get(link, known.get(link)),
     }
@@ -146,8 +146,8 @@ def _device(value: Any, where: str) -> tuple[Device, Mapping[str, Any] | None]:
 
 
 def _level(table: dict[str, Any], where: str, devices_per_node: int) -> LinkLevel:
-    _check_keys(table, ("link", "domain_size"), where)
-    domain, value = _integer(table, "domain_size", where), table.get("link")
+    check_keys(table, ("link", "domain_size"), where)
+    domain, value = whole_number(table, "domain_size", where), table.get("link")
     if isinstance(value, str):
         try:
             return LinkLevel(link=catalogue_link(value), domain_size=domain)
@@ -176,7 +176,8 @@ def _tables(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return value
 
 
-def _check_keys(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+def check_keys(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    """Refuse what is none of ``keys``, naming the nearest."""
     for key in table:
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=1)
@@ -184,7 +185,8 @@ def _check_keys(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> 
             raise ConfigError(f"{where}: unknown key {shown(key)}", help=hint)
 
 
-def _integer(table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+def whole_number(table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """A count of a table, from 1 to MAX_DEVICES."""
     value = table.get(key, default)
     if value is None:
         raise ConfigError(f"{where}: `{key}` is missing")

@@ -114,6 +114,8 @@ def _gemma2(config: Fields) -> dict[str, Any]:
 
 
 def _olmoe(config: Fields) -> dict[str, Any]:
+    if config.optional_number("clip_qkv") is not None:
+        config.refuse("clip_qkv", "clipped queries, keys and values are not supported")
     shape = heads(config, config.integer("hidden_size"))
     bias = config.boolean("attention_bias", False)
     attention = SoftmaxAttention(**shape, qkv_bias=bias, out_bias=bias, qk_norm="full")

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from .base import Document, Frozen
 from .cluster import ClusterSpec
+from .cost_summary import CostSummary, ParetoPoint
 from .layout import Layout, Recompute
 from .model import ModelSpec
 from .workload import Workload
@@ -206,6 +207,8 @@ class Plan(Document):
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (solvers/pipeline_csv.py); empty otherwise.
         notes: what the reader should know about assumptions made.
+        cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
+        pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
     """
 
     model: ModelSpec
@@ -219,6 +222,8 @@ class Plan(Document):
     alternatives: tuple[Alternative, ...] = ()
     pipeline_order: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    cost: CostSummary | None = None
+    pareto: tuple[ParetoPoint, ...] = ()
     provenance: Provenance
 
     @model_validator(mode="after")

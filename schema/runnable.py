@@ -43,9 +43,9 @@ def _of_attention(block: Block, workload: Workload | None) -> list[str]:
     if not isinstance(attention, SoftmaxAttention):
         return ["latent attention"]
     reasons: list[str] = []
-    odd = attention.sinks or attention.logit_softcap or attention.qk_norm in ("full", "weightless")
+    odd = attention.sinks or attention.logit_softcap or attention.qk_norm == "weightless"
     if odd or attention.rope_fraction != 1:
-        reasons.append("attention sinks, soft caps, partial rotary or whole-width query/key norms")
+        reasons.append("attention sinks, soft caps, partial rotary or query/key norms without weights")
     if workload is not None and attention.window is not None and attention.window < workload.seq_len:
         reasons.append(f"an attention window of {attention.window} below the sequence length {workload.seq_len}")
     return reasons

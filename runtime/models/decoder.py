@@ -9,14 +9,12 @@ parallelism H, K, F and V are this rank's share, and with sequence parallelism t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.errors import RuntimeMismatchError
@@ -24,32 +22,11 @@ from ...schema.model import Block, DenseMLP, ModelSpec, SoftmaxAttention
 from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
 from .experts import MixtureOfExperts
+from .norm import RMSNorm
 from .rotary import Rotary, rotate
 from .swiglu import SwiGLU
 
 AttentionKind = Literal["flash", "math"]
-
-
-class RMSNorm(nn.Module):
-    """``x / rms(x) * weight`` over the last dimension.
-
-    Attributes:
-        weight_grad: how the gradient of a DTensor weight is spread over tp. The norm itself works on local tensors, because
-            dispatching every activation through DTensor costs more than the norm.
-    """
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-        self.weight_grad: Sequence[Placement] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] to the same shape."""
-        weight: Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=self.weight_grad)
-        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -66,20 +43,26 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_dim, hidden_dim, bias=spec.out_bias)
-        has_norm = spec.qk_norm == "per_head"
-        self.q_norm = RMSNorm(spec.head_dim, eps) if has_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, eps) if has_norm else None
+        self.norm_each_head = spec.qk_norm == "per_head"
+        widths = {"per_head": (spec.head_dim, spec.head_dim), "full": (spec.q_dim, spec.kv_dim)}.get(spec.qk_norm)
+        self.q_norm = RMSNorm(widths[0], eps) if widths else None
+        self.k_norm = RMSNorm(widths[1], eps) if widths else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
-        query, key, value = (self._heads(proj(hidden)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        query, key = self._normed(self.q_proj(hidden), self.q_norm), self._normed(self.k_proj(hidden), self.k_norm)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, self._heads(self.v_proj(hidden))))
         cos, sin = self.rotary.tables(query.shape[2], query.device, query.dtype)
         out = self._attend(rotate(query, cos, sin), rotate(key, cos, sin), value)
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
+
+    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """[B, S, heads * C] to [B, S, heads, C], each head normed or all of them together."""
+        if norm is None or self.norm_each_head:
+            x = self._heads(x)
+            return x if norm is None else norm(x)
+        return self._heads(norm(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.schema import (
     ClusterSpec,
@@ -35,7 +35,7 @@ def tiny_model(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["none", "per_head", "full"] = "none",
     rope: Rope | None = None,
     norm_eps: float = 1e-5,
     experts: MoE | None = None,
@@ -48,7 +48,7 @@ def tiny_model(
         head_dim=head_dim,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        qk_norm="per_head" if qk_norm else "none",
+        qk_norm=qk_norm,
     )
     dense = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
     block = dense if experts is None else dense.replace(mlp=experts)

@@ -37,12 +37,18 @@ FP16 = WORKLOAD.replace(precision="fp16-mixed")
 MODELS = {
     "plain": tiny_model(),
     "rich": tiny_model(
-        qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True, rope=Rope(theta=1e4, scaling="linear", factor=2.0)
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        qk_norm="per_head",
+        rope=Rope(theta=1e4, scaling="linear", factor=2.0),
     ),
     "tied": tiny_model(tied=True),
     "mha": tiny_model(num_kv_heads=4, vocab_size=98),
     "experts": tiny_model(num_blocks=3, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
-    "mixed experts": tiny_model(num_blocks=2, num_kv_heads=4, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
+    "mixed experts": tiny_model(
+        num_blocks=2, num_kv_heads=4, qk_norm="full", experts=MoE(num_experts=8, top_k=2, ffn_dim=32)
+    ),
     "shared experts": tiny_model(
         num_blocks=3,
         tied=True,

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from meshwright.planner import plan
+from meshwright.schema import ClusterSpec, ModelSpec, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,3 +51,18 @@ def test_files_named_in_documents_exist(document: str) -> None:
     )
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing
+
+
+def cluster_files() -> list[str]:
+    return re.findall(r"```toml\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("text", cluster_files(), ids=lambda text: text.split('"')[1])
+def test_cluster_files_of_the_document_are_read_and_planned_for(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    cluster = ClusterSpec.parse(str(path))
+    workload = Workload(seq_len=2048, global_batch_size=4 * cluster.num_devices, engine="megatron")
+    found = plan(ModelSpec.named("llama-3.2-1b"), cluster, workload)
+    assert found.estimate.fits
+    assert sorted(found.rank_map) == list(range(cluster.num_devices))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.collectives import collective_s, p2p_s
+from meshwright.cost_models.collectives import Hops, collective_s, p2p_s
 from meshwright.schema import ClusterSpec, Link, LinkLevel
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency
 from meshwright.schema.profile import CollectivePoint
@@ -74,7 +74,7 @@ def test_group_of_one_costs_nothing(ideal: ClusterSpec) -> None:
 
 
 def test_p2p_takes_the_link_it_crosses(ideal: ClusterSpec) -> None:
-    times = p2p_s(np.array([1e9, 1e9]), np.array([4, 8]), ideal)
+    times = p2p_s(np.array([1e9, 1e9]), Hops(np.array([5, 3]), np.array([1, 4]), "chain"), ideal)
     assert times == pytest.approx([1e9 / 100e9, 1e9 / 10e9])
 
 

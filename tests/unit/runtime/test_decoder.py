@@ -43,6 +43,7 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
     "mistral": transformers.MistralConfig(**SIZES, head_dim=16),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+    "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2),
     "qwen2-moe": transformers.Qwen2MoeConfig(
         **SIZES, **EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2
     ),

@@ -30,7 +30,7 @@ def two_ranks() -> Iterator[None]:
 
 
 def build(*, sequence_parallel: bool, tied: bool = False) -> ParallelModel:
-    model = tiny_model(num_blocks=NUM_BLOCKS, tied=tied, qk_norm=True, out_bias=True)
+    model = tiny_model(num_blocks=NUM_BLOCKS, tied=tied, qk_norm="per_head", out_bias=True)
     layout = Layout(tp=2, sequence_parallel=sequence_parallel, micro_batch_size=2)
     workload = Workload(seq_len=16, global_batch_size=2, precision="fp32")
     return parallelize(None, make_plan(model, layout, workload=workload), device=torch.device("cpu"))

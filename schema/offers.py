@@ -1,0 +1,161 @@
+"""Offer: machines that may be rented, at a price, in every number of nodes up to the largest."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from .base import Frozen, read_text
+from .catalogue import find_device
+from .cluster import ClusterSpec, LinkLevel
+from .cluster_text import cluster_from_text
+from .cluster_toml import check_keys, file_mode, whole_number
+from .errors import ConfigError
+
+_KEYS = (
+    "name", "device", "devices_per_node", "link", "num_nodes", "min_nodes", "cluster", "price_per_device_hour",
+)  # fmt: skip
+_OF_A_DEVICE = ("device", "devices_per_node", "link", "num_nodes")
+
+
+class Offer(Frozen):
+    """``cluster`` is the largest size; of one group of equal nodes there are all sizes from ``min_nodes`` up.
+
+    A cluster of several groups is offered as a whole. Every device has a price.
+    """
+
+    name: str = Field(min_length=1)
+    cluster: ClusterSpec
+    min_nodes: int = Field(default=1, ge=1)
+
+    @property
+    def sizes(self) -> range:
+        """Numbers of nodes that can be rented."""
+        most = self.cluster.num_nodes
+        return range(most if len(self.cluster.groups) > 1 else self.min_nodes, most + 1)
+
+    def of_size(self, num_nodes: int) -> ClusterSpec:
+        """The cluster of so many nodes."""
+        return self.cluster if num_nodes == self.cluster.num_nodes else with_nodes(self.cluster, num_nodes)
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, *, price_per_device_hour: float | None = None, **fields: Any) -> Offer:
+        """An offer of a cluster at a price per device, or at those that its devices have.
+
+        Raises:
+            ConfigError: neither is there.
+        """
+        name = fields.pop("name", cluster.name)
+        if price_per_device_hour is not None:
+            devices = (group.device.replace(price_per_hour=price_per_device_hour) for group in cluster.groups)
+            groups = (group.replace(device=device) for group, device in zip(cluster.groups, devices, strict=True))
+            cluster = cluster.replace(groups=tuple(groups))
+        lacking = [group.device.name for group in cluster.groups if group.device.price_per_hour is None]
+        if lacking:
+            raise ConfigError(
+                f"offer {name}: {', '.join(lacking)} has no price in the catalogue",
+                help="state price_per_device_hour (USD) in the offers file (--offers)",
+            )
+        return cls(name=name, cluster=cluster, **fields)
+
+
+def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
+    """The first ``num_nodes`` nodes of a cluster of one group, joined by the same links.
+
+    Link domains must nest: one that does not divide the smaller cluster becomes the largest number of whole nodes that does.
+
+    Raises:
+        ConfigError: the nodes are not all alike.
+    """
+    if len(cluster.groups) > 1:
+        raise ConfigError(f"{cluster.name} has {len(cluster.groups)} groups of nodes: it has no smaller size")
+    group = cluster.groups[0].replace(num_nodes=num_nodes)
+    total, node, inner = group.num_devices, group.devices_per_node, 1
+    levels: list[LinkLevel] = []
+    for level in cluster.levels:
+        step = inner if level.domain_size <= node else max(inner, node)
+        size = total
+        if level.domain_size < total:
+            size = max((s for s in range(step, level.domain_size + 1, step) if total % s == 0), default=inner)
+        if size > inner or (size == total and not levels):
+            levels.append(LinkLevel(link=level.link, domain_size=size))
+        inner = size
+        if size == total:
+            break
+    matrix = cluster.bandwidth_matrix
+    return cluster.replace(
+        name=f"{cluster.name}, {num_nodes} nodes",
+        groups=(group,),
+        levels=tuple(levels),
+        bandwidth_matrix=None if matrix is None else tuple(row[:num_nodes] for row in matrix[:num_nodes]),
+    )
+
+
+def offers_from_file(path: str) -> tuple[Offer, ...]:
+    """Offers of a TOML file: [[offers]] tables, each of a device or of a cluster (docs/cluster.md).
+
+    Raises:
+        ConfigError: no such file, not TOML, a field that is missing, unknown or of the wrong kind, or no price.
+    """
+    if file_mode(path) is None:
+        raise ConfigError(f"there is no offers file {path}")
+    try:
+        data = tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    tables = data.get("offers")
+    if set(data) != {"offers"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise ConfigError(f"{path} is no list of offers: it must hold [[offers]] tables and nothing else")
+    offers = tuple(_offer(table, f"{path}: offers[{i}]", Path(path).parent) for i, table in enumerate(tables))
+    names = [offer.name for offer in offers]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: two offers are called {name}", help="give each a `name` of its own")
+    if not offers:
+        raise ConfigError(f"{path}: there is no offer in it", help="write an [[offers]] table")
+    return offers
+
+
+def _offer(table: Mapping[str, Any], where: str, folder: Path) -> Offer:
+    check_keys(table, _KEYS, where)
+    price = table.get("price_per_device_hour")
+    if price is not None and (type(price) not in (int, float) or not 0 < price < 1e6):
+        raise ConfigError(f"{where}: price_per_device_hour = {price!r} is no price in USD such as 2.5")
+    if ("device" in table) == ("cluster" in table):
+        raise ConfigError(f"{where}: an offer is of a `device` or of a `cluster`: give one of them")
+    text = _device_cluster(table, where) if "device" in table else _named_cluster(table, where, folder)
+    cluster = ClusterSpec(**cluster_from_text(text))
+    fields: dict[str, Any] = {"name": table.get("name", cluster.name), "price_per_device_hour": price}
+    if "min_nodes" in table:
+        fields["min_nodes"] = whole_number(table, "min_nodes", where)
+        if fields["min_nodes"] > cluster.num_nodes:
+            raise ConfigError(f"{where}: min_nodes {fields['min_nodes']} of {cluster.num_nodes} nodes")
+    elif "cluster" in table:
+        fields["min_nodes"] = cluster.num_nodes
+    return Offer.of(cluster, **fields)
+
+
+def _device_cluster(table: Mapping[str, Any], where: str) -> str:
+    """The largest size as `ClusterSpec.parse` reads it."""
+    device, link = table["device"], table.get("link")
+    if not isinstance(device, str) or not (link is None or isinstance(link, str)):
+        raise ConfigError(f"{where}: `device` and `link` are names of the catalogue")
+    per_node = whole_number(table, "devices_per_node", where, find_device(device)[1]["devices_per_node"])
+    nodes = whole_number(table, "num_nodes", where)
+    return f"{nodes}x{per_node}x{device}" + ("" if link is None else f"/{link}")
+
+
+def _named_cluster(table: Mapping[str, Any], where: str, folder: Path) -> str:
+    """A cluster as the command line takes it; a file is looked for beside the offers file."""
+    given = [key for key in _OF_A_DEVICE if key in table]
+    if given or not isinstance(table["cluster"], str):
+        raise ConfigError(
+            f"{where}: `cluster` is the name or file of a whole cluster" + (f", without {given}" * bool(given))
+        )
+    text = str(table["cluster"])
+    beside = folder / text
+    return str(beside) if text.lower().endswith(".toml") and beside.exists() else text

@@ -1,0 +1,128 @@
+"""From one placement to the next: few slots change, and the transfers that change them.
+
+A move is an expert that a GPU must fetch: one that it holds in the new placement and not in the old one. Slots of a GPU
+are alike, so that experts which stay keep their slot (`aligned`). Under a budget the placement changes step by step from
+the previous one, each time where the fullest GPU of the layer gains most: an exchange with one of the emptier GPUs costs
+at most two moves, one replica more of one of its experts in place of a replica elsewhere costs one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .expert_exchange import Places, best_of_fullest
+from .expert_instance import Instance, IntArray, replica_counts
+from .expert_packing import flat, nested
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """GPU `to_gpu` fetches the weights of an expert into a slot; from itself where it has them only in another slot."""
+
+    layer: int
+    expert: int
+    from_gpu: int
+    from_slot: int
+    to_gpu: int
+    to_slot: int
+    round: int
+
+
+def moved_slots(old: IntArray, new: IntArray, gpu_of_slot: IntArray, num_experts: int) -> IntArray:
+    """Moves [L] between x [L, S] and another."""
+    before, after = (held(placed, gpu_of_slot, num_experts) for placed in (old, new))
+    return np.asarray((after & ~before).sum(axis=(1, 2)))
+
+
+def held(placed: IntArray, gpu_of_slot: IntArray, num_experts: int) -> np.ndarray:
+    """Whether a GPU holds an expert [L, G, E]."""
+    has = np.zeros((len(placed), int(gpu_of_slot[-1]) + 1, num_experts), dtype=bool)
+    has[np.arange(len(placed))[:, None], gpu_of_slot, placed] = True
+    return has
+
+
+def aligned(old: IntArray, new: IntArray, gpu_of_slot: IntArray) -> IntArray:
+    """The new placement with every expert that stays on its GPU in its old slot [L, S]."""
+    num_experts = int(max(old.max(), new.max())) + 1
+    rows = np.arange(len(old))[:, None]
+    stays = held(new, gpu_of_slot, num_experts)[rows, gpu_of_slot, old]
+    known = held(old, gpu_of_slot, num_experts)[rows, gpu_of_slot, new]
+    result = old.copy()
+    # Every GPU has as many slots whose expert goes as experts that come, in the same order of slots.
+    result[~stays] = new[~known]
+    return result
+
+
+def within_budget(instance: Instance, previous: IntArray, budget: int) -> IntArray:
+    """X [L, S] at most ``budget`` moves from the previous one in every layer, under the uniform split."""
+    size = instance.weight / replica_counts(previous, instance.num_experts)[:, :, None]
+    state = Places(instance, nested(previous, instance.slots_per_gpu), size)
+    if instance.num_gpus == 1:
+        return previous
+    num_others = max(1, instance.num_gpus // 2)
+    for _ in range(budget // 2):
+        best_of_fullest(state, num_others=num_others)
+    best = flat(state.expert)
+    layers = np.arange(len(previous))
+    while len(layers):
+        changed = best_of_fullest(state, num_others=num_others)
+        placed = flat(state.expert)
+        cost = moved_slots(previous[layers], placed, instance.gpu_of_slot, instance.num_experts)
+        kept = changed & (cost <= budget)
+        best[layers[kept]] = placed[kept]
+        layers, state = layers[kept], state.take(kept)
+    return best
+
+
+def transfers(old: IntArray, new: IntArray, gpu_of_slot: IntArray, node_of_gpu: IntArray) -> tuple[Transfer, ...]:
+    """Transfers that turn x into its successor, in rounds that lose no weight.
+
+    In a round every GPU reads what others held when the round began, into memory of its own, and writes its slots at the
+    end of it. A round has one fetch of each GPU, unless a cycle of experts without second copies needs more of them at
+    once. A source on the same GPU is taken before one on the same node, that before others, and of these the GPU that has
+    sent least.
+    """
+    return tuple(
+        transfer
+        for layer in range(len(old))
+        for transfer in _of_layer(layer, old[layer], new[layer], gpu_of_slot, node_of_gpu)
+    )
+
+
+def _of_layer(layer: int, old: IntArray, new: IntArray, gpu_of_slot: IntArray, node_of_gpu: IntArray) -> list[Transfer]:
+    now, waiting = old.copy(), np.flatnonzero(old != new)
+    sent = np.zeros(len(node_of_gpu), dtype=np.int64)
+    done: list[Transfer] = []
+    turn = 0
+    while len(waiting):
+        chosen = _safe(now, new, waiting, gpu_of_slot)
+        for slot in chosen:
+            gpu = gpu_of_slot[slot]
+            sources = np.flatnonzero(now == new[slot])
+            owner = gpu_of_slot[sources]
+            nearest = np.lexsort((sent[owner], node_of_gpu[owner] != node_of_gpu[gpu], owner != gpu))[0]
+            sent[owner[nearest]] += 1
+            done.append(
+                Transfer(layer, int(new[slot]), int(owner[nearest]), int(sources[nearest]), int(gpu), int(slot), turn)
+            )
+        now[chosen] = new[chosen]
+        waiting = np.setdiff1d(waiting, chosen)
+        turn += 1
+    return done
+
+
+def _safe(now: IntArray, new: IntArray, waiting: IntArray, gpu_of_slot: IntArray) -> IntArray:
+    """Slots that can be written in one round: a fetch for each GPU, without those that end a weight which others wait for."""
+    _, first = np.unique(gpu_of_slot[waiting], return_index=True)
+    chosen = waiting[first]
+    while len(chosen):
+        after = now.copy()
+        after[chosen] = new[chosen]
+        needed = new[np.setdiff1d(waiting, chosen)]
+        lost = np.setdiff1d(needed, after)
+        if not len(lost):
+            return chosen
+        chosen = chosen[~np.isin(now[chosen], lost)]
+    return waiting

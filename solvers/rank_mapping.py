@@ -1,0 +1,197 @@
+"""Place nodes in the order of the ranks, so that the busiest axes cross the fastest links.
+
+Sets
+    k = 0..K-1   places: consecutive ranks that fill one node
+    n = 0..K-1   nodes
+    a            axes of the layout whose groups leave their node: collectives, stages
+Data
+    BANDWIDTH[n,n']   bytes/s between two nodes, the slower direction
+    WEIGHT[a]         seconds of a step x bytes/s: what the axis adds to a step when its slowest pair has 1 byte/s
+    PAIRS[a]          pairs of places that groups of the axis cross
+    KIND[k]           kind of node that the place needs; as listed, node k is of KIND[k]
+    BLOCK[k]          places whose nodes torch sorts: it orders the members of every group by rank
+Variables
+    node[k]           which node fills place k
+Objective
+    (O)  min  sum_a  WEIGHT[a] / min_{(k,k') in PAIRS[a]} BANDWIDTH[node[k], node[k']]      an axis waits for its slowest pair
+Constraints
+    (C1) once:  node is a permutation
+    (C2) kind:  KIND[node[k]] = KIND[k]
+    (C3) order: node ascends within each BLOCK
+
+Method: local search. All nodes of a kind are swapped in pairs, among many nodes only the ends of each axis's slowest pair with the
+others; the best swap is taken while it lowers (O), or at equal (O) the mean over the pairs in place of the slowest one. Starts:
+the identity, nodes gathered block by block with those they reach fastest, and a few random orders. The best end is returned; the
+identity is among the starts, so that it is never worse than that. Deterministic for a seed. The bound takes for each axis the best
+link of the worst connected node. (The bottleneck assignment problem with quadratic costs is NP-hard.)
+Source: local search by pairwise exchange for assignments (Burkard, Dell'Amico, Martello: Assignment Problems, SIAM 2009, ch. 8).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .status import Status
+
+NUM_RANDOM_STARTS = 12
+"""Random orders to start from, besides the two that are made on purpose."""
+
+ALL_SWAPS_UP_TO = 24
+"""Places up to which every swap is tried: beyond it, those that move an end of a slowest pair."""
+
+_RELATIVE_TOLERANCE = 1e-9
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """WEIGHT in seconds x bytes/s and PAIRS [P, 2] of places."""
+
+    weight: float
+    pairs: IntArray
+
+
+@dataclass(frozen=True)
+class Instance:
+    """BANDWIDTH [K, K] (symmetric; the diagonal is not read), axes, KIND [K] and BLOCK [K] (ascending)."""
+
+    bandwidth: FloatArray
+    axes: tuple[Axis, ...]
+    kind: IntArray
+    block: IntArray
+
+    @property
+    def num_places(self) -> int:
+        """K."""
+        return len(self.kind)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """node [K], (O) of it, and what no order can be below."""
+
+    status: Status
+    node: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+    solve_s: float
+
+
+def solve(instance: Instance, *, seed: int = 0) -> Solution:
+    """The best order found; optimal where it meets the bound."""
+    start = time.perf_counter()
+    rng = np.random.default_rng(seed)
+    starts = [np.arange(instance.num_places), _gathered(instance)]
+    starts += [_shuffled(instance, rng) for _ in range(NUM_RANDOM_STARTS)]
+    bound = lower_bound_s(instance)
+    best, best_s = starts[0], float(_objectives(instance, starts[0][None])[0][0])
+    for order in starts:
+        if best_s <= bound * (1 + _RELATIVE_TOLERANCE):
+            break
+        found, found_s = _improved(instance, order)
+        if found_s < best_s * (1 - _RELATIVE_TOLERANCE):
+            best, best_s = found, found_s
+    status = Status.OPTIMAL if best_s <= bound * (1 + _RELATIVE_TOLERANCE) else Status.FEASIBLE
+    return Solution(status, tuple(int(n) for n in best), best_s, bound, time.perf_counter() - start)
+
+
+def lower_bound_s(instance: Instance) -> float:
+    """No order is below it: an axis whose pairs touch every place crosses the worst connected node by its best link at most."""
+    away = np.where(np.eye(instance.num_places, dtype=bool), 0.0, instance.bandwidth)
+    worst_connected, fastest = float(np.min(np.max(away, axis=1))), float(np.max(away))
+    total = 0.0
+    for axis in instance.axes:
+        touches_all = len(np.unique(axis.pairs)) == instance.num_places
+        total += axis.weight / (worst_connected if touches_all else fastest)
+    return total
+
+
+def _improved(instance: Instance, order: IntArray) -> tuple[IntArray, float]:
+    """Swap until nothing improves."""
+    (objective,), (spread,) = _objectives(instance, order[None])
+    while True:
+        swapped = _swaps(instance, order)
+        if not len(swapped):
+            return order, float(objective)
+        objectives, spreads = _objectives(instance, swapped)
+        best = int(np.lexsort((spreads, objectives))[0])
+        lower = objectives[best] < objective * (1 - _RELATIVE_TOLERANCE)
+        as_low = objectives[best] <= objective * (1 + _RELATIVE_TOLERANCE)
+        if not lower and not (as_low and spreads[best] < spread * (1 - _RELATIVE_TOLERANCE)):
+            return order, float(objective)
+        order, objective, spread = swapped[best], objectives[best], spreads[best]
+
+
+def _swaps(instance: Instance, order: IntArray) -> IntArray:
+    """Orders [M, K] with two nodes of a kind exchanged, of which among many places one is an end of a slowest pair."""
+    ends = set(range(instance.num_places if instance.num_places <= ALL_SWAPS_UP_TO else 0))
+    for axis in instance.axes:
+        rates = instance.bandwidth[order[axis.pairs[:, 0]], order[axis.pairs[:, 1]]]
+        ends |= {int(place) for place in axis.pairs[int(np.argmin(rates))]}
+    pairs = [(k, other) for k in sorted(ends) for other in range(instance.num_places)]
+    kept = [(k, o) for k, o in pairs if instance.kind[k] == instance.kind[o] and instance.block[k] != instance.block[o]]
+    orders = np.tile(order, (len(kept), 1))
+    for row, (k, other) in enumerate(kept):
+        orders[row, [k, other]] = order[[other, k]]
+    return _sorted(instance, orders)
+
+
+def _sorted(instance: Instance, orders: IntArray) -> IntArray:
+    """(C3): nodes [M, K] in ascending order within each block."""
+    size = instance.num_places
+    return np.asarray(np.sort(orders + size * instance.block, axis=1) - size * instance.block)
+
+
+def _objectives(instance: Instance, orders: IntArray) -> tuple[FloatArray, FloatArray]:
+    """(O) of orders [M, K], and the mean over the pairs in place of the slowest one, [M] each."""
+    slowest_s, mean_s = np.zeros(len(orders)), np.zeros(len(orders))
+    for axis in instance.axes:
+        seconds = axis.weight / instance.bandwidth[orders[:, axis.pairs[:, 0]], orders[:, axis.pairs[:, 1]]]
+        slowest_s += np.max(seconds, axis=1)
+        mean_s += np.mean(seconds, axis=1)
+    return slowest_s, mean_s
+
+
+def _gathered(instance: Instance) -> IntArray:
+    """Blocks filled one after the other with the nodes that reach those in the block fastest; across blocks, the last node."""
+    left, order = set(range(instance.num_places)), list[int]()
+    for k in range(instance.num_places):
+        able = sorted(n for n in left if instance.kind[n] == instance.kind[k])
+        near = [order[j] for j in range(k) if instance.block[j] == instance.block[k]] or order[-1:]
+        node = max(able, key=lambda n: min((instance.bandwidth[n, m] for m in near), default=0.0))
+        left.remove(node)
+        order.append(node)
+    return np.asarray(_sorted(instance, np.array([order]))[0])
+
+
+def _shuffled(instance: Instance, rng: np.random.Generator) -> IntArray:
+    order = np.arange(instance.num_places)
+    for kind in np.unique(instance.kind):
+        places = np.flatnonzero(instance.kind == kind)
+        order[places] = rng.permutation(places)
+    return np.asarray(_sorted(instance, order[None])[0])
+
+
+def check(instance: Instance, node: tuple[int, ...]) -> float:
+    """Objective (O) of an order, recomputed from the definition; knows nothing of the method.
+
+    Raises:
+        ValueError: the order breaks (C1), (C2) or (C3); the message names which.
+    """
+    if sorted(node) != list(range(instance.num_places)):
+        raise ValueError(f"once (C1): nodes {node}")
+    for k, n in enumerate(node):
+        if instance.kind[n] != instance.kind[k]:
+            raise ValueError(f"kind (C2): place {k} needs kind {instance.kind[k]}, node {n} is {instance.kind[n]}")
+        if k and instance.block[k] == instance.block[k - 1] and n < node[k - 1]:
+            raise ValueError(f"order (C3): nodes {node[k - 1]}, {n} in places {k - 1}, {k} of one block")
+    total = 0.0
+    for axis in instance.axes:
+        total += axis.weight / min(float(instance.bandwidth[node[k], node[other]]) for k, other in axis.pairs)
+    return total

@@ -1,0 +1,80 @@
+"""`meshwright plan --objective cost` and `--pareto`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from meshwright.cli.main import app
+from meshwright.schema import Plan
+from typer.testing import CliRunner
+
+PLAN = ["plan", "llama-3.2-1b", "--global-batch-size", "64", "--seq-len", "2048"]
+CLUSTER = ["--cluster", "3x8xA100-SXM-80GB"]
+COST = ["--objective", "cost"]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_cost_of_a_cluster_is_shown_with_every_size(tmp_path) -> None:
+    result = CliRunner().invoke(app, [*PLAN, *CLUSTER, *COST, "--tokens", "1e11", "--deadline-h", "100"])
+    assert result.exit_code == 0, result.output
+    for expected in ("cheapest:", "chosen", "USD/1e9 tok", "whole run", "too slow"):
+        assert expected in result.stdout
+    cost = Plan.load(tmp_path / "plan.json").cost
+    assert cost.hours <= 100
+    assert f"{cost.total:,.0f}" in result.stdout
+    assert len(cost.sizes) == 3
+
+
+def test_offers_are_compared_and_the_json_has_the_money(tmp_path) -> None:
+    (tmp_path / "offers.toml").write_text(
+        '[[offers]]\nname = "here"\ndevice = "A100-SXM-80GB"\nnum_nodes = 2\nprice_per_device_hour = 2.0\n'
+        '[[offers]]\nname = "there"\ndevice = "A100-SXM-80GB"\nnum_nodes = 2\nprice_per_device_hour = 1.0\n'
+        '[[offers]]\nname = "old"\ndevice = "V100-SXM2-32GB"\nnum_nodes = 1\n'
+    )
+    result = CliRunner().invoke(app, [*PLAN, *COST, "--offers", "offers.toml", "--pareto", "--json"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["cost"]["offer"] == "there"
+    assert plan["cost"]["usd_per_billion_tokens"] == pytest.approx(1000 * plan["cost"]["usd_per_million_tokens"])
+    assert plan["workload"]["precision"] == "fp16-mixed"  # what all of them have
+    assert {"chosen", "on the front"} & {size["outcome"] for size in plan["cost"]["sizes"]}
+
+
+def test_pareto_front_is_part_of_the_plan(tmp_path) -> None:
+    result = CliRunner().invoke(app, [*PLAN, "--cluster", "4xA100-SXM-80GB", "--pareto"])
+    assert result.exit_code == 0, result.output
+    points = Plan.load(tmp_path / "plan.json").pareto
+    assert len(points) >= 3
+    assert all(str(point.layout) in result.stdout for point in points)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (COST, "neither is given"),
+        ([], "neither is given"),
+        ([*CLUSTER, "--tokens", "1e12"], "--tokens is for --objective cost"),
+        ([*CLUSTER, "--min-tokens-per-s", "5"], "--min-tokens-per-s is for --objective cost"),
+        ([*CLUSTER, *COST, "--deadline-h", "5"], "needs the number of tokens"),
+        ([*CLUSTER, *COST, "--offers", "offers.toml"], "both are given"),
+        ([*COST, "--offers", "missing.toml"], "no offers file missing.toml"),
+        ([*COST, "--cluster", "8xRTX-PRO-6000-Server-96GB"], "has no price"),
+    ],
+)
+def test_requests_that_cannot_be_meant_exit_with_2(tmp_path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, [*PLAN, *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_floor_out_of_reach_exits_with_1(tmp_path) -> None:
+    result = CliRunner().invoke(app, [*PLAN, *CLUSTER, *COST, "--min-tokens-per-s", "1e9"])
+    assert result.exit_code == 1
+    assert "floor (C1)" in result.stderr
+    assert not (tmp_path / "plan.json").exists()
