@@ -121,6 +121,7 @@ def num_collectives(batch: LayoutBatch, workload: Workload, num_tensors: int) ->
     by_tensor = DATA_PARALLEL[workload.engine].zero1_by_tensor & (batch.zero_stage == 1)
     return np.asarray(np.where(by_tensor, num_tensors, 1), dtype=np.int64)
 
+
 FIRST_BLOCKS: frozenset[Engine] = frozenset({"megatron"})
 """Engines that recompute the same number of blocks on every stage, the first ones, and those fully.
 

@@ -66,7 +66,9 @@ def distinct_rows(columns: Sequence[NDArray[Any]]) -> Distinct:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutBatch:
-    """One entry per layout in every array [N]; ``recompute``, ``schedule``, ``offload`` index LAYOUT_RECOMPUTES, SCHEDULES, OFFLOADS."""
+    """One entry per layout in every array [N]; ``recompute``, ``schedule``, ``offload`` index LAYOUT_RECOMPUTES, SCHEDULES and
+    OFFLOADS.
+    """
 
     dp_replicate: IntArray
     dp_shard: IntArray

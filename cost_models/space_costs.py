@@ -31,8 +31,8 @@ class SpaceCosts:
     """Costs of every kind of layer [K] under every layout [N] of ``batch``; ``kind_of_layer`` [L] says which is which.
 
     Many layouts share what happens inside a layer: ``inside`` [K] has it once for each distinct case, without collectives over
-    data, and ``like`` [N] says which case a layout is. Where layouts are mixed, the cases stand once for each of RECOMPUTES and then
-    once with the least of them in everything; `by_option` has them as if all blocks did the same.
+    data, and ``like`` [N] says which case a layout is. Where layouts are mixed, the cases stand once for each of RECOMPUTES and
+    then once with the least of them in everything; `by_option` has them as if all blocks did the same.
     """
 
     model: ModelSpec
@@ -77,6 +77,8 @@ class SpaceCosts:
         reserved = self.cluster.memory_budget_bytes + self.cluster.reserved_bytes - budget_bytes
         other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved))
         worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
+        if "by_option" in worked_out:
+            worked_out["by_option"] = tuple(costs.with_budget(budget_bytes) for costs in self.by_option)
         other.__dict__.update(worked_out)
         return other
 
@@ -113,6 +115,21 @@ class SpaceCosts:
         """A LayerCost field of every layer [L] under one layout."""
         values = np.array([getattr(cost, name)[idx] for cost in self.by_kind])
         return values[self.kind_of_layer]
+
+    def prefix(self, name: str, idx: int) -> FloatArray:
+        """Sums [L+1] of a LayerCost field over the layers before each one, under one layout; kept for the next time."""
+        if (name, idx) not in self._prefixes:
+            self._prefixes[name, idx] = np.concatenate([[0.0], np.cumsum(self.per_layer(name, idx))])
+        return self._prefixes[name, idx]
+
+    @cached_property
+    def _prefixes(self) -> dict[tuple[str, int], FloatArray]:
+        return {}
+
+    @cached_property
+    def is_root(self) -> IntArray:
+        """Layers [L] outside the blocks, 1 or 0."""
+        return np.isin(self.kind_of_layer, self.root_kinds).astype(np.int64)
 
     @cached_property
     def transfer_s(self) -> FloatArray:

@@ -19,8 +19,8 @@ from . import memory
 from .coefficients import peak_flops_per_s
 from .interval import time_interval
 from .layouts import FloatArray, IntArray, LayoutBatch
-from .option_costs import OptionCosts
 from .operators import model_flops_per_token
+from .option_costs import OptionCosts
 from .pipeline import pipelined_lower_bound_s, pipelined_s
 from .recompute_bounds import least_step_s
 from .space_costs import SpaceCosts
@@ -59,7 +59,9 @@ def time_bounds(costs: SpaceCosts) -> FloatArray:
     if not costs.batch.is_mixed:
         return np.asarray(bound)
     moved = pipelined_lower_bound_s(transfers, b.num_microbatches, b.pp, b.num_model_chunks)
-    return np.maximum(bound, least_step_s(OptionCosts.of(costs), _kept_by_all_stages(costs)) + moved + always)
+    return np.asarray(
+        np.maximum(bound, least_step_s(OptionCosts.of(costs), _kept_by_all_stages(costs)) + moved + always)
+    )
 
 
 def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArray:
@@ -173,22 +175,21 @@ def _step_shape(
 def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> memory.StageContents:
     """Contents of stages that hold layers ``first .. last - 1`` under layout ``idx``; arrays of any one shape."""
 
-    def span(values: FloatArray) -> FloatArray:
-        prefix = np.concatenate([[0.0], np.cumsum(values)])
+    def span(name: str) -> FloatArray:
+        prefix = costs.prefix(name, idx)
         return np.asarray(prefix[last] - prefix[first])
 
-    params = costs.per_layer("num_params", idx)
-    is_root = np.isin(costs.kind_of_layer, costs.root_kinds)
+    roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * costs.is_root)])
     head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
     return memory.StageContents(
-        params=span(params),
-        trained=span(costs.per_layer("num_trained", idx)),
-        expert_params=span(costs.per_layer("expert_params", idx)),
+        params=span("num_params"),
+        trained=span("num_trained"),
+        expert_params=span("expert_params"),
         block_trained=costs.block_trained[idx],
-        frozen_bytes=span(costs.per_layer("frozen_bytes", idx)),
-        root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
+        frozen_bytes=span("frozen_bytes"),
+        root_params=np.minimum(roots[last] - roots[first], costs.root_params[idx]),
         block_params=costs.block_params[idx],
-        activation_bytes=span(costs.per_layer("activation_bytes", idx)),
+        activation_bytes=span("activation_bytes"),
         working_bytes=_working_between(costs, idx, first, last),
         logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
@@ -208,6 +209,9 @@ def _working_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
 
 def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Estimate:
     """Estimate of layout ``idx`` whose stage s holds layers ``boundaries[s] .. boundaries[s+1] - 1``."""
+    assert not costs.batch.is_mixed or costs.option_of_layer is not None, (
+        "a mixed layout has a cost once each layer has an option"
+    )
     first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
     contents = contents_between(costs, idx, first, last)
     parts = stage_memory_parts(costs, idx, contents, np.arange(len(first)))

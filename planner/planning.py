@@ -187,8 +187,12 @@ def _options_in_chunks(chosen: Candidate, is_block: list[bool], num_chunks: int)
     on_rank = [
         [chosen.options[idx] for idx in range(i, j) if is_block[idx]] for i, j in itertools.pairwise(chosen.boundaries)
     ]
-    blocks = iter([option for chunk in range(num_chunks) for options in on_rank for option in options[chunk::num_chunks]])
-    return [RECOMPUTES[next(blocks) if block else option] for block, option in zip(is_block, chosen.options, strict=True)]
+    blocks = iter(
+        [option for chunk in range(num_chunks) for options in on_rank for option in options[chunk::num_chunks]]
+    )
+    return [
+        RECOMPUTES[next(blocks) if block else option] for block, option in zip(is_block, chosen.options, strict=True)
+    ]
 
 
 def _stage(first: int, options: list[Recompute], is_block: list[bool]) -> Stage:

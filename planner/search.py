@@ -49,7 +49,8 @@ OnProgress = Callable[[int, float | None, float], None]
 class Candidate:
     """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``.
 
-    ``options`` has an index into RECOMPUTES for each layer; ``nodes`` hold the ranks in this order; empty: as the cluster lists them.
+    ``options`` has an index into RECOMPUTES for each layer. ``nodes`` hold the ranks in this order; empty: as the cluster lists
+    them.
     """
 
     idx: int
@@ -271,9 +272,7 @@ def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:
 
 
 def _layers(costs: SpaceCosts, idx: int) -> Layers:
-    cap_bytes = costs.cluster.memory_budget_bytes
-    fits = [_stage_fits(uniform, idx, cap_bytes=cap_bytes) for uniform in costs.by_option]
-    return Layers(OptionCosts.of(costs), idx, fits, cap_bytes)
+    return Layers(OptionCosts.of(costs), idx, costs.cluster.memory_budget_bytes)
 
 
 def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> Candidate:

@@ -6,7 +6,7 @@ many on each (cost_models/engines.py: FIRST_BLOCKS), there is a program for each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost_models import memory
 from ..cost_models.engines import FIRST_BLOCKS
 from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray
 from ..cost_models.option_costs import OptionCosts
-from ..cost_models.step import contents_between, kept_room_bytes
+from ..cost_models.step import contents_between, kept_room_bytes, stage_memory_parts
+from ..schema.model import Block
 from ..solvers import stage_split
 from ..solvers.backend import Limits
 from ..solvers.stage_integer_program import improve
@@ -26,7 +28,7 @@ from ..solvers.stage_program import Instance, Solution, dense, forward, lower_bo
 NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective", "full"))
 
 Fits = NDArray[np.bool_]
-"""[S, L+1, L+1]: whether a stage may hold layers i..j-1."""
+"""[O, S, L+1, L+1]: whether a stage may hold layers i..j-1 with one option for all."""
 
 
 class Stages(NamedTuple):
@@ -44,7 +46,6 @@ class Layers:
 
     costs: OptionCosts
     idx: int
-    fits: Sequence[Fits]
     memory_budget_bytes: float
 
     @property
@@ -91,8 +92,8 @@ class Layers:
     def update_s(self) -> FloatArray:
         """Seconds of each layer's update [L]."""
         costs = self.costs.under[0]
-        params = (costs.per_layer(name, self.idx) for name in ("num_trained", "expert_params"))
-        return costs.update_s(*params, self.idx)
+        trained, experts = (costs.per_layer(name, self.idx) for name in ("num_trained", "expert_params"))
+        return costs.update_s(trained, experts, self.idx)
 
     @cached_property
     def constant_s(self) -> float:
@@ -103,6 +104,36 @@ class Layers:
     def transfer_s(self) -> float:
         """Seconds a stage passes activations on and gradients back, for one micro-batch."""
         return 2 * float(self.costs.least.transfer_s[self.idx]) if self.num_stages > 1 else 0.0
+
+    @cached_property
+    def fits(self) -> Fits:
+        """Whether stages may hold layers i..j-1 with one option for all [O, S, L+1, L+1]: a block for each chunk, within memory.
+
+        More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
+        """
+        least, idx, num_options = self.costs.least, self.idx, len(RECOMPUTES)
+        size, stage = len(self.kinds) + 1, np.arange(self.num_stages)[:, None]
+        working = self.costs.working_bytes(idx)[:, None, None]
+        kept, option = _prefix(self.kept_bytes), np.arange(num_options)[:, None, None]
+        starts = np.broadcast_to(np.arange(size), (num_options, self.num_stages, size))
+        fitting, too_large = starts.copy(), np.full(starts.shape, size)
+        while np.any(too_large - fitting > 1):
+            middle = (fitting + too_large) // 2
+            contents = replace(
+                contents_between(least, idx, starts, middle),
+                activation_bytes=kept[option, middle] - kept[option, starts],
+                working_bytes=np.broadcast_to(working, starts.shape),
+            )
+            parts = stage_memory_parts(least, idx, contents, stage)
+            allocated = memory.total_bytes(parts)
+            required = memory.required_bytes(allocated, parts["parameters"], least.workload, least.cluster)
+            fits = required <= self.memory_budget_bytes
+            fitting = np.where(fits, middle, fitting)
+            too_large = np.where(fits, too_large, np.maximum(middle, fitting + 1))
+        is_block = np.array([isinstance(kind, Block) for kind in least.kinds])[self.kinds]
+        blocks = np.concatenate([[0], np.cumsum(is_block)])
+        has_block = blocks[None, :] - blocks[:, None] >= self.chunks
+        return np.asarray(has_block & (np.arange(size) <= fitting[..., None]))
 
     @cached_property
     def best_uniform_s(self) -> float:
@@ -174,11 +205,11 @@ def _prefix(values: FloatArray) -> FloatArray:
 
 
 class Program(NamedTuple):
-    """An instance, and of which blocks it decides nothing: the first ``count`` of each stage take ``option``, if that is given."""
+    """An instance, and of which blocks it decides nothing: the ``first`` of each stage take ``option``, if that is given."""
 
     instance: Instance
     option: int | None = None
-    count: int = 0
+    first: int = 0
 
 
 def free_program(layers: Layers) -> Program:
@@ -200,9 +231,7 @@ def free_program(layers: Layers) -> Program:
             first=first,
             last=last,
             fixed_s=layers.between(layers.busy_s[NONE] * fixed) + layers.transfer_s,
-            fixed_once_s=np.stack(
-                [layers.between(layers.exposed_s[NONE] * fixed), layers.between(layers.update_s)]
-            ),
+            fixed_once_s=np.stack([layers.between(layers.exposed_s[NONE] * fixed), layers.between(layers.update_s)]),
             counts=np.rint(layers.between(is_kind)).astype(np.int64).T,
             seconds=np.broadcast_to(busy, shape),
             once_s=np.stack([np.broadcast_to(exposed, shape), np.zeros(shape)]),
@@ -311,7 +340,7 @@ def _stages(layers: Layers, program: Program, solution: Solution) -> Stages:
         held = np.arange(first, last)
         blocks = held[layers.has_choice[first:last]]
         if program.option is not None:
-            options[blocks[: program.count]] = program.option
+            options[blocks[: program.first]] = program.option
             continue
         for k, kind in enumerate(chosen):
             counts = solution.counts[s, k][::-1]

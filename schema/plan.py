@@ -244,7 +244,9 @@ class Plan(Document):
             raise ValueError(
                 f"schedule {layout.schedule} over {layout.pp} ranks with {len(self.pipeline_order)} lines of an order"
             )
-        choices = {stage.recompute_of(idx) for stage in self.stages for idx in stage.layer_idxs if stage.layer_recompute}
+        choices = {
+            stage.recompute_of(idx) for stage in self.stages for idx in stage.layer_idxs if stage.layer_recompute
+        }
         if choices and layout.recompute != "mixed":
             raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
         layout.num_microbatches(self.workload.global_batch_size)

@@ -1,8 +1,8 @@
 """The integer program of stage_program.py, for what dynamic programming leaves open: all terms of (O) at once.
 
-Sets, data, variables, objective and constraints (O), (C1) .. (C6) are those of stage_program.py; the names here are its labels. Only
-spans of which some answer below a given objective may consist are in the model: of each part of (O) the span has at least its own, and
-the stages before and after it at least what dynamic programming finds for them.
+Sets, data, variables, objective and constraints (O), (C1) .. (C6) are those of stage_program.py; the names here are its labels.
+Only spans of which some answer below a given objective may consist are in the model: of each part of (O) the span has at least its
+own, and the stages before and after it at least what dynamic programming finds for them.
 
     (C7) below: (O) <= the objective to beat
 """
@@ -158,9 +158,12 @@ def _filled(problem: Any, instance: Instance, x: Any, n: Any, of_stage: dict[int
     for s, chosen in of_stage.items():
         for k in range(num_kinds):
             problem += (
-                pulp.lpSum(n[s, k, o] for o in range(num_options))
-                == pulp.lpSum(int(instance.counts[p, k]) * x[p, w] for p, w in chosen)
-            ), f"C2_{s}_{k}"
+                (
+                    pulp.lpSum(n[s, k, o] for o in range(num_options))
+                    == pulp.lpSum(int(instance.counts[p, k]) * x[p, w] for p, w in chosen)
+                ),
+                f"C2_{s}_{k}",
+            )
             for o in np.flatnonzero(~instance.uses.all(axis=0)):
                 within = [int(instance.counts[p, k]) * x[p, w] for p, w in chosen if instance.uses[w, o]]
                 problem += n[s, k, int(o)] <= pulp.lpSum(within), f"C3_{s}_{k}_{o}"

@@ -32,8 +32,8 @@ Constraints
     (C5) slowest >= t_s
     (C6) once[q] >= sum_p FIXEDONCE x + sum_ko ONCE n, for every stage
 
-Three methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes and
-seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each part of (O) at its own least.
+Three methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
+and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each part of (O) at its own least.
 stage_integer_program.py closes what is left between the two. Source of the counts: layers of equal kind are interchangeable; of the
 spans: stage_split.py.
 """
@@ -86,7 +86,9 @@ class Instance:
     @cached_property
     def least_once_s(self) -> FloatArray:
         """What each span [Q, P] does once in a step at least, whatever fits."""
-        of_kind = self.once_s.min(axis=3)[:, self.stage] if self.counts.shape[1] else np.zeros((*self.fixed_once_s.shape, 0))
+        of_kind = (
+            self.once_s.min(axis=3)[:, self.stage] if self.counts.shape[1] else np.zeros((*self.fixed_once_s.shape, 0))
+        )
         least = self.fixed_once_s + (of_kind * self.counts).sum(axis=2)
         return np.where(np.isfinite(self.least_s), least, np.inf)
 

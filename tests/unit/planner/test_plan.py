@@ -87,7 +87,9 @@ def test_bound_holds_for_every_split_into_stages() -> None:
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("4x1xA100-SXM-80GB/eth10")
     workload = Workload(seq_len=2048, global_batch_size=8)
     found = plan(spec, machine, workload, fixed={"pp": 2, "dp_replicate": 2})
-    space = build_space(spec, workload, machine, {"pp": 2, "dp_replicate": 2})
+    uniform = {"pp": 2, "dp_replicate": 2, "recompute_fraction": 1.0}
+    space = build_space(spec, workload, machine, uniform)
+    assert set(space.batch.recompute) == {0, 1, 2}
     costs = SpaceCosts.of(spec, workload, machine, space.batch)
     splits = [
         (idx, (0, cut, spec.num_layers)) for idx in range(len(space.batch)) for cut in range(2, spec.num_layers - 1)

@@ -70,7 +70,8 @@ def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, mo
         quick_s = quick_time_bounds(costs)
         for idx, candidate in enumerate(everything):
             assert quick_s[idx] <= bound_s[idx] * (1 + 1e-9), seed
-            assert bound_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
+            # A bound may count the recompute without which a layout does not fit; of those that never do it says nothing.
+            assert not candidate.estimate.fits or bound_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
             assert candidate.bound_s <= candidate.estimate.step_time_s * (1 + 1e-9), seed
             assert bound_bytes[idx] <= candidate.estimate.peak_allocated_bytes + 16, seed  # parts are whole bytes
     assert solved > NUM_INSTANCES / NUM_GROUPS / 4
@@ -190,7 +191,7 @@ def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
     """Slow links, so that what a stage adds once counts; brute force over all cuts of nine layers into three stages."""
     spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("6x1xA100-SXM-80GB/eth10")
     workload = Workload(seq_len=1024, global_batch_size=24, engine=engine)
-    batch = build_space(spec, workload, cluster, {"pp": 3}).batch
+    batch = build_space(spec, workload, cluster, {"pp": 3, "recompute": "selective"}).batch
     costs = SpaceCosts.of(spec, workload, cluster, batch)
     size = spec.num_layers
     for idx in range(0, len(batch), max(len(batch) // 8, 1)):
