@@ -7,6 +7,8 @@ import typer
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
 from .estimate import estimate
+from .experts import experts_app
+from .explain import explain
 from .plan import plan
 from .validate import validate
 
@@ -19,10 +21,12 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(estimate)
+app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
+app.add_typer(experts_app, name="experts")
 
 
 def main() -> None:

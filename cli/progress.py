@@ -39,3 +39,15 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
             progress.update(task, description=f"{evaluated} layouts evaluated, {found}")
 
         yield update
+
+
+@contextmanager
+def searching_again(*, quiet: bool) -> Iterator[None]:
+    """A spinner while a plan's space is searched again with changed clusters."""
+    if quiet:
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("searching again with more of each resource"):
+        yield

@@ -19,7 +19,7 @@ BAR_WIDTH = 20
 MAX_STAGE_ROWS = 16
 PIPE_WIDTH = 140
 
-_TIME_TITLES = {
+TIME_TITLES = {
     "compute": "compute",
     "recompute": "recompute",
     "tp": "tensor parallel, exposed",
@@ -68,7 +68,7 @@ def estimate_table(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: Estimate
 ) -> Table:
     """Layout, step time and its parts, throughput, memory and its parts against the budget."""
-    title = f"{model.name} ({format_count(model.num_params)}) on {_cluster_title(cluster)}"
+    title = f"{model.name} ({format_count(model.num_params)}) on {cluster_title(cluster)}"
     table = Table(
         title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False
     )
@@ -82,7 +82,8 @@ def estimate_table(
     return table
 
 
-def _cluster_title(cluster: ClusterSpec) -> str:
+def cluster_title(cluster: ClusterSpec) -> str:
+    """Devices and links in a line."""
     groups = ", ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
     links = " + ".join(level.link.name for level in cluster.levels) if cluster.num_devices > 1 else ""
     return f"{groups} ({links})" if links else groups
@@ -104,11 +105,11 @@ def _add_time(table: Table, estimate: Estimate) -> None:
     interval = estimate.step_time_interval_s
     between = f"between {format_seconds(interval.low)} and {format_seconds(interval.high)}"
     table.add_row("[bold]step time", f"[bold]{format_seconds(estimate.step_time_s)}", "", between)
-    for name, title in _TIME_TITLES.items():
+    for name, title in TIME_TITLES.items():
         seconds = getattr(estimate.breakdown_s, name)
         if seconds > 0:
             share = seconds / estimate.step_time_s
-            table.add_row(f"  {title}", format_seconds(seconds), f"{100 * share:.1f} %", _bar(share))
+            table.add_row(f"  {title}", format_seconds(seconds), f"{100 * share:.1f} %", bar(share))
     per_device = f"{estimate.tokens_per_s_per_device:,.0f} tokens/s per device"
     table.add_row(
         "[bold]throughput",
@@ -134,7 +135,7 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
     for name, size in estimate.memory_bytes.model_dump().items():
         if size:
             share = size / estimate.budget_bytes
-            table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", _bar(share))
+            table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", bar(share))
 
 
 def _add_stages(table: Table, plan: Plan) -> None:
@@ -169,5 +170,6 @@ def _stage_layers(stage: Stage, model: ModelSpec) -> str:
     return ", ".join(parts)
 
 
-def _bar(share: float) -> str:
+def bar(share: float) -> str:
+    """A bar of BAR_WIDTH for the whole."""
     return "[cyan]" + "#" * max(0, min(BAR_WIDTH, round(BAR_WIDTH * share))) + "[/]"

@@ -229,7 +229,8 @@ def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute) -> Saved:
     rows = Saved(
         tp=mlp.top_k * routed.tp,
         whole=2 * mlp.num_experts,
-        routed=mlp.top_k * 2 * hidden_dim,
+        # What the experts read and put out; selective recompute sorts the rows again.
+        routed=mlp.top_k * (1 if recompute == "selective" else 2) * hidden_dim,
     )
     return rows + (_dense(mlp.shared, recompute) if mlp.shared else Saved())
 

@@ -21,12 +21,16 @@ TENSOR_CORE_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """Seconds [N] of one operator for one micro-batch, and how many operators the host dispatches for it."""
+    """Seconds [N] of one operator for one micro-batch, and how many operators the host dispatches for it.
+
+    ``weight_s`` are the gradients of weights, a part of ``backward_s``.
+    """
 
     forward_s: FloatArray
     backward_s: FloatArray
     forward_dispatches: int | FloatArray
     backward_dispatches: int | FloatArray
+    weight_s: FloatArray | float = 0.0
 
     def at(self, rows: IntArray) -> OperatorTime:
         """The same for some of the layouts."""
@@ -34,7 +38,8 @@ class OperatorTime:
             dispatches if np.ndim(dispatches) == 0 else np.asarray(dispatches)[rows]
             for dispatches in (self.forward_dispatches, self.backward_dispatches)
         )
-        return OperatorTime(self.forward_s[rows], self.backward_s[rows], forward, backward)
+        weight = self.weight_s if np.ndim(self.weight_s) == 0 else np.asarray(self.weight_s)[rows]
+        return OperatorTime(self.forward_s[rows], self.backward_s[rows], forward, backward, weight)
 
 
 def operator_time(
@@ -56,16 +61,16 @@ def operator_time(
             return _score_product_s(rows, n, k, op.head_dim, rates, compute_bytes)
         used = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
         if op.num_matrices > 1:
-            forward, backward = grouped_gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
+            forward, backward, weight = grouped_gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
         else:
-            forward, backward = _product_s(rows, n, k, used, compute_bytes)
+            forward, backward, weight = _product_s(rows, n, k, used, compute_bytes)
         if op.frozen:  # no gradient of the weights; that of the input takes as long as the product itself
-            backward = forward
+            backward, weight = forward, np.zeros_like(forward)
         dispatches = (1, 1 if op.frozen else 2)
         if not (op.quantized and rates.quantize_bytes):
-            return OperatorTime(forward, backward, *dispatches)
+            return OperatorTime(forward, backward, *dispatches, weight)
         cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
-        return OperatorTime(forward + cast[0], backward + cast[1], dispatches[0] + 1, dispatches[1] + 1)
+        return OperatorTime(forward + cast[0], backward + cast[1], dispatches[0] + 1, dispatches[1] + 1, weight)
     if isinstance(op, FusedAttention):
         forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
         return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
@@ -84,16 +89,16 @@ def _score_product_s(
 
 def _product_s(
     rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds of a product forward, and of its two gradients."""
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds of a product forward, of its two gradients, and of that of the weights alone."""
     if rates.gemm is None:
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
         forward = gemm_s(rows, n, k, rates, element_bytes)
-        return forward, 2 * forward
+        return forward, 2 * forward, forward
     m, own = np.asarray(rows, dtype=np.float64), rates.gemm
     passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
     forward, dgrad, wgrad = (gemm_seconds(m, n, k, own, which=which) for which in passes)
-    return forward, dgrad + wgrad
+    return forward, dgrad + wgrad, wgrad
 
 
 def gemm_s(
@@ -114,8 +119,8 @@ def grouped_gemm_s(
     num_matrices: FloatArray | float,
     rates: DeviceRates,
     element_bytes: int,
-) -> tuple[FloatArray, FloatArray]:
-    """Forward and backward seconds of one product for every expert, the rows spread evenly over ``num_matrices`` experts.
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds of one product for every expert, the rows spread evenly over ``num_matrices`` experts: forward, backward, weights.
 
         pass = experts * per_expert_s + ratio * max(one product of all rows, bytes / (W e_m))
 
@@ -133,7 +138,9 @@ def grouped_gemm_s(
         )
         for name, weight_bytes in (("forward", element_bytes), ("dgrad", element_bytes), ("wgrad", 8))
     )
-    return np.asarray(forward, dtype=np.float64), np.asarray(to_inputs + to_weights, dtype=np.float64)
+    seconds = (forward, to_inputs + to_weights, to_weights)
+    forward, backward, weight = (np.asarray(values, dtype=np.float64) for values in seconds)
+    return forward, backward, weight
 
 
 def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArray:

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..schema import Workload
 from ..schema.workload import Engine
+from .engines import DATA_PARALLEL
 
 if TYPE_CHECKING:
     from .memory import StageContents, StepShape
@@ -134,7 +135,10 @@ def _copies(stage: StageContents, step: StepShape, workload: Workload) -> Array:
     """Parameters in the compute dtype; under zero 3 this rank's shard of them and what is gathered at once."""
     b, live = workload.compute_bytes, MEMORY[workload.engine].live_elements
     units = np.maximum(stage.root_params + 2 * stage.block_params, np.minimum(live, stage.params))
-    shard = np.where(step.offload == 2, 0.0, 0.0 if _is_master(workload) else stage.owned(step))
+    shard = np.where(_is_master(workload) & ~np.asarray(step.has_second_copy), 0.0, stage.kept(step))
+    # The partition that the passes read, and where those stay within fewer ranks the one that the first gather reads.
+    primary = 0.0 if _is_master(workload) or not DATA_PARALLEL[workload.engine].gathers_owned else stage.owned(step)
+    shard = np.where(step.offload == 2, 0.0, shard + np.where(step.has_second_copy, primary, 0.0))
     in_pieces = (step.zero_stage == 3) | (step.offload == 2)
     return b * np.where(in_pieces, units + shard, 0.0 if _is_master(workload) else stage.trained)
 
@@ -151,7 +155,7 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
         g += workload.compute_bytes
     # With offloaded parameters every engine streams so.
     leaves = (keeps & (step.zero_stage >= 2) & (step.offload > 0)) | (step.offload == 2)
-    buffer = np.where(leaves, 0.0, g * np.where(step.zero_stage >= 2, sharded, stage.trained))
+    buffer = np.where(leaves, 0.0, g * np.where(step.zero_stage >= 2, stage.reduced(step), stage.trained))
     # Under zero 3 the update goes through sub-groups of 1e9 parameters.
     updated = np.where(step.zero_stage == 3, np.minimum(1e9, sharded), sharded) * step.on_device
     final = buffer + (0.0 if g >= workload.master_bytes else 4.0 * updated)

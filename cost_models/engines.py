@@ -24,6 +24,9 @@ class DataParallelFacts(NamedTuple):
         gather_hides_from: the same for gathers of parameters and the forward pass.
         bucket_bytes: parameters in the compute dtype whose whole gradients are reduced at once; infinite for a layer's.
         hides_in_chunks: whether with model chunks the communication of one runs beside the compute of the others.
+        gathers_owned: whether parameters that are sharded over fewer ranks than the optimizer states are gathered from the
+            owners of the states in every forward pass (and from the fewer in the backward pass), instead of once a step.
+        sums_replicas_once: whether gradients that are sharded are summed over the replicas of the shards once a step.
         zero1_by_tensor: whether ZeRO-1 runs collectives tensor by tensor instead of on flat buckets.
     """
 
@@ -32,16 +35,22 @@ class DataParallelFacts(NamedTuple):
     bucket_bytes: float
     hides_in_chunks: bool
     zero1_by_tensor: bool
+    gathers_owned: bool = False
+    sums_replicas_once: bool = False
 
 
 DATA_PARALLEL: dict[Engine, DataParallelFacts] = {
     # Prefetches the next layer's parameters, reduces beside the next layer's backward pass: runtime/data_parallel.py.
-    "fsdp2": DataParallelFacts(0, 0, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    # reshard_after_forward=N keeps what a forward pass gathered within N ranks.
+    "fsdp2": DataParallelFacts(0, 0, np.inf, hides_in_chunks=False, zero1_by_tensor=False, gathers_owned=True),
     # Megatron-Core's recipes: overlap_grad_reduce beside the last backward pass, overlap_param_gather beside the first forward
     # pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
     "megatron": DataParallelFacts(0, 0, np.inf, hides_in_chunks=True, zero1_by_tensor=False),
     # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
-    "deepspeed": DataParallelFacts(3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False),
+    # ZeRO++ reads its second partition (hpZ) in the backward pass only; MiCS sums over islands at the step's end.
+    "deepspeed": DataParallelFacts(
+        3, 3, np.inf, hides_in_chunks=False, zero1_by_tensor=False, gathers_owned=True, sums_replicas_once=True
+    ),
     # v0.5 reduces after the backward pass: whole gradients in DistributedDataParallel's buckets (bucket_cap_mb = 25), under ZeRO-1
     # every tensor by itself (reduce_scatter_coalesced and all_gather_coalesced in optim/zero.py).
     "nanotron": DataParallelFacts(3, 3, 25 * MIB, hides_in_chunks=False, zero1_by_tensor=True),

@@ -37,12 +37,14 @@ class LayerCost:
 
     Attributes:
         forward_s, backward_s: operators, without communication.
+        weight_s: gradients of weights, the part of backward_s that a pipeline schedule may defer.
         recompute_s: forward work repeated in the backward pass.
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
         ep_forward_s, ep_backward_s: communication of tokens with their experts.
-        gather_s: all-gather of the layer's parameters over dp_shard.
-        reduce_s: reduction of its gradients over dp_shard and dp_replicate.
+        gather_s, regather_s: all-gather of the layer's parameters before the forward and before the backward pass.
+        reduce_s: reduction of its gradients over data parallelism.
+        levels_s: once a step, between ranks over which its states are sharded differently.
         num_params: parameters of this rank's tensor-parallel share and of the experts it holds.
         frozen_bytes: of parameters that are not trained, as they are stored.
         num_trained: those of them, or of adapters beside them, that are trained.
@@ -53,6 +55,7 @@ class LayerCost:
 
     forward_s: FloatArray
     backward_s: FloatArray
+    weight_s: FloatArray
     recompute_s: FloatArray
     tp_forward_s: FloatArray
     tp_backward_s: FloatArray
@@ -61,7 +64,9 @@ class LayerCost:
     ep_forward_s: FloatArray
     ep_backward_s: FloatArray
     gather_s: FloatArray
+    regather_s: FloatArray
     reduce_s: FloatArray
+    levels_s: FloatArray
     num_params: FloatArray
     frozen_bytes: FloatArray
     num_trained: FloatArray
@@ -107,8 +112,8 @@ def with_data_parallel(cost: LayerCost, layer: Layer, setting: Setting) -> Layer
         frozen_bytes=cost.frozen_bytes[rows],
         num_tensors=_num_tensors(layer, setting),
     )
-    gather, reduce = data_parallel_s(params, setting.select(rows))
-    return replace(cost, gather_s=gather[like], reduce_s=reduce[like])
+    found = data_parallel_s(params, setting.select(rows))
+    return replace(cost, **{name: seconds[like] for name, seconds in found._asdict().items()})
 
 
 def inside_cost(layer: Layer, setting: Setting) -> LayerCost:
@@ -131,6 +136,7 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
     ep_s = expert_parallel_s(layer, setting)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute = compute_s(layer, operators, times, comm_s, setting)
+    weight_part = _weight_part(times, len(batch))
     kept, working = activation_bytes(layer, hidden_dim, batch, workload, cluster)
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
@@ -138,6 +144,7 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
     return LayerCost(
         forward_s=np.maximum(forward, moved_s),
         backward_s=np.maximum(backward, moved_s),
+        weight_s=weight_part * backward,
         recompute_s=recompute,
         tp_forward_s=tp_s[0],
         tp_backward_s=tp_s[1],
@@ -146,7 +153,9 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
         ep_forward_s=ep_s[0],
         ep_backward_s=ep_s[1],
         gather_s=none,
+        regather_s=none,
         reduce_s=none,
+        levels_s=none,
         num_params=num_params,
         frozen_bytes=frozen_bytes(layer, num_params, batch, workload),
         num_trained=trained_params(layer, hidden_dim, num_params, batch, workload),
@@ -160,6 +169,14 @@ def with_least(cost: LayerCost, num_options: int) -> LayerCost:
     """``num_options`` times as many cases, [options x cases], followed by the least of the options in each of its parts."""
     parts = {field.name: getattr(cost, field.name).reshape(num_options, -1) for field in fields(cost)}
     return LayerCost(**{name: np.concatenate([*values, np.min(values, axis=0)]) for name, values in parts.items()})
+
+
+def _weight_part(times: list[OperatorTime], size: int) -> FloatArray:
+    """Gradients of weights as a part of the backward pass [N]; what the host adds is spread over both parts alike."""
+    backward, weight = (
+        sum((getattr(time, name) for time in times), start=np.zeros(size)) for name in ("backward_s", "weight_s")
+    )
+    return np.asarray(np.divide(weight, backward, out=np.zeros(size), where=backward > 0))
 
 
 def _num_tensors(layer: Layer, setting: Setting) -> int:
@@ -231,6 +248,7 @@ def _with_context(
         alone.backward_s + added.backward_s,
         alone.forward_dispatches + added.dispatches,
         alone.backward_dispatches + added.dispatches,
+        alone.weight_s,
     )
     repeated = np.where(batch.recompute == RECOMPUTES.index("full"), added.exposed_forward_s, 0.0)
     exposed = (added.exposed_forward_s, added.exposed_backward_s + repeated)

@@ -82,6 +82,8 @@ class LayoutBatch:
     micro_batch_size: IntArray
     num_microbatches: IntArray
     zero_stage: IntArray
+    gradient_shard: IntArray
+    optimizer_shard: IntArray
     sequence_parallel: IntArray
     recompute: IntArray
     schedule: IntArray
@@ -110,8 +112,22 @@ class LayoutBatch:
 
     @cached_property
     def num_shards(self) -> IntArray:
-        """Ranks over which the sharded states of what is no expert are spread: the context ranks share in it."""
+        """Ranks over which the sharded states of what is no expert are spread, parameters at least: context ranks share in it.
+
+        Gradients and optimizer states may be sharded over more of them: `num_gradient_shards`, `num_optimizer_shards`.
+        """
         return np.asarray(np.where(self.zero_stage > 0, self.dp_shard * self.cp, self.dp_shard))
+
+    @cached_property
+    def num_gradient_shards(self) -> IntArray:
+        """Ranks over which sharded gradients are spread, a multiple of ``num_shards``."""
+        return np.asarray(self.num_shards * np.maximum(self.gradient_shard // self.dp_shard, 1))
+
+    @cached_property
+    def num_optimizer_shards(self) -> IntArray:
+        """Ranks over which sharded optimizer states are spread, a multiple of ``num_gradient_shards``."""
+        wider = self.num_shards * np.maximum(self.optimizer_shard // self.dp_shard, 1)
+        return np.asarray(np.maximum(wider, self.num_gradient_shards))
 
     @cached_property
     def num_replicas(self) -> IntArray:
@@ -139,6 +155,23 @@ class LayoutBatch:
         copies = self.stage_ranks // (self.ep * self.expert_tp)
         wanted = np.maximum(self.num_shards * self.tp // (self.ep * self.expert_tp), 1)
         return np.asarray(np.where(self.zero_stage > 0, np.gcd(wanted, np.maximum(copies, 1)), self.dp_shard))
+
+    @cached_property
+    def expert_gradient_shards(self) -> IntArray:
+        """Ranks over which gradients of an expert are spread, a multiple of ``expert_shards``."""
+        return self._wider_expert_shards(self.num_gradient_shards, self.expert_shards)
+
+    @cached_property
+    def expert_optimizer_shards(self) -> IntArray:
+        """Ranks over which optimizer states of an expert are spread, a multiple of ``expert_gradient_shards``."""
+        return self._wider_expert_shards(self.num_optimizer_shards, self.expert_gradient_shards)
+
+    def _wider_expert_shards(self, num_shards: IntArray, inner: IntArray) -> IntArray:
+        """As many ranks of those that hold the same experts as ``num_shards`` of all ranks have, in multiples of ``inner``."""
+        expert_ranks = self.ep * self.expert_tp * inner
+        copies = np.maximum(self.stage_ranks // expert_ranks, 1)
+        wanted = np.maximum(num_shards * self.tp // expert_ranks, 1)
+        return np.asarray(np.where(self.zero_stage > 0, inner * np.gcd(wanted, copies), inner))
 
     @cached_property
     def expert_replicas(self) -> IntArray:
@@ -172,8 +205,9 @@ class LayoutBatch:
     @cached_property
     def across_data(self) -> Distinct:
         """Rows that differ in what the data-parallel collectives of one layer depend on."""
-        names = ("tp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "zero_stage", "offload", "offload_to_storage")
-        return distinct_rows([*(getattr(self, name) for name in names), self.pp > 1])
+        names = ("tp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard")
+        offload = ("offload", "offload_to_storage")
+        return distinct_rows([*(getattr(self, name) for name in names + offload), self.pp > 1])
 
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
@@ -208,6 +242,8 @@ class LayoutBatch:
             micro_batch_size=int(self.micro_batch_size[idx]),
             schedule=SCHEDULES[self.schedule[idx]],
             zero_stage=int(self.zero_stage[idx]),  # type: ignore[arg-type]
+            gradient_shard=int(self.gradient_shard[idx]),
+            optimizer_shard=int(self.optimizer_shard[idx]),
             sequence_parallel=bool(self.sequence_parallel[idx]),
             recompute=LAYOUT_RECOMPUTES[self.recompute[idx]],
             recompute_fraction=float(self.recompute_fraction[idx]),

@@ -7,6 +7,8 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
     optimizer    o P / N                       o = 8 for AdamW
     gradients    zero 0: 4 P    zero 1: 4 P / N, or 4 P where micro-batches accumulate (always so under a pipeline)
                  zero 2, 3: 4 P / N
+    with levels  gradients and states have an N each (gradient_shard, optimizer_shard), masters that of the states; parameters that
+                 stay within fewer ranks (zero 3) are a copy of b P / N besides, counted as unsharded
     unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: b (R + 2 U), this block and the next
     activations  i * (kept by the stage's layers)
     logits       b T V / tp on the stage with the head, turned into their gradient in place
@@ -70,6 +72,14 @@ class StageContents:
 
     def owned(self, step: StepShape) -> Array:
         """Trained parameters of which one rank owns the states; those of experts are sharded over groups of their own."""
+        return sharded_params(self.trained, self.expert_params, *step.optimizer_shards)
+
+    def reduced(self, step: StepShape) -> Array:
+        """Trained parameters of which one rank keeps the gradients where they are sharded."""
+        return sharded_params(self.trained, self.expert_params, *step.gradient_shards)
+
+    def kept(self, step: StepShape) -> Array:
+        """Trained parameters of which one rank keeps the values that passes read where they are sharded."""
         return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)
 
 
@@ -80,17 +90,26 @@ class StepShape:
     Attributes:
         dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
         expert_shards: ranks over which the states of experts are sharded.
+        gradient_shards, optimizer_shards: the same two for gradients and for optimizer states, multiples of the former.
     """
 
     dp_replicate: Array
     dp_shard: Array
     expert_shards: Array
+    gradient_shards: tuple[Array, Array]
+    optimizer_shards: tuple[Array, Array]
     zero_stage: Array
     num_microbatches: Array
     in_flight: Array
     num_neighbours: Array
     offload: Array
     offload_fraction: Array
+
+    @property
+    def has_second_copy(self) -> Array:
+        """Whether parameters are sharded over fewer ranks than the optimizer states they are made from."""
+        wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
+        return (self.zero_stage == 3) & wider
 
     @property
     def on_device(self) -> Array:
@@ -125,11 +144,13 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     copies = has_copies(step, workload)
     in_pieces = (step.zero_stage == 3) | (step.offload == 2)
     gathered = b * np.where(in_pieces, stage.root_params + 2 * stage.block_params, stage.trained)
+    # fully_shard keeps them from the forward to the backward pass (reshard_after_forward=N).
+    second_copy = b * np.where(step.has_second_copy, stage.kept(step), 0.0)
     kept, final = _gradients(stage, step, workload)
     temporary = stage.working_bytes + _buffers(stage, step, copies, workload)
     loss = {
         "gradients": kept,
-        "unsharded": np.where(copies, gathered, 0.0),
+        "unsharded": np.where(copies, gathered + second_copy, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
         "logits": _logits(stage, workload, temporary),
     }
@@ -181,7 +202,7 @@ def _other_engine(stage: StageContents, step: StepShape, workload: Workload, clu
 def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tuple[Array, Array]:
     """Bytes of gradients when the last backward pass begins, and when it has ended."""
     whole = float(workload.master_bytes) * stage.trained
-    sharded = float(workload.master_bytes) * stage.owned(step)
+    sharded = float(workload.master_bytes) * stage.reduced(step)
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.
     final = np.where((step.zero_stage == 0) | ((step.zero_stage == 1) & accumulates), whole, sharded)
@@ -193,7 +214,7 @@ def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Wor
     b = workload.compute_bytes
     whole = np.maximum(stage.block_params, stage.root_params)
     unit = whole if workload.adapters is None else stage.block_trained
-    reduction = np.where(copies, b + 4.0 + 4.0 / step.dp_shard, b) * unit
+    reduction = np.where(copies, b + 4.0 + 4.0 / step.gradient_shards[0], b) * unit
     # torch's pipelining allocates receive buffers for every micro-batch once.
     return reduction + step.num_neighbours * step.num_microbatches * stage.boundary_bytes
 

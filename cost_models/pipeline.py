@@ -1,18 +1,32 @@
-"""Seconds of a pipelined step in closed form.
+"""Seconds of a pipelined step in closed form, and what no split of the work into stages can beat.
 
     T = m * max_s t_s + (sum_s t_s - max_s t_s) / v
 
 with t_s the seconds stage s needs for one micro-batch, forward and backward, and v model chunks per stage (1: not interleaved).
 Exact for 1f1b and gpipe with equal stages, where it is (m + pp - 1) * t, and for interleaved 1f1b, whose bubble is a v-th of that
-(Narayanan et al., arXiv:2104.04473 section 2.2); an upper bound for unequal stages, because while the slowest works the others
-fill some of their gaps.
+(Narayanan et al., arXiv:2104.04473 section 2.2). With real stages a step is replayed (pipeline_replay.py).
+
+Bounds, for W seconds of work a micro-batch, of which some rank has M or more, over pp ranks, against the replay of any split:
+
+    any order     m M
+    gpipe         W + (m - 1) M
+    1f1b          2 W + (m - pp - 1) M for m > pp. Rank s: the work before it, its m micro-batches, and on both sides of them the
+                  way down from it and back less the pp - s passes that fill it, sum_{<s} t + 2 sum_{>s} t + (m - pp + s + 1) t_s.
+                  For m <= pp: W + (m - 1) M / 2, and for m = pp the mean of two such paths, 2 pp W / (pp + 1)
+    zb-h1         the same with what the drain defers: (a + (m - a - w - (pp - 1) max(f, w)) / pp) W, a the least share of forward
+                  and input gradients in the work of a layer, f and w the largest of forward and of weight gradients
+    others        m t_r and what rank r waits for first: the forward passes of the ranks before it, and behind its last pass their
+                  backward ones where backward is not split. The ranks' bounds, weighted so that every block counts alike
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from ..schema.layout import SCHEDULES, Schedule
 
 Array = Any
 
@@ -23,9 +37,91 @@ def pipelined_s(stage_s: Array, num_microbatches: Array, num_model_chunks: Array
     return num_microbatches * slowest + (np.sum(stage_s, axis=-1) - slowest) / num_model_chunks
 
 
-def pipelined_lower_bound_s(total_s: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
-    """The same for the best split that ``total_s`` seconds of work could have: pp equal stages. Never above `pipelined_s`.
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One micro-batch's work under each layout, arrays [N]; shares are between 0 and 1.
 
-    `pipelined_s` is sum / v + (m - 1 / v) * max, and the largest of pp parts is at least their mean.
+    Attributes:
+        total_s: all layers; ``blocks_s`` and ``deep_s`` those of the blocks and of all but the embedding.
+        slowest_s: of the rank with the most work at least.
+        transfer_s: of a rank both ways, over all its chunks.
+        block_share: cheapest over dearest block; ``block_forward_share`` cheapest forward pass over dearest block.
+        path_share: forward and input gradients, the least of any layer in ``deep_s``.
+        forward_share, weight_share: the largest of any layer in ``deep_s``.
     """
-    return total_s * (num_microbatches + (pp - 1) / num_model_chunks) / pp
+
+    schedule: Array
+    pp: Array
+    num_model_chunks: Array
+    num_microbatches: Array
+    total_s: Array
+    blocks_s: Array
+    deep_s: Array
+    slowest_s: Array
+    transfer_s: Array
+    block_share: Array
+    block_forward_share: Array
+    path_share: Array
+    forward_share: Array
+    weight_share: Array
+
+    def runs(self, *schedules: Schedule) -> Array:
+        """Where the schedule is one of these."""
+        return np.isin(self.schedule, [SCHEDULES.index(schedule) for schedule in schedules])
+
+
+def lower_bound_s(work: Work) -> Array:
+    """Seconds no split of the work can beat [N]; chunks of a rank have as many blocks as each other, or one more."""
+    m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
+    whole = work.total_s + pp * work.transfer_s
+    slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
+    single = v == 1
+    bound = np.maximum(m * slowest, np.where(work.runs("synthesised"), 0.0, _in_turn(work)))
+    bound = np.where(single & work.runs("gpipe"), whole + (m - 1) * slowest, bound)
+    few = np.maximum(whole + (m - 1) / 2 * slowest, np.where(m == pp, 2 * pp / (pp + 1) * whole, 0.0))
+    one_f_one_b = np.where(m > pp, 2 * whole + (m - pp - 1) * slowest, np.maximum(few, m * slowest))
+    bound = np.where(single & work.runs("1f1b"), one_f_one_b, bound)
+    return np.where(single & work.runs("zb-h1"), np.maximum(bound, _deferred(work)), bound)
+
+
+def _in_turn(work: Work) -> Array:
+    """Rank r starts after the forward passes of the ranks before it: T >= m t_r + (share / v) sum_{<r} blocks of the rank.
+
+    With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike.
+    """
+    m, pp = work.num_microbatches, work.pp
+    share = np.where(work.runs("gpipe", "1f1b"), work.block_share, work.block_forward_share) / work.num_model_chunks
+    share = np.minimum(share, m / 2)
+    growth = share / (m - share)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        first = np.where(growth > 0, growth / np.expm1(pp * np.log1p(growth)), 1 / pp)
+    others = work.total_s - work.blocks_s
+    return (m * first + share * (1 - first)) * work.blocks_s + m * (first * others + work.transfer_s)
+
+
+def _deferred(work: Work) -> Array:
+    """ZB-H1, with the weights that make every layer count alike; 0 where some would be negative."""
+    m, pp = work.num_microbatches, work.pp
+    left = m - work.path_share - work.weight_share
+    left = left - (pp - 1) * np.maximum(work.forward_share, work.weight_share)
+    return np.where(left > 0, (work.path_share + left / pp) * work.deep_s + m * work.transfer_s, 0.0)
+
+
+def fewest_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
+    """Micro-batches that every rank holds at least when it holds most [N]; below `pipeline_replay.in_flight`."""
+    v = num_model_chunks
+    loop = np.where(v > 1, ((v - 1) * pp + 1) / v, 1.0)
+    of_schedule = {
+        "gpipe": num_microbatches,
+        "1f1b": loop,
+        "zb-h1": np.where(v > 1, loop, pp),
+        "zb-h2": 2 * pp - 1,
+        # Twice the micro-batches fill the pipeline where a rank holds its first and its last stage.
+        "zb-v": np.minimum(pp, num_microbatches / 2),
+        "v-half": np.minimum(pp, num_microbatches) / 2,
+        "v-min": np.minimum(pp / 3, num_microbatches / 2),
+    }
+    wanted = np.ones_like(np.asarray(pp, dtype=np.float64))
+    for name, fewest in of_schedule.items():
+        wanted = np.where(np.asarray(schedule) == SCHEDULES.index(name), fewest, wanted)
+    return np.minimum(num_microbatches, wanted)

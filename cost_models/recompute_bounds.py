@@ -2,10 +2,11 @@
 
 Were the stages balanced, a layer of kind k under option o would add
 
-    value[k,o] = ((m - 1/v) / pp + 1/v) busy[k,o] + exposed[k,o] / pp
+    value[k,o] = f busy[k,o] + exposed[k,o] / pp
 
-to a step, and the largest of pp stages is at least their mean. All stages together may keep A bytes for each micro-batch: a device
-holds at least the fewest micro-batches in flight, and memory is convex in what a stage holds. For every price of a byte,
+to a step, f being that of a step over the work of one micro-batch (pipeline.lower_bound_s), and the largest of pp stages is at
+least their mean. All stages together may keep A bytes for each micro-batch: a device holds at least the fewest micro-batches in
+flight, and memory is convex in what a stage holds. For every price of a byte,
 
     step >= sum_k n_k min_o (value[k,o] + price kept[k,o]) - price A
 
@@ -22,20 +23,20 @@ from .layouts import FloatArray
 from .option_costs import OptionCosts
 
 
-def least_step_s(options: OptionCosts, kept_bytes: FloatArray) -> FloatArray:
+def least_step_s(options: OptionCosts, per_second: FloatArray, kept_bytes: FloatArray) -> FloatArray:
     """Admissible bound [N] on what the layers add to a step.
 
     Args:
         options: mixed layouts [N].
+        per_second: seconds of a step for one of all layers' work on one micro-batch, spread evenly [N].
         kept_bytes: activations that all stages together may keep for each micro-batch [N].
     """
     b, counts = options.least.batch, options.least.counts.astype(np.float64)
-    per_layer = (b.num_microbatches - 1 / b.num_model_chunks) / b.pp + 1 / b.num_model_chunks
     value, kept = [], []
     for costs in options.under:
         exposed = costs.dp_exposed_by_kind
         value.append(
-            [per_layer * cost.busy_s[costs.like] + e / b.pp for cost, e in zip(costs.inside, exposed, strict=True)]
+            [per_second * cost.busy_s[costs.like] + e / b.pp for cost, e in zip(costs.inside, exposed, strict=True)]
         )
         kept.append([cost.activation_bytes[costs.like] for cost in costs.inside])
     values, bytes_ = np.array(value), np.array(kept)  # [O, K, N]

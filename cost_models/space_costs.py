@@ -13,7 +13,7 @@ from ..schema.model import Block, Head
 from .coefficients import coefficients, device_rates
 from .collectives import Hops, collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
+from .engines import DATA_PARALLEL, hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
 from .experts import sharded_params
 from .host_memory import host_update_s_per_param
 from .layer_costs import LayerCost, inside_cost, with_data_parallel, with_least
@@ -174,7 +174,7 @@ class SpaceCosts:
         rate = device_rates(self.cluster, self.workload).update_bytes_per_s
         passes_s = self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate
         exposed = zip(self._collectives_exposed, self.by_kind, strict=True)
-        return tuple(np.asarray(seconds + passes_s * cost.num_trained) for seconds, cost in exposed)
+        return tuple(np.asarray(seconds + cost.levels_s + passes_s * cost.num_trained) for seconds, cost in exposed)
 
     @cached_property
     def _collectives_exposed(self) -> tuple[FloatArray, ...]:
@@ -190,14 +190,17 @@ class SpaceCosts:
             # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
             backward = np.where(b.pp > 1, 0.0, backward)
         # The head stays gathered: its backward pass follows at once.
-        gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.gather_s, 0.0)
+        gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.regather_s, 0.0)
         gathered, reduced = (
             cost.num_params * self.workload.compute_bytes,
             cost.num_params * self.workload.gradient_bytes,
         )
         # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
         parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
-        in_forward = self._beside(forward, cost.gather_s, pair_of(parts[0], cost.gather_s, self.cluster))
+        of_owners = DATA_PARALLEL[self.workload.engine].gathers_owned | (b.zero_stage < 3)
+        gathers = np.where(of_owners, b.dp_shard * (b.num_optimizer_shards // b.num_shards), b.dp_shard)
+        first = (gathers - 1) / gathers * gathered
+        in_forward = self._beside(forward, cost.gather_s, pair_of(first, cost.gather_s, self.cluster))
         both_s = gather_backward + cost.reduce_s
         both = np.where(gather_backward > 0, parts[0], 0.0) + parts[1]
         in_backward = self._beside(backward, both_s, pair_of(both, both_s, self.cluster))
@@ -233,7 +236,7 @@ class SpaceCosts:
         b = self.batch
         if self.workload.adapters is not None:
             return np.asarray(edges)  # frozen copies have no gradients
-        share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_shards
+        share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_gradient_shards
         distance = b.stage_ranks * (b.pp - 1)
         both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.cluster)
         return np.asarray(edges + np.where(b.pp > 1, both, 0.0))
@@ -244,7 +247,8 @@ class SpaceCosts:
         """Seconds of the optimizer on a stage with ``trained`` parameters per tensor-parallel rank, under layouts ``at``."""
         b, workload = self.batch, self.workload
         rates = device_rates(self.cluster, workload)
-        share = np.asarray(sharded_params(trained, expert_params, b.num_shards[at], b.expert_shards[at]))
+        owners = b.num_optimizer_shards[at], b.expert_optimizer_shards[at]
+        share = np.asarray(sharded_params(trained, expert_params, *owners))
         update_bytes = update_bytes_per_param(workload)
         seconds = elementwise_update_s(share, update_bytes, rates)
         if workload.optimizer == "muon":

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..schema import ClusterSpec, Estimate, Workload
-from ..schema.model import Block, Head
+from ..schema.errors import ConfigError
+from ..schema.layout import SCHEDULES
+from ..schema.model import Block, Embedding, Head
 from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import peak_flops_per_s
 from .interval import time_interval
-from .layouts import FloatArray, IntArray, LayoutBatch
+from .layouts import MIXED, FloatArray, IntArray, LayoutBatch
 from .operators import model_flops_per_token
 from .option_costs import OptionCosts
-from .pipeline import pipelined_lower_bound_s, pipelined_s
+from .pipeline import Work, fewest_in_flight, lower_bound_s, pipelined_s
+from .pipeline_replay import Shape, held, in_flight, makespan_s
 from .recompute_bounds import least_step_s
 from .space_costs import SpaceCosts
 
@@ -37,30 +40,67 @@ def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
 
 def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the seconds of a step [N] from the work inside layers and the pipeline's bubble alone."""
-    b = costs.batch
-    return np.asarray(
-        pipelined_lower_bound_s(costs.total("busy_s"), b.num_microbatches, b.pp, b.num_model_chunks) + _uneven_s(costs)
-    )
+    return np.asarray(lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), np.zeros(len(costs.batch)))))
 
 
 def time_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the seconds of a step [N]."""
-    b = costs.batch
-    transfers = (b.pp > 1) * 2 * costs.transfer_s * b.pp
+    mixed = costs.batch.recompute == MIXED
+    if mixed.any() and not mixed.all():
+        bound = np.zeros(len(mixed))
+        for rows in (np.flatnonzero(mixed), np.flatnonzero(~mixed)):
+            bound[rows] = time_bounds(costs.select(rows))
+        return bound
     updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
     always = costs.dp_edges_s + _fullest_stage(costs, updates)
-    exposed = OptionCosts.of(costs).least_exposed_by_kind if costs.batch.is_mixed else costs.dp_exposed_by_kind
+    exposed = OptionCosts.of(costs).least_exposed_by_kind if mixed.any() else costs.dp_exposed_by_kind
     bound = (
-        pipelined_lower_bound_s(costs.total("busy_s") + transfers, b.num_microbatches, b.pp, b.num_model_chunks)
-        + _uneven_s(costs)
+        lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), 2 * costs.transfer_s))
         + _fullest_stage(costs, exposed)
         + always
     )
-    if not costs.batch.is_mixed:
-        return np.asarray(bound)
-    moved = pipelined_lower_bound_s(transfers, b.num_microbatches, b.pp, b.num_model_chunks)
-    return np.asarray(
-        np.maximum(bound, least_step_s(OptionCosts.of(costs), _kept_by_all_stages(costs)) + moved + always)
+    return np.asarray(np.maximum(bound, _with_recompute(costs) + always) if mixed.any() else bound)
+
+
+def _with_recompute(costs: SpaceCosts) -> FloatArray:
+    """What the layers of mixed layouts and their transfers take at least once they fit [N]."""
+    total, none = costs.total("busy_s"), np.zeros(len(costs.batch))
+    # With one stage a rank, balanced stages take as much longer as there is more work.
+    per_second = lower_bound_s(pipeline_work(costs, total / costs.batch.pp, none)) / total
+    layers = least_step_s(OptionCosts.of(costs), per_second, _kept_by_all_stages(costs))
+    return np.asarray(layers + per_second * 2 * costs.transfer_s * costs.batch.pp)
+
+
+def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArray) -> Work:
+    """What the bounds of pipeline.py look at, given what the slowest rank has at least and the transfers of each rank [N]."""
+    b = costs.batch
+    busy = [cost.busy_s for cost in costs.inside]
+    forward = [cost.forward_s + cost.comm_forward_s for cost in costs.inside]
+    blocks = [k for k, kind in enumerate(costs.kinds) if isinstance(kind, Block)]
+    deep = [k for k, kind in enumerate(costs.kinds) if not isinstance(kind, Embedding)]
+
+    def total(kinds: Sequence[int]) -> FloatArray:
+        return np.asarray(sum(costs.counts[k] * busy[k] for k in kinds))[costs.like]
+
+    def extreme(values: Sequence[FloatArray], largest: bool) -> FloatArray:
+        return np.asarray((np.max if largest else np.min)(np.stack(values), axis=0))
+
+    dearest = extreme([busy[k] for k in blocks], True)
+    return Work(
+        schedule=b.schedule,
+        pp=b.pp,
+        num_model_chunks=b.num_model_chunks,
+        num_microbatches=b.num_microbatches,
+        total_s=total(range(len(busy))),
+        blocks_s=total(blocks),
+        deep_s=total(deep),
+        slowest_s=slowest_s,
+        transfer_s=transfer_s,
+        block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],
+        block_forward_share=(extreme([forward[k] for k in blocks], False) / dearest)[costs.like],
+        path_share=extreme([1 - costs.inside[k].weight_s / busy[k] for k in deep], False)[costs.like],
+        forward_share=extreme([forward[k] / busy[k] for k in deep], True)[costs.like],
+        weight_share=extreme([costs.inside[k].weight_s / busy[k] for k in deep], True)[costs.like],
     )
 
 
@@ -80,15 +120,6 @@ def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArr
 def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
     """Seconds [N] of one micro-batch that the slowest stage takes at least, without transfers."""
     return _fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
-
-
-def _uneven_s(costs: SpaceCosts) -> FloatArray:
-    """What whole blocks add to perfectly balanced stages [N]: the slowest stage counts m - 1 / v times on top of the sum over all
-    stages (cost_models/pipeline.py).
-    """
-    b = costs.batch
-    more = slowest_stage_s(costs) - costs.total("busy_s") / b.pp
-    return np.asarray((b.num_microbatches - 1 / b.num_model_chunks) * more)
 
 
 def memory_bounds(costs: SpaceCosts) -> FloatArray:
@@ -117,7 +148,7 @@ def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
         frozen_bytes=costs.total("frozen_bytes") / b.pp,
         root_params=np.where(b.pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
-        activation_bytes=costs.total("activation_bytes") / b.pp,
+        activation_bytes=_least_activations(costs) / b.pp,
         working_bytes=costs.working_bytes,
         logits=np.where(b.pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
@@ -126,20 +157,39 @@ def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
 
 def _least_shape(b: LayoutBatch) -> memory.StepShape:
     """Of the stage with the fewest micro-batches in flight."""
-    fewest = memory.in_flight(b.schedule, b.num_microbatches, b.pp, b.pp - 1, b.num_model_chunks)
+    fewest = fewest_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)
     return _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1))
+
+
+def _least_activations(costs: SpaceCosts) -> FloatArray:
+    """Bytes of one micro-batch in all layers [N]; with chunks those of as many of the smallest blocks.
+
+    A rank holds more micro-batches of its first chunk than of its last, so what is kept in the last one weighs less.
+    """
+    everything = costs.total("activation_bytes")
+    smallest = np.min(
+        [c.activation_bytes for kind, c in zip(costs.kinds, costs.inside, strict=True) if isinstance(kind, Block)],
+        axis=0,
+    )
+    chunked = costs.model.num_blocks * smallest[costs.like]
+    return np.asarray(np.where(costs.batch.num_model_chunks > 1, np.minimum(chunked, everything), everything))
 
 
 def stage_memory_parts(
     costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray
 ) -> dict[str, FloatArray]:
-    """Memory parts of stages ``stage_idx`` of layout ``idx``."""
+    """Memory parts of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage, equal to each other."""
     return memory.stage_memory(contents, _stage_shape(costs, idx, stage_idx), costs.workload, costs.cluster)
 
 
 def _stage_shape(costs: SpaceCosts, idx: int, stage_idx: IntArray) -> memory.StepShape:
     b = costs.batch
-    flight = memory.in_flight(b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx])
+    if shape_of(costs, idx).splits_backward:
+        flight = in_flight(shape_of(costs, idx))[stage_idx]
+    else:
+        flight = memory.in_flight(
+            b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx]
+        )
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     return _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
 
@@ -156,13 +206,69 @@ def kept_room_bytes(
     return np.asarray(np.where(required <= cap_bytes, room, -np.inf))
 
 
+def rank_memory_parts(
+    costs: SpaceCosts, idx: int, contents: memory.StageContents
+) -> tuple[memory.StageContents, dict[str, FloatArray]]:
+    """Contents and memory parts of each rank [..., pp] of layout ``idx``, given those of its stages [..., S], chunks included.
+
+    Activations are those of the fullest moment of the schedule (pipeline_replay.held).
+    """
+    b, shape = costs.batch, shape_of(costs, idx)
+    ranks = np.array(shape.rank_of_stage)
+    on_rank = ranks[:, None] == np.arange(shape.pp)
+
+    def summed(values: FloatArray) -> FloatArray:
+        return np.asarray(values @ on_rank)
+
+    activations = np.asarray(contents.activation_bytes)
+    peak = np.stack(
+        [(activations[..., ranks == r] @ counts.T).max(axis=-1) for r, counts in enumerate(held(shape))], axis=-1
+    )
+    kept = summed(activations)
+    whole = memory.StageContents(
+        params=summed(contents.params),
+        trained=summed(contents.trained),
+        expert_params=summed(contents.expert_params),
+        block_trained=contents.block_trained,
+        frozen_bytes=summed(contents.frozen_bytes),
+        root_params=np.minimum(summed(contents.root_params), costs.root_params[idx]),
+        block_params=contents.block_params,
+        activation_bytes=kept,
+        working_bytes=contents.working_bytes,
+        logits=summed(contents.logits),
+        boundary_bytes=contents.boundary_bytes,
+    )
+    flight = np.divide(peak, kept, out=np.zeros_like(peak), where=kept > 0)
+    stages = np.arange(shape.num_stages)
+    neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
+    if costs.workload.engine == "fsdp2":  # torch's stages have receive buffers of their own
+        of_rank = np.bincount(ranks, neighbours, shape.pp).astype(np.int64)
+    else:
+        of_rank = neighbours[: shape.pp]
+    step = _step_shape(b, flight, num_neighbours=of_rank, at=idx)
+    return whole, memory.stage_memory(whole, step, costs.workload, costs.cluster)
+
+
+def shape_of(costs: SpaceCosts, idx: int) -> Shape:
+    """The schedule of layout ``idx`` and its numbers."""
+    b = costs.batch
+    return Shape(
+        schedule=SCHEDULES[b.schedule[idx]],
+        pp=int(b.pp[idx]),
+        num_model_chunks=int(b.num_model_chunks[idx]),
+        num_microbatches=int(b.num_microbatches[idx]),
+    )
+
+
 def _step_shape(
-    batch: LayoutBatch, in_flight: IntArray, *, num_neighbours: IntArray, at: int | slice = slice(None)
+    batch: LayoutBatch, in_flight: IntArray | FloatArray, *, num_neighbours: IntArray, at: int | slice = slice(None)
 ) -> memory.StepShape:
     return memory.StepShape(
         dp_replicate=batch.num_replicas[at],
         dp_shard=batch.num_shards[at],
         expert_shards=batch.expert_shards[at],
+        gradient_shards=(batch.num_gradient_shards[at], batch.expert_gradient_shards[at]),
+        optimizer_shards=(batch.num_optimizer_shards[at], batch.expert_optimizer_shards[at]),
         zero_stage=batch.zero_stage[at],
         num_microbatches=batch.num_microbatches[at],
         in_flight=in_flight,
@@ -208,60 +314,116 @@ def _working_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
 
 
 def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Estimate:
-    """Estimate of layout ``idx`` whose stage s holds layers ``boundaries[s] .. boundaries[s+1] - 1``."""
-    assert not costs.batch.is_mixed or costs.option_of_layer is not None, (
-        "a mixed layout has a cost once each layer has an option"
-    )
+    """Estimate of layout ``idx`` whose stage s holds layers ``boundaries[s] .. boundaries[s+1] - 1``.
+
+    With model chunks there are pp stages for each, or pp that stand for all the layers of a rank, its chunks equal to each other.
+    """
+    assert costs.batch.recompute[idx] != MIXED or costs.option_of_layer is not None, "each layer needs an option"
     first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
     contents = contents_between(costs, idx, first, last)
-    parts = stage_memory_parts(costs, idx, contents, np.arange(len(first)))
-    breakdown_s, stage_s = _time_breakdown(costs, idx, first, last, contents)
+    shape = shape_of(costs, idx)
+    in_chunks = len(first) == shape.num_stages > shape.pp
+    num_ranks = shape.pp if in_chunks else len(first)
+    ranks = np.array(shape.rank_of_stage) if in_chunks else np.arange(num_ranks)
+    if in_chunks:
+        contents, parts = rank_memory_parts(costs, idx, contents)
+    else:
+        parts = stage_memory_parts(costs, idx, contents, ranks)
+    passes = _pass_seconds(costs, idx, first, last)
+    breakdown_s = _time_breakdown(costs, idx, replace(shape, pp=num_ranks), passes, ranks, contents)
     allocated = memory.total_bytes(parts)
     fullest = int(np.argmax(allocated))
+    forward_s, backward_s = (np.bincount(ranks, seconds, num_ranks) for seconds in (passes.forward, passes.backward))
     stages = tuple(
         StageEstimate(
-            forward_s=float(stage_s[0][s]),
-            backward_s=float(stage_s[1][s]),
-            memory_bytes=memory.breakdown({name: np.broadcast_to(v, first.shape)[s] for name, v in parts.items()}),
+            forward_s=float(forward_s[s]),
+            backward_s=float(backward_s[s]),
+            memory_bytes=memory.breakdown({name: np.broadcast_to(v, num_ranks)[s] for name, v in parts.items()}),
         )
-        for s in range(len(first))
+        for s in range(num_ranks)
     )
     return _assemble(costs, breakdown_s, stages, fullest)
 
 
-def _time_breakdown(
-    costs: SpaceCosts, idx: int, first: IntArray, last: IntArray, contents: memory.StageContents
-) -> tuple[TimeBreakdown, tuple[FloatArray, FloatArray]]:
-    def stage_sums(name: str) -> FloatArray:
-        values = costs.per_layer(name, idx)
+class Passes(NamedTuple):
+    """Seconds of one micro-batch in each stage [S], communication inside layers included: forward, backward and, of that, weights.
+
+    ``parts`` [S] are the same by the names of TimeBreakdown, ``exposed`` [S] what the stage's data-parallel collectives add once.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    weight: FloatArray
+    exposed: FloatArray
+    parts: dict[str, FloatArray]
+
+
+def _pass_seconds(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> Passes:
+    def between(values: FloatArray) -> FloatArray:
         return np.array([values[i:j].sum() for i, j in zip(first, last, strict=True)])
 
-    m, pp = int(costs.batch.num_microbatches[idx]), len(first)
+    def stage_sums(name: str) -> FloatArray:
+        return between(costs.per_layer(name, idx))
+
     forward, backward, recompute = stage_sums("forward_s"), stage_sums("backward_s"), stage_sums("recompute_s")
-    tp_forward, tp_backward = stage_sums("tp_forward_s"), stage_sums("tp_backward_s")
-    cp_forward, cp_backward = stage_sums("cp_forward_s"), stage_sums("cp_backward_s")
-    ep_forward, ep_backward = stage_sums("ep_forward_s"), stage_sums("ep_backward_s")
+    sent = [[stage_sums(f"{axis}_{way}_s") for way in ("forward", "backward")] for axis in ("tp", "cp", "ep")]
+    parts = {"compute": forward + backward, "recompute": recompute}
+    parts |= {axis: there + back for axis, (there, back) in zip(("tp", "cp", "ep"), sent, strict=True)}
+    return Passes(
+        forward + sum(there for there, _ in sent),
+        backward + recompute + sum(back for _, back in sent),
+        stage_sums("weight_s"),
+        between(np.array([e[idx] for e in costs.dp_exposed_by_kind])[costs.kind_of_layer]),
+        parts,
+    )
+
+
+def _time_breakdown(
+    costs: SpaceCosts, idx: int, shape: Shape, passes: Passes, ranks: IntArray, contents: memory.StageContents
+) -> TimeBreakdown:
+    """``ranks`` says which rank has each of the ``passes``."""
+    m, pp = shape.num_microbatches, shape.pp
     transfer = 2 * float(costs.transfer_s[idx]) if pp > 1 else 0.0
-    busy = forward + backward + recompute + tp_forward + tp_backward + transfer
-    busy = busy + cp_forward + cp_backward + ep_forward + ep_backward
+
+    def on_ranks(seconds: FloatArray) -> FloatArray:
+        return np.asarray(np.bincount(ranks, seconds, pp), dtype=np.float64)
+
+    busy = on_ranks(passes.forward + passes.backward) + transfer
     slowest = int(np.argmax(busy))
-    exposed = np.array([e[idx] for e in costs.dp_exposed_by_kind])[costs.kind_of_layer]
-    dp = max(exposed[i:j].sum() for i, j in zip(first, last, strict=True)) + float(costs.dp_edges_s[idx])
-    parts = TimeBreakdown(
-        compute=m * float(forward[slowest] + backward[slowest]),
-        recompute=m * float(recompute[slowest]),
-        tp=m * float(tp_forward[slowest] + tp_backward[slowest]),
-        cp=m * float(cp_forward[slowest] + cp_backward[slowest]),
-        ep=m * float(ep_forward[slowest] + ep_backward[slowest]),
-        dp=float(dp),
+    parts = {name: m * float(on_ranks(seconds)[slowest]) for name, seconds in passes.parts.items()}
+    return TimeBreakdown(
+        **parts,
+        dp=float(np.max(on_ranks(passes.exposed))) + float(costs.dp_edges_s[idx]),
         pp=m * transfer,
-        bubble=max(
-            0.0, float(pipelined_s(busy, m, costs.batch.num_model_chunks[idx]) - m * busy[slowest])
-        ),  # rounding can leave -1e-16 for one stage
+        bubble=max(0.0, step_s(shape, passes, transfer) - m * float(busy[slowest])),  # rounding can leave -1e-16
         optimizer=float(np.max(costs.update_s(contents.trained, contents.expert_params, idx))),
     )
-    inside = (tp_forward + cp_forward + ep_forward, tp_backward + cp_backward + ep_backward)
-    return parts, (forward + inside[0], backward + recompute + inside[1])
+
+
+def step_s(shape: Shape, passes: Passes, transfer_s: float) -> float:
+    """Seconds of all micro-batches through the pipeline: the schedule, replayed.
+
+    Args:
+        shape: schedule and numbers.
+        passes: of every stage, or of all the stages of each rank, which then count as equal.
+        transfer_s: of one micro-batch to and from the neighbours, over all the chunks of a rank; both ranks wait for it.
+
+    Raises:
+        ConfigError: the schedule is not defined for these numbers. Interleaved 1F1B has its closed form for any.
+    """
+    forward, backward, weight = passes.forward, passes.backward - passes.weight, passes.weight
+    chunks = shape.num_model_chunks
+    if chunks > 1 and len(forward) == shape.pp:
+        of_stage = np.array(shape.rank_of_stage)
+        forward, backward, weight = (seconds[of_stage] / chunks for seconds in (forward, backward, weight))
+    each_way = transfer_s / 2 / chunks
+    try:
+        return makespan_s(shape, forward + each_way, backward + each_way, weight)
+    except ConfigError:
+        if shape.schedule != "1f1b":
+            raise
+        busy = np.bincount(shape.rank_of_stage, forward + backward + weight, shape.pp) + transfer_s
+        return float(pipelined_s(busy, shape.num_microbatches, chunks))
 
 
 def with_memory(estimate: Estimate, parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> Estimate:

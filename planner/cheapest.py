@@ -47,8 +47,9 @@ from ..schema.cost_summary import Outcome
 from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import Frontier
-from .planning import is_runnable, plan, plan_of
-from .search import REL_GAP, OnProgress, SearchResult, search
+from .planning import plan, plan_of
+from .request import is_runnable
+from .search import REL_GAP, OnProgress, SearchResult, bounding_costs, search
 from .space import Space, build_space
 
 SHARE_OF_BOUNDS = 0.5
@@ -162,7 +163,8 @@ def cheapest(
         _mark_front(sizes, request)
     best.outcome, best.reason = "chosen", ""
     assert best.result is not None
-    found = plan_of(best.result, request.fixed, top=top, slowest_s=min(request.slowest_s, _next_s(best, sizes)))
+    slowest_s = min(request.slowest_s, _next_s(best, sizes))
+    found = plan_of(best.result, request.fixed, runnable=request.runnable, top=top, slowest_s=slowest_s)
     summary = _summary(found, best, sizes, floor=floor, tokens=tokens)
     return found.replace(cost=summary.replace(search_s=time.perf_counter() - started))
 
@@ -203,7 +205,8 @@ def _bound(size: Size, request: Request) -> None:
     try:
         space = request.space_of(size)
         size.layouts = len(space.batch)
-        frontier = Frontier(SpaceCosts.of(request.model, request.workload, size.cluster, space.batch))
+        costs = SpaceCosts.of(request.model, request.workload, size.cluster, space.batch)
+        frontier = Frontier(bounding_costs(costs))
     except ConfigError as error:
         size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
         return

@@ -29,7 +29,10 @@ _PART_TITLES = {
 def complexity(layout: Layout) -> tuple[int, ...]:
     """Order of simplicity: fewer axes, no recompute, a lower ZeRO stage, smaller degrees of the axes that cost the most care."""
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
-    axes = sum(degree > 1 for degree in (*degrees, layout.num_model_chunks)) + (1 < layout.cp_ulysses < layout.cp)
+    levels = (layout.gradient_shard, layout.optimizer_shard)
+    axes = sum(degree > 1 for degree in (*degrees, *levels, layout.num_model_chunks)) + (
+        1 < layout.cp_ulysses < layout.cp
+    )
     recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
     further = (layout.cp, layout.ep, layout.etp, layout.num_model_chunks)
     return (axes, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)

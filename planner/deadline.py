@@ -13,9 +13,10 @@ class Deadline:
     Long array passes look at it between their pieces (`require`); the search looks at it before every layout (`is_over`).
     """
 
-    def __init__(self, limit_s: float) -> None:
-        """Start the clock."""
+    def __init__(self, limit_s: float, *, within: Deadline | None = None) -> None:
+        """Start the clock; a stop of the deadline that this one is ``within`` ends it too."""
         self.limit_s = limit_s
+        self._within = within
         self._end_s = time.perf_counter() + limit_s
         self.is_stopped = False
         """Whether somebody asked to stop."""
@@ -23,6 +24,8 @@ class Deadline:
     @property
     def is_over(self) -> bool:
         """Whether to stop now with what there is."""
+        if self._within is not None and self._within.is_stopped:
+            return True
         return self.is_stopped or time.perf_counter() >= self._end_s
 
     @property

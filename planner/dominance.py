@@ -32,7 +32,9 @@ def exchanges_worth_trying(
     """Whether no other split of the same cp over the same tp is as good in everything [N]; of equal ones the first stays."""
     keep = np.ones(len(columns["tp"]), dtype=bool)
     open_rows = np.flatnonzero(columns["cp"] > 1)
-    if workload.attention != "flash" or not len(open_rows):
+    # On devices or nodes that differ, the better split on one of them may be the worse one on another.
+    differs = cluster.is_mixed or cluster.bandwidth_matrix is not None
+    if workload.attention != "flash" or not len(open_rows) or differs:
         return keep
     chosen = {name: columns[name][open_rows] for name in ("tp", "cp", "cp_ulysses")}
     added = _added(chosen, micro_batch_sizes, model, workload, cluster)

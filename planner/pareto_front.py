@@ -34,8 +34,8 @@ from ..schema import ClusterSpec, ModelSpec, ParetoPoint, Workload
 from ..schema.layout import check_fields
 from .deadline import Deadline
 from .frontier import BLOCK
-from .planning import is_runnable
-from .search import REL_GAP, WINDOW, Candidate, OnProgress, expand_fitting
+from .request import is_runnable
+from .search import REL_GAP, WINDOW, Candidate, OnProgress, bounding_costs, expand_fitting
 from .space import build_space
 
 STEP_FRACTION = 0.01
@@ -149,6 +149,7 @@ class Queue:
 
 def _bounds(costs: SpaceCosts, deadline: Deadline) -> tuple[IntArray, FloatArray, FloatArray]:
     """Layouts that may fit, bounds on their time, and [N] of the space what each requires at least."""
+    costs = bounding_costs(costs)
     cluster, size = costs.cluster, len(costs.batch)
     least = np.full(size, np.inf)
     some_rows, some_s = [], []

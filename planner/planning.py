@@ -14,7 +14,7 @@ from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import RECOMPUTES, LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
-from ..schema.layout import Recompute, check_fields
+from ..schema.layout import Recompute, check_fields, format_assignments
 from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
@@ -23,7 +23,6 @@ from ..schema.rules import (
     VERSION_RULES,
     broken_rules,
     layout_facts,
-    require_our_engine,
     require_valid,
 )
 from ..schema.runnable import why_not_runnable
@@ -32,6 +31,7 @@ from .choose import alternatives, choose
 from .deadline import Deadline
 from .infeasible import explain_infeasible
 from .rank_map import device_of_rank
+from .request import Request, is_runnable
 from .search import Candidate, OnProgress, SearchResult, expand, search
 from .space import build_space
 
@@ -82,11 +82,13 @@ def plan(
         deadline=deadline,
     )
     if not result.fitting:
-        raise explain_infeasible(model, cluster, workload, fixed, result, runnable=runnable, deadline=deadline)
-    return plan_of(result, fixed, top=top)
+        raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
+    return plan_of(result, fixed, runnable=runnable, top=top)
 
 
-def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest_s: float = math.inf) -> Plan:
+def plan_of(
+    result: SearchResult, fixed: Mapping[str, Any], *, runnable: bool, top: int, slowest_s: float = math.inf
+) -> Plan:
     """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and notes."""
     model, cluster, workload, batch = (
         result.costs.model,
@@ -101,23 +103,14 @@ def plan_of(result: SearchResult, fixed: Mapping[str, Any], *, top: int, slowest
         cluster=cluster,
         workload=workload,
         layout=layout,
-        stages=_stages(model, chosen, layout),
+        stages=_stages(model, chosen),
         rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
         alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
-        provenance=_provenance(model, cluster, workload, fixed),
+        provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
     )
-
-
-def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
-    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
-    if runnable is None:
-        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
-    if runnable:
-        require_our_engine(workload)
-    return runnable
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
@@ -165,34 +158,11 @@ def default_precision(cluster: ClusterSpec) -> Precision:
     raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")
 
 
-def _stages(model: ModelSpec, chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
-    """The layers of each stage in order; with model chunks, stage ``k`` is chunk ``k // pp`` of rank ``k % pp``.
-
-    A rank keeps as many blocks as the contiguous cut gave it, spread evenly over its chunks.
-    """
+def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
+    """The layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
     is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
-    on_rank = [sum(is_block[i:j]) for i, j in itertools.pairwise(chosen.boundaries)]
-    chunks = range(layout.num_model_chunks)
-    sizes = [blocks // len(chunks) + (chunk < blocks % len(chunks)) for chunk in chunks for blocks in on_rank]
-    before = is_block.index(True)
-    sizes[0] += before
-    sizes[-1] += len(is_block) - sum(sizes)
-    ends = itertools.accumulate(sizes)
-    options = _options_in_chunks(chosen, is_block, len(chunks))
-    return tuple(_stage(end - size, options[end - size : end], is_block) for end, size in zip(ends, sizes, strict=True))
-
-
-def _options_in_chunks(chosen: Candidate, is_block: list[bool], num_chunks: int) -> list[Recompute]:
-    """What each layer recomputes: every chunk takes its share of the options that its rank's blocks have, in their order."""
-    on_rank = [
-        [chosen.options[idx] for idx in range(i, j) if is_block[idx]] for i, j in itertools.pairwise(chosen.boundaries)
-    ]
-    blocks = iter(
-        [option for chunk in range(num_chunks) for options in on_rank for option in options[chunk::num_chunks]]
-    )
-    return [
-        RECOMPUTES[next(blocks) if block else option] for block, option in zip(is_block, chosen.options, strict=True)
-    ]
+    options = [RECOMPUTES[option] for option in chosen.options]
+    return tuple(_stage(first, options[first:end], is_block) for first, end in itertools.pairwise(chosen.boundaries))
 
 
 def _stage(first: int, options: list[Recompute], is_block: list[bool]) -> Stage:
@@ -237,7 +207,9 @@ def _notes(
     return tuple(notes)
 
 
-def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any]) -> Provenance:
+def _provenance(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool
+) -> Provenance:
     inputs = [
         model.model_dump_json(),
         cluster.model_dump_json(),
@@ -248,4 +220,6 @@ def _provenance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixe
         meshwright=version("meshwright"),
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
+        fixed=format_assignments(fixed),
+        space="runnable" if runnable else "full",
     )

@@ -15,14 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
-from ..cost_models.layouts import RECOMPUTES, LayoutBatch
+from ..cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch
 from ..cost_models.option_costs import OptionCosts
+from ..cost_models.pipeline import lower_bound_s
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import contents_between, estimate_step, stage_memory_parts
+from ..cost_models.step import (
+    contents_between,
+    estimate_step,
+    pipeline_work,
+    rank_memory_parts,
+    shape_of,
+    stage_memory_parts,
+)
 from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
-from ..solvers import stage_split
-from ..solvers.status import Status
+from ..solvers import chunk_split, stage_split
 from .deadline import Deadline
 from .frontier import Frontier
 from .rank_map import best_case, in_order, node_order
@@ -68,7 +75,10 @@ class Candidate:
 
 @dataclass
 class SearchResult:
-    """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``."""
+    """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
+
+    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out.
+    """
 
     costs: SpaceCosts
     fitting: list[Candidate] = field(default_factory=list)
@@ -77,6 +87,7 @@ class SearchResult:
     search_s: float = 0.0
     stopped_early: bool = False
     evaluated: int = 0
+    bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
@@ -116,10 +127,7 @@ def search(
     costing = f"costing {len(space.batch)} layouts"
     costs = SpaceCosts.of(model, workload, cluster, space.batch, checkpoint=lambda: deadline.require(costing))
     deadline.require(f"bounding {len(space.batch)} layouts")
-    measured = cluster.bandwidth_matrix is not None
-    fastest = best_case(cluster, tied=model.tie_embeddings)
-    bounding = SpaceCosts.of(model, workload, fastest, space.batch) if measured else costs
-    frontier, result = Frontier(bounding), SearchResult(costs)
+    frontier, result = Frontier(bounding_costs(costs)), SearchResult(costs)
     window = Window(costs, frontier)
     incumbent, bound = np.inf, np.inf
     while (bound := frontier.bound_s) < min(incumbent, worse_than_s) * (1 - REL_GAP):
@@ -137,6 +145,7 @@ def search(
         result.evaluated += 1
         if on_progress:
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
+    result.bound_bytes = frontier.bound_bytes
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
@@ -145,6 +154,14 @@ def search(
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
+
+
+def bounding_costs(costs: SpaceCosts) -> SpaceCosts:
+    """What bounds are worked out from: the costs, or where links were measured those of the best placement there may be."""
+    if costs.cluster.bandwidth_matrix is None:
+        return costs
+    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
+    return SpaceCosts.of(costs.model, costs.workload, fastest, costs.batch)
 
 
 def _expand_runner_ups(
@@ -219,10 +236,9 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     found = expand_fitting(costs, idx, bound_s=bound_s)
     if found is not None:
         return found
-    if costs.batch.is_mixed:
+    if costs.batch.recompute[idx] == MIXED:
         costs = costs.by_option[RECOMPUTES.index("full")]
-    anywhere = stage_split.Instance(costs.per_layer("busy_s", idx), _stage_fits(costs, idx, cap_bytes=np.inf))
-    boundaries = stage_split.solve(anywhere).boundaries
+    boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0]
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
 
 
@@ -250,20 +266,14 @@ def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
 
 def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
-    if costs.batch.is_mixed:
-        found = choose_stages(_layers(costs, idx))
-        return _candidate(costs, idx, found, max(bound_s, found.bound_s)) if found else None
-    fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
-    busy = costs.per_layer("busy_s", idx)
-    even = stage_split.solve(stage_split.Instance(busy, fits))
-    if even.status is Status.INFEASIBLE:
+    if costs.batch.recompute[idx] == MIXED:
+        return _expand_mixed(costs, idx, bound_s)
+    cuts = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
+    if not cuts:
         return None
-    once = stage_split.solve(
-        stage_split.Instance(busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]), fits)
-    )
-    estimates = {cut.boundaries: estimate_step(costs, idx, cut.boundaries) for cut in (even, once)}
+    estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    bound_s = max(bound_s, _split_bound_s(costs, idx, even.objective_s, fits))
+    bound_s = max(bound_s, _split_bound_s(costs, idx))
     return Candidate(idx, best, estimates[best], bound_s, _same_for_all(costs, idx))
 
 
@@ -271,8 +281,11 @@ def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:
     return (int(costs.batch.recompute[idx]),) * len(costs.kind_of_layer)
 
 
-def _layers(costs: SpaceCosts, idx: int) -> Layers:
-    return Layers(OptionCosts.of(costs), idx, costs.cluster.memory_budget_bytes)
+def _expand_mixed(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+    """The fastest of the answers for the pipeline alone and with what stages do once."""
+    found = choose_stages(Layers(OptionCosts.of(costs), idx, costs.cluster.memory_budget_bytes))
+    candidates = [_candidate(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in found]
+    return min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
 
 
 def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> Candidate:
@@ -284,32 +297,64 @@ def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> C
         estimate = estimate_step(options.assigned(idx, chosen), 0, stages.boundaries)
     else:
         estimate = estimate_step(costs.by_option[chosen[0]], idx, stages.boundaries)
-    return Candidate(idx, stages.boundaries, estimate, bound_s, chosen)
+    return Candidate(idx, stages.boundaries, estimate, min(bound_s, estimate.step_time_s), chosen)
 
 
-def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:
-    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it."""
-    pp, m, v = (int(getattr(costs.batch, name)[idx]) for name in ("pp", "num_microbatches", "num_model_chunks"))
-    transfer_s = 2 * float(costs.transfer_s[idx]) if pp > 1 else 0.0
-    pipeline_s = (m - 1 / v) * (slowest_s + transfer_s) + float(
-        costs.per_layer("busy_s", idx).sum() + pp * transfer_s
-    ) / v
+def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> list[tuple[int, ...]]:
+    """The even cut and the one that counts what a stage adds once; none where no split is within ``cap_bytes``."""
+    busy = costs.per_layer("busy_s", idx)
+    both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]))
+    if costs.batch.num_model_chunks[idx] > 1:
+        solved = [chunk_split.solve(_chunk_instance(costs, idx, weights, cap_bytes)).boundaries for weights in both]
+    else:
+        fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
+        solved = [stage_split.solve(stage_split.Instance(weights, fits)).boundaries for weights in both]
+    return [boundaries for boundaries in solved if boundaries]
+
+
+def _chunk_instance(costs: SpaceCosts, idx: int, busy_s: NDArray[np.float64], cap_bytes: float) -> chunk_split.Instance:
+    def required_bytes(boundaries: NDArray[np.int64]) -> NDArray[np.float64]:
+        contents = contents_between(costs, idx, boundaries[:, :-1], boundaries[:, 1:])
+        _, parts = rank_memory_parts(costs, idx, contents)
+        total = memory.total_bytes(parts)
+        return np.asarray(memory.required_bytes(total, parts["parameters"], costs.workload, costs.cluster))
+
+    return chunk_split.Instance(busy_s, _is_block(costs), shape_of(costs, idx).rank_of_stage, required_bytes, cap_bytes)
+
+
+def _split_bound_s(costs: SpaceCosts, idx: int) -> float:
+    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it.
+
+    With model chunks nothing is known but the bound of the layout.
+    """
+    if costs.batch.num_model_chunks[idx] > 1:
+        return 0.0
+    fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
+
+    def least(values: NDArray[np.float64]) -> float:
+        return stage_split.least_slowest_s(stage_split.Instance(values, fits))
+
+    one = costs.select(np.array([idx]))
+    slowest = np.array([least(costs.per_layer("busy_s", idx))])
+    pipeline_s = float(lower_bound_s(pipeline_work(one, slowest, 2 * one.transfer_s))[0])
     exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
     update = costs.once_per_layer_s(idx) - exposed
-    least = (stage_split.least_slowest_s(stage_split.Instance(values, fits)) for values in (exposed, update))
-    return pipeline_s + float(costs.dp_edges_s[idx]) + sum(least)
+    return pipeline_s + float(costs.dp_edges_s[idx]) + least(exposed) + least(update)
+
+
+def _is_block(costs: SpaceCosts) -> NDArray[np.bool_]:
+    return np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
 
 
 def _stage_fits(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:
-    """FITS [S, L+1, L+1]: the stage has a block for each of its chunks, and what it requires is within ``cap_bytes``.
+    """FITS [S, L+1, L+1]: the stage has a block, and what it requires is within ``cap_bytes``.
 
     More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
     """
     pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
-    is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
-    blocks = np.concatenate([[0], np.cumsum(is_block)])
-    has_block = blocks[last] - blocks[first] >= costs.batch.num_model_chunks[idx]
+    blocks = np.concatenate([[0], np.cumsum(_is_block(costs))])
+    has_block = blocks[last] > blocks[first]
     if np.isinf(cap_bytes):
         return np.broadcast_to(has_block, (pp, size, size))
     starts = np.broadcast_to(np.arange(size), (pp, size))

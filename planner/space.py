@@ -7,6 +7,8 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
     micro-batches  above MAX_MICRO_BATCH_SIZE sequences
     dp_shard       for other engines than ours: 1, what lies in one domain of each link level, or all. Between two of these the
                    collectives cross the same links, and only memory changes
+    states         for engines that shard gradients and optimizer states over more ranks than parameters: over the same steps of
+                   link levels, both alike
     chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
     offloading, partial recompute
     cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, RECOMPUTES, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
 from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
@@ -37,6 +39,9 @@ MAX_MICRO_BATCH_SIZE = 64
 
 _ZERO_STAGES: dict[Engine, tuple[int, ...]] = {"megatron": (0, 1)}
 """What is enumerated where an engine has not all of 0 to 3; asking for another one names the engine's rule."""
+
+_LEVELS_UNDER_ZERO_3: tuple[Engine, ...] = ("fsdp2", "deepspeed")
+"""Engines that keep parameters within fewer ranks than gradients and optimizer states (schema/rules.py)."""
 
 _FACTS = (*NUMBERS, "sequence_parallel")
 
@@ -87,7 +92,7 @@ def build_space(
     columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     facts = _all_facts(columns, model, workload, cluster, fixed)
     keep = np.ones(len(columns["tp"]), dtype=bool)
-    excluded, reasons = {}, []
+    excluded, reasons, decisive = {}, [], []
     for rule in rules_of(workload.engine, runnable=runnable):
         deadline.require(f"checking {len(keep)} layouts against the rules")
         holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
@@ -95,11 +100,13 @@ def build_space(
         excluded[rule.name] = len(broken)
         if len(broken):
             reasons.append((len(broken), f"{rule.reason(_facts_of(facts, broken[0]))}   [{rule.name}]"))
+        if len(keep) and not holds.any():  # by itself it excludes everything
+            decisive.append((len(keep), f"{rule.reason(_facts_of(facts, 0))}   [{rule.name}]"))
         keep &= holds
     if not keep.any():
-        raise _nothing_left(model, workload, cluster, fixed, reasons)
+        raise _nothing_left(model, workload, cluster, fixed, decisive or reasons)
     columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
-    columns = _cross(columns, "recompute", _recomputes(fixed))
+    columns = _with_recompute(columns, fixed)
     arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
     return Space(LayoutBatch(**arrays), excluded)
 
@@ -123,11 +130,17 @@ def _all_facts(
     )
 
 
-def _recomputes(fixed: Mapping[str, Any]) -> list[int]:
-    """The given recompute; else a choice for each block, unless a given part of all blocks recomputes."""
+def _with_recompute(c: Columns, fixed: Mapping[str, Any]) -> Columns:
+    """The given recompute; else one for each block where ranks have one stage of 1f1b or gpipe, and every uniform one elsewhere."""
     if "recompute" in fixed:
-        return [LAYOUT_RECOMPUTES.index(fixed["recompute"])]
-    return list(range(len(RECOMPUTES))) if "recompute_fraction" in fixed else [MIXED]
+        return _cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
+    plain = np.isin(c["schedule"], [SCHEDULES.index(name) for name in ("1f1b", "gpipe")])
+    mixed = plain & (c["num_model_chunks"] == 1) & ("recompute_fraction" not in fixed)
+    return _cross(c, "recompute", list(range(MIXED + 1)), lambda c: _takes(c["recompute"], np.repeat(mixed, MIXED + 1)))
+
+
+def _takes(recompute: IntArray, mixed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    return np.asarray((recompute == MIXED) == mixed)
 
 
 def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +196,7 @@ def _enumerate(
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
     c = cross(c, "zero_stage", _ZERO_STAGES.get(workload.engine, (0, 1, 2, 3)), _has_zero_stage)
     c = _select(c, _has_zero_stage(c))
+    c = _with_levels(c, workload.engine, fixed, islands, runnable=runnable)
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
     experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
@@ -238,6 +252,28 @@ def _fills(c: Columns, islands: Sequence[int], left: Callable[[Columns], IntArra
         inside = np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), everything)
         fills |= c["dp_shard"] == inside
     return np.asarray(fills)
+
+
+def _with_levels(
+    c: Columns, engine: Engine, fixed: Mapping[str, Any], islands: Sequence[int], *, runnable: bool
+) -> Columns:
+    """Where gradients and optimizer states may be sharded over more ranks than parameters: a domain of a link level, or all."""
+    dp = c["dp_replicate"] * c["dp_shard"]
+    widths = [np.ones_like(dp)]
+    if given := [int(fixed[name]) for name in ("optimizer_shard", "gradient_shard") if name in fixed]:
+        widths = [np.full_like(dp, given[0])]
+    elif not runnable and engine in _LEVELS_UNDER_ZERO_3:
+        widths += [np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), dp) for size in islands] + [dp]
+    rows = []
+    for idx, width in enumerate(widths):
+        keep = np.asarray((idx == 0) | ((c["zero_stage"] == 3) & (width > c["dp_shard"])))
+        for earlier in widths[:idx]:
+            keep &= width != earlier
+        of_gradients = np.where(c["zero_stage"] == 3, width, 1)
+        levels = {"optimizer_shard": width, "gradient_shard": of_gradients}
+        levels |= {name: np.full_like(dp, fixed[name]) for name in levels if name in fixed}
+        rows.append(_select(c | levels, np.broadcast_to(keep, dp.shape)))
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
 def _has_zero_stage(c: Columns) -> NDArray[np.bool_]:

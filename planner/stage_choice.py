@@ -19,10 +19,9 @@ from ..cost_models.engines import FIRST_BLOCKS
 from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.step import contents_between, kept_room_bytes, stage_memory_parts
+from ..schema.layout import SCHEDULES
 from ..schema.model import Block
 from ..solvers import stage_split
-from ..solvers.backend import Limits
-from ..solvers.stage_integer_program import improve
 from ..solvers.stage_program import Instance, Solution, dense, forward, lower_bound_s, solve
 
 NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective", "full"))
@@ -60,8 +59,22 @@ class Layers:
 
     @cached_property
     def weights(self) -> tuple[float, float]:
-        """How often the slowest stage and the sum of the stages count in a step (cost_models/pipeline.py)."""
-        return float(self.costs.least.batch.num_microbatches[self.idx]) - 1 / self.chunks, 1 / self.chunks
+        """How often the slowest stage and the sum of the stages count in a step at most (cost_models/pipeline.py)."""
+        return self._num_microbatches - 1, 1.0
+
+    @property
+    def _num_microbatches(self) -> float:
+        return float(self.costs.least.batch.num_microbatches[self.idx])
+
+    @cached_property
+    def least_weights(self) -> tuple[tuple[float, float], ...]:
+        """The same at least, each pair by itself: the bounds of cost_models/pipeline.py for one stage a rank."""
+        m, pp = self._num_microbatches, self.num_stages
+        if SCHEDULES[self.costs.least.batch.schedule[self.idx]] == "gpipe":
+            return (self.weights,)
+        if m > pp:
+            return (m - pp - 1, 2.0), (m, 0.0)
+        return ((m - 1) / 2, 1.0), (m, 0.0), (0.0, 2 * pp / (pp + 1) if m == pp else 0.0)
 
     @cached_property
     def has_choice(self) -> NDArray[np.bool_]:
@@ -153,11 +166,11 @@ class Layers:
     @cached_property
     def spans(self) -> tuple[IntArray, IntArray, IntArray]:
         """Stage, first and last layer of each span [P] that an answer as good as `best_uniform_s` may have."""
-        (slowest, total), stages = self.weights, self.num_stages
+        stages = self.num_stages
         least = _prefix(self.busy_s.min(axis=0))
+        # The slowest stage counts at least as often as there are micro-batches, and the rest has a least as well.
         once_s = (self.exposed_s.min(axis=0).sum() + self.update_s.sum()) / stages
-        rest_s = total * (least[-1] + stages * self.transfer_s) + once_s
-        longest_s = (self.best_uniform_s - rest_s) / slowest * (1 + 1e-9) - self.transfer_s if slowest else np.inf
+        longest_s = (self.best_uniform_s - once_s) / self._num_microbatches * (1 + 1e-9) - self.transfer_s
         longest_s = min(longest_s, 2 * float(least[-1]))  # finite
         s = np.arange(stages)[:, None]
         begins = (least <= s * longest_s) & (least[-1] - least <= (stages - s) * longest_s)
@@ -288,10 +301,13 @@ def programs(layers: Layers, worth_s: list[float]) -> Iterator[Program]:
     most = int(layers.first_blocks(np.ones(len(layers.kinds)), len(layers.kinds)).max(initial=0))
     yield first_blocks_program(layers, NONE, 0)
     yield first_blocks_program(layers, SELECTIVE, most)
+    one = first_blocks_program(layers, FULL, layers.chunks, limited=False).instance
+    if lower_bound_s(one, layers.least_weights) + layers.constant_s >= worth_s[-1]:
+        return
     for count in range(_fewest(layers, most), most + layers.chunks, layers.chunks):
         # With more blocks recomputed every split takes longer, so this bounds all that are left.
         unlimited = first_blocks_program(layers, FULL, count, limited=False).instance
-        if lower_bound_s(unlimited) + layers.constant_s >= worth_s[-1]:
+        if lower_bound_s(unlimited, layers.least_weights) + layers.constant_s >= worth_s[-1]:
             return
         yield first_blocks_program(layers, FULL, count)
 
@@ -307,29 +323,21 @@ def _fewest(layers: Layers, most: int) -> int:
     return low * layers.chunks
 
 
-def choose_stages(layers: Layers) -> Stages | None:
-    """Even stages for the pipeline alone and with what they do once, the faster of both; None where nothing fits."""
-    best, bound_s, worth_s = None, np.inf, [np.inf]
+def choose_stages(layers: Layers) -> list[Stages]:
+    """Even stages for the pipeline alone, and even ones with what they do once; none where nothing fits."""
+    best: dict[float, Stages] = {}
+    bound_s, worth_s = np.inf, [np.inf]
     for program in programs(layers, worth_s):
         for once_weight in (0.0, 1 / sum(layers.weights)):
             solution = solve(program.instance, once_weight=once_weight)
-            if solution.boundaries and solution.objective_s + layers.constant_s < worth_s[-1]:
-                best = _stages(layers, program, solution)
-                worth_s.append(best.objective_s)
-        bound_s = min(bound_s, lower_bound_s(program.instance) + layers.constant_s)
-    return best._replace(bound_s=min(bound_s, best.objective_s)) if best else None
-
-
-def improve_stages(layers: Layers, below_s: float, limits: Limits) -> tuple[Stages | None, float]:
-    """Stages faster than ``below_s``, if there are any, and what none are faster than: integer programs."""
-    best, bound_s, worth_s = None, below_s, [below_s]
-    for program in programs(layers, worth_s):
-        found = improve(program.instance, below_s=worth_s[-1] - layers.constant_s, limits=limits)
-        bound_s = min(bound_s, found.bound_s + layers.constant_s)
-        if found.solution.boundaries:
-            best = _stages(layers, program, found.solution)
-            worth_s.append(min(worth_s[-1], best.objective_s))
-    return (best._replace(bound_s=min(bound_s, best.objective_s)) if best else None), bound_s
+            if solution.boundaries:
+                stages = _stages(layers, program, solution)
+                worth_s.append(min(worth_s[-1], stages.objective_s))
+                best[once_weight] = min(best.get(once_weight, stages), stages, key=lambda found: found.objective_s)
+        bound_s = min(bound_s, lower_bound_s(program.instance, layers.least_weights) + layers.constant_s)
+    # A program that was not worth solving has no answer below this one.
+    bound_s = min(bound_s, worth_s[-1])
+    return list({stages.boundaries: stages._replace(bound_s=bound_s) for stages in best.values()}.values())
 
 
 def _stages(layers: Layers, program: Program, solution: Solution) -> Stages:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.workload import Precision
-from .expert_parallel import sharded_experts
+from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 
@@ -71,10 +71,11 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     reshard = plan.layout.zero_stage == 3
-    for experts in sharded_experts(stage, mesh):
-        fully_shard(experts, mesh=mesh.expert_fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    placement = expert_placement(stage, mesh)
     for block in stage.model.layers.values():
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
+        )
     for modules in _outer_units(stage):
         # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
         keep = stage.lm_head in modules

@@ -6,19 +6,28 @@
 | ep              | E / ep experts, whole                 | sent to their experts and back by all-to-all over ep            |
 | ep, etp         | E / ep experts, each cut over etp     | gathered over etp, then all-to-all over ep, outputs summed      |
 
+A plan may let experts stand in slots of its own choice, some in several (models/expert_slots.py).
+
 The other ranks of a stage hold copies, sharded and replicated like other weights, over groups of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from ..schema.errors import RuntimeMismatchError
 from ..schema.layout import Layout
+from ..schema.model import Block, MoE
 from ..schema.plan import Plan
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
+from .models.expert_slots import ExpertSlots
 from .models.experts import ExpertRanks, Experts, MixtureOfExperts
 
 
@@ -32,6 +41,7 @@ def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Non
     for experts in _experts_of(stage, ranks):
         _distribute(experts, weights)
         experts.gradient_ratio = gradient_ratio(plan.layout)
+    _place(stage, plan)
 
 
 def gradient_ratio(layout: Layout) -> float:
@@ -42,11 +52,29 @@ def gradient_ratio(layout: Layout) -> float:
     return 1.0 if layout.experts_follow_tp else layout.expert_copies / (layout.dp * layout.cp)
 
 
-def sharded_experts(stage: Decoder, mesh: ParallelMesh) -> list[Experts]:
-    """Experts whose states are sharded or replicated over groups of their own."""
+def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Parameter], Any] | None:
+    """What tells `fully_shard` that the experts of a block have groups of their own; None where they have not.
+
+    Not a `fully_shard` of their own: its hooks would run inside a block that is recomputed.
+
+    Raises:
+        RuntimeMismatchError: this torch has one group of ranks for all parameters of a unit.
+    """
     if mesh.expert_mesh is None:
-        return []
-    return [block.mlp.experts for block in stage.model.layers.values() if isinstance(block.mlp, MixtureOfExperts)]
+        return None
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise RuntimeMismatchError(
+            f"torch {torch.__version__} cannot shard experts over ranks of their own",
+            help="use torch 2.13, or a plan with ep=1",
+        ) from None
+    ranks = mesh.expert_fsdp
+    info = FSDPMeshInfo(ranks, 0) if ranks.ndim == 1 else HSDPMeshInfo(ranks, shard_mesh_dim=1, replicate_mesh_dim=0)
+    placed = ShardPlacementResult(None, info)
+    mixtures = [block.mlp for block in stage.model.layers.values() if isinstance(block.mlp, MixtureOfExperts)]
+    of_experts = {id(parameter) for mixture in mixtures for parameter in mixture.experts.parameters()}
+    return lambda parameter: placed if id(parameter) in of_experts else None
 
 
 def _ranks(mesh: ParallelMesh, plan: Plan) -> ExpertRanks | None:
@@ -57,6 +85,20 @@ def _ranks(mesh: ParallelMesh, plan: Plan) -> ExpertRanks | None:
     if mesh.tp is None:
         return None
     return ExpertRanks(None, mesh.tp, Shard(0) if plan.layout.sequence_parallel else Replicate())
+
+
+def _place(stage: Decoder, plan: Plan) -> None:
+    """Let experts stand where the plan says, blocks counted as in the whole model."""
+    if not plan.expert_slots:
+        return
+    blocks = [layer for layer in plan.model.iter_layers() if isinstance(layer, Block)]
+    with_experts = [idx for idx, block in enumerate(blocks) if isinstance(block.mlp, MoE)]
+    slots_of_block = dict(zip(map(str, with_experts), plan.expert_slots, strict=True))
+    for name, block in stage.model.layers.items():
+        if name in slots_of_block:
+            assert isinstance(block.mlp, MixtureOfExperts)
+            slots = slots_of_block[name]
+            block.mlp.place(ExpertSlots(slots.experts, slots.shares, block.mlp.num_experts))
 
 
 def _weight_mesh(expert_mesh: DeviceMesh) -> DeviceMesh:

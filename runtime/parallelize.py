@@ -46,7 +46,7 @@ def parallelize(
         stage.to(device, torch.float32)
     apply_tensor_parallel(stage, mesh, plan)
     apply_expert_parallel(stage, mesh, plan)
-    apply_recompute(stage, stage_plan.recompute)
+    apply_recompute(stage, stage_plan.recompute_of)
     shard_data_parallel(stage, mesh, plan)
     if model is None:
         stage.to_empty(device=device)

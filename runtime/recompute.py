@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..schema.layout import Recompute
 from .models.decoder import Decoder
-from .models.experts import Experts, WholeLinear
+from .models.experts import Experts, MixtureOfExperts
+from .models.whole_linear import WholeLinear
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})
@@ -30,24 +31,32 @@ ATTENTION = frozenset(
 )
 
 
-def apply_recompute(stage: Decoder, recompute: Recompute) -> None:
-    """Checkpoint every block of a stage, in place.
+def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) -> None:
+    """Checkpoint the blocks of a stage, in place, each as ``recompute_of`` says of its index in ``ModelSpec.iter_layers``.
 
     The block's ``forward`` is replaced on the instance: parameter names stay, and hooks of `fully_shard` run outside, so that
     a recomputation does not gather parameters once more.
     """
-    if recompute == "none":
-        return
-    for block in stage.model.layers.values():
+    for name, block in stage.model.layers.items():
+        recompute = recompute_of(int(name) + 1)  # the embedding is layer 0
+        if recompute == "none":
+            continue
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if recompute == "selective":
             options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
+_NO_LAST = -1
+
+
 def _count_products(block: nn.Module) -> int:
-    single = sum(isinstance(module, nn.Linear | WholeLinear) for module in block.modules())
-    return single + 3 * sum(isinstance(module, Experts) for module in block.modules())
+    """Products of a block whose last one need not be kept; the weights of a token's experts need what the experts put out."""
+    modules = list(block.modules())
+    if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
+        return _NO_LAST
+    single = sum(isinstance(module, nn.Linear | WholeLinear) for module in modules)
+    return single + 3 * sum(isinstance(module, Experts) for module in modules)
 
 
 def _selective_contexts(num_products: int) -> Any:

@@ -22,10 +22,12 @@ from ..schema.plan import Plan
 from .loss import VocabShard
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
-from .models.experts import MixtureOfExperts, WholeLinear
+from .models.experts import MixtureOfExperts
 from .models.init import local_tensor
+from .models.latent_attention import LatentSelfAttention
 from .models.norm import RMSNorm
 from .models.swiglu import SwiGLU
+from .models.whole_linear import WholeLinear
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
@@ -52,16 +54,18 @@ def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Non
 
 def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None:
     to_region = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
-    plan: dict[str, ParallelStyle] = {
-        "self_attn": to_region,
-        "self_attn.o_proj": RowwiseParallel(output_layouts=hidden),
-    }
-    plan |= {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-    _apply(block, tp, plan)
+    plan: dict[str, ParallelStyle] = {"self_attn.o_proj": RowwiseParallel(output_layouts=hidden)}
+    is_latent = isinstance(block.self_attn, LatentSelfAttention)
+    by_heads = ("q_proj", "q_b_proj", "kv_b_proj") if is_latent else ("q_proj", "k_proj", "v_proj")
+    plan |= {f"self_attn.{name}": ColwiseParallel() for name in by_heads if hasattr(block.self_attn, name)}
+    _apply(block, tp, plan if is_latent else {"self_attn": to_region, **plan})
     if isinstance(block.mlp, SwiGLU):
         _split_feed_forward(block, "mlp", tp, hidden)
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         _replicate_norm(norm, tp, hidden)
+    if isinstance(block.self_attn, LatentSelfAttention):
+        _split_latent(block.self_attn, tp, hidden)
+        return
     for head_norm in (block.self_attn.q_norm, block.self_attn.k_norm):
         if head_norm is None:
             continue
@@ -69,6 +73,14 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
             _replicate_norm(head_norm, tp, Shard(2))  # each rank sees its own heads
         else:
             _split_norm(head_norm, tp)
+
+
+def _split_latent(attention: LatentSelfAttention, tp: DeviceMesh, hidden: Placement) -> None:
+    """Compressed vectors on every rank, whole and with whole gradients; heads split."""
+    attention.spread, attention.hidden = tp, hidden
+    for module in attention.children():
+        if isinstance(module, WholeLinear | RMSNorm):
+            _replicate(module, tp, Replicate())
 
 
 def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Placement) -> None:

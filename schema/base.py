@@ -101,7 +101,7 @@ def read_json(path: str | Path) -> Any:
         raise ConfigError(f"{path} is not usable JSON: {reason}") from None
 
 
-def write_atomically(path: str | Path, text: str) -> None:
+def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write a whole file or nothing: a temporary file in the same folder, then a rename.
 
     Raises:
@@ -115,8 +115,8 @@ def write_atomically(path: str | Path, text: str) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except OSError as error:

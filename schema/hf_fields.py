@@ -234,7 +234,15 @@ def rope(config: Fields, max_seq_len: int, *, theta: float = 10000.0, theta_name
         low_freq_factor=scaling.number("low_freq_factor", 1.0),
         high_freq_factor=scaling.number("high_freq_factor", 4.0),
         original_max_seq_len=original,
+        **({} if kind != "yarn" else _yarn(scaling)),
     )
+
+
+def _yarn(scaling: Fields) -> dict[str, Any]:
+    names = ("mscale", "mscale_all_dim", "attention_factor")
+    given = {name: scaling.optional_number(name) for name in names}
+    betas = {"beta_fast": scaling.number("beta_fast", 32.0), "beta_slow": scaling.number("beta_slow", 1.0)}
+    return {**given, **betas, "truncate": scaling.boolean("truncate", True)}
 
 
 def rope_section(config: Fields) -> Fields | None:

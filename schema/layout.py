@@ -39,6 +39,9 @@ class Layout(Frozen):
             synthesised is the order that the plan brings along.
         zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
             Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
+        gradient_shard, optimizer_shard: data-parallel ranks (context ranks come on top, as for dp_shard) over which gradients and
+            optimizer states are sharded where those are more than dp_shard has: each a multiple of the narrower one, and beside
+            whole parameters (zero_stage 2) the optimizer states alone. 1: as the narrower one.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
         recompute: activations recomputed in the backward pass: none; selective keeps the outputs of matrix products and
             of attention; full keeps the input of each block; mixed: each block as the stages of the plan say.
@@ -62,6 +65,8 @@ class Layout(Frozen):
     micro_batch_size: Count = 1
     schedule: Schedule = "1f1b"
     zero_stage: Literal[0, 1, 2, 3] = Field(default_factory=_default_zero_stage)
+    gradient_shard: Count = 1
+    optimizer_shard: Count = 1
     sequence_parallel: bool = Field(default_factory=lambda data: data.get("tp", 1) > 1)
     recompute: LayoutRecompute = "none"
     recompute_fraction: float = Field(default=1.0, gt=0, le=1)
@@ -150,6 +155,8 @@ class Layout(Frozen):
         parts = [f"{name}={getattr(self, name)}" for name in degrees if getattr(self, name) > 1]
         if self.dp_shard > 1:
             parts.append(f"zero={self.zero_stage}")
+        wider = ("gradient_shard", "optimizer_shard")
+        parts += [f"{name}={getattr(self, name)}" for name in wider if getattr(self, name) > 1]
         part = f"x{self.recompute_fraction:g}" if self.recompute_fraction < 1 else ""
         parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}{part}"]
         if self.offload != "none":
@@ -165,7 +172,7 @@ class Layout(Frozen):
 
 NUMBERS = (
     "dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size",
-    "zero_stage",
+    "zero_stage", "gradient_shard", "optimizer_shard",
 )  # fmt: skip
 """Fields of a Layout that are whole numbers."""
 
@@ -203,6 +210,12 @@ def parse_assignments(text: str) -> dict[str, Any]:
             raise ConfigError(f"layout field {name!r} is given twice")
         fields[name] = _parse_value(name, value)
     return check_fields(fields)
+
+
+def format_assignments(fields: Mapping[str, Any]) -> str:
+    """Fields of a Layout as `parse_assignments` reads them: ``tp=8,sequence_parallel=true``."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
+    return ",".join(f"{name}={text}" for name, text in texts.items())
 
 
 def _parse_value(name: str, value: str) -> Any:

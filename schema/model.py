@@ -285,7 +285,14 @@ class LayerRun(Frozen):
 
 
 class Rope(Frozen):
-    """Rotary position embedding; ``scaling`` names the rule of the published config, with its numbers."""
+    """Rotary position embedding; ``scaling`` names the rule of the published config, with its numbers.
+
+    Attributes:
+        beta_fast, beta_slow: yarn: turns within the original length above which a pair keeps its speed, and below which it is
+            slowed by the factor.
+        attention_factor: yarn: factor on both tables; unset, it follows from factor, mscale and mscale_all_dim.
+        truncate: yarn: whether the bounds of the blend are whole numbers of pairs.
+    """
 
     theta: PositiveFloat = 10000.0
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
@@ -293,6 +300,12 @@ class Rope(Frozen):
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_max_seq_len: PositiveInt | None = None
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
+    truncate: bool = True
 
 
 class ModelSpec(Frozen):

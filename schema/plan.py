@@ -10,7 +10,7 @@ from .base import Document, Frozen
 from .cluster import ClusterSpec
 from .cost_summary import CostSummary, ParetoPoint
 from .layout import Layout, Recompute
-from .model import ModelSpec
+from .model import Block, ModelSpec, MoE
 from .workload import Workload
 
 
@@ -159,6 +159,32 @@ class Stage(Frozen):
         return range(self.first_layer_idx, self.first_layer_idx + self.num_layers)
 
 
+class LayerSlots(Frozen):
+    """Where the experts of one layer stand: slots counted rank by rank along ep, an expert in one or several of them.
+
+    Attributes:
+        experts: expert of each slot.
+        shares: part of its expert's tokens that each slot takes; those of one expert add up to 1.
+    """
+
+    experts: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    shares: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if len(self.shares) != len(self.experts) or any(not 0 <= share <= 1 + 1e-9 for share in self.shares):
+            raise ValueError(f"{len(self.experts)} slots need as many shares between 0 and 1")
+        taken = dict.fromkeys(self.experts, 0.0)
+        for expert, share in zip(self.experts, self.shares, strict=True):
+            taken[expert] += share
+        if set(taken) != set(range(len(taken))):
+            raise ValueError(f"the slots must hold each of the experts 0..{max(taken)}")
+        wrong = next((expert for expert, share in taken.items() if abs(share - 1) > 1e-6), None)
+        if wrong is not None:
+            raise ValueError(f"the shares of expert {wrong} add up to {taken[wrong]:g}, not 1")
+        return self
+
+
 class SearchCertificate(Frozen):
     """How far from the best of the searched space the answer may be, within the cost model.
 
@@ -190,11 +216,18 @@ class Alternative(Frozen):
 
 
 class Provenance(Frozen):
-    """What made the plan."""
+    """What made the plan.
+
+    Attributes:
+        fixed: layout fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
+        space: runnable: only layouts that `meshwright apply` executes; full: all of the engine; None in plans of older versions.
+    """
 
     meshwright: str
     created: str
     inputs_sha256: str
+    fixed: str = ""
+    space: Literal["runnable", "full"] | None = None
 
 
 class Plan(Document):
@@ -204,6 +237,7 @@ class Plan(Document):
         rank_map: ``rank_map[rank]`` is the device (node-major index in the cluster) that runs ``rank``; ranks count
             tp fastest, then cp, dp_shard, dp_replicate, pp.
         stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
+        expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (solvers/pipeline_csv.py); empty otherwise.
         notes: what the reader should know about assumptions made.
@@ -220,6 +254,7 @@ class Plan(Document):
     estimate: Estimate
     search: SearchCertificate | None = None
     alternatives: tuple[Alternative, ...] = ()
+    expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cost: CostSummary | None = None
@@ -250,7 +285,26 @@ class Plan(Document):
         if choices and layout.recompute != "mixed":
             raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
         layout.num_microbatches(self.workload.global_batch_size)
+        self._check_slots()
         return self
+
+    def _check_slots(self) -> None:
+        if not self.expert_slots:
+            return
+        blocks = [
+            layer.mlp for layer in self.model.iter_layers() if isinstance(layer, Block) and isinstance(layer.mlp, MoE)
+        ]
+        if self.layout.ep == 1 or len(self.expert_slots) != len(blocks):
+            raise ValueError(
+                f"expert_slots for {len(self.expert_slots)} layers with ep {self.layout.ep}: needs ep > 1 and the "
+                f"{len(blocks)} layers with experts"
+            )
+        for idx, (slots, moe) in enumerate(zip(self.expert_slots, blocks, strict=True)):
+            if len(slots.experts) % self.layout.ep or len(set(slots.experts)) != moe.num_experts:
+                raise ValueError(
+                    f"expert_slots[{idx}]: {len(slots.experts)} slots with {len(set(slots.experts))} experts do not hold "
+                    f"{moe.num_experts} experts on {self.layout.ep} ranks"
+                )
 
     @property
     def num_microbatches(self) -> int:

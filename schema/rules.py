@@ -36,6 +36,8 @@ class Facts:
     num_model_chunks: IntLike
     micro_batch_size: IntLike
     zero_stage: IntLike
+    gradient_shard: IntLike = 1
+    optimizer_shard: IntLike = 1
     sequence_parallel: IntLike
     schedule: IntLike
     world_size: int
@@ -58,6 +60,21 @@ class Facts:
     def stage_ranks(self) -> IntLike:
         """Ranks of one pipeline stage."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def gradient_level(self) -> IntLike:
+        """Data-parallel ranks over which gradients are sharded, under the stages that shard them."""
+        return np.maximum(self.gradient_shard, self.dp_shard)
+
+    @property
+    def optimizer_level(self) -> IntLike:
+        """The same for the optimizer states."""
+        return np.maximum(self.optimizer_shard, self.gradient_level)
+
+    @property
+    def has_levels(self) -> IntLike:
+        """Whether some state is sharded over more ranks than dp_shard."""
+        return self.optimizer_level > self.dp_shard
 
     @property
     def experts_follow_tp(self) -> IntLike:
@@ -98,6 +115,11 @@ def _not_dividing(dims: tuple[int, ...], degree: int) -> str:
     return ", ".join(str(dim) for dim in dims if dim % degree)
 
 
+def _as_array(value: Any) -> Any:
+    """Numpy booleans: ``~`` of a Python one is not its negation."""
+    return np.asarray(value, dtype=bool)
+
+
 def _runs(f: Facts, *schedules: Schedule) -> Any:
     """Whether the schedule is one of these, as numpy booleans (``~`` of a Python one is not its negation)."""
     return np.isin(f.schedule, [SCHEDULES.index(schedule) for schedule in schedules])
@@ -136,6 +158,14 @@ _DEEPSPEED_EXCHANGE = Rule(
         "without tensor parallelism"
     ),
 )
+
+
+def _shards_are_nested(f: Facts) -> Any:
+    dp, gradients = f.dp_replicate * f.dp_shard, f.gradient_level
+    of_gradients = (f.zero_stage == 3) & (gradients % f.dp_shard == 0) & (dp % gradients == 0)
+    of_states = (f.zero_stage >= 2) & (f.optimizer_shard % gradients == 0) & (dp % f.optimizer_shard == 0)
+    return ((f.gradient_shard == 1) | of_gradients) & ((f.optimizer_shard == 1) | of_states)
+
 
 ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
@@ -194,6 +224,15 @@ ENGINE_RULES: tuple[Rule, ...] = (
         lambda f: f"cp {f.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores",
     ),
     *_EXCHANGE_RULES,
+    Rule(
+        "nested_shards",
+        _shards_are_nested,
+        lambda f: (
+            f"dp_shard {f.dp_shard}, gradient_shard {f.gradient_shard}, optimizer_shard {f.optimizer_shard} of "
+            f"{f.dp_replicate * f.dp_shard} data-parallel ranks under zero_stage {f.zero_stage}: each must be a multiple of "
+            "the one before and divide all; gradients have a level of their own under zero_stage 3, optimizer states under 2 and 3"
+        ),
+    ),
     Rule(
         "layers_per_stage",
         lambda f: f.pp * f.num_model_chunks <= f.num_blocks,
@@ -265,6 +304,15 @@ FSDP2_RULES: tuple[Rule, ...] = (
             "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1)"
         ),
     ),
+    Rule(
+        "levels_of_fully_shard",
+        lambda f: ~_as_array(f.has_levels) | ((f.zero_stage == 3) & (f.gradient_level == f.optimizer_level)),
+        lambda f: (
+            f"gradients over {f.gradient_level}, optimizer states over {f.optimizer_level} ranks under zero_stage {f.zero_stage}: "
+            "fully_shard reduces gradients into the shards of the states; only parameters stay within fewer ranks between the "
+            "passes (reshard_after_forward=N, zero_stage 3)"
+        ),
+    ),
 )
 """What torch's parts execute, and execute well, besides."""
 
@@ -273,6 +321,13 @@ VERSION_RULES: tuple[Rule, ...] = (
         "axes_of_this_version",
         lambda f: (f.cp == 1) & (f.num_model_chunks == 1),
         lambda f: f"cp {f.cp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each",
+    ),
+    Rule(
+        "levels_of_this_version",
+        lambda f: ~_as_array(f.has_levels),
+        lambda f: (
+            f"gradient_shard {f.gradient_shard}, optimizer_shard {f.optimizer_shard}: this version shards every state over dp_shard"
+        ),
     ),
     Rule(
         "schedules_of_this_version",
@@ -323,6 +378,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
 """What Megatron-Core executes besides ENGINE_RULES: DistributedOptimizer shards states over the data-parallel ranks or, with
 num_distributed_optimizer_instances, over groups of them; schedules.py has 1f1b, plain (with fewer micro-batches than stages
 too) and interleaved (micro-batches in multiples of pp: ENGINE_RULES); uneven stages through pipeline_model_parallel_layout;
+no levels of their own for states (Megatron-FSDP, which has them with outer_dp_sharding_strategy=optim, is another engine);
 cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_parallel_sizes: Ulysses inside, a ring of those outside).
 """
 
@@ -347,16 +403,34 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "deepspeed_shards_over_all",
-        lambda f: (f.zero_stage == 0) | (f.dp_replicate == 1),
+        lambda f: (f.zero_stage == 0) | (f.dp_replicate == 1) | ((f.zero_stage == 3) & (f.cp == 1)),
         lambda f: (
-            f"dp_replicate {f.dp_replicate} with zero_stage {f.zero_stage}: ZeRO shards over all data-parallel ranks"
+            f"dp_replicate {f.dp_replicate} with zero_stage {f.zero_stage}, cp {f.cp}: ZeRO shards over all data-parallel ranks; "
+            "over fewer of them in stage 3 only (MiCS, hpZ), planned without sequence parallelism"
+        ),
+    ),
+    Rule(
+        "deepspeed_levels",
+        lambda f: (
+            ~_as_array(f.has_levels)
+            | (
+                (f.zero_stage == 3)
+                & (f.gradient_level == f.dp_replicate * f.dp_shard)
+                & (f.gradient_level == f.optimizer_level)
+            )
+        ),
+        lambda f: (
+            f"gradients over {f.gradient_level}, optimizer states over {f.optimizer_level} of {f.dp_replicate * f.dp_shard} ranks "
+            f"under zero_stage {f.zero_stage}: ZeRO++ keeps parameters within dp_shard ranks (zero_hpz_partition_size) and "
+            "everything else over all, in stage 3"
         ),
     ),
     _ONE_F_ONE_B,
 )
 """What DeepSpeed executes besides ENGINE_RULES: runtime/pipe/engine.py asserts a ZeRO stage below 2 (gradients are summed over
 micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSpeed's, whose parallel_state asserts tp = pp = 1
-beside sequence parallelism (--ds-sequence-parallel-size). Sharding over islands only (MiCS) is apart.
+beside sequence parallelism (--ds-sequence-parallel-size). In stage 3 mics_shard_size shards everything over islands and sums over
+them when the step ends; zero_hpz_partition_size keeps a second copy of the parameters within islands for the backward pass.
 """
 
 

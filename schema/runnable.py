@@ -29,7 +29,7 @@ def _of_workload(workload: Workload | None) -> list[str]:
 
 def _of_model(model: ModelSpec) -> list[str]:
     reasons: list[str] = []
-    if model.rope is None or model.rope.scaling not in ("none", "linear", "llama3"):
+    if model.rope is None or model.rope.scaling not in ("none", "linear", "llama3", "yarn"):
         reasons.append(f"position embedding {model.rope.scaling if model.rope else 'learned'}")
     if any(run.layer.kind == "mtp" for run in model.layers):
         reasons.append("multi-token-prediction heads")
@@ -41,7 +41,7 @@ def _of_model(model: ModelSpec) -> list[str]:
 def _of_attention(block: Block, workload: Workload | None) -> list[str]:
     attention = block.attention
     if not isinstance(attention, SoftmaxAttention):
-        return ["latent attention"]
+        return ["latent attention with biases"] if attention.bias else []
     reasons: list[str] = []
     odd = attention.sinks or attention.logit_softcap or attention.qk_norm == "weightless"
     if odd or attention.rope_fraction != 1:
@@ -54,8 +54,8 @@ def _of_attention(block: Block, workload: Workload | None) -> list[str]:
 def _of_block(block: Block) -> list[str]:
     mlp, reasons = block.mlp, []
     if isinstance(mlp, MoE):
-        if mlp.router != "softmax" or mlp.num_groups > 1 or mlp.router_bias or mlp.bias:
-            reasons.append(f"a router by {mlp.router} over {mlp.num_groups} groups of experts, or with biases")
+        if mlp.router == "top_k_softmax" or mlp.router_bias or mlp.bias:
+            reasons.append(f"a router by {mlp.router}, or experts with biases")
         mlp = mlp.expert
     if not mlp.gated or mlp.activation != "silu":
         reasons.append(f"a feed-forward part other than SwiGLU ({mlp.activation})")

@@ -20,14 +20,9 @@ def in_groups(instance: Instance, num_groups: int, search: Search) -> IntArray:
     Raises:
         ConfigError: groups that do not divide the experts or among the nodes, slots or GPUs that differ.
     """
-    _require_even(instance, num_groups)
+    require_even(instance, num_groups)
     per_group = instance.num_experts // num_groups
-    group_load = instance.load.reshape(*instance.load.shape[:2], num_groups, per_group).sum(axis=3)
-    nodes = Instance(
-        group_load,
-        np.full(instance.num_nodes, num_groups // instance.num_nodes),
-        instance.gpu_speed.reshape(instance.num_nodes, -1).sum(axis=1),
-    )
+    nodes = _nodes(instance, num_groups)
     ours = balanced(nodes, search).reshape(instance.num_layers, instance.num_nodes, -1)
     theirs = pack_evenly(nodes.weight.mean(axis=2), instance.num_nodes)
     placed = _within_nodes(instance, ours, per_group, search)
@@ -52,7 +47,25 @@ def _within_nodes(instance: Instance, groups: IntArray, per_group: int, search: 
     return experts.reshape(num_layers, instance.num_slots)
 
 
-def _require_even(instance: Instance, num_groups: int) -> None:
+def groups_on_nodes(instance: Instance, num_groups: int, search: Search) -> IntArray:
+    """Node of each expert [L, E]."""
+    groups = balanced(_nodes(instance, num_groups), search)
+    node = np.empty_like(groups)
+    np.put_along_axis(node, groups, np.repeat(np.arange(instance.num_nodes), num_groups // instance.num_nodes)[None], 1)
+    return node.repeat(instance.num_experts // num_groups, axis=1)
+
+
+def _nodes(instance: Instance, num_groups: int) -> Instance:
+    """Groups as experts and nodes as GPUs."""
+    return Instance(
+        instance.load.reshape(*instance.load.shape[:2], num_groups, -1).sum(axis=3),
+        np.full(instance.num_nodes, num_groups // instance.num_nodes),
+        np.ones(instance.num_nodes),
+    )
+
+
+def require_even(instance: Instance, num_groups: int) -> None:
+    """Raise unless groups divide experts and nodes divide groups, GPUs are alike and the slots of a node can be filled."""
     if num_groups < 1 or instance.num_experts % num_groups:
         raise ConfigError(f"{instance.num_experts} experts do not divide into {num_groups} groups")
     if num_groups % instance.num_nodes:

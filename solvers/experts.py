@@ -1,13 +1,13 @@
 """Experts where they belong: how many replicas each gets, on which GPU, and which share of its tokens each replica takes.
 
-`place_experts` answers for measured loads, `rebalance_experts` is the same behind EPLB's signature, `split_shares` gives
-the shares for the counts of a batch, `migrate` the transfers between two placements. The problem: solvers/expert_instance.py.
+`place_experts` answers for measured loads, `rebalance_experts` is the same behind EPLB's signature, `split_shares` gives the
+shares for the counts of a batch, `migrate` the transfers between two placements. The problem: solvers/expert_instance.py.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,119 +15,26 @@ import numpy as np
 from ..schema.errors import ConfigError
 from . import expert_moves, expert_shares
 from .expert_balance import Search, balanced, uniform_objective
-from .expert_bounds import lower_bound
 from .expert_exact import exact
 from .expert_groups import in_groups
-from .expert_instance import (
-    FloatArray,
-    Instance,
-    IntArray,
-    as_loads,
-    instance_of,
-    replica_counts,
-    uniform_shares,
-    utilisation,
-)
+from .expert_instance import FloatArray, Instance, IntArray, as_loads, instance_of, replica_counts
 from .expert_moves import Transfer
+from .expert_placement import Answer, Evaluation, ExpertPlacement, Split, TraceEvaluation, finished
+from .expert_traffic import Homes, as_trace, near_tokens
 
-Split = Literal["uniform", "weighted"]
+__all__ = [
+    "Evaluation",
+    "ExpertPlacement",
+    "TraceEvaluation",
+    "Transfer",
+    "migrate",
+    "place_experts",
+    "rebalance_experts",
+    "split_shares",
+]
+
 Objective = Literal["balance", "traffic", "pareto"]
 EffortName = Literal["fast", "search", "exact"]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A placement under some loads.
-
-    Attributes:
-        balance: largest GPU load over the mean [D, L].
-        lower_bound: what no placement on the same slots has below [D, L].
-        gpu_load: tokens of each GPU [D, L, G].
-        node_balance: the same for nodes [D, L].
-        weighted_balance: `balance` with the shares that suit these loads best [D, L].
-    """
-
-    balance: FloatArray
-    lower_bound: FloatArray
-    gpu_load: FloatArray
-    node_balance: FloatArray
-    weighted_balance: FloatArray
-
-
-@dataclass(frozen=True)
-class ExpertPlacement:
-    """Where the experts of every layer are; D workloads, L layers, E experts, S slots, G GPUs.
-
-    Attributes:
-        physical_to_logical: expert in each slot [L, S].
-        logical_to_physical: slots of each expert [L, E, R], padded with -1.
-        replica_count: [L, E].
-        share: part of its expert's tokens that a slot takes [L, S].
-        gpu_load: tokens of each GPU under the loads that were given [L, G], summed over the workloads.
-        balance: largest GPU load over the mean [L], of the workload that has the worst.
-        lower_bound: what no placement is below [L]; gap: balance / lower_bound - 1 [L].
-        moves: experts that GPUs must fetch, coming from the previous placement [L]; 0 without one.
-        off_node_tokens: tokens sent to another node [L]; see `solvers/expert_nodes.py`.
-        status: of each layer: optimal (proved), or feasible.
-        solve_s: wall-clock seconds.
-    """
-
-    physical_to_logical: IntArray
-    logical_to_physical: IntArray
-    replica_count: IntArray
-    share: FloatArray
-    gpu_load: FloatArray
-    balance: FloatArray
-    lower_bound: FloatArray
-    gap: FloatArray
-    moves: IntArray
-    off_node_tokens: FloatArray
-    slots_per_gpu: IntArray
-    gpu_speed: FloatArray
-    num_nodes: int
-    solve_s: float
-    split: Split = "uniform"
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return int(self.replica_count.shape[1])
-
-    @property
-    def num_gpus(self) -> int:
-        """G."""
-        return len(self.slots_per_gpu)
-
-    def evaluate(self, load: Any) -> Evaluation:
-        """The same placement under other loads [L, E] or [D, L, E].
-
-        Raises:
-            ConfigError: loads of other layers or experts, or that are no loads.
-        """
-        instance = self._instance(load)
-        used = utilisation(instance, self.physical_to_logical, self.share)
-        mean = instance.load.sum(axis=2) / instance.gpu_speed.sum()
-        tokens = used * instance.gpu_speed * mean[:, :, None]
-        node = tokens.reshape(*tokens.shape[:2], self.num_nodes, -1).sum(axis=3)
-        speed = instance.gpu_speed.reshape(self.num_nodes, -1).sum(axis=1)
-        single = [replace(instance, load=instance.load[d : d + 1]) for d in range(len(instance.load))]
-        weighted = [expert_shares.split(part, self.physical_to_logical).level for part in single]
-        return Evaluation(
-            balance=used.max(axis=2),
-            lower_bound=np.array([lower_bound(part, weighted=self.split == "weighted") for part in single]),
-            gpu_load=tokens,
-            node_balance=(node / speed).max(axis=2) / mean,
-            weighted_balance=np.array(weighted),
-        )
-
-    def _instance(self, load: Any) -> Instance:
-        loads = as_loads(load)
-        expected = self.replica_count.shape
-        if loads.shape[1:] != expected:
-            raise ConfigError(
-                f"loads of {loads.shape[1]} layers x {loads.shape[2]} experts for a placement of {expected[0]} x {expected[1]}"
-            )
-        return Instance(loads, self.slots_per_gpu, self.gpu_speed, self.num_nodes)
 
 
 def place_experts(
@@ -152,7 +59,7 @@ def place_experts(
     """Where the experts go so that the fullest GPU has little more than the mean.
 
     Args:
-        load: tokens of each expert [L, E], or [T, L, E] in steps of time, which are summed.
+        load: tokens of each expert [L, E], or [T, L, E] in steps of time, which are summed; None: those of the trace.
         num_slots: experts that all GPUs hold together, replicas included.
         num_groups: experts are routed in this many groups, each of which stays on one node (where groups divide among nodes).
         previous: placement to start from (or its physical_to_logical); slots of experts that stay on their GPU stay as
@@ -169,9 +76,7 @@ def place_experts(
         ConfigError: loads, counts or a previous placement that cannot be meant.
     """
     start = time.perf_counter()
-    loads = as_loads(load if scenarios is None else scenarios)
-    if scenarios is None:
-        loads = loads.sum(axis=0, keepdims=True)
+    loads = _loads(load, scenarios, trace)
     instance = instance_of(
         loads,
         num_gpus=num_gpus,
@@ -190,18 +95,45 @@ def place_experts(
         time_limit_s if effort == "search" else time_limit_s / 5
     )  # the rest of an exact answer's time is for proofs
     search = Search(further=effort != "fast", time_limit_s=searching_s, seed=seed)
-    proved = None
     if move_budget is not None:
-        placed = _few_moves(instance, before, move_budget)
+        answer = Answer(_few_moves(instance, before, move_budget))
+    elif objective != "balance":
+        answer = near_tokens(instance, _trace(trace, instance), Homes(num_groups, objective), search)
     elif num_groups is not None:
-        placed = in_groups(instance, num_groups, search)
+        answer = Answer(in_groups(instance, num_groups, search))
+    elif effort == "exact":
+        start_places = balanced(instance, search)
+        placed, proved = exact(instance, start_places, time_limit_s=time_limit_s - searching_s, seed=seed)
+        answer = Answer(placed, proved=proved)
     else:
-        placed = balanced(instance, search)
-        if effort == "exact":
-            placed, proved = exact(instance, placed, time_limit_s=time_limit_s - searching_s, seed=seed)
-    if before is not None:
-        placed = expert_moves.aligned(before, placed, instance.gpu_of_slot)
-    return _finished(instance, placed, split, before, proved, start)
+        answer = Answer(balanced(instance, search))
+    if before is not None and answer.share is None:
+        answer = replace(answer, placed=expert_moves.aligned(before, answer.placed, instance.gpu_of_slot))
+    placement = finished(instance, answer, split, before, start)
+    if trace is not None and answer.visits is None:
+        tokens = _trace(trace, instance)
+        visits = placement.evaluate_trace(tokens, seed=seed).visits_per_token * len(tokens)
+        placement = replace(placement, off_node_tokens=visits * (num_nodes - 1) / num_nodes)
+    return placement
+
+
+def _loads(load: Any, scenarios: Any, trace: Any) -> FloatArray:
+    """LOAD [D, L, E] of what was given."""
+    if scenarios is not None:
+        return as_loads(scenarios)
+    if load is None and trace is not None:
+        tokens = np.asarray(trace)
+        num_experts = int(tokens.max(initial=0)) + 1
+        return as_loads([np.bincount(layer.ravel(), minlength=num_experts) for layer in np.moveaxis(tokens, 1, 0)])
+    return np.asarray(as_loads(load).sum(axis=0, keepdims=True))
+
+
+def _trace(trace: Any, instance: Instance) -> IntArray:
+    if trace is None:
+        raise ConfigError(
+            "the objectives traffic and pareto need a trace: experts of each token [tokens, layers, top_k]"
+        )
+    return as_trace(trace, instance.num_layers, instance.num_experts)
 
 
 def rebalance_experts(
@@ -285,59 +217,3 @@ def _previous(previous: Any, instance: Instance) -> IntArray:
     if len(missing):
         raise ConfigError(f"the previous placement has no slot for expert {missing[0][1]} in layer {missing[0][0]}")
     return placed
-
-
-def _finished(
-    instance: Instance, placed: IntArray, split: Split, before: IntArray | None, proved: FloatArray | None, start: float
-) -> ExpertPlacement:
-    """The answer with its objective, bound, shares and moves."""
-    weighted = split == "weighted"
-    total = replace(instance, load=instance.load.sum(axis=0, keepdims=True))
-    if weighted:
-        whole = expert_shares.split(total, placed)
-        share, balance = whole.share, whole.level
-        if len(instance.load) > 1:
-            several = range(len(instance.load))
-            balance = np.max([expert_shares.split(instance, placed, d).level for d in several], axis=0)
-    else:
-        share = uniform_shares(placed, instance.num_experts)
-        balance = uniform_objective(instance, placed)
-    bound = lower_bound(instance, weighted=weighted, reached=balance)
-    if proved is not None and not weighted:
-        bound = np.maximum(bound, proved)
-    bound = np.minimum(bound, balance)
-    counts = replica_counts(placed, instance.num_experts)
-    used = utilisation(total, placed, share)[0]
-    moves = np.zeros(len(placed), dtype=np.int64)
-    if before is not None:
-        moves = expert_moves.moved_slots(before, placed, instance.gpu_of_slot, instance.num_experts)
-    mean = total.load[0].sum(axis=1, keepdims=True) / instance.gpu_speed.sum()
-    return ExpertPlacement(
-        physical_to_logical=placed,
-        logical_to_physical=slots_of_experts(placed, counts),
-        replica_count=counts,
-        share=share,
-        gpu_load=used * instance.gpu_speed * mean,
-        balance=balance,
-        lower_bound=bound,
-        gap=balance / bound - 1,
-        moves=moves,
-        off_node_tokens=np.zeros(len(placed)),
-        slots_per_gpu=instance.slots_per_gpu,
-        gpu_speed=instance.gpu_speed,
-        num_nodes=instance.num_nodes,
-        solve_s=time.perf_counter() - start,
-        split=split,
-    )
-
-
-def slots_of_experts(placed: IntArray, counts: IntArray) -> IntArray:
-    """Slots of each expert [L, E, R] in rising order, padded with -1."""
-    num_layers, num_slots = placed.shape
-    order = np.argsort(placed, axis=1, kind="stable")
-    experts = np.take_along_axis(placed, order, axis=1)
-    first = np.cumsum(counts, axis=1) - counts
-    nth = np.arange(num_slots) - np.take_along_axis(first, experts, axis=1)
-    slots = np.full((*counts.shape, int(counts.max())), -1)
-    slots[np.arange(num_layers)[:, None], experts, nth] = order
-    return slots

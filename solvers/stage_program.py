@@ -41,6 +41,7 @@ spans: stage_split.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -202,12 +203,25 @@ def solve(instance: Instance, *, once_weight: float = 0.0) -> Solution:
     return Solution(Status.OPTIMAL, boundaries, counts, check(instance, boundaries, counts))
 
 
-def lower_bound_s(instance: Instance) -> float:
-    """No answer has a lower (O): the slowest stage, the sum and what is done once are each at the least any answer has."""
+def lower_bound_s(instance: Instance, weights: Sequence[tuple[float, float]] = ()) -> float:
+    """No answer has a lower (O): the slowest stage, the sum and what is done once are each at the least any answer has.
+
+    Args:
+        instance: the problem.
+        weights: of the slowest stage and of the sum, in place of (M, V); the largest of these bounds.
+    """
     table = dense(instance, instance.least_s)
     slowest, total = (float(forward(table, combine)[-1, -1]) for combine in (np.maximum, np.add))
     once = sum(float(forward(dense(instance, least), np.maximum)[-1, -1]) for least in instance.least_once_s)
-    return instance.slowest_weight * slowest + instance.sum_weight * total + once
+    bounds = []
+    for m, v in weights or ((instance.slowest_weight, instance.sum_weight),):
+        # An infinite least stands for no answer; times 0 it would be nothing.
+        rest = v * total if v else 0.0
+        bounds.append((m * slowest if m else 0.0) + rest + once)
+        if m:  # the stage with the most of both together has no more than the most of each
+            together = dense(instance, least_values(instance, 1 / m))
+            bounds.append(m * float(forward(together, np.maximum)[-1, -1]) + rest)
+    return max(bounds)
 
 
 def dense(instance: Instance, values: FloatArray) -> FloatArray:

@@ -22,6 +22,7 @@ from ...schema.model import Block, DenseMLP, ModelSpec, SoftmaxAttention
 from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
 from .experts import MixtureOfExperts
+from .latent_attention import LatentSelfAttention
 from .norm import RMSNorm
 from .rotary import Rotary, rotate
 from .swiglu import SwiGLU
@@ -85,9 +86,8 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, model: ModelSpec, spec: Block, rotary: Rotary, kind: AttentionKind) -> None:
         super().__init__()
-        assert isinstance(spec.attention, SoftmaxAttention)
         self.input_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
-        self.self_attn = SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
+        self.self_attn = _attention(model, spec, rotary, kind)
         self.post_attention_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
         self.mlp = (
             SwiGLU(model.hidden_dim, spec.mlp)
@@ -102,6 +102,14 @@ class DecoderBlock(nn.Module):
         return result
 
 
+def _attention(
+    model: ModelSpec, spec: Block, rotary: Rotary, kind: AttentionKind
+) -> SelfAttention | LatentSelfAttention:
+    if isinstance(spec.attention, SoftmaxAttention):
+        return SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
+    return LatentSelfAttention(model.hidden_dim, spec.attention, rotary, is_flash=kind == "flash")
+
+
 class DecoderTrunk(nn.Module):
     """Embedding, blocks and final norm; a pipeline stage lacks those of other stages."""
 
@@ -110,12 +118,9 @@ class DecoderTrunk(nn.Module):
         assert spec.rope is not None
         self.embed_tokens: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.hidden_dim)
         blocks = [layer for layer in spec.iter_layers() if isinstance(layer, Block)]
-        rotaries = {dim: Rotary(spec.rope, dim) for dim in {block.attention.head_dim for block in blocks}}
+        rotaries = {dim: Rotary(spec.rope, dim) for dim in set(map(_rotated_dim, blocks))}
         self.layers = nn.ModuleDict(
-            {
-                str(i): DecoderBlock(spec, block, rotaries[block.attention.head_dim], kind)
-                for i, block in enumerate(blocks)
-            }
+            {str(i): DecoderBlock(spec, block, rotaries[_rotated_dim(block)], kind) for i, block in enumerate(blocks)}
         )
         self.norm: RMSNorm | None = RMSNorm(spec.hidden_dim, spec.norm_eps)
 
@@ -125,6 +130,11 @@ class DecoderTrunk(nn.Module):
         for block in self.layers.values():
             hidden = block(hidden)
         return hidden if self.norm is None else self.norm(hidden)
+
+
+def _rotated_dim(block: Block) -> int:
+    attention = block.attention
+    return attention.head_dim if isinstance(attention, SoftmaxAttention) else attention.qk_rope_head_dim
 
 
 class Decoder(nn.Module):

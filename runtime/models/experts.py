@@ -9,7 +9,8 @@ this rank holds E / ep experts, each cut to F / etp, and the rows are those that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from ...schema.model import DenseMLP, MoE
+from .expert_slots import ExpertSlots
 from .init import local_tensor
 from .swiglu import SwiGLU, silu_product
+from .whole_linear import WholeLinear
+
+_LEAST_SUM = 1e-20
+"""Beside the sum of the chosen scores, against division by zero (DeepSeek-V3's modeling file)."""
 
 
 @dataclass(frozen=True)
@@ -57,40 +63,45 @@ class ExpertRanks:
         return parts.redistribute(placements=[self.tokens]).to_local()
 
 
-class WholeLinear(nn.Module):
-    """``x W'`` with a small weight that every rank has whole.
+class Router(WholeLinear):
+    """Which experts a token visits, and with which weight.
 
     Attributes:
-        weight_grad: how the gradient of a DTensor weight is spread over tp, as in RMSNorm.
+        e_score_correction_bias: added to sigmoid scores for the choice alone (DeepSeek-V3, arXiv:2412.19437 section 2.1.2); kept as
+            it is loaded, zero in a new model.
     """
-
-    def __init__(self, in_dim: int, out_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
-        self.weight_grad: Sequence[Placement] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_dim] to [..., out_dim]."""
-        weight: Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=self.weight_grad)
-        return F.linear(x, weight)
-
-
-class Router(WholeLinear):
-    """Which experts a token visits, and with which weight."""
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:
         super().__init__(hidden_dim, spec.num_experts)
-        self.top_k, self.normalize, self.scale = spec.top_k, spec.normalize, spec.scale
+        self.spec = spec
+        if spec.router == "sigmoid":
+            self.e_score_correction_bias = nn.Buffer(torch.zeros(spec.num_experts))
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] to weights and experts [T, k]; the softmax over all experts is fp32."""
-        scores = self(tokens).softmax(dim=-1, dtype=torch.float32)
-        chosen, experts = scores.topk(self.top_k, dim=-1)
-        if self.normalize:
-            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-        return (chosen * self.scale).to(tokens.dtype), experts
+        """[T, D] to weights and experts [T, k]; scores are fp32."""
+        logits = self(tokens).float()
+        scores = logits.sigmoid() if self.spec.router == "sigmoid" else logits.softmax(dim=-1)
+        experts = self._wanted(scores.detach()).topk(self.spec.top_k, dim=-1).indices
+        chosen = scores.gather(1, experts)
+        if self.spec.normalize:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        return (chosen * self.spec.scale).to(tokens.dtype), experts
+
+    def _wanted(self, scores: Tensor) -> Tensor:
+        """Scores [T, E] to choose by: corrected, and minus infinity outside the best groups of experts.
+
+        A group counts as its two best experts (sigmoid), or as its best one (softmax, arXiv:2405.04434 section 2.2.2).
+        """
+        is_sigmoid = self.spec.router == "sigmoid"
+        if is_sigmoid:
+            scores = scores + self.e_score_correction_bias
+        if self.spec.top_groups == self.spec.num_groups:
+            return scores
+        by_group = scores.unflatten(-1, (self.spec.num_groups, -1))
+        group_scores = by_group.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
+        best = group_scores.topk(self.spec.top_groups, dim=-1).indices
+        is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, value=True)
+        return by_group.masked_fill(~is_best[..., None], -torch.inf).flatten(-2)
 
 
 class Experts(nn.Module):
@@ -99,6 +110,7 @@ class Experts(nn.Module):
     Attributes:
         gradient_ratio: factor on the gradients of the weights: what the ranks that average them over fewer or more of their
             kind than other weights leave to be made up.
+        fetch: from the weights this rank stores to those of the slots it holds; None where these are the same.
     """
 
     def __init__(self, hidden_dim: int, num_experts: int, spec: DenseMLP) -> None:
@@ -107,9 +119,10 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(num_experts, spec.ffn_dim, hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, spec.ffn_dim))
         self.gradient_ratio = 1.0
+        self.fetch: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [M, D] sorted by expert, ``counts`` [E] of them for each; to [M, D]."""
+        """Rows [M, D] sorted by expert (or slot), ``counts`` [E] of them for each; to [M, D]."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up, down = (self._weight(p) for p in (self.gate_proj, self.up_proj, self.down_proj))
         product = silu_product(F.grouped_mm(rows, gate, offs=ends), F.grouped_mm(rows, up, offs=ends))
@@ -120,6 +133,8 @@ class Experts(nn.Module):
         weight = local_tensor(parameter)
         if self.gradient_ratio != 1:
             weight = _ScaleGradient.apply(weight, self.gradient_ratio)  # type: ignore[no-untyped-call]
+        if self.fetch is not None:
+            weight = self.fetch(weight)
         return weight.transpose(1, 2)
 
 
@@ -139,6 +154,7 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         ranks: where the experts are; None where this rank has all of them.
+        slots: which of them stand where, some several times; None for each once and in order.
     """
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:
@@ -149,6 +165,14 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = SwiGLU(hidden_dim, spec.shared) if spec.shared is not None else None
         self.shared_expert_gate = WholeLinear(hidden_dim, 1) if spec.shared_gate else None
         self.ranks: ExpertRanks | None = None
+        self.slots: ExpertSlots | None = None
+
+    def place(self, slots: ExpertSlots) -> None:
+        """Let experts stand in these slots of the ranks that exchange rows."""
+        assert self.ranks is not None
+        assert self.ranks.exchange is not None
+        self.slots = slots
+        self.experts.fetch = functools.partial(slots.weights, group=self.ranks.exchange)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
@@ -169,11 +193,16 @@ class MixtureOfExperts(nn.Module):
         weights, experts = self.gate.route(tokens)
         # Sorted by expert; a stable order keeps the sums of a run the same each time.
         order = experts.flatten().argsort(stable=True)
-        token_of_row = order // experts.shape[1]
         counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+        if self.slots is not None:
+            slot_of_row = self.slots.slot_of_rows(experts.flatten()[order], counts)
+            counts = torch.bincount(slot_of_row, minlength=len(self.slots.experts))
+            order = order[slot_of_row.argsort(stable=True)]
+        token_of_row = order // experts.shape[1]
         outputs = self._through_experts(tokens[token_of_row], counts)
-        weighted = outputs * weights.flatten()[order, None]
-        return torch.zeros_like(tokens).index_add(0, token_of_row, weighted)
+        # Back in the order of tokens: index_add would keep the weighted rows for its backward pass, which needs none.
+        of_token = outputs[_inverse(order)].view(*experts.shape, -1)
+        return (of_token * weights[..., None]).sum(1)
 
     def _through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [M, D] sorted by expert with ``counts`` [E] of them each: to their experts and back."""
@@ -185,8 +214,7 @@ class MixtureOfExperts(nn.Module):
         received = _all_to_all(rows, arriving.received, arriving.sent, group)
         by_expert = arriving.expert_of_row.argsort(stable=True)
         outputs = self.experts(received[by_expert], arriving.counts)
-        back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
-        return _all_to_all(outputs[back], arriving.sent, arriving.received, group)
+        return _all_to_all(outputs[_inverse(by_expert)], arriving.sent, arriving.received, group)
 
 
 class _Arriving(NamedTuple):
@@ -208,6 +236,11 @@ class _Arriving(NamedTuple):
         sent, received = torch.stack((by_rank.sum(1), theirs.sum(1))).tolist()
         local = torch.arange(by_rank.shape[1], device=counts.device).repeat(num_ranks)
         return cls(sent, received, local.repeat_interleave(theirs.flatten()), theirs.sum(0))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation [M] that undoes another."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -14,11 +14,13 @@ STD = 0.02
 
 @torch.no_grad()
 def init_weights(module: nn.Module, seed: int) -> None:
-    """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases 0.
+    """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases and buffers 0.
 
     Each weight comes from a generator of its own on its device, and a shard is cut from the whole tensor; only one whole
     tensor exists at a time. CPU and CUDA generators differ, so equal weights need equal device types.
     """
+    for buffer in module.buffers():
+        buffer.zero_()
     tied = getattr(getattr(module, "spec", None), "tie_embeddings", False)
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1:

@@ -23,6 +23,12 @@ class Rotary:
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def softmax_factor(self) -> float:
+        """What latent attention multiplies its scores by where the rope says so (DeepSeek-V2's modeling file)."""
+        rope = self.rope
+        return 1.0 if rope.mscale_all_dim is None else _mscale(rope.factor, rope.mscale_all_dim) ** 2
+
     def tables(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cos and sin [S, C] in ``dtype``; the angles are computed in fp32."""
         key = (seq_len, device, dtype)
@@ -31,7 +37,8 @@ class Rotary:
                 positions = torch.arange(seq_len, device=device, dtype=torch.float32)
                 angles = positions[:, None] * inverse_frequencies(self.rope, self.head_dim, device)
                 angles = torch.cat((angles, angles), dim=-1)
-                self._tables = angles.cos().to(dtype), angles.sin().to(dtype)
+                factor = attention_factor(self.rope)
+                self._tables = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
             self._key = key
         return self._tables
 
@@ -48,6 +55,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
         return frequencies
     if rope.scaling == "linear":
         return frequencies.div(rope.factor)
+    if rope.scaling == "yarn":
+        return _yarn_frequencies(rope, frequencies)
     if rope.scaling != "llama3":
         raise RuntimeMismatchError(f"this version cannot run rope scaling {rope.scaling}")
     if rope.original_max_seq_len is None:
@@ -57,6 +66,42 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
     blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     scaled: Tensor = blend * frequencies + (1 - blend) * frequencies / rope.factor
     return scaled
+
+
+def _yarn_frequencies(rope: Rope, frequencies: Tensor) -> Tensor:
+    """Slow pairs divided by the factor, fast ones kept, blended between (arXiv:2309.00071 section 3.2)."""
+    if rope.original_max_seq_len is None:
+        raise RuntimeMismatchError("yarn rope scaling needs original_max_seq_len, which the plan does not have")
+    last = 2 * len(frequencies) - 1
+
+    def pair(turns: float) -> float:
+        """The pair that turns this often within the original length."""
+        assert rope.original_max_seq_len is not None
+        wavelength = rope.original_max_seq_len / (2 * math.pi * turns)
+        return len(frequencies) * math.log(wavelength) / math.log(rope.theta)
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, last)
+    pairs = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+    slowed = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequencies * (1 - slowed) + frequencies / rope.factor * slowed
+
+
+def attention_factor(rope: Rope) -> float:
+    """Factor on cos and sin (arXiv:2309.00071 section 3.4; with mscale as in DeepSeek-V2): 1 but for yarn."""
+    if rope.scaling != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotate(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803

@@ -18,8 +18,18 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
-from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
-from meshwright.schema.plan import Interval, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
+from meshwright.schema.model import (
+    Block,
+    DenseMLP,
+    Embedding,
+    Head,
+    LatentAttention,
+    LayerRun,
+    MoE,
+    Rope,
+    SoftmaxAttention,
+)
+from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
 def tiny_model(
@@ -39,6 +49,7 @@ def tiny_model(
     rope: Rope | None = None,
     norm_eps: float = 1e-5,
     experts: MoE | None = None,
+    latent: LatentAttention | None = None,
 ) -> ModelSpec:
     """A Llama-like model; by default the vocabulary and the number of blocks divide by nothing."""
     attention = SoftmaxAttention(
@@ -50,7 +61,7 @@ def tiny_model(
         out_bias=out_bias,
         qk_norm=qk_norm,
     )
-    dense = Block(attention=attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
+    dense = Block(attention=latent or attention, mlp=DenseMLP(ffn_dim=ffn_dim, bias=mlp_bias))
     block = dense if experts is None else dense.replace(mlp=experts)
     return ModelSpec(
         name="tiny",
@@ -100,6 +111,7 @@ def make_plan(
     workload: Workload,
     blocks_per_stage: tuple[int, ...] | None = None,
     rank_map: tuple[int, ...] | None = None,
+    expert_slots: tuple[LayerSlots, ...] = (),
 ) -> Plan:
     """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
     counts = blocks_per_stage or tuple((model.num_blocks + i) // layout.pp for i in range(layout.pp))
@@ -109,6 +121,7 @@ def make_plan(
         workload=workload,
         layout=layout,
         stages=_stages(counts, layout),
+        expert_slots=expert_slots,
         rank_map=rank_map or tuple(range(layout.world_size)),
         estimate=_estimate(layout.pp),
         provenance=Provenance(meshwright="test", created="2026-01-01T00:00:00Z", inputs_sha256="0" * 64),
@@ -119,9 +132,17 @@ def _stages(blocks: tuple[int, ...], layout: Layout) -> tuple[Stage, ...]:
     stages, first = [], 0
     for i, count in enumerate(blocks):
         num_layers = count + (i == 0) + (i == len(blocks) - 1)
-        stages.append(Stage(first_layer_idx=first, num_layers=num_layers, recompute=layout.recompute))
+        stages.append(_stage(first, num_layers, layout))
         first += num_layers
     return tuple(stages)
+
+
+def _stage(first: int, num_layers: int, layout: Layout) -> Stage:
+    """Under mixed recompute one layer after the other takes none, selective, full."""
+    if layout.recompute != "mixed":
+        return Stage(first_layer_idx=first, num_layers=num_layers, recompute=layout.recompute)
+    in_turn = tuple(("none", "selective", "full")[idx % 3] for idx in range(first, first + num_layers))
+    return Stage(first_layer_idx=first, num_layers=num_layers, recompute="full", layer_recompute=in_turn)
 
 
 def _estimate(num_stages: int) -> Estimate:

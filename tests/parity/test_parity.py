@@ -16,7 +16,8 @@ import pytest
 import torch
 from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, Plan, Workload
-from meshwright.schema.model import MoE, Rope
+from meshwright.schema.model import LatentAttention, MoE, Rope
+from meshwright.schema.plan import LayerSlots
 from plans import make_plan, tiny_model
 
 LOSS_TOLERANCE = 1.5e-6
@@ -46,6 +47,23 @@ MODELS = {
     "tied": tiny_model(tied=True),
     "mha": tiny_model(num_kv_heads=4, vocab_size=98),
     "experts": tiny_model(num_blocks=3, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
+    "latent": tiny_model(
+        num_blocks=2,
+        latent=LatentAttention(
+            num_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+        ),
+        experts=MoE(
+            num_experts=8,
+            top_k=2,
+            ffn_dim=32,
+            shared_ffn_dim=16,
+            router="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            scale=2.5,
+        ),
+        rope=Rope(scaling="yarn", factor=4.0, original_max_seq_len=8, mscale=0.7, mscale_all_dim=0.8),
+    ),
     "mixed experts": tiny_model(
         num_blocks=2, num_kv_heads=4, qk_norm="full", experts=MoE(num_experts=8, top_k=2, ffn_dim=32)
     ),
@@ -62,6 +80,12 @@ MODELS = {
 }
 
 
+REPLICAS = LayerSlots(
+    experts=(7, 0, 2, 2, 5, 1, 3, 2, 4, 6), shares=(1.0, 1.0, 0.25, 0.25, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0)
+)
+ORDERED = LayerSlots(experts=(4, 5, 6, 7, 0, 1, 2, 3), shares=(1.0,) * 8)
+
+
 @dataclass(frozen=True)
 class Setup:
     """A layout, the model it is tried on, and what differs from the default plan."""
@@ -73,6 +97,7 @@ class Setup:
     blocks_per_stage: tuple[int, ...] | None = None
     rank_map: tuple[int, ...] | None = None
     own_model: bool = False
+    expert_slots: tuple[LayerSlots, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +107,7 @@ class Setup:
             workload=self.workload,
             blocks_per_stage=self.blocks_per_stage,
             rank_map=self.rank_map,
+            expert_slots=self.expert_slots,
         )
 
 
@@ -127,12 +153,19 @@ TWO = (
     Setup("pp uneven", Layout(pp=2, micro_batch_size=1), blocks_per_stage=(4, 1)),
     Setup("pp tied", Layout(pp=2, micro_batch_size=2), model="tied"),
     Setup("pp selective", Layout(pp=2, micro_batch_size=2, recompute="selective")),
+    Setup("pp mixed", Layout(pp=2, micro_batch_size=2, recompute="mixed"), model="rich"),
     Setup("experts, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="experts"),
     Setup("experts over tp", Layout(tp=2, micro_batch_size=4), model="shared experts"),
     Setup("experts over tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="experts"),
     Setup("ep, zero 3", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
     Setup("ep, zero 1", Layout(dp_shard=2, ep=2, zero_stage=1), model="experts"),
     Setup("ep, replicas", Layout(dp_replicate=2, ep=2, micro_batch_size=2), model="experts"),
+    Setup(
+        "ep, replicas of experts", Layout(dp_shard=2, ep=2), model="experts", expert_slots=(REPLICAS, ORDERED, REPLICAS)
+    ),
+    Setup("latent, tp", Layout(tp=2, micro_batch_size=4), model="latent"),
+    Setup("latent, tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="latent"),
+    Setup("latent, ep", Layout(dp_shard=2, ep=2, micro_batch_size=2, recompute="selective"), model="latent"),
     Setup("ep folded over tp", Layout(tp=2, ep=2), model="shared experts"),
     Setup("ep, full", Layout(dp_shard=2, ep=2, recompute="full"), model="experts"),
     Setup("etp over data", Layout(dp_shard=2, etp=2, micro_batch_size=2), model="experts"),
@@ -158,6 +191,7 @@ FOUR = (
     Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2), model="experts"),
     Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4), model="experts"),
     Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2), model="mixed experts"),
+    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2), model="latent"),
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (

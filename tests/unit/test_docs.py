@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from meshwright.planner import plan
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.schema.offers import offers_from_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +55,8 @@ def test_files_named_in_documents_exist(document: str) -> None:
 
 
 def cluster_files() -> list[str]:
-    return re.findall(r"```toml\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), flags=re.DOTALL)
+    files = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), flags=re.DOTALL)
+    return [text for text in files if "[[groups]]" in text]
 
 
 @pytest.mark.parametrize("text", cluster_files(), ids=lambda text: text.split('"')[1])
@@ -66,3 +68,13 @@ def test_cluster_files_of_the_document_are_read_and_planned_for(text: str, tmp_p
     found = plan(ModelSpec.named("llama-3.2-1b"), cluster, workload)
     assert found.estimate.fits
     assert sorted(found.rank_map) == list(range(cluster.num_devices))
+
+
+def test_offers_of_the_document_are_read(tmp_path: Path) -> None:
+    (tmp_path / "lab.toml").write_text(cluster_files()[0])
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), flags=re.DOTALL)
+    (text,) = (block for block in blocks if "[[offers]]" in block)
+    (tmp_path / "offers.toml").write_text(text)
+    spot, lab = offers_from_file(str(tmp_path / "offers.toml"))
+    assert spot.of_size(2).price_per_hour == pytest.approx(2 * 8 * 2.1)
+    assert list(lab.sizes) == [lab.cluster.num_nodes]

@@ -34,7 +34,7 @@ def test_offers_are_compared_and_the_json_has_the_money(tmp_path) -> None:
     (tmp_path / "offers.toml").write_text(
         '[[offers]]\nname = "here"\ndevice = "A100-SXM-80GB"\nnum_nodes = 2\nprice_per_device_hour = 2.0\n'
         '[[offers]]\nname = "there"\ndevice = "A100-SXM-80GB"\nnum_nodes = 2\nprice_per_device_hour = 1.0\n'
-        '[[offers]]\nname = "old"\ndevice = "V100-SXM2-32GB"\nnum_nodes = 1\n'
+        '[[offers]]\nname = "old"\ndevice = "V100-SXM2-16GB"\nnum_nodes = 1\n'
     )
     result = CliRunner().invoke(app, [*PLAN, *COST, "--offers", "offers.toml", "--pareto", "--json"])
     assert result.exit_code == 0, result.output

@@ -83,7 +83,8 @@ def grouped(experts: float, engine: str = "megatron") -> tuple[float, float]:
     """Forward and backward seconds of 32768 rows over experts."""
     rates = device_rates(H100, WORKLOAD.replace(engine=engine))
     n, k = np.array([4096.0]), np.array([7168.0])
-    forward, backward = grouped_gemm_s(np.array([32768]), n, k, experts, rates, 2)
+    forward, backward, weight = grouped_gemm_s(np.array([32768]), n, k, experts, rates, 2)
+    assert 0 < weight < backward
     return float(forward[0]), float(backward[0])
 
 

@@ -172,6 +172,8 @@ def _neighbours(layout: Layout) -> list[Layout]:
         {"zero_stage": 0},
         {"dp_shard": 1, "dp_replicate": 1, "zero_stage": 0},
         {"pp": 3 - min(layout.pp, 2)},
+        {"zero_stage": 3, "gradient_shard": layout.dp, "optimizer_shard": layout.dp},
+        {"zero_stage": 3, "optimizer_shard": layout.dp},
         {"cp_ulysses": layout.cp if layout.cp_ulysses == 1 else 1},
     ]
     neighbours = []

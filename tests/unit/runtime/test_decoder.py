@@ -22,6 +22,26 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.8,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -35,6 +55,16 @@ CONFIGS = {
     "llama with llama3 rope": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
     "llama with linear rope": transformers.LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "llama with yarn rope": transformers.LlamaConfig(**SIZES, rope_parameters=YARN_ROPE),
+    "deepseek-v2": transformers.DeepseekV2Config(
+        **{**SIZES, **LATENT, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}, q_lora_rank=None
+    ),
+    "deepseek-v2 with groups": transformers.DeepseekV2Config(
+        **{**SIZES, **LATENT, "num_key_value_heads": 4}, q_lora_rank=12, topk_method="group_limited_greedy"
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config(
+        **{**SIZES, **LATENT, "num_key_value_heads": 4}, q_lora_rank=12, n_shared_experts=1, rope_parameters=YARN_ROPE
     ),
     "llama with biases, tied": transformers.LlamaConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
@@ -52,8 +82,9 @@ CONFIGS = {
 
 
 def unfused(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers keeps gate and up of all experts in one tensor."""
-    for name, tensor in state.items():
+    """transformers keeps gate and up of all experts in one tensor, and has another name for DeepSeek's shared expert."""
+    for theirs, tensor in state.items():
+        name = theirs.replace("shared_experts", "shared_expert")
         if name.endswith("gate_up_proj"):
             yield from zip(
                 (name.replace("gate_up", part) for part in ("gate", "up")), tensor.chunk(2, dim=1), strict=True
@@ -71,6 +102,9 @@ def test_logits_agree_with_transformers(name: str) -> None:
     ).eval()
     for parameter in theirs.parameters():  # theirs starts with zero biases and unit norms, which would hide mistakes
         torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 0.5, 0.2)
+    for label, buffer in theirs.named_buffers():
+        if label.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
     spec = ModelSpec.from_hf({**config.to_dict(), "architectures": [type(theirs).__name__]})
     ours = Decoder(spec)
     ours.load_state_dict(dict(unfused(theirs.state_dict())))
@@ -119,5 +153,5 @@ def test_stages_in_a_row_are_the_model() -> None:
 
 
 def test_model_that_cannot_be_built_is_refused() -> None:
-    with pytest.raises(RuntimeMismatchError, match="a router by sigmoid over 8 groups of experts"):
-        Decoder(ModelSpec.named("deepseek-v3"))
+    with pytest.raises(RuntimeMismatchError, match="a router by top_k_softmax"):
+        Decoder(ModelSpec.named("gpt-oss-20b"))

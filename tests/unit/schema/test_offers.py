@@ -19,9 +19,9 @@ def test_smaller_size_is_the_cluster_its_shorthand_names(device: str, num_nodes:
 
 
 def test_measured_bandwidths_are_those_of_the_first_nodes() -> None:
-    matrix = tuple(tuple(float(1 + 4 * i + j) for j in range(4)) for i in range(4))
+    matrix = tuple(tuple(1e9 * (1 + 4 * i + j) for j in range(4)) for i in range(4))
     cluster = ClusterSpec.parse("4x8xH100-SXM-80GB").replace(bandwidth_matrix=matrix)
-    assert with_nodes(cluster, 2).bandwidth_matrix == ((1.0, 2.0), (5.0, 6.0))
+    assert with_nodes(cluster, 2).bandwidth_matrix == ((1e9, 2e9), (5e9, 6e9))
 
 
 def test_mixed_cluster_is_offered_as_a_whole() -> None:

@@ -1,0 +1,240 @@
+"""Routing data from files: loads [T, L, E] and token traces [tokens, L, top_k]; nothing read here can run code.
+
+| file | what it holds |
+|---|---|
+| .npy | an array, loads of rank 1 to 3 |
+| .npz | those that match `key` (globs, separated by commas), else the only one, else load, logical_count or routed_experts |
+| .csv | one row a layer, one column an expert; or columns layer, expert, load |
+| .json | nested lists, or an object with load or logical_count (SGLang's expert distribution) or routed_experts |
+| .jsonl | a request a line with routed_experts [tokens, layers, top_k] (vLLM's and SGLang's routed experts) |
+| .pt | a tensor, or a dict with logical_count (SGLang's dump) or routed_experts, read with weights_only |
+
+A trace read for its loads is counted. Several arrays are several workloads.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..schema.base import read_json, read_text
+from ..schema.errors import ConfigError
+from ..solvers.expert_instance import as_loads
+
+LOAD_KEYS = ("logical_count", "load", "loads", "expert_load", "weight", "counts")
+TRACE_KEYS = ("routed_experts", "topk_ids", "trace")
+_SUFFIXES = (".npy", ".npz", ".csv", ".json", ".jsonl", ".pt", ".pth")
+
+
+def read_loads(paths: list[Path], key: str = "") -> NDArray[np.float64]:
+    """Loads [D, L, E] of the workloads in some files, steps of time within a file summed.
+
+    Raises:
+        ConfigError: a file that is missing, damaged, of another kind, or holds no loads; workloads of different shapes.
+    """
+    found = [load for path in paths for load in _loads_of(path, key)]
+    shapes = {load.shape for load in found}
+    if len(shapes) > 1:
+        raise ConfigError(f"workloads of different shapes (layers, experts): {sorted(shapes)}")
+    return as_loads(np.stack(found))
+
+
+def _loads_of(path: Path, key: str) -> list[NDArray[np.float64]]:
+    loads = []
+    for name, array in _arrays(path, key).items():
+        try:
+            if name in TRACE_KEYS:
+                loads.append(counts_of(_as_trace(array, path)))
+                continue
+            loads.append(as_loads(array).sum(axis=0))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
+    return loads
+
+
+def read_trace(path: Path, key: str = "") -> NDArray[np.int64]:
+    """Experts of each token [tokens, L, top_k].
+
+    Raises:
+        ConfigError: as `read_loads`.
+    """
+    arrays = _arrays(path, key)
+    name = next((known for known in TRACE_KEYS if known in arrays), next(iter(arrays)))
+    return _as_trace(arrays[name], path)
+
+
+def _as_trace(array: Any, path: Path) -> NDArray[np.int64]:
+    trace = np.asarray(array)
+    if trace.ndim != 3 or not np.issubdtype(trace.dtype, np.integer) or trace.size == 0 or trace.min() < 0:
+        raise ConfigError(
+            f"{path}: a trace holds the experts of each token as whole numbers [tokens, layers, top_k]; this has shape "
+            f"{trace.shape} of {trace.dtype}"
+        )
+    return trace.astype(np.int64)
+
+
+def counts_of(trace: NDArray[np.int64], num_experts: int | None = None) -> NDArray[np.float64]:
+    """Loads [L, E] of a trace."""
+    size = num_experts or int(trace.max()) + 1
+    return np.array([np.bincount(layer.ravel(), minlength=size) for layer in np.moveaxis(trace, 1, 0)], dtype=float)
+
+
+def _arrays(path: Path, key: str) -> dict[str, Any]:
+    """Arrays by name; the names of unnamed ones are not in TRACE_KEYS."""
+    readers = {".csv": _csv, ".json": _json, ".jsonl": _jsonl, ".pt": _torch, ".pth": _torch}
+    suffix = path.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ConfigError(f"{path}: routing data comes as {', '.join(_SUFFIXES)}")
+    found = _numpy(path) if suffix in (".npy", ".npz") else readers[suffix](path)
+    return _selected(found, path, key)
+
+
+def _selected(found: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
+    if key:
+        patterns = key.split(",")
+        chosen = {n: array for n, array in found.items() if any(fnmatch.fnmatchcase(n, one) for one in patterns)}
+        if not chosen:
+            raise ConfigError(f"{path} has no array named like {key!r}", details=(f"it has: {_names(found)}",))
+        return chosen
+    if len(found) == 1:
+        return found
+    for name in (*LOAD_KEYS, *TRACE_KEYS):
+        if name in found:
+            return {name: found[name]}
+    raise ConfigError(
+        f"{path} has {len(found)} arrays and none is called {LOAD_KEYS[0]} or {TRACE_KEYS[0]}",
+        details=(f"it has: {_names(found)}",),
+        help="name one with --key; several, or a pattern such as 'counts_*', are workloads of their own",
+    )
+
+
+def _names(found: dict[str, Any]) -> str:
+    names = sorted(found)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
+
+
+def read_numpy(path: Path) -> dict[str, Any]:
+    """Arrays of an .npy or .npz file by name, never pickled ones."""
+    return _numpy(path)
+
+
+def _numpy(path: Path) -> dict[str, Any]:
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"array": loaded}
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, MemoryError) as error:
+        refused = "pickle" in str(error).lower()
+        reason = "it holds Python objects, which could run code; refused" if refused else str(error) or "truncated"
+        raise ConfigError(f"{path} is not a usable numpy file: {reason}") from None
+
+
+def _csv(path: Path) -> dict[str, Any]:
+    lines = [line.split(",") for line in read_text(path).splitlines() if line.strip()]
+    header = [name.strip().lower() for name in lines[0]] if lines else []
+    try:
+        if {"layer", "expert", "load"} <= set(header):
+            columns = np.array(lines[1:], dtype=float)[:, [header.index(name) for name in ("layer", "expert", "load")]]
+            return {"load": _dense(columns, path)}
+        return {"load": np.array(lines[1:] if header and not _is_number(header[0]) else lines, dtype=float)}
+    except (ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{path} is not a table of numbers: {error}", help="one row a layer, or columns layer,expert,load"
+        ) from None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _dense(columns: NDArray[np.float64], path: Path) -> NDArray[np.float64]:
+    index = columns[:, :2]
+    if np.any(index < 0) or np.any(index != np.floor(index)) or index.max() >= 10**6:
+        raise ConfigError(f"{path}: layers and experts are whole numbers from 0")
+    layers, experts = index.astype(np.int64).T
+    dense = np.zeros((int(layers.max()) + 1, int(experts.max()) + 1))
+    np.add.at(dense, (layers, experts), columns[:, 2])
+    return dense
+
+
+def _json(path: Path) -> dict[str, Any]:
+    data = read_json(path)
+    if isinstance(data, dict):
+        return {name: _rectangular(value, path) for name, value in data.items() if isinstance(value, list)} or _nothing(
+            path
+        )
+    return {"array": _rectangular(data, path)}
+
+
+def _jsonl(path: Path) -> dict[str, Any]:
+    requests = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: line {number} is not JSON: {error}") from None
+        routed = entry.get("routed_experts") if isinstance(entry, dict) else None
+        if routed is None:
+            raise ConfigError(f"{path}: line {number} has no routed_experts")
+        requests.append(_rectangular(routed, path))
+    if not requests or len({request.shape[1:] for request in requests}) != 1:
+        raise ConfigError(f"{path}: requests with routed_experts [tokens, layers, top_k] of one model are needed")
+    return {"routed_experts": np.concatenate(requests)}
+
+
+def _rectangular(value: Any, path: Path) -> NDArray[Any]:
+    try:
+        array = np.array(value)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a rectangular array: {error}") from None
+    if array.dtype == object or not np.issubdtype(array.dtype, np.number):
+        raise ConfigError(f"{path}: not an array of numbers")
+    return array
+
+
+def _nothing(path: Path) -> dict[str, Any]:
+    raise ConfigError(f"{path} has no array")
+
+
+def _torch(path: Path) -> dict[str, Any]:
+    """Tensors only: what would need anything else to be unpickled is refused."""
+    import pickle
+
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{path} holds more than tensors, which could run code; refused",
+            details=(str(error).splitlines()[0][:200],),
+        ) from None
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path} is not a usable torch file: {str(error).splitlines()[0][:200]}") from None
+    if isinstance(loaded, torch.Tensor):
+        return {"array": loaded.double().numpy() if loaded.is_floating_point() else loaded.numpy()}
+    tensors = loaded.items() if isinstance(loaded, dict) else ()
+    found = {
+        str(name): (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+        for name, tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
+    }
+    return found or _nothing(path)

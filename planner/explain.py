@@ -1,0 +1,179 @@
+"""`explain`: what binds a plan, what a little more of each resource is worth, how the runner-ups differ, and why not another one.
+
+Nothing is guessed: every figure is a part of an estimate, or the difference of two estimates or of two searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..schema import MeshwrightError, Plan
+from ..schema.layout import check_fields
+from ..schema.rules import ENGINE_RULES, require_valid
+from ..schema.units import GB, format_bytes
+from .closest import required_of_stages
+from .compare import compare
+from .deadline import Deadline
+from .explanation import Binding, Comparison, Explanation, LinkUse, StageHeadroom, Worth
+from .planning import estimate
+from .request import Request
+from .why_not import why_not as answer_why_not
+from .worth import links_of, worth_of
+
+LEAST_SHARE = 0.005
+"""Parts of the step below this are not named among what binds."""
+
+SAME_PREDICTION = 1e-3
+"""An estimate that differs by more from the plan's was made by another version of the model."""
+
+
+def explain(
+    plan: Plan,
+    *,
+    why_not: Mapping[str, Any] | None = None,
+    time_limit_s: float = 60.0,
+    deadline: Deadline | None = None,
+) -> Explanation:
+    """What binds a plan, from the plan alone.
+
+    Args:
+        plan: as `plan` made it, or read from a file.
+        why_not: fields of Layout that the plan does not have; the best layout with them is compared with the plan, and ``worth`` is
+            left empty.
+        time_limit_s: for all searches together; what was not reached is left out.
+        deadline: stands in for ``time_limit_s``.
+
+    Raises:
+        ConfigError: a field of ``why_not`` is unknown or out of range, or the plan breaks a rule that holds for any engine.
+    """
+    wanted = check_fields(why_not or {})
+    require_valid(
+        plan.model,
+        plan.workload,
+        plan.layout,
+        world_size=plan.cluster.num_devices,
+        scaleup_domain=plan.cluster.scaleup_domain,
+        rules=ENGINE_RULES,
+    )
+    deadline = deadline or Deadline(time_limit_s)
+    request = Request.of(plan)
+    answer = answer_why_not(plan, request, wanted, deadline) if wanted else None
+    links = links_of(plan)
+    fastest_s, worth = (None, ()) if wanted else worth_of(plan, request, deadline)
+    return Explanation(
+        layout=plan.layout,
+        binds=_bindings(plan, links, worth),
+        step_time_s=plan.estimate.step_time_s,
+        fastest_s=fastest_s,
+        time_s=_largest_first(plan.estimate.breakdown_s.model_dump()),
+        budget_bytes=plan.estimate.budget_bytes,
+        stages=_stages(plan),
+        links=links,
+        worth=worth,
+        runner_ups=tuple(_runner_ups(plan)),
+        why_not=answer,
+        notes=_notes(plan, in_time=bool(wanted) or fastest_s is not None),
+    )
+
+
+def _stages(plan: Plan) -> tuple[StageHeadroom, ...]:
+    """What each stage requires and has left."""
+    found = plan.estimate
+    rows = []
+    for idx, required in enumerate(required_of_stages(found, plan.workload, plan.cluster)):
+        stage = found.stages[idx]
+        parts = stage.memory_bytes.model_dump()
+        largest = max(parts, key=parts.__getitem__)
+        rows.append(
+            StageHeadroom(
+                stage_idx=idx,
+                busy_s=stage.forward_s + stage.backward_s,
+                required_bytes=required,
+                free_bytes=found.budget_bytes - required,
+                largest=largest,
+                largest_bytes=parts[largest],
+            )
+        )
+    return tuple(rows)
+
+
+def _bindings(plan: Plan, links: Sequence[LinkUse], worth: Sequence[Worth]) -> tuple[Binding, ...]:
+    """Everything that costs a noticeable share of the step, and the memory, the most expensive first."""
+    found, parts = plan.estimate, plan.estimate.breakdown_s
+    total = found.step_time_s
+    bindings = [
+        Binding(resource="compute", seconds=parts.compute, text="compute of the busiest stage" + _mfu(plan)),
+        Binding(resource="recompute", seconds=parts.recompute, text=f"recompute ({plan.layout.recompute})"),
+        Binding(resource="optimizer", seconds=parts.optimizer, text="optimizer update"),
+        Binding(resource="bubble", seconds=parts.bubble, text="pipeline bubble" + _evenness(plan)),
+    ]
+    for link in links:
+        axes = " + ".join(link.axes) or "no axis"
+        text = f"link {link.name} at {link.bandwidth_bytes_per_s / GB:g} GB/s ({axes})"
+        bindings.append(Binding(resource="link", seconds=link.seconds, text=text))
+    host = (gain for gain in worth if gain.resource == "host")
+    bindings += [Binding(resource="host", seconds=max(0.0, g.kept_s), text="dispatch by the host") for g in host]
+    named = [binding for binding in bindings if (binding.seconds or 0.0) >= LEAST_SHARE * total]
+    named.append(_memory_binding(plan, worth))
+    return tuple(sorted(named, key=lambda binding: -(binding.seconds or 0.0)))
+
+
+def _mfu(plan: Plan) -> str:
+    return f" (MFU of the step {100 * plan.estimate.mfu:.1f} %)"
+
+
+def _evenness(plan: Plan) -> str:
+    busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
+    return f" (the slowest of {len(busy)} stages takes {max(busy) * len(busy) / sum(busy):.3f} times the mean)"
+
+
+def _memory_binding(plan: Plan, worth: Sequence[Worth]) -> Binding:
+    required = required_of_stages(plan.estimate, plan.workload, plan.cluster)
+    fullest = max(range(len(required)), key=required.__getitem__)
+    free = plan.estimate.budget_bytes - required[fullest]
+    where = f"memory of stage {fullest}" if len(required) > 1 else "memory"
+    text = f"{where}: {format_bytes(free)} free of {format_bytes(plan.estimate.budget_bytes)}"
+    unlimited = next((gain.best_s for gain in worth if gain.resource == "unlimited_memory"), None)
+    if unlimited is None:
+        return Binding(resource="memory", seconds=None, text=text + "; not searched whether more of it would help")
+    binds = (
+        "; without a limit a faster layout would fit"
+        if unlimited > 0
+        else "; it does not bind: no layout is faster with more"
+    )
+    return Binding(resource="memory", seconds=max(0.0, unlimited), text=text + binds)
+
+
+def _runner_ups(plan: Plan) -> Iterable[Comparison]:
+    """The plan's alternatives estimated again, as far as this version can."""
+    for other in plan.alternatives:
+        try:
+            found = estimate(plan.model, plan.cluster, plan.workload, other.layout)
+        except MeshwrightError:
+            continue
+        yield compare(plan, other.layout, found, reason=other.reason)
+
+
+def _notes(plan: Plan, *, in_time: bool) -> tuple[str, ...]:
+    notes = []
+    try:
+        again_s = estimate(plan.model, plan.cluster, plan.workload, plan.layout).step_time_s
+        if abs(again_s / plan.estimate.step_time_s - 1) > SAME_PREDICTION:
+            notes.append(
+                f"estimated by itself the layout takes {again_s:.4g} s, in the plan {plan.estimate.step_time_s:.4g} s: its stages "
+                f"were refined, or another version made it ({plan.provenance.meshwright}); gains are differences of new estimates"
+            )
+    except MeshwrightError as error:
+        notes.append(f"this version cannot estimate the plan's layout by itself: {error.message}")
+    if not in_time:
+        notes.append("the time limit came before the space was searched again: gains of the best layout are left out")
+    if plan.provenance.fixed:
+        notes.append(f"the plan had to keep {plan.provenance.fixed}; searches keep it too")
+    if plan.provenance.space is None:
+        notes.append("the plan does not say in which space it was searched; the smallest that has its layout is used")
+    return tuple(notes)
+
+
+def _largest_first(parts: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(((name, seconds) for name, seconds in parts.items() if seconds), key=lambda item: -item[1]))

@@ -1,0 +1,132 @@
+"""What `explain` answers with; the JSON form of `meshwright explain --json` is `Explanation`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..schema import Layout
+from ..schema.base import Frozen
+
+
+class Binding(Frozen):
+    """One thing that bounds the plan.
+
+    Attributes:
+        seconds: what the step would be shorter without it: a part of the step, what a link or the host costs, or for memory what
+            the fastest layout gains when memory is no limit; None where that was not searched.
+    """
+
+    resource: Literal["compute", "recompute", "optimizer", "bubble", "link", "host", "memory"]
+    seconds: float | None
+    text: str
+
+
+class StageHeadroom(Frozen):
+    """One pipeline stage of the plan: what it requires of the budget, and how long a micro-batch keeps it busy.
+
+    Attributes:
+        required_bytes: what must be within the budget (Estimate.required_bytes); free_bytes is below zero where it is not.
+        largest: the largest part of its memory.
+    """
+
+    stage_idx: int
+    busy_s: float
+    required_bytes: int
+    free_bytes: int
+    largest: str
+    largest_bytes: int
+
+
+class LinkUse(Frozen):
+    """One link level.
+
+    Attributes:
+        axes: axes of the layout whose outermost link this is.
+        seconds: by how much the step is shorter when this level takes no time at all, the layout kept.
+    """
+
+    level_idx: int
+    name: str
+    domain_size: int
+    bandwidth_bytes_per_s: float
+    axes: tuple[str, ...]
+    seconds: float
+
+
+class Worth(Frozen):
+    """What a changed cluster is worth, by estimating and searching again with it.
+
+    Attributes:
+        resource: memory, unlimited_memory, link, compute, elementwise, host.
+        change: in words.
+        kept_s: what the plan's layout gains, seconds of a step; best_s: what the fastest layout gains over the fastest one of the
+            unchanged cluster; None where the time limit came before that search.
+        best: the fastest layout of the changed cluster, where it is another one.
+    """
+
+    resource: Literal["memory", "unlimited_memory", "link", "compute", "elementwise", "host"]
+    change: str
+    kept_s: float
+    best_s: float | None = None
+    best: Layout | None = None
+
+
+class Comparison(Frozen):
+    """Another layout against the plan's, line by line: (plan, other, difference) of every part that either has.
+
+    Attributes:
+        fields: fields of the layout that differ, as (name, plan, other).
+    """
+
+    layout: Layout
+    fits: bool
+    step_time_s: float
+    required_bytes: int
+    slower_fraction: float
+    fields: tuple[tuple[str, str, str], ...]
+    time_s: dict[str, tuple[float, float, float]]
+    memory_bytes: dict[str, tuple[int, int, int]]
+    reason: str = ""
+
+
+class WhyNot(Frozen):
+    """Why the plan does not have some fields.
+
+    Attributes:
+        status: same: the plan has them; slower, faster: the best completion fits and loses, or wins; too_large: none fits;
+            excluded: a rule excludes all of them; stopped: the time limit came first.
+        asked: the fields asked about; kept: those that the plan itself had to keep.
+        reasons: rules, bytes and searches behind the status, in words.
+        best: the best completion, or of those too large the one that lacks the least.
+    """
+
+    status: Literal["same", "slower", "faster", "too_large", "excluded", "stopped"]
+    asked: str
+    kept: str = ""
+    reasons: tuple[str, ...] = ()
+    best: Comparison | None = None
+
+
+class Explanation(Frozen):
+    """What binds a plan.
+
+    Attributes:
+        binds: what bounds the plan, the most important first.
+        step_time_s: as the plan says; fastest_s: of the fastest layout of the same space, searched again; None where not searched.
+        time_s: parts of the step, largest first.
+        budget_bytes: what each device may be asked for.
+        notes: what the reader should know.
+    """
+
+    layout: Layout
+    binds: tuple[Binding, ...]
+    step_time_s: float
+    fastest_s: float | None
+    time_s: dict[str, float]
+    budget_bytes: int
+    stages: tuple[StageHeadroom, ...]
+    links: tuple[LinkUse, ...]
+    worth: tuple[Worth, ...]
+    runner_ups: tuple[Comparison, ...]
+    why_not: WhyNot | None = None
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,75 @@
+"""Request: what was asked of `plan`, so that it can be asked again with something changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..schema import ClusterSpec, ModelSpec, Plan, Workload
+from ..schema.layout import parse_assignments
+from ..schema.rules import VERSION_RULES, broken_rules, layout_facts, require_our_engine
+from ..schema.runnable import why_not_runnable
+from .deadline import Deadline
+from .search import OnProgress, SearchResult, search
+from .space import Space, build_space
+
+
+@dataclass(frozen=True)
+class Request:
+    """Inputs of a search; ``fixed`` and ``runnable`` as in `planner.plan`."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: Workload
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    runnable: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Request:
+        """What a plan answers; of a plan that does not say its space, the smallest one that has its layout."""
+        runnable = plan.provenance.space == "runnable"
+        if plan.provenance.space is None:
+            facts = layout_facts(
+                plan.model,
+                plan.workload,
+                plan.layout,
+                world_size=plan.cluster.num_devices,
+                scaleup_domain=plan.cluster.scaleup_domain,
+            )
+            runnable = is_runnable(plan.model, plan.workload, None) and not broken_rules(facts, VERSION_RULES)
+        return cls(plan.model, plan.cluster, plan.workload, parse_assignments(plan.provenance.fixed), runnable)
+
+    def space(self, deadline: Deadline) -> Space:
+        """The layouts to choose from.
+
+        Raises:
+            ConfigError: there are none; the message names the rules.
+            SolverLimitError: the deadline came first.
+        """
+        return build_space(
+            self.model, self.workload, self.cluster, self.fixed, runnable=self.runnable, deadline=deadline
+        )
+
+    def search(
+        self, deadline: Deadline, *, space: Space | None = None, on_progress: OnProgress | None = None
+    ) -> SearchResult:
+        """Expand the layouts best first; raises like `space`."""
+        return search(
+            self.model,
+            self.workload,
+            self.cluster,
+            space or self.space(deadline),
+            time_limit_s=deadline.limit_s,
+            deadline=deadline,
+            on_progress=on_progress,
+        )
+
+
+def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
+    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
+    if runnable is None:
+        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
+    if runnable:
+        require_our_engine(workload)
+    return runnable

@@ -1,0 +1,101 @@
+"""Why a plan does not have some fields: they are completed as well as can be, and the two layouts stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from ..schema import ConfigError, Plan, SolverLimitError
+from ..schema.layout import format_assignments
+from .choose import SAME_TIME_FRACTION, why_slower
+from .closest import closest, shortfall
+from .compare import compare
+from .deadline import Deadline
+from .explanation import WhyNot
+from .request import Request
+from .search import SearchResult
+
+_Status = Literal["slower", "faster"]
+
+
+def why_not(plan: Plan, request: Request, wanted: Mapping[str, Any], deadline: Deadline) -> WhyNot:
+    """The best layout with the fields ``wanted`` against the plan's, or what excludes all of them.
+
+    The fields that the plan had to keep are kept too, unless ``wanted`` changes them. Where the runtime excludes the fields and
+    its engine's whole space does not, the best layout of that space is compared, beside the rules.
+    """
+    kept = {name: value for name, value in request.fixed.items() if name not in wanted}
+    asked, kept_text = format_assignments(wanted), format_assignments(kept)
+    if all(getattr(plan.layout, name) == value for name, value in wanted.items()):
+        has = f"the plan has these fields: {plan.layout}"
+        return WhyNot(status="same", asked=asked, kept=kept_text, reasons=(has,))
+    reasons: tuple[str, ...] = ()
+    for runnable in (True, False) if request.runnable else (False,):
+        completed = replace(request, fixed=kept | dict(wanted), runnable=runnable)
+        try:
+            result = completed.search(deadline)
+        except ConfigError as error:
+            reasons += _excluded_by(error, completed, deadline)
+            continue
+        except SolverLimitError as error:
+            return WhyNot(status="stopped", asked=asked, kept=kept_text, reasons=(*reasons, error.message))
+        answer = _answer(plan, completed, result)
+        return answer.replace(asked=asked, kept=kept_text, reasons=(*reasons, *answer.reasons))
+    return WhyNot(status="excluded", asked=asked, kept=kept_text, reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _answer(plan: Plan, request: Request, result: SearchResult) -> WhyNot:
+    batch = result.costs.batch
+    if not result.fitting:
+        if result.stopped_early:
+            return WhyNot(status="stopped", asked="", reasons=("the time limit came before any layout that fits",))
+        nearest = closest(result)
+        layout, estimate = batch.layout(nearest.idx), nearest.estimate
+        lacking = shortfall(layout, estimate, request.workload, request.cluster)
+        comparison = compare(plan, layout, estimate, reason="does not fit")
+        return WhyNot(status="too_large", asked="", reasons=lacking, best=comparison)
+    best = result.fitting[0]
+    layout, estimate = batch.layout(best.idx), best.estimate
+    comparison = compare(plan, layout, estimate, reason=why_slower(estimate, plan.estimate))
+    status: _Status = "slower" if comparison.slower_fraction >= 0 else "faster"
+    reasons = [_verdict(plan, request, comparison.slower_fraction)]
+    if result.stopped_early:
+        gap = max(0.0, 1 - result.bound_s / estimate.step_time_s)
+        reasons.append(f"the time limit stopped the completion: a better one may be {100 * gap:.1f} % faster")
+    return WhyNot(status=status, asked="", reasons=tuple(reasons), best=comparison)
+
+
+def _verdict(plan: Plan, request: Request, slower: float) -> str:
+    if slower >= 0:
+        return f"the best layout with these fields is {100 * slower:.2g} % slower"
+    faster = f"the best layout with these fields is {-100 * slower:.2g} % faster"
+    if -slower <= SAME_TIME_FRACTION:
+        return f"{faster}: within the model's error, so that the simpler one was taken"
+    if not request.runnable and Request.of(plan).runnable:
+        return f"{faster}, but `meshwright apply` does not execute it"
+    if plan.search is not None and plan.search.status == "feasible":
+        return f"{faster}: the plan's search was stopped with a gap of {100 * plan.search.gap:.1f} %"
+    return f"{faster}: the plan's search did not cover it, or this version predicts other times; plan again with --fix"
+
+
+def _excluded_by(error: ConfigError, request: Request, deadline: Deadline) -> tuple[str, ...]:
+    """The rules, and which single fields would have to go."""
+    rules = error.details or (error.message,)
+    free = [name for name in request.fixed if len(request.fixed) > 1 and _has_layouts(request, name, deadline)]
+    if not free:
+        return rules
+    given = ", ".join(f"{name}={request.fixed[name]}" for name in free)
+    return (
+        *rules,
+        f"without {given} there are layouts" if len(free) == 1 else f"without any one of {given} there are layouts",
+    )
+
+
+def _has_layouts(request: Request, without: str, deadline: Deadline) -> bool:
+    fixed = {name: value for name, value in request.fixed.items() if name != without}
+    try:
+        replace(request, fixed=fixed).space(deadline)
+    except (ConfigError, SolverLimitError):
+        return False
+    return True

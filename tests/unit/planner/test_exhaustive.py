@@ -1,0 +1,74 @@
+"""The search equals expanding every layout, on hundreds of random small instances, and its bounds hold on each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from meshwright.cost_models.step import lower_bounds, quick_time_bounds
+from meshwright.planner import frontier, search
+from small_spaces import random_instance
+
+NUM_INSTANCES, NUM_GROUPS = 304, 8
+
+ROUNDING = 1e-9
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "REL_GAP", 0.0)
+    monkeypatch.setattr(frontier, "BLOCK", 3)  # many blocks, even of a few layouts
+    solved = 0
+    for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
+        spec, workload, cluster, space = random_instance(seed)
+        found = search.search(spec, workload, cluster, space, time_limit_s=600)
+        costs = found.costs
+        everything = [search.expand(costs, idx) for idx in range(len(space.batch))]
+        times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
+        assert bool(found.fitting) == bool(times), seed
+        if times:
+            solved += 1
+            assert found.fitting[0].estimate.step_time_s == pytest.approx(min(times), rel=ROUNDING), seed
+            assert found.bound_s <= min(times) * (1 + ROUNDING), seed
+        bound_s, bound_bytes = lower_bounds(costs)
+        quick_s = quick_time_bounds(costs)
+        for idx, candidate in enumerate(everything):
+            assert quick_s[idx] <= bound_s[idx] * (1 + ROUNDING), seed
+            assert bound_s[idx] <= candidate.estimate.step_time_s * (1 + ROUNDING), seed
+            assert candidate.bound_s <= candidate.estimate.step_time_s * (1 + ROUNDING), seed
+            assert bound_bytes[idx] <= candidate.estimate.peak_allocated_bytes + 16, seed  # parts are whole bytes
+    assert solved > NUM_INSTANCES / NUM_GROUPS / 4
+
+
+def test_what_is_no_faster_than_asked_for_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "REL_GAP", 0.0)
+    for seed in range(0, NUM_INSTANCES, 24):
+        spec, workload, cluster, space = random_instance(seed)
+        whole = search.search(spec, workload, cluster, space, time_limit_s=600)
+        if not whole.fitting:
+            continue
+        best_s = whole.fitting[0].estimate.step_time_s
+        for limit_s in (0.5 * best_s, 2.0 * best_s):
+            part = search.search(spec, workload, cluster, space, time_limit_s=600, worse_than_s=limit_s)
+            assert part.evaluated <= whole.evaluated, seed
+            if limit_s > best_s:
+                assert part.fitting[0].estimate == whole.fitting[0].estimate, seed
+            else:
+                assert min(part.bound_s, best_s) >= min(limit_s, whole.bound_s) * (1 - ROUNDING), seed
+
+
+def test_instances_have_every_value_that_is_searched() -> None:
+    """Of each field that the spaces of any engine vary, the instances hold several values: the test above covers new axes too."""
+    seen: dict[str, Counter[float]] = {}
+    varied: set[str] = set()
+    for seed in range(0, NUM_INSTANCES, 6):
+        batch = random_instance(seed)[3].batch
+        for field in fields(batch):
+            column = np.asarray(getattr(batch, field.name), dtype=np.float64)
+            seen.setdefault(field.name, Counter()).update(column.tolist())
+            if len(set(column.tolist())) > 1:
+                varied.add(field.name)
+    assert {"tp", "cp", "pp", "ep", "dp_shard", "zero_stage", "recompute", "num_model_chunks", "schedule"} <= varied
+    assert all(len(seen[name]) >= 2 for name in varied)

@@ -1,0 +1,137 @@
+"""What a request that fits nowhere is answered with: which stage lacks what, and changes that do fit, each checked again here."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright.planner import estimate, plan
+from meshwright.planner.advice import _least, advise
+from meshwright.planner.deadline import Deadline
+from meshwright.planner.growth import grown, sizes
+from meshwright.planner.request import Request
+from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Workload
+
+REQUESTS = {
+    "too few devices": Request(
+        ModelSpec.named("llama-3.1-8b"),
+        ClusterSpec.parse("2xA100-SXM-40GB"),
+        Workload(seq_len=4096, global_batch_size=48),
+        {},
+        True,
+    ),
+    "what was fixed": Request(
+        ModelSpec.named("llama-2-7b"),
+        ClusterSpec.parse("8xA100-SXM-40GB"),
+        Workload(seq_len=4096, global_batch_size=64),
+        {"tp": 1, "recompute": "none", "micro_batch_size": 16},
+        True,
+    ),
+    "another engine": Request(
+        ModelSpec.named("mixtral-8x7b"),
+        ClusterSpec.parse("8xH100-SXM-80GB"),
+        Workload(seq_len=4096, global_batch_size=32, engine="megatron"),
+        {},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_change_fits_and_the_smallest_comes_first(name: str) -> None:
+    request = REQUESTS[name]
+    advice = advise(request, Deadline(600), num_layouts=1)
+    assert advice.changes
+    assert advise(request, Deadline(600), num_layouts=1) == advice
+    executed = [change.executed for change in advice.changes]
+    assert executed == sorted(executed, reverse=True)
+    for change in advice.changes:
+        changed, layout = change.request, change.fit.layout
+        found = estimate(changed.model, changed.cluster, changed.workload, layout)
+        assert found.fits
+        assert found == change.fit.estimate
+        assert {key: getattr(layout, key) for key in changed.fixed} == dict(changed.fixed)
+
+
+def test_message_names_the_stage_the_bytes_and_what_was_fixed() -> None:
+    request = REQUESTS["what was fixed"]
+    with pytest.raises(InfeasibleError) as caught:
+        plan(request.model, request.cluster, request.workload, fixed={**request.fixed, "pp": 4})
+    text = str(caught.value)
+    assert "stage 3 of 4 needs up to" in text
+    assert "too much   [memory (C2)]" in text
+    assert "largest: activations" in text
+    assert "fixed: tp=1,recompute=none,micro_batch_size=16,pp=4" in text
+    assert "do not fix" in str(caught.value.help)
+
+
+def test_number_of_devices_need_not_be_a_power_of_two() -> None:
+    """A batch of 48 on nodes of 8: what plan() says of every smaller size is checked, and that the one named fits."""
+    request = REQUESTS["too few devices"]
+    advice = advise(request, Deadline(600), num_layouts=1)
+    change = next(change for change in advice.changes if change.kind == "devices")
+    wanted = change.request.cluster.num_devices
+    assert change.text == f"use {wanted} devices"
+    for count in [*range(3, wanted), wanted]:
+        cluster = ClusterSpec.parse(f"{count}xA100-SXM-40GB")
+        try:
+            fits = plan(request.model, cluster, request.workload).estimate.fits
+        except InfeasibleError:
+            fits = False
+        assert fits == (count == wanted), count
+
+
+def test_advice_that_is_stopped_says_so() -> None:
+    over = Deadline(600)
+    over.stop()
+    advice = advise(REQUESTS["too few devices"], over, num_layouts=1)
+    assert advice.changes == ()
+    assert not advice.complete
+
+
+@given(st.integers(1, 400), st.data())
+def test_least_of_what_only_grows_is_the_least(size: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, size))
+    assert _least(size, lambda k: k + 1, lambda k: k >= first) == (None if first == size else first)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_least_of_anything_holds(holds: list[bool]) -> None:
+    place = _least(len(holds), lambda k: k + 1, holds.__getitem__)
+    assert place is None or holds[place]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "counts"),
+    [
+        ("1xH100-SXM-80GB", [2, 3, 4, 5, 6, 7, 8, 16, 24]),
+        ("6xH100-SXM-80GB", [7, 8, 16, 24, 32]),
+        ("16xH100-SXM-80GB", [24, 32, 40, 48]),
+        ("2x4xH100-SXM-80GB/ib400", [12, 16, 20, 24]),
+    ],
+)
+def test_a_cluster_grows_by_the_rest_of_a_node_and_by_nodes(cluster: str, counts: list[int]) -> None:
+    spec, workload = ClusterSpec.parse(cluster), Workload(seq_len=4096, global_batch_size=5040)
+    assert sizes(spec, workload)[: len(counts)] == counts
+    for count in counts:
+        larger = grown(spec, count)
+        assert larger is not None
+        assert larger.num_devices == count
+        if not cluster.startswith("2x4"):
+            same = ClusterSpec.parse(f"{count}xH100-SXM-80GB")
+            assert (larger.groups, larger.levels) == (same.groups, same.levels)
+
+
+def test_sizes_leave_out_what_the_batch_cannot_use() -> None:
+    counts = sizes(ClusterSpec.parse("8xH100-SXM-80GB"), Workload(seq_len=4096, global_batch_size=1))
+    assert max(counts) == 64
+    assert min(counts) == 16
+
+
+def test_mixed_groups_grow_in_proportion() -> None:
+    a, b = ClusterSpec.parse("2x8xA100-SXM-40GB"), ClusterSpec.parse("4x8xA100-SXM-80GB")
+    mixed = a.replace(groups=(a.groups[0], b.groups[0]), levels=(a.levels[0], a.levels[1].replace(domain_size=48)))
+    assert sizes(mixed, Workload(seq_len=4096, global_batch_size=720))[:2] == [72, 96]
+    larger = grown(mixed, 72)
+    assert larger is not None
+    assert [group.num_nodes for group in larger.groups] == [3, 6]
