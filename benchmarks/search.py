@@ -1,14 +1,18 @@
-"""Search over the full space of an engine: seconds, layouts, gap and memory of `plan`'s two parts, enumeration and search.
+"""The search at the size of its goals: seconds, layouts, gap and memory of `plan`, of its sisters, and how they grow.
 
-    python benchmarks/search.py OUT.json [CASE...]
+    python benchmarks/search.py [--out benchmarks] [--only PREFIX ...] [--no-tests]
 
-Each case runs in a process of its own, so that its peak memory is its own. Wall and CPU seconds are both given: the machine may be
-shared, nothing here starts threads. Cases: the largest goals, and the same model on more and more devices.
+Writes search.json (every figure), search.md (the goals beside them) and, where matplotlib is installed, search.svg (growth). Each
+case runs in a process of its own, so that its peak memory is its own; imports do not count, everything after them does. Wall and
+CPU seconds are both given: the machine may be shared, and nothing here starts threads. With --only, cases whose names
+begin otherwise keep the figures that search.json has.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -16,43 +20,89 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from meshwright.planner.choose import choose
-from meshwright.planner.search import search
-from meshwright.planner.space import build_space
-from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.planner import cheapest, pareto, plan
+from meshwright.schema import ClusterSpec, ModelSpec, Offer, Workload
+from meshwright.schema.units import GIB
 
 TRILLION = "moe-1t"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Case(NamedTuple):
-    """A model, a cluster and a batch."""
+    """What is planned; ``num_blocks`` and ``memory_gib`` stand in for the model's and the device's own."""
 
     model: str
     cluster: str
     global_batch_size: int
     seq_len: int
     engine: str = "megatron"
+    space: str = "full"
+    what: str = "plan"
+    num_blocks: int | None = None
+    memory_gib: float | None = None
 
 
-CASES = {
-    "llama-3.1-70b-64": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192),
-    "llama-3.1-405b-16384": Case("llama-3.1-405b", "16384xH100-SXM-80GB", 2048, 8192),
-    "deepseek-v3-2048": Case("deepseek-v3", "2048xH800-SXM-80GB", 15360, 4096),
-    "moe-1t-100000": Case(TRILLION, "100000xH100-SXM-80GB", 25000, 4096),
-    "moe-1t-98304": Case(TRILLION, "98304xH100-SXM-80GB", 24576, 4096),
+GOALS = {
+    "llama-3.1-405b on 16384": Case("llama-3.1-405b", "16384xH100-SXM-80GB", 2048, 8192),
+    "llama-3.1-405b on 16384 fsdp2": Case("llama-3.1-405b", "16384xH100-SXM-80GB", 2048, 8192, "fsdp2"),
+    "deepseek-v3 on 2048": Case("deepseek-v3", "2048xH800-SXM-80GB", 15360, 4096),
+    "deepseek-v3 on 2048 fsdp2": Case("deepseek-v3", "2048xH800-SXM-80GB", 15360, 4096, "fsdp2"),
+    "1T MoE on 100000": Case(TRILLION, "100000xH100-SXM-80GB", 25000, 4096),
+    "1T MoE on 98304": Case(TRILLION, "98304xH100-SXM-80GB", 24576, 4096),
+    "llama-3.1-70b on 64": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192),
+    "llama-3.1-70b on 64 fsdp2": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192, "fsdp2"),
+    "llama-3.1-70b on 64 what apply runs": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192, "fsdp2", "runnable"),
+    "llama-2-7b on 8": Case("llama-2-7b", "8xA100-SXM-40GB", 64, 8192, "fsdp2", "runnable", memory_gib=36),
+    "llama-2-7b on 8 full space": Case("llama-2-7b", "8xA100-SXM-40GB", 64, 8192, "fsdp2", memory_gib=36),
+    "cheapest of 1 to 64 nodes": Case(
+        "llama-3.1-70b", "64x8xH100-SXM-80GB", 1024, 8192, "fsdp2", "runnable", what="cheapest"
+    ),
+    "pareto of llama-3.1-70b on 64": Case(
+        "llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192, "fsdp2", "runnable", what="pareto"
+    ),
+    "pareto of llama-3.1-70b on 64 megatron": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192, what="pareto"),
+}
+DEVICES = (8, 32, 128, 512, 2048, 8192, 32768, 131072)
+BLOCKS = (16, 32, 64, 128, 256, 512)
+GROWTH = {
     **{
-        f"growth-{devices}": Case("mixtral-8x22b", f"{devices}xH100-SXM-80GB", max(devices, 512), 4096)
-        for devices in (8, 64, 512, 4096, 32768, 131072)
+        f"devices deepseek-v2-lite megatron {n}": Case("deepseek-v2-lite", f"{n}xH100-SXM-80GB", max(n, 512), 4096)
+        for n in DEVICES
     },
+    **{
+        f"devices llama-3.1-8b fsdp2 {n}": Case("llama-3.1-8b", f"{n}xH100-SXM-80GB", max(n, 512), 8192, "fsdp2")
+        for n in DEVICES
+    },
+    **{
+        f"layers llama-3.1-8b megatron {n}": Case("llama-3.1-8b", "512xH100-SXM-80GB", 512, 8192, num_blocks=n)
+        for n in BLOCKS
+    },
+    **{
+        f"layers llama-3.1-8b fsdp2 {n}": Case("llama-3.1-8b", "512xH100-SXM-80GB", 512, 8192, "fsdp2", num_blocks=n)
+        for n in BLOCKS
+    },
+}
+CASES = GOALS | GROWTH
+
+TESTS = {
+    "equality with enumeration": "tests/unit/planner/test_exhaustive.py",
+    "published layer-wise plan": "tests/unit/planner/test_layer_wise_plan.py",
 }
 
 
-def model_of(name: str) -> ModelSpec:
-    """A catalogue model, or a mixture of experts of 1.0e12 parameters: DeepSeek-V3's blocks with 384 experts and 64 heads."""
-    if name != TRILLION:
-        return ModelSpec.named(name)
+def model_of(case: Case) -> ModelSpec:
+    """A catalogue model, perhaps with another number of blocks, or a mixture of experts of 1.0e12 parameters."""
+    model = _trillion() if case.model == TRILLION else ModelSpec.named(case.model)
+    if case.num_blocks is None:
+        return model
+    runs = (run.replace(count=case.num_blocks) if run.layer.kind == "block" else run for run in model.layers)
+    return model.replace(name=f"{model.name}, {case.num_blocks} blocks", layers=tuple(runs))
+
+
+def _trillion() -> ModelSpec:
+    """DeepSeek-V3's blocks with 384 experts and 64 heads."""
     text = ModelSpec.named("deepseek-v3").model_dump(mode="json")
 
     def larger(node: object) -> object:
@@ -67,50 +117,106 @@ def model_of(name: str) -> ModelSpec:
     return ModelSpec.model_validate(larger(text) | {"name": TRILLION})
 
 
-def measure(case: Case) -> dict[str, object]:
-    """Seconds, counts and the certificate of one case."""
-    model, cluster = model_of(case.model), ClusterSpec.parse(case.cluster)
-    workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size, engine=case.engine)
+def cluster_of(case: Case) -> ClusterSpec:
+    """The cluster, with so much of each device's memory for a plan."""
+    cluster = ClusterSpec.parse(case.cluster)
+    if case.memory_gib is None:
+        return cluster
+    return cluster.replace(reserved_bytes=cluster.weakest_device.memory_bytes - int(case.memory_gib * GIB))
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Seconds, memory and the certificate of one case."""
     start, cpu_start = time.perf_counter(), time.process_time()
-    space = build_space(model, workload, cluster, {})
-    enumerated = time.perf_counter()
-    result = search(model, workload, cluster, space, time_limit_s=600, runner_ups=4)
-    ended, cpu_ended = time.perf_counter(), time.process_time()
-    chosen = choose(result, space.batch) if result.fitting else None
-    certificate = result.certificate(chosen) if chosen else None
-    best = result.fitting[0].estimate.step_time_s if result.fitting else None
+    model, cluster = model_of(case), cluster_of(case)
+    workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size, engine=case.engine)
+    options: dict[str, Any] = {"runnable": case.space == "runnable", "time_limit_s": 600}
+    found: dict[str, Any]
+    if case.what == "pareto":
+        points = pareto(model, cluster, workload, **options)
+        gap = max(1 - point.bound_s / point.step_time_s for point in points)
+        found = {"points": len(points), "gap": round(gap, 6), "step_time_s": round(points[0].step_time_s, 4)}
+    elif case.what == "cheapest":
+        best = cheapest(model, (Offer.of(cluster),), workload, **options)
+        assert best.cost is not None
+        cost = best.cost
+        found = {
+            "sizes": len(cost.sizes),
+            "layouts": sum(size.layouts for size in cost.sizes),
+            "status": cost.status,
+            "gap": round(cost.gap, 6),
+            "nodes": cost.num_nodes,
+            "usd_per_billion_tokens": round(cost.usd_per_billion_tokens, 2),
+            "layout": str(best.layout),
+        }
+    else:
+        best = plan(model, cluster, workload, **options)
+        assert best.search is not None
+        found = {
+            "layouts": best.search.evaluated + best.search.pruned,
+            "evaluated": best.search.evaluated,
+            "status": best.search.status,
+            "gap": round(best.search.gap, 6),
+            "step_time_s": round(best.search.objective_s, 4),
+            "layout": str(best.layout),
+        }
     return {
-        **case._asdict(),
-        "parameters": model.num_params,
-        "layouts": len(space.batch),
-        "excluded_by_rules": space.num_excluded,
-        "expanded": result.evaluated,
-        "enumerate_s": round(enumerated - start, 3),
-        "total_s": round(ended - start, 3),
-        "cpu_s": round(cpu_ended - cpu_start, 3),
+        **{name: value for name, value in case._asdict().items() if value is not None},
+        **found,
+        "wall_s": round(time.perf_counter() - start, 3),
+        "cpu_s": round(time.process_time() - cpu_start, 3),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "gap_of_fastest": best and round(1 - result.bound_s / best, 6),
-        "gap_of_choice": certificate and round(certificate.gap, 6),
-        "layout": str(chosen.layout(space.batch)) if chosen else None,
-        "step_time_s": certificate and round(certificate.objective_s, 4),
     }
 
 
+def in_own_process(name: str) -> dict[str, Any]:
+    """`measure` of one case in a new interpreter; its error where it has one."""
+    done = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"}
+    return dict(json.loads(done.stdout))
+
+
+def run_tests(path: str) -> dict[str, Any]:
+    """Outcome and seconds of one test file."""
+    command = [sys.executable, "-m", "pytest", "-q", path]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    wall_s = round(time.perf_counter() - start, 1)
+    return {"command": " ".join(["pytest", *command[3:]]), "result": lines[-1] if lines else "", "wall_s": wall_s}
+
+
 def main() -> None:
-    """Run every case in its own process and write the table."""
-    if sys.argv[1] == "--one":
-        sys.stdout.write(json.dumps(measure(CASES[sys.argv[2]])))
+    """Run the cases and write the files."""
+    parser = argparse.ArgumentParser(description="Time the search at the size of its goals.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--only", nargs="+", default=[""])
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        sys.stdout.write(json.dumps(measure(CASES[arguments.one])))
         return
-    out = Path(sys.argv[1])
-    rows = {}
-    for name in sys.argv[2:] or CASES:
-        command = [sys.executable, __file__, "--one", name]
-        rows[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    from search_report import write_report
+
+    path = arguments.out / "search.json"
+    before: dict[str, Any] = json.loads(path.read_text()) if any(arguments.only) and path.exists() else {}
+    rows: dict[str, Any] = {name: row for name, row in before.get("cases", {}).items() if name in CASES}
+    for name in (name for name in CASES if name.startswith(tuple(arguments.only))):
+        rows[name] = in_own_process(name)
         sys.stderr.write(f"{name}: {json.dumps(rows[name])}\n")
-    machine = {"processor": platform.processor() or platform.machine(), "numpy": version("numpy")}
-    out.write_text(
-        json.dumps({"command": "python benchmarks/search.py " + out.name, **machine, "cases": rows}, indent=2) + "\n"
-    )
+    tests = before.get("tests", {}) if arguments.no_tests else {name: run_tests(path) for name, path in TESTS.items()}
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+    }
+    ordered = {name: rows[name] for name in CASES if name in rows}
+    result = {"command": "python benchmarks/search.py", **machine, "cases": ordered, "tests": tests}
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    write_report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ communication (tensor_parallel.py, context.py, experts.py, data_parallel.py), pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, MTPHead
@@ -73,6 +75,17 @@ class LayerCost:
     expert_params: FloatArray
     activation_bytes: FloatArray
     working_bytes: FloatArray
+
+    @classmethod
+    def concatenate(cls, costs: Sequence[LayerCost]) -> LayerCost:
+        """The layouts of several after one another."""
+        return cls(
+            **{field.name: np.concatenate([getattr(cost, field.name) for cost in costs]) for field in fields(cls)}
+        )
+
+    def masked(self, keep: NDArray[np.bool_]) -> LayerCost:
+        """Nothing where not ``keep`` [N]."""
+        return LayerCost(**{field.name: np.where(keep, getattr(self, field.name), 0.0) for field in fields(self)})
 
     def at(self, rows: IntArray) -> LayerCost:
         """The same under some of the layouts."""

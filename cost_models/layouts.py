@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import Layout
-from ..schema.layout import NUMBERS, SCHEDULES, LayoutRecompute, Offload, Recompute
+from ..schema.layout import NUMBERS, SCHEDULES, LayoutRecompute, Offload, Recompute, Vocabulary
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -20,6 +20,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 MIXED = len(RECOMPUTES)
 """Of a layout whose blocks each recompute what is best for them: costed under every one of RECOMPUTES (option_costs.py)."""
 LAYOUT_RECOMPUTES: tuple[LayoutRecompute, ...] = (*RECOMPUTES, "mixed")
+VOCABULARIES: tuple[Vocabulary, ...] = ("ends", "split")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 _FRACTIONS = ("recompute_fraction", "offload_fraction", "offload_activations")
 
@@ -34,6 +35,7 @@ def not_searched(size: int) -> dict[str, Any]:
         "offload_fraction": one,
         "offload_activations": np.zeros(size),
         "offload_to_storage": zero,
+        "vocabulary": zero,
     }
 
 
@@ -92,6 +94,7 @@ class LayoutBatch:
     offload_fraction: FloatArray
     offload_activations: FloatArray
     offload_to_storage: IntArray
+    vocabulary: IntArray
 
     @property
     def dp(self) -> IntArray:
@@ -200,14 +203,14 @@ class LayoutBatch:
     def _inside_columns(self) -> list[NDArray[Any]]:
         names = ("tp", "cp", "cp_ulysses", "micro_batch_size", "sequence_parallel")
         offload = ("offload", "offload_fraction", "offload_activations", "offload_to_storage")
-        return [*(getattr(self, name) for name in names + offload), self.pp > 1, self.dp > 1]
+        return [*(getattr(self, name) for name in names + offload), self.vocabulary, self.pp > 1, self.dp > 1]
 
     @cached_property
     def across_data(self) -> Distinct:
         """Rows that differ in what the data-parallel collectives of one layer depend on."""
         names = ("tp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard")
         offload = ("offload", "offload_to_storage")
-        return distinct_rows([*(getattr(self, name) for name in names + offload), self.pp > 1])
+        return distinct_rows([*(getattr(self, name) for name in names + offload), self.vocabulary, self.pp > 1])
 
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
@@ -220,6 +223,7 @@ class LayoutBatch:
             "schedule": [SCHEDULES.index(layout.schedule) for layout in layouts],
             "offload": [OFFLOADS.index(layout.offload) for layout in layouts],
             "offload_to_storage": [int(layout.offload_to == "storage") for layout in layouts],
+            "vocabulary": [VOCABULARIES.index(layout.vocabulary) for layout in layouts],
         }
         arrays: dict[str, Any] = {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
         fractions: dict[str, Any] = {
@@ -251,6 +255,7 @@ class LayoutBatch:
             offload_fraction=float(self.offload_fraction[idx]),
             offload_activations=float(self.offload_activations[idx]),
             offload_to="storage" if self.offload_to_storage[idx] else "host",
+            vocabulary=VOCABULARIES[self.vocabulary[idx]],
         )
 
     def degrees(self, idx: int) -> tuple[int, ...]:

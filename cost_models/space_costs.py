@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..schema import ClusterSpec, ModelSpec, Workload
-from ..schema.model import Block, Head
+from ..schema.model import Block, Embedding, Head
 from .coefficients import coefficients, device_rates
 from .collectives import Hops, collective_s, p2p_s
 from .compute import elementwise_update_s
@@ -21,6 +21,15 @@ from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .operators import Layer
 from .overlap import Pair, exposed_s, pair_of
 from .setting import Setting
+from .vocabulary import VocabularyShare, vocabulary_share
+
+
+def _at_ends(kind: Layer, cost: LayerCost, batch: LayoutBatch) -> LayerCost:
+    """Embedding and head as layers of the first and the last stage: nothing of them where they are split over all stages."""
+    if not isinstance(kind, Embedding | Head) or np.all(batch.vocabulary == 0):
+        return cost
+    return cost.masked(batch.vocabulary == 0)
+
 
 _NEWTON_SCHULZ_FLOPS = 25.0
 """FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
@@ -64,7 +73,7 @@ class SpaceCosts:
         inside = []
         for layer in kinds:
             checkpoint()
-            cost = inside_cost(layer, once)
+            cost = _at_ends(layer, inside_cost(layer, once), once.batch)
             inside.append(with_least(cost, len(RECOMPUTES)) if batch.is_mixed else cost)
         return cls(model, workload, cluster, batch, kinds, kind_of_layer, tuple(inside), like)
 
@@ -99,7 +108,57 @@ class SpaceCosts:
             hidden_dim=self.model.hidden_dim, batch=self.batch, workload=self.workload, cluster=self.cluster
         )
         costs = zip(self.kinds, self.inside, strict=True)
-        return tuple(with_data_parallel(cost.at(self.like), kind, setting) for kind, cost in costs)
+        return tuple(
+            _at_ends(kind, with_data_parallel(cost.at(self.like), kind, setting), self.batch) for kind, cost in costs
+        )
+
+    @cached_property
+    def vocabulary(self) -> VocabularyShare | None:
+        """What each stage has of a split vocabulary [N], zero under layouts that have it at the ends; None if all do."""
+        rows = np.flatnonzero(self.batch.vocabulary == 1)
+        if not len(rows):
+            return None
+        setting = Setting(
+            hidden_dim=self.model.hidden_dim,
+            batch=self.batch.select(rows),
+            workload=self.workload,
+            cluster=self.cluster,
+        )
+        embedding = next(kind for kind in self.kinds if isinstance(kind, Embedding))
+        place = np.zeros(len(self.batch), dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        return vocabulary_share(embedding, self.model.head, setting).at(place).masked(self.batch.vocabulary == 1)
+
+    @cached_property
+    def vocabulary_sent_s(self) -> FloatArray:
+        """Exposed communication of a split vocabulary for one micro-batch [N]: what outlasts a stage's own passes."""
+        if self.vocabulary is None:
+            return np.zeros(len(self.batch))
+        beside = self.total("busy_s") / self.batch.pp if self.workload.overlap else 0.0
+        return np.asarray(np.maximum(self.vocabulary.sent_s - beside, 0.0))
+
+    @cached_property
+    def vocabulary_s(self) -> FloatArray:
+        """Seconds that a split vocabulary adds to a step [N], collectives over data apart."""
+        if self.vocabulary is None:
+            return np.zeros(len(self.batch))
+        b = self.batch
+        each = self.vocabulary.total("busy_s") + self.vocabulary_sent_s
+        return np.asarray((b.num_microbatches + (b.pp - 1) / b.num_model_chunks) * each)
+
+    @cached_property
+    def vocabulary_dp_s(self) -> FloatArray:
+        """Exposed collectives over data of each stage's share of the vocabulary, first gather and last reduction included [N]."""
+        if self.vocabulary is None:
+            return np.zeros(len(self.batch))
+        seconds = np.zeros(len(self.batch))
+        for kind in self.kinds:
+            if isinstance(kind, Embedding | Head):
+                cost = self.vocabulary.embedding if isinstance(kind, Embedding) else self.vocabulary.head
+                exposed = self._dp_exposed(kind, cost)
+                alone = self.overlap * self._passes * (cost.gather_s + cost.reduce_s)
+                seconds = seconds + np.maximum(exposed, alone) + cost.levels_s + self._passes_s * cost.num_trained
+        return np.where(self.batch.vocabulary == 1, seconds, 0.0)
 
     @cached_property
     def counts(self) -> IntArray:
@@ -171,10 +230,16 @@ class SpaceCosts:
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
         """Exposed gathering and reduction of one layer over the whole step and the passes that serve them, by kind [K] of [N]."""
-        rate = device_rates(self.cluster, self.workload).update_bytes_per_s
-        passes_s = self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate
         exposed = zip(self._collectives_exposed, self.by_kind, strict=True)
-        return tuple(np.asarray(seconds + cost.levels_s + passes_s * cost.num_trained) for seconds, cost in exposed)
+        return tuple(
+            np.asarray(seconds + cost.levels_s + self._passes_s * cost.num_trained) for seconds, cost in exposed
+        )
+
+    @cached_property
+    def _passes_s(self) -> FloatArray:
+        """Seconds per parameter of the passes over it that all micro-batches make [N]."""
+        rate = device_rates(self.cluster, self.workload).update_bytes_per_s
+        return np.asarray(self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate)
 
     @cached_property
     def _collectives_exposed(self) -> tuple[FloatArray, ...]:
@@ -239,7 +304,8 @@ class SpaceCosts:
         share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_gradient_shards
         distance = b.stage_ranks * (b.pp - 1)
         both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.cluster)
-        return np.asarray(edges + np.where(b.pp > 1, both, 0.0))
+        # Under a split vocabulary a stage has the same rows of both, once.
+        return np.asarray(edges + np.where((b.pp > 1) & (b.vocabulary == 0), both, 0.0))
 
     def update_s(
         self, trained: FloatArray | float, expert_params: FloatArray | float, at: int | slice = slice(None)

@@ -27,6 +27,7 @@ from .pipeline import Work, fewest_in_flight, lower_bound_s, pipelined_s
 from .pipeline_replay import Shape, held, in_flight, makespan_s
 from .recompute_bounds import least_step_s
 from .space_costs import SpaceCosts
+from .vocabulary import MORE_IN_FLIGHT
 
 
 def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
@@ -52,7 +53,7 @@ def time_bounds(costs: SpaceCosts) -> FloatArray:
             bound[rows] = time_bounds(costs.select(rows))
         return bound
     updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
-    always = costs.dp_edges_s + _fullest_stage(costs, updates)
+    always = costs.dp_edges_s + _fullest_stage(costs, updates) + _vocabulary_bound_s(costs)
     exposed = OptionCosts.of(costs).least_exposed_by_kind if mixed.any() else costs.dp_exposed_by_kind
     bound = (
         lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), 2 * costs.transfer_s))
@@ -71,6 +72,41 @@ def _with_recompute(costs: SpaceCosts) -> FloatArray:
     return np.asarray(layers + per_second * 2 * costs.transfer_s * costs.batch.pp)
 
 
+def _vocabulary_bound_s(costs: SpaceCosts) -> FloatArray:
+    """What a split vocabulary adds to a step at least [N]: the same on every stage."""
+    if costs.vocabulary is None:
+        return np.zeros(len(costs.batch))
+    update = costs.update_s(costs.vocabulary.total("num_trained"), 0.0)
+    return np.asarray(costs.vocabulary_s + costs.vocabulary_dp_s + update)
+
+
+def _with_vocabulary(
+    costs: SpaceCosts, contents: memory.StageContents, at: int | slice = slice(None)
+) -> memory.StageContents:
+    """Contents of stages that have a share of the vocabulary each, under layouts ``at`` that split it."""
+    share = costs.vocabulary
+    if share is None:
+        return contents
+    is_split = costs.batch.vocabulary[at] == 1
+    largest = np.maximum(share.embedding.num_params, share.head.num_params)[at]
+    return replace(
+        contents,
+        params=contents.params + share.total("num_params")[at],
+        trained=contents.trained + share.total("num_trained")[at],
+        frozen_bytes=contents.frozen_bytes + share.total("frozen_bytes")[at],
+        root_params=np.where(is_split, largest, contents.root_params),
+        working_bytes=np.maximum(contents.working_bytes, share.head.working_bytes[at]) + share.held_bytes[at],
+        logits=np.where(is_split, share.logits[at], contents.logits),
+    )
+
+
+def _more_in_flight(costs: SpaceCosts, in_flight: Any, at: int | slice = slice(None)) -> Any:
+    """Micro-batches in flight where the barrier of a split vocabulary keeps one more."""
+    b = costs.batch
+    more = np.minimum(b.num_microbatches[at], in_flight + MORE_IN_FLIGHT)
+    return np.where(b.vocabulary[at] == 1, more, in_flight)
+
+
 def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArray) -> Work:
     """What the bounds of pipeline.py look at, given what the slowest rank has at least and the transfers of each rank [N]."""
     b = costs.batch
@@ -85,6 +121,10 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
     def extreme(values: Sequence[FloatArray], largest: bool) -> FloatArray:
         return np.asarray((np.max if largest else np.min)(np.stack(values), axis=0))
 
+    def part(values: FloatArray, of: FloatArray) -> FloatArray:
+        # A head that is split over all stages is no layer of the last one.
+        return np.asarray(np.divide(values, of, out=np.zeros_like(of), where=of > 0))
+
     dearest = extreme([busy[k] for k in blocks], True)
     return Work(
         schedule=b.schedule,
@@ -98,9 +138,9 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         transfer_s=transfer_s,
         block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],
         block_forward_share=(extreme([forward[k] for k in blocks], False) / dearest)[costs.like],
-        path_share=extreme([1 - costs.inside[k].weight_s / busy[k] for k in deep], False)[costs.like],
-        forward_share=extreme([forward[k] / busy[k] for k in deep], True)[costs.like],
-        weight_share=extreme([costs.inside[k].weight_s / busy[k] for k in deep], True)[costs.like],
+        path_share=extreme([1 - part(costs.inside[k].weight_s, busy[k]) for k in deep], False)[costs.like],
+        forward_share=extreme([part(forward[k], busy[k]) for k in deep], True)[costs.like],
+        weight_share=extreme([part(costs.inside[k].weight_s, busy[k]) for k in deep], True)[costs.like],
     )
 
 
@@ -124,14 +164,14 @@ def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
 
 def memory_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the bytes of the fullest device [N]."""
-    parts = memory.stage_memory(_balanced_contents(costs), _least_shape(costs.batch), costs.workload, costs.cluster)
+    parts = memory.stage_memory(_balanced_contents(costs), _least_shape(costs), costs.workload, costs.cluster)
     return np.asarray(memory.total_bytes(parts))
 
 
 def _kept_by_all_stages(costs: SpaceCosts) -> FloatArray:
     """Activations of one micro-batch that all stages together may keep at most [N], bytes."""
     cap_bytes = costs.cluster.memory_budget_bytes
-    contents, shape = _balanced_contents(costs), _least_shape(costs.batch)
+    contents, shape = _balanced_contents(costs), _least_shape(costs)
     room = memory.kept_room_bytes(contents, shape, costs.workload, costs.cluster, cap_bytes=cap_bytes)
     return np.asarray(room * costs.batch.pp)
 
@@ -140,7 +180,7 @@ def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
     """The mean of all stages of every layout [N]."""
     b = costs.batch
     params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
-    return memory.StageContents(
+    contents = memory.StageContents(
         params=params,
         trained=trained,
         expert_params=expert_params,
@@ -153,12 +193,14 @@ def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
         logits=np.where(b.pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
     )
+    return _with_vocabulary(costs, contents)
 
 
-def _least_shape(b: LayoutBatch) -> memory.StepShape:
+def _least_shape(costs: SpaceCosts) -> memory.StepShape:
     """Of the stage with the fewest micro-batches in flight."""
+    b = costs.batch
     fewest = fewest_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)
-    return _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1))
+    return _step_shape(b, _more_in_flight(costs, fewest), num_neighbours=np.minimum(b.pp - 1, 1))
 
 
 def _least_activations(costs: SpaceCosts) -> FloatArray:
@@ -190,6 +232,7 @@ def _stage_shape(costs: SpaceCosts, idx: int, stage_idx: IntArray) -> memory.Ste
         flight = memory.in_flight(
             b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx]
         )
+    flight = _more_in_flight(costs, flight, idx)
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     return _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
 
@@ -287,7 +330,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
 
     roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * costs.is_root)])
     head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
-    return memory.StageContents(
+    contents = memory.StageContents(
         params=span("num_params"),
         trained=span("num_trained"),
         expert_params=span("expert_params"),
@@ -300,6 +343,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
     )
+    return _with_vocabulary(costs, contents, idx)
 
 
 def _working_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> FloatArray:
@@ -331,9 +375,13 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
         parts = stage_memory_parts(costs, idx, contents, ranks)
     passes = _pass_seconds(costs, idx, first, last)
     breakdown_s = _time_breakdown(costs, idx, replace(shape, pp=num_ranks), passes, ranks, contents)
+    breakdown_s = _with_vocabulary_s(costs, idx, breakdown_s)
     allocated = memory.total_bytes(parts)
     fullest = int(np.argmax(allocated))
     forward_s, backward_s = (np.bincount(ranks, seconds, num_ranks) for seconds in (passes.forward, passes.backward))
+    if (share := costs.vocabulary) is not None:
+        ahead_s = share.total("forward_s")[idx] + share.total("comm_forward_s")[idx]
+        forward_s, backward_s = forward_s + ahead_s, backward_s + share.total("busy_s")[idx] - ahead_s
     stages = tuple(
         StageEstimate(
             forward_s=float(forward_s[s]),
@@ -424,6 +472,23 @@ def step_s(shape: Shape, passes: Passes, transfer_s: float) -> float:
             raise
         busy = np.bincount(shape.rank_of_stage, forward + backward + weight, shape.pp) + transfer_s
         return float(pipelined_s(busy, shape.num_microbatches, chunks))
+
+
+def _with_vocabulary_s(costs: SpaceCosts, idx: int, parts: TimeBreakdown) -> TimeBreakdown:
+    """The breakdown with what a split vocabulary adds to every stage."""
+    if costs.vocabulary is None:
+        return parts
+    m, share = int(costs.batch.num_microbatches[idx]), costs.vocabulary.at(np.array([idx]))
+    compute = m * float(share.total("forward_s")[0] + share.total("backward_s")[0] + share.total("recompute_s")[0])
+    inside = m * float(share.total("comm_forward_s")[0] + share.total("comm_backward_s")[0])
+    sent = m * float(costs.vocabulary_sent_s[idx])
+    return parts.replace(
+        compute=parts.compute + compute,
+        tp=parts.tp + inside,
+        pp=parts.pp + sent,
+        bubble=parts.bubble + max(0.0, float(costs.vocabulary_s[idx]) - compute - inside - sent),
+        dp=parts.dp + float(costs.vocabulary_dp_s[idx]),
+    )
 
 
 def with_memory(estimate: Estimate, parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> Estimate:

@@ -98,8 +98,9 @@ class Queue:
         rows, bound_s, self._least_bytes = _bounds(costs, deadline)
         order = np.lexsort((rows, bound_s))
         self._order: IntArray = rows[order]
-        self._rank = {int(row): rank for rank, row in enumerate(self._order)}
-        self._heap = [(float(bound), int(row)) for bound, row in zip(bound_s[order], self._order, strict=True)]
+        self._bound_s: FloatArray = bound_s[order]
+        self._next = 0
+        self._again: list[tuple[float, int]] = []
         self._costed: dict[int, tuple[SpaceCosts, int]] = {}
         self._splits: dict[int, Candidate] = {}
         self._evaluated = 0
@@ -109,8 +110,8 @@ class Queue:
         best: Candidate | None = None
         best_s, bound_s = np.inf, np.inf
         again: list[tuple[float, int]] = []
-        while self._heap and (bound_s := self._heap[0][0]) < best_s * (1 - REL_GAP) and not self._deadline.is_over:
-            _, row = heapq.heappop(self._heap)
+        while (bound_s := self._first_s) < best_s * (1 - REL_GAP) and not self._deadline.is_over:
+            row = self._pop()
             if self._least_bytes[row] > cap_bytes or (split := self._split(row, cap_bytes, bound_s)) is None:
                 continue
             again.append((split.bound_s, row))
@@ -118,33 +119,42 @@ class Queue:
                 best, best_s = split, split.estimate.step_time_s
             if on_progress:
                 on_progress(self._evaluated, best_s, bound_s)
-        bound_s = min([bound_s if self._heap else np.inf, best_s, *(bound for bound, _ in again)])
+        bound_s = min([bound_s, best_s, *(bound for bound, _ in again)])
         for entry in again:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(self._again, entry)
         return None if best is None else Fastest(best, float(bound_s))
+
+    @property
+    def _first_s(self) -> float:
+        """The least bound of all that wait: layouts not looked at yet, in order, and those that come again."""
+        waiting = float(self._bound_s[self._next]) if self._next < len(self._order) else np.inf
+        return min(waiting, self._again[0][0]) if self._again else waiting
+
+    def _pop(self) -> int:
+        """Take the layout with the least bound off the queue; a few that follow a new one are costed with it."""
+        if self._again and self._again[0][0] <= self._first_s:
+            return heapq.heappop(self._again)[1]
+        row = int(self._order[self._next])
+        if row not in self._costed:
+            rows = self._order[self._next : self._next + WINDOW]
+            some = self.costs.select(rows)
+            some.by_kind  # noqa: B018 - worked out once, for every cap
+            self._costed |= {int(r): (some, place) for place, r in enumerate(rows)}
+        self._next += 1
+        return row
 
     def _split(self, row: int, cap_bytes: int, bound_s: float) -> Candidate | None:
         """The fastest split of a layout under a cap: the last one where it is still within it."""
         known = self._splits.get(row)
         if known is not None and known.estimate.required_bytes <= cap_bytes:
             return known
-        costs, place = self._costs_of(row)
+        costs, place = self._costed[row]
         split = expand_fitting(costs.with_budget(cap_bytes), place, bound_s=bound_s)
         self._evaluated += 1
         if split is None:
             return None
         self._splits[row] = replace(split, idx=row)
         return self._splits[row]
-
-    def _costs_of(self, row: int) -> tuple[SpaceCosts, int]:
-        """Costs of a few layouts that this one is among, and its place there: those that follow it in the order."""
-        if row not in self._costed:
-            rank = self._rank[row]
-            rows = np.array([r for r in self._order[rank : rank + WINDOW] if int(r) not in self._costed])
-            some = self.costs.select(rows)
-            some.by_kind  # noqa: B018 - worked out once, for every cap
-            self._costed |= {int(r): (some, place) for place, r in enumerate(rows)}
-        return self._costed[row]
 
 
 def _bounds(costs: SpaceCosts, deadline: Deadline) -> tuple[IntArray, FloatArray, FloatArray]:

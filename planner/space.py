@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, VOCABULARIES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES
 from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
@@ -126,6 +126,7 @@ def _all_facts(
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
         fused_attention=workload.attention == "flash",
+        vocabulary_is_split=int(fixed.get("vocabulary") == "split"),
         **model_facts(model),
     )
 
@@ -135,7 +136,12 @@ def _with_recompute(c: Columns, fixed: Mapping[str, Any]) -> Columns:
     if "recompute" in fixed:
         return _cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
     plain = np.isin(c["schedule"], [SCHEDULES.index(name) for name in ("1f1b", "gpipe")])
-    mixed = plain & (c["num_model_chunks"] == 1) & ("recompute_fraction" not in fixed)
+    mixed = (
+        plain
+        & (c["num_model_chunks"] == 1)
+        & ("recompute_fraction" not in fixed)
+        & (fixed.get("vocabulary", "ends") == "ends")
+    )
     return _cross(c, "recompute", list(range(MIXED + 1)), lambda c: _takes(c["recompute"], np.repeat(mixed, MIXED + 1)))
 
 
@@ -149,6 +155,8 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {name: fixed[name] for name in columns if name in fixed}
     if "offload" in given:
         given["offload"] = OFFLOADS.index(given["offload"])
+    if "vocabulary" in given:
+        given["vocabulary"] = VOCABULARIES.index(given["vocabulary"])
     given |= {"offload_to_storage": int(fixed.get("offload_to") == "storage")}
     return columns | {name: np.full_like(columns[name], value) for name, value in given.items()}
 

@@ -14,6 +14,7 @@ from .errors import ConfigError
 Recompute = Literal["none", "selective", "full"]
 LayoutRecompute = Literal["none", "selective", "full", "mixed"]
 Offload = Literal["none", "optimizer", "parameters"]
+Vocabulary = Literal["ends", "split"]
 Schedule = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "synthesised"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -42,6 +43,7 @@ class Layout(Frozen):
         gradient_shard, optimizer_shard: data-parallel ranks (context ranks come on top, as for dp_shard) over which gradients and
             optimizer states are sharded where those are more than dp_shard has: each a multiple of the narrower one, and beside
             whole parameters (zero_stage 2) the optimizer states alone. 1: as the narrower one.
+        vocabulary: where embedding and head are: on the first and the last stage, or each split over all stages.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
         recompute: activations recomputed in the backward pass: none; selective keeps the outputs of matrix products and
             of attention; full keeps the input of each block; mixed: each block as the stages of the plan say.
@@ -67,6 +69,7 @@ class Layout(Frozen):
     zero_stage: Literal[0, 1, 2, 3] = Field(default_factory=_default_zero_stage)
     gradient_shard: Count = 1
     optimizer_shard: Count = 1
+    vocabulary: Vocabulary = "ends"
     sequence_parallel: bool = Field(default_factory=lambda data: data.get("tp", 1) > 1)
     recompute: LayoutRecompute = "none"
     recompute_fraction: float = Field(default=1.0, gt=0, le=1)
@@ -158,6 +161,8 @@ class Layout(Frozen):
         wider = ("gradient_shard", "optimizer_shard")
         parts += [f"{name}={getattr(self, name)}" for name in wider if getattr(self, name) > 1]
         part = f"x{self.recompute_fraction:g}" if self.recompute_fraction < 1 else ""
+        if self.vocabulary != "ends":
+            parts.append(f"vocabulary={self.vocabulary}")
         parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}{part}"]
         if self.offload != "none":
             parts.append(
@@ -219,7 +224,7 @@ def format_assignments(fields: Mapping[str, Any]) -> str:
 
 
 def _parse_value(name: str, value: str) -> Any:
-    if name in ("schedule", "recompute", "offload", "offload_to") or name not in Layout.model_fields:
+    if name in ("schedule", "recompute", "offload", "offload_to", "vocabulary") or name not in Layout.model_fields:
         return value
     if name == "sequence_parallel":
         if value not in ("true", "false"):

@@ -54,6 +54,8 @@ class Facts:
     expert_counts: tuple[int, ...] = ()
     expert_ffn_dims: tuple[int, ...] = ()
     fused_attention: bool = True
+    vocabulary_is_split: IntLike = 0
+    predicts_further_tokens: bool = False
     latent_attention: bool = False
 
     @property
@@ -225,6 +227,17 @@ ENGINE_RULES: tuple[Rule, ...] = (
     ),
     *_EXCHANGE_RULES,
     Rule(
+        "vocabulary_over_stages",
+        lambda f: (
+            ~_as_array(f.vocabulary_is_split)
+            | (_runs(f, "1f1b") & (f.pp > 1) & (f.num_model_chunks == 1) & (not f.predicts_further_tokens))
+        ),
+        lambda f: (
+            f"vocabulary=split with pp {f.pp}, num_model_chunks {f.num_model_chunks}, {SCHEDULES[f.schedule]}: known for 1f1b over "
+            "several stages of one chunk, without heads for further tokens"
+        ),
+    ),
+    Rule(
         "nested_shards",
         _shards_are_nested,
         lambda f: (
@@ -285,7 +298,17 @@ ENGINE_RULES: tuple[Rule, ...] = (
 )
 """What any engine needs."""
 
+_VOCABULARY_AT_ENDS = Rule(
+    "vocabulary_at_ends",
+    lambda f: ~_as_array(f.vocabulary_is_split),
+    lambda f: (
+        "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
+        "predicted only"
+    ),
+)
+
 FSDP2_RULES: tuple[Rule, ...] = (
+    _VOCABULARY_AT_ENDS,
     Rule(
         "tp_in_scaleup_domain",
         lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
@@ -365,6 +388,7 @@ _ONE_F_ONE_B = Rule(
 )
 
 MEGATRON_RULES: tuple[Rule, ...] = (
+    _VOCABULARY_AT_ENDS,
     Rule(
         "megatron_zero_stage",
         lambda f: f.zero_stage <= 1,
@@ -383,6 +407,7 @@ cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_paral
 """
 
 DEEPSPEED_RULES: tuple[Rule, ...] = (
+    _VOCABULARY_AT_ENDS,
     Rule(
         "deepspeed_zero_under_pipeline",
         lambda f: (f.pp == 1) | (f.zero_stage <= 1),
@@ -484,6 +509,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
         "expert_counts": tuple(sorted({moe.num_experts for moe in routed})),
         "expert_ffn_dims": tuple(sorted({moe.ffn_dim for moe in routed})),
         "vocab_size": model.vocab_size,
+        "predicts_further_tokens": any(run.layer.kind == "mtp" for run in model.layers),
         "latent_attention": any(isinstance(block.attention, LatentAttention) for block in blocks),
     }
 
@@ -503,6 +529,7 @@ def layout_facts(
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
         fused_attention=workload.attention == "flash",
+        vocabulary_is_split=int(layout.vocabulary == "split"),
         **model_facts(model),
     )
 

@@ -174,6 +174,7 @@ def _neighbours(layout: Layout) -> list[Layout]:
         {"pp": 3 - min(layout.pp, 2)},
         {"zero_stage": 3, "gradient_shard": layout.dp, "optimizer_shard": layout.dp},
         {"zero_stage": 3, "optimizer_shard": layout.dp},
+        {"vocabulary": "split"},
         {"cp_ulysses": layout.cp if layout.cp_ulysses == 1 else 1},
     ]
     neighbours = []
