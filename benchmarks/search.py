@@ -203,20 +203,29 @@ def main() -> None:
     path = arguments.out / "search.json"
     before: dict[str, Any] = json.loads(path.read_text()) if any(arguments.only) and path.exists() else {}
     rows: dict[str, Any] = {name: row for name, row in before.get("cases", {}).items() if name in CASES}
+    tests: dict[str, Any] = before.get("tests", {})
     for name in (name for name in CASES if name.startswith(tuple(arguments.only))):
         rows[name] = in_own_process(name)
         sys.stderr.write(f"{name}: {json.dumps(rows[name])}\n")
-    tests = before.get("tests", {}) if arguments.no_tests else {name: run_tests(path) for name, path in TESTS.items()}
-    machine = {
+        save(path, rows, tests)  # what was measured stays, whatever ends the run
+    if not arguments.no_tests:
+        tests = {name: run_tests(path) for name, path in TESTS.items()}
+    write_report(save(path, rows, tests), arguments.out)
+
+
+def save(path: Path, rows: dict[str, Any], tests: dict[str, Any]) -> dict[str, Any]:
+    """Write search.json."""
+    result = {
+        "command": "python benchmarks/search.py",
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "numpy": version("numpy"),
+        "cases": {name: rows[name] for name in CASES if name in rows},
+        "tests": tests,
     }
-    ordered = {name: rows[name] for name in CASES if name in rows}
-    result = {"command": "python benchmarks/search.py", **machine, "cases": ordered, "tests": tests}
     path.write_text(json.dumps(result, indent=2) + "\n")
-    write_report(result, arguments.out)
+    return result
 
 
 if __name__ == "__main__":

@@ -83,8 +83,7 @@ def _add_stages(table: Table, stages: Sequence[StageHeadroom], budget_bytes: int
             f"  stage {stage.stage_idx}",
             format_bytes(stage.required_bytes),
             format_bytes(stage.free_bytes),
-            f"{bar(stage.required_bytes / budget_bytes)} largest: {stage.largest} {format_bytes(stage.largest_bytes)}; "
-            f"{format_seconds(stage.busy_s)} a micro-batch",
+            f"most: {stage.largest} {format_bytes(stage.largest_bytes)}; {format_seconds(stage.busy_s)} a micro-batch",
         )
     if len(tightest) < len(stages):
         table.add_row("  ...", "", "", f"{len(stages) - len(tightest)} more with more head-room")

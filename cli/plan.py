@@ -71,6 +71,13 @@ def plan(
             help="Also find every layout (for cost: every size) that no other beats in both time and memory (money).",
         ),
     ] = False,
+    expert_load: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measured tokens of each expert (docs/experts.md): decide ep and places.",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
@@ -85,7 +92,8 @@ def plan(
         from ..planner import pareto as pareto_front
         from ..planner import plan as make_plan
         from ..planner.deadline import Deadline
-        from ..schema import Offer
+        from ..planner.expert_files import read_loads
+        from ..schema import ConfigError, Offer
         from ..schema.layout import parse_assignments
         from .cost_inputs import common_cluster, read_offers, require_cost
         from .cost_tables import cost_table, pareto_table
@@ -109,6 +117,9 @@ def plan(
             engine=engine,
             calibrate=calibrate,
         )
+        loads = None if expert_load is None else read_loads([expert_load])
+        if is_cost and loads is not None:
+            raise ConfigError("--expert-load is for one cluster, not for --objective cost")
         deadline = Deadline(time_limit_s)
         with search_progress(quiet=json) as on_progress, stopping_on_interrupt(deadline):
             runnable = None if space is None else space == "runnable"
@@ -132,9 +143,9 @@ def plan(
                     **common,
                 )
             else:
-                found = make_plan(*inputs, top=top, **common)
+                found = make_plan(*inputs, top=top, expert_load=loads, **common)
             if pareto and not is_cost:
-                found = found.replace(pareto=pareto_front(*inputs, **common))
+                found = found.replace(pareto=pareto_front(*inputs[:2], found.workload, **common))
         found.save(out)
         if json:
             typer.echo(found.model_dump_json(indent=2))

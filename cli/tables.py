@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..cost_models.pipeline_simulation import placement
+from ..schema.rules import V_SCHEDULES
 from ..schema.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ def _add_time(table: Table, estimate: Estimate) -> None:
 
 def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
     table.add_section()
-    total, reserved = cluster.weakest_device.memory_bytes, cluster.reserved_bytes
+    total, reserved = estimate.budget_bytes + cluster.reserved_bytes, cluster.reserved_bytes
     verdict = "[green]fits" if estimate.fits else "[red]does not fit"
     budget = (
         f"{verdict}[/]: needs up to {format_bytes(estimate.required_bytes)} of {format_bytes(estimate.budget_bytes)}"
@@ -139,24 +141,27 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
 
 
 def _add_stages(table: Table, plan: Plan) -> None:
-    """One row a stage; with model chunks the time of a chunk and the memory of its rank."""
+    """One row a stage; with model chunks the mean time of its rank's and the memory of its rank."""
     stages, model, ranks = plan.stages, plan.model, plan.estimate.stages
     if len(stages) == 1:
         return
     table.add_section()
     table.add_row("[bold]stages", "per micro-batch", "memory", "layers")
+    layout = plan.layout
+    style: Literal["loop", "wave"] = "wave" if layout.schedule in V_SCHEDULES else "loop"
+    rank_of_stage = placement(layout.pp, layout.num_model_chunks, style)
     for s, stage in enumerate(stages):
         if len(stages) > MAX_STAGE_ROWS and MAX_STAGE_ROWS // 2 <= s < len(stages) - MAX_STAGE_ROWS // 2:
             if s == MAX_STAGE_ROWS // 2:
                 table.add_row("  ...", "", "", f"{len(stages) - MAX_STAGE_ROWS} more, all in plan.json")
             continue
-        cost = ranks[s % len(ranks)]
+        cost, on_rank = ranks[rank_of_stage[s]], f" on rank {rank_of_stage[s]}" if layout.num_model_chunks > 1 else ""
         memory = format_bytes(cost.memory_bytes.total)
         table.add_row(
-            f"  stage {s}",
+            f"  stage {s}{on_rank}",
             format_seconds((cost.forward_s + cost.backward_s) / plan.layout.num_model_chunks),
             memory,
-            _stage_layers(stage, model),
+            _stage_layers(stage, model) + (f" on {cost.device}" if cost.device else ""),
         )
 
 

@@ -98,7 +98,8 @@ def p2p_s(size_bytes: FloatArray, hops: Hops, cluster: ClusterSpec) -> FloatArra
         link = level.link
         line = _per_device(level, cluster) * link.efficiency.p2p
         measured = line if rate is None else np.where(np.isfinite(rate), rate * _calibrated(level, cluster), line)
-        seconds = np.where(distance < level.domain_size, link.latency_s + size_bytes / measured, seconds)
+        spans = (distance < level.domain_size) | (level is cluster.levels[-1])
+        seconds = np.where(spans, link.latency_s + size_bytes / measured, seconds)
     return seconds
 
 

@@ -8,7 +8,9 @@ micro-batch's tokens for itself (sequence parallelism), so that with an even rou
 however many ranks share the experts: more ep brings more tokens and fewer experts. Tokens travel by all-to-all over ep (dispatch
 and combine, forward, and the same backward), each of its top_k copies by itself, and are gathered and reduced over expert_tp.
 Experts that follow tp (ep = 1, expert_tp = tp) have no such traffic: their tokens are gathered like those of a dense feed-forward
-part. No imbalance of the router is assumed. Source: MoE Parallel Folding (arXiv:2504.14960), Megatron's all-to-all dispatcher.
+part. The slowest rank decides: where loads of the experts were measured (Workload.expert_imbalance), rows and bytes are those of
+the rank with most; else the router is taken as even.
+Source: MoE Parallel Folding (arXiv:2504.14960), Megatron's all-to-all dispatcher.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..schema import Workload
 from ..schema.model import Block, MoE, MTPHead
 from .collectives import collective_s
 from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
@@ -35,9 +38,17 @@ def sharded_params(params: Any, expert_params: Any, num_shards: Any, expert_shar
     return params / num_shards + expert_params * (1 / expert_shards - 1 / num_shards)
 
 
-def token_share(batch: LayoutBatch) -> FloatArray:
-    """Routed rows of a rank over those of its tensor-parallel group's tokens, ``expert_tp / tp`` [N]."""
-    return np.asarray(batch.expert_tp / batch.tp)
+def token_share(batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """Routed rows of the rank with most over those of its tensor-parallel group's tokens, ``imbalance expert_tp / tp`` [N]."""
+    return np.asarray(imbalance(batch, workload) * batch.expert_tp / batch.tp)
+
+
+def imbalance(batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """Rows of the rank with most over the average [N]; 1 without measured loads, and where every rank has all experts."""
+    ratio = np.ones(len(batch))
+    for ep, measured in workload.expert_imbalance:
+        ratio[batch.ep == ep] = measured
+    return ratio
 
 
 def expert_params(layer: Layer, hidden_dim: int, batch: LayoutBatch) -> FloatArray:
@@ -61,6 +72,7 @@ def dispatch_s(layer: Layer, setting: Setting) -> FloatArray:
     if moe is None:
         return np.zeros(len(batch))
     token_bytes = setting.tokens / batch.tp * setting.hidden_dim * float(setting.workload.compute_bytes)
+    token_bytes = token_bytes * imbalance(batch, setting.workload)
     there_and_back = 2 * _exchange_s(token_bytes, moe, setting)
     gathered, stride = moe.top_k * token_bytes * batch.expert_tp, np.ones_like(batch.tp)
     gather = collective_s("all_gather", gathered, batch.expert_tp, stride, cluster)

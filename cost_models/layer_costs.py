@@ -227,7 +227,7 @@ def _operator_times(operators: tuple[Operator, ...], setting: Setting) -> list[O
     rows, like = setting.batch.operators
     setting = setting.select(rows)
     batch, rates = setting.batch, device_rates(setting.cluster, setting.workload)
-    routed_tokens = setting.tokens * token_share(batch)
+    routed_tokens = setting.tokens * token_share(batch, setting.workload)
     of = partial(operator_time, rates=rates, compute_bytes=setting.workload.compute_bytes)
     times = [
         of(op, routed_tokens, batch.expert_tp, batch.sequence_parallel, ep=batch.ep)

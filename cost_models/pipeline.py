@@ -15,6 +15,7 @@ Bounds, for W seconds of work a micro-batch, of which some rank has M or more, o
                   For m <= pp: W + (m - 1) M / 2, and for m = pp the mean of two such paths, 2 pp W / (pp + 1)
     zb-h1         the same with what the drain defers: (a + (m - a - w - (pp - 1) max(f, w)) / pp) W, a the least share of forward
                   and input gradients in the work of a layer, f and w the largest of forward and of weight gradients
+    in chunks     one of the ranks with c >= ceil(n / pp) of n blocks stands behind (pp - 1 - pp c + n) others, which make it wait
     others        m t_r and what rank r waits for first: the forward passes of the ranks before it, and behind its last pass their
                   backward ones where backward is not split. The ranks' bounds, weighted so that every block counts alike
 """
@@ -44,6 +45,7 @@ class Work:
     Attributes:
         total_s: all layers; ``blocks_s`` and ``deep_s`` those of the blocks and of all but the embedding.
         slowest_s: of the rank with the most work at least.
+        num_blocks: of the model; ``block_s`` and ``block_forward_s`` the least work and forward pass of one.
         transfer_s: of a rank both ways, over all its chunks.
         block_share: cheapest over dearest block; ``block_forward_share`` cheapest forward pass over dearest block.
         path_share: forward and input gradients, the least of any layer in ``deep_s``.
@@ -58,6 +60,9 @@ class Work:
     blocks_s: Array
     deep_s: Array
     slowest_s: Array
+    num_blocks: Array
+    block_s: Array
+    block_forward_s: Array
     transfer_s: Array
     block_share: Array
     block_forward_share: Array
@@ -76,7 +81,8 @@ def lower_bound_s(work: Work) -> Array:
     whole = work.total_s + pp * work.transfer_s
     slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
     single = v == 1
-    bound = np.maximum(m * slowest, np.where(work.runs("synthesised"), 0.0, _in_turn(work)))
+    bound = np.where(work.runs("synthesised"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
+    bound = np.maximum(m * slowest, bound)
     bound = np.where(single & work.runs("gpipe"), whole + (m - 1) * slowest, bound)
     few = np.maximum(whole + (m - 1) / 2 * slowest, np.where(m == pp, 2 * pp / (pp + 1) * whole, 0.0))
     one_f_one_b = np.where(m > pp, 2 * whole + (m - pp - 1) * slowest, np.maximum(few, m * slowest))
@@ -97,6 +103,20 @@ def _in_turn(work: Work) -> Array:
         first = np.where(growth > 0, growth / np.expm1(pp * np.log1p(growth)), 1 / pp)
     others = work.total_s - work.blocks_s
     return (m * first + share * (1 - first)) * work.blocks_s + m * (first * others + work.transfer_s)
+
+
+def _behind_others(work: Work) -> Array:
+    """With whole blocks: T >= m c t and the wait of a rank with the most of them, c.
+
+    If c is the most blocks of a rank, all ranks together have pp c - n fewer than that, so that of the ranks with c one has at
+    least pp - 1 - (pp c - n) before it, whose first chunks have ((that number) c - (pp c - n)) / v blocks or more.
+    """
+    m, pp = work.num_microbatches, work.pp
+    most = -(-work.num_blocks // pp)
+    lacking = pp * most - work.num_blocks
+    pass_s = np.where(work.runs("gpipe", "1f1b"), work.block_s, work.block_forward_s)
+    waits_s = np.maximum((pp - 1 - lacking) * most - lacking, 0) / work.num_model_chunks * pass_s
+    return m * (most * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
 
 
 def _deferred(work: Work) -> Array:

@@ -64,7 +64,7 @@ def _saved(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels, wo
 def _saved_bytes(saved: Saved, batch: LayoutBatch, workload: Workload) -> FloatArray:
     tokens = batch.tokens(workload.seq_len)
     along_sequence = np.where(batch.sequence_parallel == 1, batch.tp, 1)
-    whole = saved.whole + saved.routed * token_share(batch)
+    whole = saved.whole + saved.routed * token_share(batch, workload)
     elements = whole + saved.tp / batch.tp + saved.tokens / along_sequence
     fp32 = saved.tp_fp32 / batch.tp + saved.fp32 / along_sequence
     return np.asarray(tokens * (workload.compute_bytes * elements + 4 * fp32), dtype=np.float64)

@@ -42,6 +42,9 @@ class SpaceCosts:
     Many layouts share what happens inside a layer: ``inside`` [K] has it once for each distinct case, without collectives over
     data, and ``like`` [N] says which case a layout is. Where layouts are mixed, the cases stand once for each of RECOMPUTES and
     then once with the least of them in everything; `by_option` has them as if all blocks did the same.
+
+    Of a mixed cluster these are the costs of ranks that are all as the weakest; ``parts`` has those on each of its parts, whose
+    ``stage_links`` join stages.
     """
 
     model: ModelSpec
@@ -54,6 +57,8 @@ class SpaceCosts:
     like: IntArray
     option_of_layer: IntArray | None = None
     working_of_option: FloatArray | None = None
+    parts: tuple[SpaceCosts, ...] = ()
+    links_of_whole: ClusterSpec | None = None
 
     @classmethod
     def of(
@@ -75,16 +80,24 @@ class SpaceCosts:
             checkpoint()
             cost = _at_ends(layer, inside_cost(layer, once), once.batch)
             inside.append(with_least(cost, len(RECOMPUTES)) if batch.is_mixed else cost)
-        return cls(model, workload, cluster, batch, kinds, kind_of_layer, tuple(inside), like)
+        whole = cls(model, workload, cluster, batch, kinds, kind_of_layer, tuple(inside), like)
+        parts = (cls.of(model, workload, part.cluster, batch, checkpoint=checkpoint) for part in cluster.parts)
+        return replace(whole, parts=tuple(replace(part, links_of_whole=cluster) for part in parts))
+
+    @property
+    def stage_links(self) -> ClusterSpec:
+        """The links between stages: those of the whole cluster."""
+        return self.links_of_whole or self.cluster
 
     def select(self, rows: IntArray) -> SpaceCosts:
         """The same for some of the layouts."""
-        return replace(self, batch=self.batch.select(rows), like=self.like[rows])
+        parts = tuple(part.select(rows) for part in self.parts)
+        return replace(self, batch=self.batch.select(rows), like=self.like[rows], parts=parts)
 
     def with_budget(self, budget_bytes: int) -> SpaceCosts:
-        """The same where a plan may use only so much of each device: nothing but what fits differs."""
+        """The same where a plan may use only so much of each device, all as the weakest: nothing but what fits differs."""
         reserved = self.cluster.memory_budget_bytes + self.cluster.reserved_bytes - budget_bytes
-        other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved))
+        other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved), parts=())
         worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
         if "by_option" in worked_out:
             worked_out["by_option"] = tuple(costs.with_budget(budget_bytes) for costs in self.by_option)
@@ -206,9 +219,9 @@ class SpaceCosts:
                 "all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster
             )
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
-        once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), self.cluster) + gathered
-        if self.cluster.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
-            ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), self.cluster) + gathered
+        once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), self.stage_links) + gathered
+        if self.stage_links.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
+            ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), self.stage_links) + gathered
             once = np.where(b.num_model_chunks > 1, ring, once)
         if hides_in_chunks(self.workload):
             chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
@@ -303,7 +316,7 @@ class SpaceCosts:
             return np.asarray(edges)  # frozen copies have no gradients
         share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_gradient_shards
         distance = b.stage_ranks * (b.pp - 1)
-        both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.cluster)
+        both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.stage_links)
         # Under a split vocabulary a stage has the same rows of both, once.
         return np.asarray(edges + np.where((b.pp > 1) & (b.vocabulary == 0), both, 0.0))
 
@@ -339,6 +352,11 @@ class SpaceCosts:
         """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
         blocks = [c.num_trained for kind, c in zip(self.kinds, self.inside, strict=True) if isinstance(kind, Block)]
         return np.asarray(np.max(blocks, axis=0)[self.like])
+
+    @cached_property
+    def head_idx(self) -> int:
+        """Position of the head among the layers."""
+        return next(idx for idx, layer in enumerate(self.model.iter_layers()) if isinstance(layer, Head))
 
     @cached_property
     def root_kinds(self) -> tuple[int, ...]:

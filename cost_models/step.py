@@ -15,7 +15,7 @@ import numpy as np
 from ..schema import ClusterSpec, Estimate, Workload
 from ..schema.errors import ConfigError
 from ..schema.layout import SCHEDULES
-from ..schema.model import Block, Embedding, Head
+from ..schema.model import Block, Embedding
 from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
 from .coefficients import peak_flops_per_s
@@ -125,6 +125,11 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         # A head that is split over all stages is no layer of the last one.
         return np.asarray(np.divide(values, of, out=np.zeros_like(of), where=of > 0))
 
+    def shares(values: Sequence[FloatArray]) -> list[FloatArray]:
+        """Of the work of each kind in ``deep``; a layer that is not there does not count."""
+        return [np.divide(values[k], busy[k], out=np.zeros_like(busy[k]), where=busy[k] > 0) for k in deep]
+
+    weight = [cost.weight_s for cost in costs.inside]
     dearest = extreme([busy[k] for k in blocks], True)
     return Work(
         schedule=b.schedule,
@@ -135,12 +140,15 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         blocks_s=total(blocks),
         deep_s=total(deep),
         slowest_s=slowest_s,
+        num_blocks=costs.model.num_blocks,
+        block_s=extreme([busy[k] for k in blocks], False)[costs.like],
+        block_forward_s=extreme([forward[k] for k in blocks], False)[costs.like],
         transfer_s=transfer_s,
         block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],
         block_forward_share=(extreme([forward[k] for k in blocks], False) / dearest)[costs.like],
-        path_share=extreme([1 - part(costs.inside[k].weight_s, busy[k]) for k in deep], False)[costs.like],
-        forward_share=extreme([part(forward[k], busy[k]) for k in deep], True)[costs.like],
-        weight_share=extreme([part(costs.inside[k].weight_s, busy[k]) for k in deep], True)[costs.like],
+        path_share=1 - extreme(shares(weight), True)[costs.like],
+        forward_share=extreme(shares(forward), True)[costs.like],
+        weight_share=extreme(shares(weight), True)[costs.like],
     )
 
 
@@ -158,8 +166,25 @@ def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArr
 
 
 def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
-    """Seconds [N] of one micro-batch that the slowest stage takes at least, without transfers."""
-    return _fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
+    """Seconds [N] of one micro-batch that the slowest stage takes at least, without transfers.
+
+    Some stage has the mean, or ceil(n / pp) of n blocks of a kind; or the rank with the head has j blocks beside it and another one
+    ceil((n - j) / (pp - 1)), at the j where the larger of both is least.
+    """
+    of_kinds = _fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
+    b, last_block = costs.batch, max(i for i, k in enumerate(costs.kind_of_layer) if isinstance(costs.kinds[k], Block))
+    block = np.min(
+        [c.busy_s for c, kind in zip(costs.inside, costs.kinds, strict=True) if isinstance(kind, Block)], axis=0
+    )
+    behind = np.bincount(costs.kind_of_layer[last_block + 1 :], minlength=len(costs.kinds))
+    head = np.asarray(sum(n * cost.busy_s for n, cost in zip(behind, costs.inside, strict=True)))[costs.like]
+    block, n, others = block[costs.like], costs.model.num_blocks, np.maximum(b.pp - 1, 1)
+    least = np.full(len(b), np.inf)
+    for more in (0, 1):
+        even = np.floor((n - others * head / block) / b.pp) + more
+        beside = np.clip(even, b.num_model_chunks, np.maximum(n - others * b.num_model_chunks, b.num_model_chunks))
+        least = np.minimum(least, np.maximum(beside * block + head, -(-(n - beside) // others) * block))
+    return np.asarray(np.where(b.pp > 1, np.maximum(of_kinds, least), of_kinds))
 
 
 def memory_bounds(costs: SpaceCosts) -> FloatArray:
@@ -329,7 +354,6 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         return np.asarray(prefix[last] - prefix[first])
 
     roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * costs.is_root)])
-    head_idx = next(i for i, layer in enumerate(costs.model.iter_layers()) if isinstance(layer, Head))
     contents = memory.StageContents(
         params=span("num_params"),
         trained=span("num_trained"),
@@ -340,7 +364,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         block_params=costs.block_params[idx],
         activation_bytes=span("activation_bytes"),
         working_bytes=_working_between(costs, idx, first, last),
-        logits=np.where((first <= head_idx) & (head_idx < last), costs.logits[idx], 0.0),
+        logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
     )
     return _with_vocabulary(costs, contents, idx)
@@ -390,7 +414,7 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
         )
         for s in range(num_ranks)
     )
-    return _assemble(costs, breakdown_s, stages, fullest)
+    return assembled(costs, breakdown_s, stages, fullest)
 
 
 class Passes(NamedTuple):
@@ -512,11 +536,12 @@ def _peaks(parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> 
     }
 
 
-def _assemble(
+def assembled(
     costs: SpaceCosts, breakdown_s: TimeBreakdown, stages: tuple[StageEstimate, ...], fullest: int
 ) -> Estimate:
+    """The estimate that follows from the parts of a step and from what each stage holds; memory is that of stage ``fullest``."""
     workload, cluster, model = costs.workload, costs.cluster, costs.model
-    device = cluster.weakest_device
+    peak = sum(group.num_devices * peak_flops_per_s(group.device, workload.precision) for group in cluster.groups)
     time = breakdown_s.total
     tokens_per_s = workload.tokens_per_step / time
     layers = tuple((run.layer, run.count) for run in model.layers)
@@ -527,7 +552,7 @@ def _assemble(
         step_time_interval_s=time_interval(breakdown_s, workload, cluster),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
-        mfu=flops / (peak_flops_per_s(device, workload.precision) * cluster.num_devices),
+        mfu=flops / peak,
         budget_bytes=cluster.memory_budget_bytes,
         **_peaks(stages[fullest].memory_bytes, workload, cluster),
         breakdown_s=breakdown_s,

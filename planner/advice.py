@@ -209,7 +209,8 @@ def _offloads(a: _Advisor) -> Iterator[Change]:
         if any(name in a.request.fixed for name in offload):
             continue
         request = replace(a.request, fixed={**a.request.fixed, **offload}, runnable=False)
-        for change in a.change("offload", f"offload (--fix {format_assignments(offload)})", request):
+        flags = ("--space full " if a.request.runnable else "") + f"--fix {format_assignments(request.fixed)}"
+        for change in a.change("offload", f"offload ({flags})", request):
             if (on_host := _host_bytes(request, change.fit)) is not None:
                 yield replace(change, text=f"{change.text} to {format_bytes(on_host)} of host memory a node")
                 return

@@ -7,6 +7,7 @@ import math
 from ..cost_models.layouts import LAYOUT_RECOMPUTES, LayoutBatch
 from ..schema import Alternative, Estimate, Layout
 from ..schema.plan import TimeBreakdown
+from ..schema.rules import SPLIT_SCHEDULES
 from ..schema.units import format_bytes
 from .search import Candidate, SearchResult
 
@@ -27,7 +28,9 @@ _PART_TITLES = {
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """Order of simplicity: fewer axes, no recompute, a lower ZeRO stage, smaller degrees of the axes that cost the most care."""
+    """Order of simplicity: fewer axes, backward passes in one, no recompute, a lower ZeRO stage, smaller degrees of the axes that
+    cost the most care.
+    """
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
     levels = (layout.gradient_shard, layout.optimizer_shard)
     axes = sum(degree > 1 for degree in (*degrees, *levels, layout.num_model_chunks)) + (
@@ -35,7 +38,8 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     )
     recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
     further = (layout.cp, layout.ep, layout.etp, layout.num_model_chunks)
-    return (axes, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
+    splits = int(layout.schedule in SPLIT_SCHEDULES)
+    return (axes, splits, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
 
 
 def choose(result: SearchResult, batch: LayoutBatch, *, slowest_s: float = math.inf) -> Candidate:

@@ -2,9 +2,9 @@
 
 Ways to split cp into a ring and an exchange (cp_ulysses) keep the same bytes and send the same gradients and stage transfers:
 all that differs is what context parallelism adds to attention. A split is left out where another one of the same tp and cp adds
-no more seconds in either pass and no more dispatches of the host, for every kind of attention and every size of micro-batch: a
-step does not get faster when its layers take longer, because communication that hides beside them saves at most what they take
-(overlap.pair_s).
+no more seconds in either pass and no more dispatches of the host, for every kind of attention and the same micro-batch: with the
+same cut into stages a step does not get faster when its layers take longer, because every start waits for what ends before it and
+communication that hides beside a layer saves at most what that takes (overlap.pair_s).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def exchanges_worth_trying(
     workload: Workload,
     cluster: ClusterSpec,
 ) -> NDArray[np.bool_]:
-    """Whether no other split of the same cp over the same tp is as good in everything [N]; of equal ones the first stays."""
-    keep = np.ones(len(columns["tp"]), dtype=bool)
+    """Whether no other split of the same cp over the same tp is as good in everything [N, sizes]; the first of equal ones is."""
+    keep = np.ones((len(columns["tp"]), len(micro_batch_sizes)), dtype=bool)
     open_rows = np.flatnonzero(columns["cp"] > 1)
     # On devices or nodes that differ, the better split on one of them may be the worse one on another.
     differs = cluster.is_mixed or cluster.bandwidth_matrix is not None
@@ -41,10 +41,10 @@ def exchanges_worth_trying(
     groups = np.unique(np.stack([chosen["tp"], chosen["cp"]]), axis=1, return_inverse=True)[1].reshape(-1)
     for group in range(int(groups.max()) + 1):
         rows = np.flatnonzero(groups == group)
-        no_worse = np.all(added[rows][:, None] <= added[rows][None, :], axis=-1)  # [i, j]: i in place of j
-        equal = no_worse & no_worse.T
+        no_worse = np.all(added[rows][:, None] <= added[rows][None, :], axis=-1)  # [i, j, size]: i in place of j
+        equal = no_worse & no_worse.transpose(1, 0, 2)
         before = np.arange(len(rows))[:, None] < np.arange(len(rows))[None, :]
-        keep[open_rows[rows]] = ~np.any(no_worse & (~equal | before), axis=0)
+        keep[open_rows[rows]] = ~np.any(no_worse & (~equal | before[:, :, None]), axis=0)
     return keep
 
 
@@ -55,7 +55,7 @@ def _added(
     workload: Workload,
     cluster: ClusterSpec,
 ) -> FloatArray:
-    """Seconds forward and backward and dispatches of every split [N, 3 x kinds x sizes]."""
+    """Seconds forward and backward and dispatches of every split [N, sizes, 3 x kinds]."""
     size, repeats = len(columns["tp"]), len(micro_batch_sizes)
     ones = np.ones(size * repeats, dtype=np.int64)
     crossed = {name: np.repeat(column, repeats) for name, column in columns.items()}
@@ -70,4 +70,4 @@ def _added(
         added = context_of_attention(block, setting)
         forward, backward = added.forward_s + added.exposed_forward_s, added.backward_s + added.exposed_backward_s
         parts += [values.reshape(size, repeats) for values in (forward, backward, added.dispatches)]
-    return np.concatenate(parts, axis=1)
+    return np.stack(parts, axis=-1)

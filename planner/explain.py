@@ -19,7 +19,7 @@ from .explanation import Binding, Comparison, Explanation, LinkUse, StageHeadroo
 from .planning import estimate
 from .request import Request
 from .why_not import why_not as answer_why_not
-from .worth import links_of, worth_of
+from .worth import as_placed, links_of, worth_of
 
 LEAST_SHARE = 0.005
 """Parts of the step below this are not named among what binds."""
@@ -110,7 +110,7 @@ def _bindings(plan: Plan, links: Sequence[LinkUse], worth: Sequence[Worth]) -> t
     ]
     for link in links:
         axes = " + ".join(link.axes) or "no axis"
-        text = f"link {link.name} at {link.bandwidth_bytes_per_s / GB:g} GB/s ({axes})"
+        text = f"{link.name} at {link.bandwidth_bytes_per_s / GB:g} GB/s ({axes})"
         bindings.append(Binding(resource="link", seconds=link.seconds, text=text))
     host = (gain for gain in worth if gain.resource == "host")
     bindings += [Binding(resource="host", seconds=max(0.0, g.kept_s), text="dispatch by the host") for g in host]
@@ -120,28 +120,24 @@ def _bindings(plan: Plan, links: Sequence[LinkUse], worth: Sequence[Worth]) -> t
 
 
 def _mfu(plan: Plan) -> str:
-    return f" (MFU of the step {100 * plan.estimate.mfu:.1f} %)"
+    return f" (MFU {100 * plan.estimate.mfu:.1f} %)"
 
 
 def _evenness(plan: Plan) -> str:
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
-    return f" (the slowest of {len(busy)} stages takes {max(busy) * len(busy) / sum(busy):.3f} times the mean)"
+    return f" (slowest stage / mean of {len(busy)}: {max(busy) * len(busy) / sum(busy):.3f})"
 
 
 def _memory_binding(plan: Plan, worth: Sequence[Worth]) -> Binding:
     required = required_of_stages(plan.estimate, plan.workload, plan.cluster)
     fullest = max(range(len(required)), key=required.__getitem__)
     free = plan.estimate.budget_bytes - required[fullest]
-    where = f"memory of stage {fullest}" if len(required) > 1 else "memory"
-    text = f"{where}: {format_bytes(free)} free of {format_bytes(plan.estimate.budget_bytes)}"
+    where = f"stage {fullest} has " if len(required) > 1 else ""
+    text = f"{where}{format_bytes(free)} free of {format_bytes(plan.estimate.budget_bytes)}"
     unlimited = next((gain.best_s for gain in worth if gain.resource == "unlimited_memory"), None)
     if unlimited is None:
         return Binding(resource="memory", seconds=None, text=text + "; not searched whether more of it would help")
-    binds = (
-        "; without a limit a faster layout would fit"
-        if unlimited > 0
-        else "; it does not bind: no layout is faster with more"
-    )
+    binds = "; a faster layout needs more" if unlimited > 0 else "; it does not bind: nothing is faster with more"
     return Binding(resource="memory", seconds=max(0.0, unlimited), text=text + binds)
 
 
@@ -158,7 +154,7 @@ def _runner_ups(plan: Plan) -> Iterable[Comparison]:
 def _notes(plan: Plan, *, in_time: bool) -> tuple[str, ...]:
     notes = []
     try:
-        again_s = estimate(plan.model, plan.cluster, plan.workload, plan.layout).step_time_s
+        again_s = estimate(plan.model, as_placed(plan, plan.cluster), plan.workload, plan.layout).step_time_s
         if abs(again_s / plan.estimate.step_time_s - 1) > SAME_PREDICTION:
             notes.append(
                 f"estimated by itself the layout takes {again_s:.4g} s, in the plan {plan.estimate.step_time_s:.4g} s: its stages "

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
-from ..cost_models.layouts import FloatArray, IntArray
+from ..cost_models.layouts import IntArray
+from ..cost_models.mixed_step import budget_bytes, quick_time_bounds, time_bounds
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import memory_bounds, quick_time_bounds, time_bounds
+from ..cost_models.step import memory_bounds
 
 BLOCK = 1 << 13
 """Layouts bounded together: arrays of this size stay in a core's cache."""
@@ -31,6 +32,7 @@ class Frontier:
         self._rows = np.zeros(0, dtype=np.int64)
         self._bound_s = np.zeros(0)
         self.bound_bytes = np.full(len(costs.batch), np.inf)
+        self._budget_bytes = budget_bytes(costs)
 
     @property
     def bound_s(self) -> float:
@@ -68,7 +70,7 @@ class Frontier:
     def nearest_misses(self, incumbent_s: float, wanted: int) -> list[int]:
         """Of the layouts that would be faster and that memory alone excluded, those that lack the least."""
         faster = np.flatnonzero(
-            np.isfinite(self.bound_bytes) & ~self._may_fit(self.bound_bytes) & (self._quick_s < incumbent_s)
+            np.isfinite(self.bound_bytes) & ~self._may_fit(slice(None)) & (self._quick_s < incumbent_s)
         )
         nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * wanted]
         is_faster = time_bounds(self._costs.select(nearest)) < incumbent_s
@@ -80,7 +82,7 @@ class Frontier:
         self._next += len(rows)
         costs = self._costs.select(rows)
         self.bound_bytes[rows] = memory_bounds(costs)
-        fits = self._may_fit(self.bound_bytes[rows])
+        fits = self._may_fit(rows)
         if not fits.any():
             return
         rows = rows[fits]
@@ -89,7 +91,8 @@ class Frontier:
         order = np.lexsort((rows, bound_s))
         self._rows, self._bound_s = rows[order], bound_s[order]
 
-    def _may_fit(self, allocated: FloatArray) -> NDArray[np.bool_]:
-        cluster = self._costs.cluster
-        least = memory.least_required_bytes(allocated, self._costs.workload, cluster)
-        return np.asarray(least <= cluster.memory_budget_bytes)
+    def _may_fit(self, rows: IntArray | slice) -> NDArray[np.bool_]:
+        """Whether what these layouts require at least is within their budget."""
+        costs = self._costs
+        least = memory.least_required_bytes(self.bound_bytes[rows], costs.workload, costs.cluster)
+        return np.asarray(least <= self._budget_bytes[rows])

@@ -51,7 +51,7 @@ def _groups(cluster: ClusterSpec, num_devices: int) -> tuple[NodeGroup, ...]:
         return (cluster.groups[0].replace(num_nodes=num_devices // per_node, devices_per_node=per_node),)
     common = _common_nodes(cluster)
     times = num_devices * common // cluster.num_devices
-    return tuple(group.replace(num_nodes=group.num_nodes * times // common) for group in cluster.groups)
+    return tuple(group.resized(group.num_nodes * times // common) for group in cluster.groups)
 
 
 def _common_nodes(cluster: ClusterSpec) -> int:

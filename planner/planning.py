@@ -29,6 +29,7 @@ from ..schema.runnable import why_not_runnable
 from ..schema.workload import Precision
 from .choose import alternatives, choose
 from .deadline import Deadline
+from .expert_load import with_experts_placed, with_imbalance
 from .infeasible import explain_infeasible
 from .rank_map import device_of_rank
 from .request import Request, is_runnable
@@ -47,18 +48,21 @@ def plan(
     top: int = 4,
     on_progress: OnProgress | None = None,
     deadline: Deadline | None = None,
+    expert_load: Any = None,
 ) -> Plan:
     """The fastest layout that fits, with a certificate and its runner-ups.
 
     Args:
         model, cluster, workload: what to train, where, and how.
         fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``.
-        runnable: only layouts that `meshwright apply` of this version executes; unset, so it is for models that it trains, and for
-            others the space is all of the engine.
+        runnable: only layouts that `meshwright apply` of this version executes; unset, so it is for models that it trains,
+            and for others the space is all of the engine.
         time_limit_s: stop then with the best found so far and its gap.
         top: runner-ups to report.
         on_progress: called after every expanded layout.
         deadline: stands in for ``time_limit_s`` where somebody may end the search before (`Deadline.stop`).
+        expert_load: tokens of each expert [layers with experts, experts], several workloads in front; what their imbalance
+            costs enters the choice of ep, and the plan says where experts stand.
 
     Raises:
         ConfigError: the input rules out every layout (a degree that does not divide, a precision the device lacks).
@@ -70,6 +74,8 @@ def plan(
         raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
     runnable = is_runnable(model, workload, runnable)
     deadline = deadline or Deadline(time_limit_s)
+    if expert_load is not None:
+        workload = with_imbalance(model, cluster, workload, expert_load)
     space = build_space(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     result = search(
         model,
@@ -83,13 +89,16 @@ def plan(
     )
     if not result.fitting:
         raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
-    return plan_of(result, fixed, runnable=runnable, top=top)
+    found = plan_of(result, fixed, runnable=runnable, top=top)
+    return found if expert_load is None else with_experts_placed(found, expert_load)
 
 
 def plan_of(
     result: SearchResult, fixed: Mapping[str, Any], *, runnable: bool, top: int, slowest_s: float = math.inf
 ) -> Plan:
-    """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and notes."""
+    """The plan that a search found: the simplest of its fastest layouts, none beyond ``slowest_s``, with runner-ups and
+    notes.
+    """
     model, cluster, workload, batch = (
         result.costs.model,
         result.costs.cluster,
@@ -185,7 +194,7 @@ def _notes(
             f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler"
         )
     if cluster.is_mixed:
-        notes.append("mixed devices: every rank is planned as the slowest and smallest of them")
+        notes.append(_note_on_parts(chosen))
     if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:
         load = 100 * cluster.profile.foreign_load_fraction
         notes.append(
@@ -205,6 +214,16 @@ def _notes(
     if lacking and is_ours:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
     return tuple(notes)
+
+
+def _note_on_parts(chosen: Candidate) -> str:
+    """Which stages lie on which nodes of a mixed cluster."""
+    if not chosen.part_of_stage:
+        return "mixed cluster: the stages do not each lie on nodes of one kind; every rank is planned as the slowest and smallest"
+    runs = itertools.groupby(enumerate(chosen.estimate.stages), key=lambda item: item[1].device)
+    parts = [(device, [s for s, _ in stages]) for device, stages in runs]
+    placed = ", ".join(f"{s[0]} to {s[-1]} on {device}" if len(s) > 1 else f"{s[0]} on {device}" for device, s in parts)
+    return f"mixed cluster: stages {placed}; each stage is planned for its own devices and links"
 
 
 def _provenance(

@@ -33,7 +33,9 @@ def best_case(cluster: ClusterSpec, *, tied: bool) -> ClusterSpec:
         return cluster
     away = np.where(np.eye(cluster.num_nodes, dtype=bool), 0.0, links.bandwidth)
     best = np.max(away, axis=1)
-    if tied or sum(level.domain_size > cluster.largest_node for level in cluster.levels) > 1:
+    clusters = (cluster, *(part.cluster for part in cluster.parts))
+    between = max(sum(level.domain_size > own.largest_node for level in own.levels) for own in clusters)
+    if tied or between > 1:
         best = np.full_like(best, best.max())
     return cluster.replace(bandwidth_matrix=_as_tuples(np.minimum(best[:, None], best[None, :])))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,15 +53,21 @@ class Request:
         )
 
     def search(
-        self, deadline: Deadline, *, space: Space | None = None, on_progress: OnProgress | None = None
+        self,
+        deadline: Deadline,
+        *,
+        space: Space | None = None,
+        worse_than_s: float = math.inf,
+        on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Expand the layouts best first; raises like `space`."""
+        """Expand the layouts best first, as far as they may be faster than ``worse_than_s``; raises like `space`."""
         return search(
             self.model,
             self.workload,
             self.cluster,
             space or self.space(deadline),
             time_limit_s=deadline.limit_s,
+            worse_than_s=worse_than_s,
             deadline=deadline,
             on_progress=on_progress,
         )

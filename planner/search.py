@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..cost_models import memory
 from ..cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch
+from ..cost_models.mixed_step import is_aligned
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.pipeline import lower_bound_s
 from ..cost_models.space_costs import SpaceCosts
@@ -30,8 +31,10 @@ from ..cost_models.step import (
 from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import chunk_split, stage_split
+from ..solvers.status import Status
 from .deadline import Deadline
 from .frontier import Frontier
+from .mixed import expand_on_parts, nodes_of
 from .rank_map import best_case, in_order, node_order
 from .space import Space
 from .stage_choice import Layers, Stages, choose_stages
@@ -56,8 +59,9 @@ OnProgress = Callable[[int, float | None, float], None]
 class Candidate:
     """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``.
 
-    ``options`` has an index into RECOMPUTES for each layer. ``nodes`` hold the ranks in this order; empty: as the cluster lists
-    them.
+    ``options`` has an index into RECOMPUTES for each layer.
+    ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
+    its parts each stage lies; empty: every rank is costed as the weakest.
     """
 
     idx: int
@@ -66,6 +70,7 @@ class Candidate:
     bound_s: float
     options: tuple[int, ...]
     nodes: tuple[int, ...] = ()
+    part_of_stage: tuple[int, ...] = ()
 
     def layout(self, batch: LayoutBatch) -> Layout:
         """The layout as it came out: mixed only where blocks recompute differently."""
@@ -77,7 +82,8 @@ class Candidate:
 class SearchResult:
     """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
 
-    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out.
+    ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
+    ``rejected`` no split fits.
     """
 
     costs: SpaceCosts
@@ -88,6 +94,7 @@ class SearchResult:
     stopped_early: bool = False
     evaluated: int = 0
     bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    rejected: list[int] = field(default_factory=list)
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
@@ -145,12 +152,13 @@ def search(
         result.evaluated += 1
         if on_progress:
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
-    result.bound_bytes = frontier.bound_bytes
+    result.bound_bytes, result.rejected = frontier.bound_bytes, window.rejected
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
         _expand_runner_ups(result, frontier, window, runner_ups, deadline)
-    result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
+    if not deadline.is_over:
+        result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
@@ -238,16 +246,30 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
         return found
     if costs.batch.recompute[idx] == MIXED:
         costs = costs.by_option[RECOMPUTES.index("full")]
-    boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0]
+    boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0][0]
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
 
 
 def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand`, or None where no split into stages is within memory."""
+    if costs.parts and is_aligned(costs.select(np.array([idx])))[0]:
+        return _expand_mixed(costs, idx, bound_s)
     found = _expand_as_listed(costs, idx, bound_s=bound_s)
     if found is None or costs.cluster.bandwidth_matrix is None:
         return found
     return _with_rank_map(costs, replace(found, bound_s=bound_s))
+
+
+def _expand_mixed(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+    """`expand_fitting` with each stage on one part of a mixed cluster."""
+    found = expand_on_parts(costs, idx, lambda part, at, cap: _stage_fits(part, at, cap_bytes=cap))
+    if found is None:
+        return None
+    least_s = bound_s if costs.cluster.bandwidth_matrix is not None else max(bound_s, found.bound_s)
+    nodes = nodes_of(costs, found.part_of_stage)
+    return Candidate(
+        idx, found.boundaries, found.estimate, least_s, _same_for_all(costs, idx), nodes, found.part_of_stage
+    )
 
 
 def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
@@ -267,21 +289,20 @@ def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
 def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
     if costs.batch.recompute[idx] == MIXED:
-        return _expand_mixed(costs, idx, bound_s)
-    cuts = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
+        return _expand_with_choices(costs, idx, bound_s)
+    cuts, least_s = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     if not cuts:
         return None
     estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    bound_s = max(bound_s, _split_bound_s(costs, idx))
-    return Candidate(idx, best, estimates[best], bound_s, _same_for_all(costs, idx))
+    return Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
 
 
 def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:
     return (int(costs.batch.recompute[idx]),) * len(costs.kind_of_layer)
 
 
-def _expand_mixed(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+def _expand_with_choices(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
     """The fastest of the answers for the pipeline alone and with what stages do once."""
     found = choose_stages(Layers(OptionCosts.of(costs), idx, costs.cluster.memory_budget_bytes))
     candidates = [_candidate(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in found]
@@ -300,16 +321,22 @@ def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> C
     return Candidate(idx, stages.boundaries, estimate, min(bound_s, estimate.step_time_s), chosen)
 
 
-def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> list[tuple[int, ...]]:
-    """The even cut and the one that counts what a stage adds once; none where no split is within ``cap_bytes``."""
+def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> tuple[list[tuple[int, ...]], float]:
+    """The even cut and the one that counts what a stage adds once, none where no split is within ``cap_bytes``; and seconds that no
+    split within them can beat.
+
+    With model chunks nothing is known but the bound of the layout.
+    """
     busy = costs.per_layer("busy_s", idx)
     both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]))
     if costs.batch.num_model_chunks[idx] > 1:
-        solved = [chunk_split.solve(_chunk_instance(costs, idx, weights, cap_bytes)).boundaries for weights in both]
-    else:
-        fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
-        solved = [stage_split.solve(stage_split.Instance(weights, fits)).boundaries for weights in both]
-    return [boundaries for boundaries in solved if boundaries]
+        found = [chunk_split.solve(_chunk_instance(costs, idx, weights, cap_bytes)).boundaries for weights in both]
+        return [boundaries for boundaries in found if boundaries], 0.0
+    fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
+    solved = [stage_split.solve(stage_split.Instance(weights, fits)) for weights in both]
+    if solved[0].status is Status.INFEASIBLE:
+        return [], float("inf")
+    return [cut.boundaries for cut in solved], _split_bound_s(costs, idx, solved[0].objective_s, fits)
 
 
 def _chunk_instance(costs: SpaceCosts, idx: int, busy_s: NDArray[np.float64], cap_bytes: float) -> chunk_split.Instance:
@@ -322,24 +349,14 @@ def _chunk_instance(costs: SpaceCosts, idx: int, busy_s: NDArray[np.float64], ca
     return chunk_split.Instance(busy_s, _is_block(costs), shape_of(costs, idx).rank_of_stage, required_bytes, cap_bytes)
 
 
-def _split_bound_s(costs: SpaceCosts, idx: int) -> float:
-    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it.
-
-    With model chunks nothing is known but the bound of the layout.
-    """
-    if costs.batch.num_model_chunks[idx] > 1:
-        return 0.0
-    fits = _stage_fits(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
-
-    def least(values: NDArray[np.float64]) -> float:
-        return stage_split.least_slowest_s(stage_split.Instance(values, fits))
-
+def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:
+    """No split of layout ``idx`` is faster: each maximum over the stages is at least the least that any split has of it."""
     one = costs.select(np.array([idx]))
-    slowest = np.array([least(costs.per_layer("busy_s", idx))])
-    pipeline_s = float(lower_bound_s(pipeline_work(one, slowest, 2 * one.transfer_s))[0])
+    pipeline_s = float(lower_bound_s(pipeline_work(one, np.array([slowest_s]), 2 * one.transfer_s))[0])
     exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
     update = costs.once_per_layer_s(idx) - exposed
-    return pipeline_s + float(costs.dp_edges_s[idx]) + least(exposed) + least(update)
+    least = (stage_split.least_slowest_s(stage_split.Instance(values, fits)) for values in (exposed, update))
+    return pipeline_s + float(costs.dp_edges_s[idx]) + sum(least)
 
 
 def _is_block(costs: SpaceCosts) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
                    collectives cross the same links, and only memory changes
     states         for engines that shard gradients and optimizer states over more ranks than parameters: over the same steps of
                    link levels, both alike
-    chunks         a stage's blocks, ceil(blocks / pp), divide into chunks of equal size
+    chunks         as many as divide a stage's blocks, ceil(blocks / pp), into chunks of equal size; for our runtime two besides
     offloading, partial recompute
     cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
 
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, VOCABULARIES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.layout import NUMBERS, SCHEDULES
-from ..schema.rules import Facts, exchange_rules, model_facts, rules_of
+from ..schema.layout import NUMBERS, SCHEDULES, Schedule
+from ..schema.rules import SPLIT_SCHEDULES, V_SCHEDULES, Facts, exchange_rules, model_facts, rules_of
 from ..schema.workload import Engine
 from .deadline import Deadline
 from .dominance import exchanges_worth_trying
@@ -106,7 +106,9 @@ def build_space(
     if not keep.any():
         raise _nothing_left(model, workload, cluster, fixed, decisive or reasons)
     columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
-    columns = _with_recompute(columns, fixed)
+    columns = _with_recompute(columns, fixed, mixes=not cluster.parts)
+    if workload.engine == "fsdp2":  # as the rule split_backward_keeps_activations, which saw what is asked for only
+        columns = _select(columns, ~_splits_backward(columns) | (columns["recompute"] == 0))
     arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
     return Space(LayoutBatch(**arrays), excluded)
 
@@ -119,6 +121,7 @@ def _all_facts(
     return Facts(
         **degrees,
         offloads=int(fixed.get("offload", "none") != "none" or fixed.get("offload_activations", 0) > 0),
+        recomputes=int(fixed.get("recompute", "none") != "none"),
         recompute_fraction=fixed.get("recompute_fraction", 1.0),
         schedule=columns["schedule"],
         world_size=cluster.num_devices,
@@ -131,17 +134,23 @@ def _all_facts(
     )
 
 
-def _with_recompute(c: Columns, fixed: Mapping[str, Any]) -> Columns:
-    """The given recompute; else one for each block where ranks have one stage of 1f1b or gpipe, and every uniform one elsewhere."""
-    if "recompute" in fixed:
-        return _cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
+def _with_recompute(c: Columns, fixed: Mapping[str, Any], *, mixes: bool) -> Columns:
+    """The given recompute; else one for each block where ranks have one stage of 1f1b or gpipe, and every uniform one elsewhere.
+
+    Without ``mixes`` every one is uniform: stages on devices that differ are cut with one choice for all.
+    """
     plain = np.isin(c["schedule"], [SCHEDULES.index(name) for name in ("1f1b", "gpipe")])
-    mixed = (
-        plain
-        & (c["num_model_chunks"] == 1)
-        & ("recompute_fraction" not in fixed)
-        & (fixed.get("vocabulary", "ends") == "ends")
-    )
+    mixed = mixes & plain & (c["num_model_chunks"] == 1) & (fixed.get("vocabulary", "ends") == "ends")
+    if "recompute" in fixed:
+        given = _cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
+        if fixed["recompute"] != "mixed":
+            return given
+        if not mixed.any():
+            raise ConfigError(
+                "recompute=mixed is planned for one stage a rank under 1f1b or gpipe, on devices that are alike"
+            )
+        return _select(given, mixed)
+    mixed &= "recompute_fraction" not in fixed
     return _cross(c, "recompute", list(range(MIXED + 1)), lambda c: _takes(c["recompute"], np.repeat(mixed, MIXED + 1)))
 
 
@@ -189,16 +198,20 @@ def _enumerate(
 
     c: Columns = {}
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
-    c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
+    c = cross(c, "cp", all_of, lambda c: _divides(c, "cp", left))
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
-    c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
-    if "cp_ulysses" not in fixed and not runnable:
+    sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
+    c = cross(c, "cp_ulysses", all_of, _always)
+    worth = np.ones((len(c["tp"]), len(sizes)), dtype=bool)
+    if "cp_ulysses" not in fixed:
         c = _select(c, _can_exchange(c, model, workload, cluster))
-        given = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
-        c = _select(c, exchanges_worth_trying(c, given, model, workload, cluster))
+        worth = exchanges_worth_trying(c, sizes, model, workload, cluster)
+        ever = np.flatnonzero(worth.any(axis=1))
+        c, worth = {name: column[ever] for name, column in c.items()}, worth[ever]
+    c["split_idx"] = np.arange(len(c["tp"]))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
-    chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
-    c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks))
+    chunks = list(range(1, -(-model.num_blocks // 2) + 1))
+    c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks, is_ours=is_ours))
     islands = [level.domain_size for level in cluster.levels]
     c = cross(c, "dp_shard", all_of, lambda c: _divides(c, "dp_shard", left) & (runnable | _fills(c, islands, left)))
     c = _cross(c, "dp_replicate", [fixed["dp_replicate"]]) if "dp_replicate" in fixed else c | {"dp_replicate": left(c)}
@@ -206,11 +219,12 @@ def _enumerate(
     c = _select(c, _has_zero_stage(c))
     c = _with_levels(c, workload.engine, fixed, islands, runnable=runnable)
     c = cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, workload.global_batch_size))
+    c = _select(c, worth[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
     experts = list(model_facts(model)["expert_counts"])
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
-    return _with_sequence_and_schedule(c, workload, fixed)
+    return _with_sequence_and_schedule(c, workload, fixed, runnable=runnable)
 
 
 def _cross(
@@ -302,15 +316,35 @@ def _fits_batch(c: Columns, global_batch_size: int) -> NDArray[np.bool_]:
     return np.asarray(per_rank % c["micro_batch_size"] == 0)
 
 
-def _equal_chunks(c: Columns, num_blocks: int) -> NDArray[np.bool_]:
-    """Chunks divide the blocks of a stage, and each of them has a block."""
+def _equal_chunks(c: Columns, num_blocks: int, *, is_ours: bool) -> NDArray[np.bool_]:
+    """As many chunks as divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
     chunks, pp = c["num_model_chunks"], c["pp"]
-    divide = (-(-num_blocks // pp) % chunks == 0) & (chunks * pp <= num_blocks)
+    divide = ((is_ours & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (chunks * pp <= num_blocks)
     return np.asarray((chunks == 1) | ((pp > 1) & divide))
 
 
-def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
-    """Sequence parallelism wherever it is possible, and the schedule."""
+def _splits_backward(c: Columns) -> NDArray[np.bool_]:
+    return np.isin(c["schedule"], [SCHEDULES.index(schedule) for schedule in SPLIT_SCHEDULES])
+
+
+def _with_split_backward(c: Columns, microbatches: IntArray) -> Columns:
+    """Beside every row those with the schedules that postpone gradients of weights, where they are defined."""
+    chunks, pp = c["num_model_chunks"], c["pp"]
+    fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
+    where: dict[Schedule, NDArray[np.bool_]] = {
+        "zb-h1": fills & ((chunks == 1) | (microbatches % pp == 0)),
+        "zb-h2": fills & (chunks == 1),
+        **dict.fromkeys(V_SCHEDULES, fills & (chunks == 2)),
+    }
+    rows = [c] + [
+        _select(c, keep) | {"schedule": np.full(int(keep.sum()), SCHEDULES.index(name), dtype=np.int64)}
+        for name, keep in where.items()
+    ]
+    return {name: np.concatenate([row[name] for row in rows]) for name in c}
+
+
+def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool) -> Columns:
+    """Sequence parallelism wherever it is possible, and the schedules."""
     tp, pp = c["tp"], c["pp"]
     sequence_parallel = (tp > 1) & (workload.seq_len % (c["cp"] * tp) == 0)
     possible = np.ones_like(tp, dtype=bool)
@@ -325,6 +359,8 @@ def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[s
     if fixed.get("offload") == "parameters":
         possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
     c = c | {"sequence_parallel": sequence_parallel.astype(np.int64), "schedule": schedule}
+    if "schedule" not in fixed and workload.engine == "fsdp2" and not runnable:
+        return _with_split_backward(_select(c, possible), microbatches[possible])
     return _select(c, possible)
 
 

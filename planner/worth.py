@@ -13,8 +13,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from ..schema import ClusterSpec, Layout, MeshwrightError, Plan
 from ..schema.cluster import CollectiveLatency, Link, LinkEfficiency
@@ -23,8 +25,10 @@ from ..schema.units import GB, GIB, format_bytes
 from .deadline import Deadline
 from .explanation import LinkUse, Worth
 from .planning import estimate
+from .rank_map import in_order
 from .request import Request
 from .search import REL_GAP
+from .space import Space
 
 MORE_COMPUTE = 1.1
 MORE_MEMORY_BYTES = GIB
@@ -73,24 +77,23 @@ def changes(cluster: ClusterSpec) -> tuple[Change, ...]:
 def worth_of(plan: Plan, request: Request, deadline: Deadline) -> tuple[float | None, tuple[Worth, ...]]:
     """Seconds of the fastest layout, and what each change gains for the plan's layout and for the fastest one."""
     kept_s = _kept_s(plan, plan.cluster)
-    fastest = _fastest(request, plan.cluster, deadline)
+    fastest = _fastest(request, deadline)
     found = []
     for change in changes(plan.cluster):
         changed_s = _kept_s(plan, change.cluster)
         if kept_s is None or changed_s is None:
             continue
-        best = _fastest(request, change.cluster, deadline) if fastest and change.searched else None
-        best_s = None if fastest is None or best is None else _beyond_gap(fastest[1] - best[1], fastest[1])
+        best = _fastest_with(request, change, fastest, deadline) if fastest and change.searched else None
         found.append(
             Worth(
                 resource=change.resource,
                 change=change.text,
                 kept_s=_kept_gain(change, kept_s - changed_s),
-                best_s=best_s,
-                best=best[0] if best and fastest and best_s and best[0] != fastest[0] else None,
+                best_s=None if fastest is None or best is None else _beyond_gap(fastest.step_time_s - best[1], best[1]),
+                best=best[0] if best and fastest and best[0] != fastest.layout else None,
             )
         )
-    return fastest[1] if fastest else None, tuple(found)
+    return fastest.step_time_s if fastest else None, tuple(found)
 
 
 def links_of(plan: Plan) -> tuple[LinkUse, ...]:
@@ -116,9 +119,17 @@ def links_of(plan: Plan) -> tuple[LinkUse, ...]:
 def _kept_s(plan: Plan, cluster: ClusterSpec) -> float | None:
     """Step time of the plan's layout; None where this version cannot estimate it."""
     try:
-        return estimate(plan.model, cluster, plan.workload, plan.layout).step_time_s
+        return estimate(plan.model, as_placed(plan, cluster), plan.workload, plan.layout).step_time_s
     except MeshwrightError:
         return None
+
+
+def as_placed(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with its nodes in the order in which the plan's ranks lie on them, where links between nodes were measured."""
+    if cluster.bandwidth_matrix is None:
+        return cluster
+    node_of_device = [node for node, size in enumerate(cluster.node_sizes) for _ in range(size)]
+    return in_order(cluster, list(dict.fromkeys(node_of_device[device] for device in plan.rank_map)))
 
 
 def _kept_gain(change: Change, gain_s: float) -> float:
@@ -126,19 +137,54 @@ def _kept_gain(change: Change, gain_s: float) -> float:
     return max(0.0, gain_s) if change.resource in ("memory", "unlimited_memory") else gain_s
 
 
-def _fastest(request: Request, cluster: ClusterSpec, deadline: Deadline) -> tuple[Layout, float] | None:
-    """The fastest layout and its seconds; None unless a whole search ended in time."""
-    if deadline.is_over:
-        return None
-    changed = Request(request.model, cluster, request.workload, request.fixed, request.runnable)
+@dataclass(frozen=True)
+class _Fastest:
+    """The fastest layout of the unchanged cluster, the whole space, and what of it has a split that fits, as far as known."""
+
+    layout: Layout
+    step_time_s: float
+    space: Space
+    may_fit: Space
+
+
+def _fastest(request: Request, deadline: Deadline) -> _Fastest | None:
+    """None unless the whole search ended in time and something fits."""
     try:
-        result = changed.search(deadline)
+        space = request.space(deadline)
+        result = request.search(deadline, space=space)
     except MeshwrightError:
         return None
     if result.stopped_early or not result.fitting:
         return None
     best = result.fitting[0]
-    return result.costs.batch.layout(best.idx), best.estimate.step_time_s
+    may_fit = np.ones(len(space.batch), dtype=bool)
+    may_fit[result.rejected] = False
+    fitting = Space(space.batch.select(may_fit), space.excluded)
+    return _Fastest(space.batch.layout(best.idx), best.estimate.step_time_s, space, fitting)
+
+
+def _fastest_with(
+    request: Request, change: Change, fastest: _Fastest, deadline: Deadline
+) -> tuple[Layout, float] | None:
+    """The fastest layout of a changed cluster and its seconds; None unless the search ended in time.
+
+    It is at least as good as the old one is there, and where memory stays as it is, so does what fits.
+    """
+    changed = replace(request, cluster=change.cluster)
+    more_memory = change.resource in ("memory", "unlimited_memory")
+    try:
+        old_s = estimate(request.model, change.cluster, request.workload, fastest.layout).step_time_s
+        known_s = min(old_s, fastest.step_time_s) if more_memory else old_s
+        space = fastest.space if more_memory else fastest.may_fit
+        result = changed.search(deadline, space=space, worse_than_s=known_s)
+    except MeshwrightError:
+        return None
+    if result.stopped_early:
+        return None
+    best = result.fitting[0] if result.fitting else None
+    if best is None or best.estimate.step_time_s >= known_s:
+        return fastest.layout, known_s
+    return space.batch.layout(best.idx), best.estimate.step_time_s
 
 
 def _beyond_gap(gain_s: float, base_s: float) -> float:
@@ -163,11 +209,19 @@ def with_ratios(cluster: ClusterSpec, **ratios: float) -> ClusterSpec:
 
 
 def with_bandwidth(cluster: ClusterSpec, level_idx: int, more_bytes_per_s: float) -> ClusterSpec:
-    """One link level with a higher line rate; what was measured on it beyond its latency takes less by the same ratio."""
+    """One link level with a higher line rate; what was measured on it beyond its latency takes less by the same ratio.
+
+    Measured bandwidth between nodes grows by this ratio too, if the level is the one that joins them all.
+    """
     link = cluster.levels[level_idx].link
     rate = link.bandwidth_bytes_per_s + more_bytes_per_s
-    points = _faster_points(link.measured, rate / link.bandwidth_bytes_per_s)
-    return _with_link(cluster, level_idx, link.replace(bandwidth_bytes_per_s=rate, measured=points))
+    ratio = rate / link.bandwidth_bytes_per_s
+    points = _faster_points(link.measured, ratio)
+    faster = _with_link(cluster, level_idx, link.replace(bandwidth_bytes_per_s=rate, measured=points))
+    if cluster.bandwidth_matrix is None or level_idx < len(cluster.levels) - 1:
+        return faster
+    matrix = tuple(tuple(ratio * between for between in row) for row in cluster.bandwidth_matrix)
+    return faster.replace(bandwidth_matrix=matrix)
 
 
 def without_link(cluster: ClusterSpec, level_idx: int) -> ClusterSpec:
@@ -185,7 +239,8 @@ def without_link(cluster: ClusterSpec, level_idx: int) -> ClusterSpec:
         curve="",
         measured=(),
     )
-    return _with_link(cluster, level_idx, link)
+    is_outermost = level_idx == len(cluster.levels) - 1
+    return _with_link(cluster.replace(bandwidth_matrix=None) if is_outermost else cluster, level_idx, link)
 
 
 def _with_link(cluster: ClusterSpec, level_idx: int, link: Link) -> ClusterSpec:

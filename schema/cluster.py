@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from .base import Frozen
 from .calibration import Calibration
+from .cluster_parts import Part, joined_levels, parts_of
 from .profile import CollectivePoint, Profile
 from .units import GIB
 
@@ -129,8 +130,27 @@ class LinkLevel(Frozen):
     domain_size: PositiveInt
 
 
+def _require_nesting(levels: tuple[LinkLevel, ...], num_devices: int, owner: str) -> None:
+    """Domains hold whole inner domains, and the outermost one is all devices of the owner.
+
+    Raises:
+        ValueError: they do not; with the numbers.
+    """
+    sizes = [level.domain_size for level in levels]
+    for inner, outer in itertools.pairwise(sizes):
+        if outer <= inner or outer % inner:
+            raise ValueError(f"link domains must nest: {outer} devices do not hold whole domains of {inner}")
+    if sizes[-1] != num_devices:
+        raise ValueError(f"the outermost link joins {sizes[-1]} devices, {owner} has {num_devices}")
+
+
 class NodeGroup(Frozen):
-    """``num_nodes`` identical nodes."""
+    """``num_nodes`` identical nodes.
+
+    Attributes:
+        levels: links among the devices of this group, innermost first, where they are not those of the cluster; the last one joins
+            them all. Only in a cluster of several groups.
+    """
 
     device: Device
     num_nodes: PositiveInt
@@ -138,11 +158,23 @@ class NodeGroup(Frozen):
     host_memory_bytes: PositiveInt | None = None
     host_link_bytes_per_s: PositiveFloat | None = None
     storage_bytes_per_s: PositiveFloat | None = None
+    levels: tuple[LinkLevel, ...] = ()
+
+    @model_validator(mode="after")
+    def _levels_nest(self) -> Self:
+        if self.levels:
+            _require_nesting(self.levels, self.num_devices, "the group")
+        return self
 
     @property
     def num_devices(self) -> int:
         """Devices of the group."""
         return self.num_nodes * self.devices_per_node
+
+    def resized(self, num_nodes: int) -> Self:
+        """The same with another number of nodes."""
+        levels = joined_levels(self.levels, num_nodes * self.devices_per_node) if self.levels else ()
+        return self.replace(num_nodes=num_nodes, levels=levels)
 
 
 class ClusterSpec(Frozen):
@@ -167,12 +199,9 @@ class ClusterSpec(Frozen):
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
-        sizes = [level.domain_size for level in self.levels]
-        for inner, outer in itertools.pairwise(sizes):
-            if outer <= inner or outer % inner:
-                raise ValueError(f"link domains must nest: {outer} devices do not hold whole domains of {inner}")
-        if sizes[-1] != self.num_devices:
-            raise ValueError(f"the outermost link joins {sizes[-1]} devices, the cluster has {self.num_devices}")
+        _require_nesting(self.levels, self.num_devices, "the cluster")
+        if len(self.groups) == 1 and self.groups[0].levels:
+            raise ValueError("the links of the only group are those of the cluster: give them as its levels")
         smallest = min(group.device.memory_bytes for group in self.groups)
         if self.reserved_bytes >= smallest:
             raise ValueError(f"reserved_bytes {self.reserved_bytes} leaves nothing of the {smallest} bytes of a device")
@@ -211,10 +240,15 @@ class ClusterSpec(Frozen):
         """Devices of the largest node: as many may share what a node has once."""
         return max(group.devices_per_node for group in self.groups)
 
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Nodes that are alike in devices and links, as clusters of their own; none where all nodes are alike."""
+        return parts_of(self)
+
     @property
     def is_mixed(self) -> bool:
-        """Whether the groups have different devices."""
-        return len({group.device for group in self.groups}) > 1
+        """Whether nodes differ in their devices or links."""
+        return bool(self.parts)
 
     @cached_property
     def weakest_device(self) -> Device:

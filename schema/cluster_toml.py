@@ -11,6 +11,8 @@
     num_nodes = 4
     devices_per_node = 8             # default: the catalogue's
     host_memory_gib = 2048           # optional, or host_memory_bytes; host_link_bytes_per_s: default the catalogue's
+    levels = [{ link = "nvlink4", domain_size = 8 }, ...]   # of several groups: links among the devices of this one, as below;
+                                     # default: the device's usual ones where the cluster has no levels, else those of the cluster
 
     [[levels]]                       # innermost first; may be left out where every device is of the catalogue
     link = "nvlink4"                 # or an inline table with the fields of Link
@@ -96,10 +98,14 @@ def _cluster(data: dict[str, Any], stem: str) -> dict[str, Any]:
     reserved = _bytes(data, "reserved", "the cluster")
     node = min(group.devices_per_node for group, _ in groups)
     levels = [_level(table, f"levels[{i}]", node) for i, table in enumerate(_tables(data, "levels"))]
+    if not levels:
+        known = [_known_device(i, *pair) for i, pair in enumerate(groups)]
+        levels = list(derived_levels(known))
+        groups = [_with_usual_links(*pair, alone=len(groups) == 1) for pair in known]
     return {
         "name": data.get("name", stem),
         "groups": tuple(group for group, _ in groups),
-        "levels": tuple(levels) or derived_levels([_known_device(i, *pair) for i, pair in enumerate(groups)]),
+        "levels": tuple(levels),
         **({} if reserved is None else {"reserved_bytes": reserved}),
         **({"bandwidth_matrix": data["bandwidth_matrix"]} if "bandwidth_matrix" in data else {}),
     }
@@ -114,15 +120,26 @@ def _known_device(i: int, group: NodeGroup, entry: Mapping[str, Any] | None) -> 
     return group, entry
 
 
+def _with_usual_links(
+    group: NodeGroup, entry: Mapping[str, Any], *, alone: bool
+) -> tuple[NodeGroup, Mapping[str, Any]]:
+    """The group with the usual links of its own device, unless the file says others or it is the whole cluster."""
+    return (group if alone or group.levels else group.replace(levels=derived_levels([(group, entry)]))), entry
+
+
 def _group(table: dict[str, Any], where: str) -> tuple[NodeGroup, Mapping[str, Any] | None]:
     link = "host_link_bytes_per_s"
-    check_keys(table, ("device", "num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes", link), where)
+    keys = ("device", "num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes", link, "levels")
+    check_keys(table, keys, where)
     device, entry = _device(table.get("device"), where)
     known = entry or {}
+    per_node = whole_number(table, "devices_per_node", where, known.get("devices_per_node"))
+    levels = [_level(own, f"{where}.levels[{i}]", per_node) for i, own in enumerate(_tables(table, "levels"))]
     fields = {
         "device": device,
         "num_nodes": whole_number(table, "num_nodes", where),
-        "devices_per_node": whole_number(table, "devices_per_node", where, known.get("devices_per_node")),
+        "devices_per_node": per_node,
+        "levels": tuple(levels),
         "host_memory_bytes": _bytes(table, "host_memory", where),
         link: table.get(link, known.get(link)),
     }

@@ -93,11 +93,15 @@ class MemoryBreakdown(Frozen):
 
 
 class StageEstimate(Frozen):
-    """One pipeline stage: seconds of one micro-batch and the peak of one of its devices."""
+    """One pipeline stage: seconds of one micro-batch and the peak of one of its devices.
+
+    ``device`` says on which part of a mixed cluster it lies; empty: every rank is costed as the weakest device.
+    """
 
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
     memory_bytes: MemoryBreakdown
+    device: str = ""
 
 
 class Estimate(Frozen):

@@ -42,6 +42,7 @@ class Facts:
     schedule: IntLike
     world_size: int
     offloads: IntLike = 0
+    recomputes: IntLike = 0
     recompute_fraction: IntLike = 1
     scaleup_domain: int
     seq_len: int
@@ -96,6 +97,9 @@ class Facts:
 
 V_SCHEDULES: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min")
 """Each rank holds one stage of the way down the model and one of the way back up."""
+
+SPLIT_SCHEDULES: tuple[Schedule, ...] = ("zb-h1", "zb-h2", *V_SCHEDULES, "synthesised")
+"""Gradients of weights are passes of their own, which may come later than those of the inputs."""
 
 
 class Rule(NamedTuple):
@@ -163,6 +167,8 @@ _DEEPSPEED_EXCHANGE = Rule(
 
 
 def _shards_are_nested(f: Facts) -> Any:
+    if np.all(f.gradient_shard == 1) and np.all(f.optimizer_shard == 1):
+        return np.ones(np.shape(f.dp_shard), dtype=bool)
     dp, gradients = f.dp_replicate * f.dp_shard, f.gradient_level
     of_gradients = (f.zero_stage == 3) & (gradients % f.dp_shard == 0) & (dp % gradients == 0)
     of_states = (f.zero_stage >= 2) & (f.optimizer_shard % gradients == 0) & (dp % f.optimizer_shard == 0)
@@ -253,7 +259,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "interleaved_microbatches",
-        lambda f: (f.num_model_chunks == 1) | ((f.pp > 1) & (f.num_microbatches % f.pp == 0)),
+        lambda f: (
+            (f.num_model_chunks == 1) | ((f.pp > 1) & ((f.num_microbatches % f.pp == 0) | _runs(f, *V_SCHEDULES)))
+        ),
         lambda f: (
             f"num_model_chunks {f.num_model_chunks} needs pp > 1 and micro-batches in multiples of it; there are "
             f"{f.num_microbatches} for pp {f.pp}"
@@ -266,6 +274,11 @@ ENGINE_RULES: tuple[Rule, ...] = (
             f"{SCHEDULES[f.schedule]} runs two model chunks a rank over several stages; num_model_chunks is "
             f"{f.num_model_chunks}, pp {f.pp}"
         ),
+    ),
+    Rule(
+        "zb_h2_chunks",
+        lambda f: ~_runs(f, "zb-h2") | (f.num_model_chunks == 1),
+        lambda f: f"zb-h2 runs one stage a rank; num_model_chunks is {f.num_model_chunks}",
     ),
     Rule(
         "experts_per_ep",
@@ -310,6 +323,11 @@ _VOCABULARY_AT_ENDS = Rule(
 FSDP2_RULES: tuple[Rule, ...] = (
     _VOCABULARY_AT_ENDS,
     Rule(
+        "schedule_in_chunks",
+        lambda f: ~_runs(f, "zb-h2") | (f.num_model_chunks == 1),
+        lambda f: f"schedule {SCHEDULES[f.schedule]} has no form with {f.num_model_chunks} model chunks a rank",
+    ),
+    Rule(
         "tp_in_scaleup_domain",
         lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
         lambda f: f"tp {f.tp} does not divide the {f.scaleup_domain} devices that share the fastest link",
@@ -328,6 +346,14 @@ FSDP2_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "split_backward_keeps_activations",
+        lambda f: ~_runs(f, *SPLIT_SCHEDULES) | (f.recomputes == 0),
+        lambda f: (
+            f"schedule {SCHEDULES[f.schedule]} with recompute: a backward pass in two parts would run what operator-level "
+            "recompute made again twice (torch refuses), and keep what full recompute made until the second part"
+        ),
+    ),
+    Rule(
         "levels_of_fully_shard",
         lambda f: ~_as_array(f.has_levels) | ((f.zero_stage == 3) & (f.gradient_level == f.optimizer_level)),
         lambda f: (
@@ -341,21 +367,11 @@ FSDP2_RULES: tuple[Rule, ...] = (
 
 VERSION_RULES: tuple[Rule, ...] = (
     Rule(
-        "axes_of_this_version",
-        lambda f: (f.cp == 1) & (f.num_model_chunks == 1),
-        lambda f: f"cp {f.cp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each",
-    ),
-    Rule(
         "levels_of_this_version",
         lambda f: ~_as_array(f.has_levels),
         lambda f: (
             f"gradient_shard {f.gradient_shard}, optimizer_shard {f.optimizer_shard}: this version shards every state over dp_shard"
         ),
-    ),
-    Rule(
-        "schedules_of_this_version",
-        lambda f: _runs(f, "gpipe", "1f1b"),
-        lambda f: f"schedule {SCHEDULES[f.schedule]}: this version executes gpipe and 1f1b",
     ),
     Rule(
         "expert_width_alignment",
@@ -522,6 +538,7 @@ def layout_facts(
         **{name: getattr(layout, name) for name in NUMBERS},
         sequence_parallel=int(layout.sequence_parallel),
         offloads=int(layout.offload != "none" or layout.offload_activations > 0),
+        recomputes=int(layout.recompute != "none"),
         recompute_fraction=layout.recompute_fraction,
         schedule=SCHEDULES.index(layout.schedule),
         world_size=world_size,

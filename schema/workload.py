@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from .base import Count, Frozen
 
@@ -61,6 +63,8 @@ class Workload(Frozen):
             Engine's userbuffers); with sequence parallelism only.
         cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators.
         selective: what selective recompute keeps beside attention: the outputs of all products, or of every second one.
+        expert_imbalance: (ep, rows of the rank with most over the average) for degrees of expert parallelism, from measured loads
+            (planner/expert_load.py); degrees that are not listed are even.
     """
 
     seq_len: Count
@@ -80,6 +84,7 @@ class Workload(Frozen):
     overlap: bool = True
     tp_overlap: bool = False
     cuda_graphs: bool = False
+    expert_imbalance: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
 
     @property
     def tokens_per_step(self) -> int:

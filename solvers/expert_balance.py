@@ -23,10 +23,11 @@ from .expert_replicas import greedy_counts, level_counts, neighbours
 _NOISE = 0.15
 _FURTHER = Effort(rounds=24, last=30, done_ratio=1.00001)
 _SEARCHED = Effort(rounds=60, last=200, done_ratio=1.00001)
-_MANY_WORKLOADS = Effort(rounds=32, last=20)
+_MANY_WORKLOADS = Effort(rounds=24, last=16)
 _BATCH = 64
 _TURNS_BESIDE_EPLB = 40
 _FAR = 1.01
+_FEW_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,21 @@ def balanced(instance: Instance, search: Search) -> IntArray:
     clock = time.perf_counter()
     several = len(instance.load) > 1
     effort = (
-        _MANY_WORKLOADS if several and instance.num_layers > 8 else Effort(rounds=60, last=200) if several else Effort()
+        _MANY_WORKLOADS
+        if several and instance.num_layers > _FEW_LAYERS
+        else Effort(rounds=60, last=200)
+        if several
+        else Effort()
     )
     best = _from_counts(instance, _counts(instance, "largest"), effort)
     objective = uniform_objective(instance, best)
-    if several and (search.further or instance.num_layers <= 8):
+    if several and (search.further or instance.num_layers <= _FEW_LAYERS):
         _adopt(best, objective, instance, _from_counts(instance, _counts(instance, "mean"), effort))
     rng = np.random.default_rng(search.seed)
     _beside_eplb(instance, best, objective, rng)
     bound = lower_bound(instance, weighted=False, reached=objective)
-    _again(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
+    if not several or instance.num_layers <= _FEW_LAYERS:
+        _again(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
     if not search.further:
         return best
     while time.perf_counter() - clock < search.time_limit_s:

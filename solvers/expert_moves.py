@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .expert_balance import layers_of, uniform_objective
 from .expert_exchange import Places, best_of_fullest
-from .expert_instance import Instance, IntArray, replica_counts
+from .expert_instance import Instance, IntArray, replica_counts, uniform_shares, utilisation
 from .expert_packing import flat, nested
+
+_FAR = 1.03
+_MORE_REPLICAS = 2
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,29 @@ def aligned(old: IntArray, new: IntArray, gpu_of_slot: IntArray) -> IntArray:
 
 def within_budget(instance: Instance, previous: IntArray, budget: int) -> IntArray:
     """X [L, S] at most ``budget`` moves from the previous one in every layer, under the uniform split."""
-    size = instance.weight / replica_counts(previous, instance.num_experts)[:, :, None]
-    state = Places(instance, nested(previous, instance.slots_per_gpu), size)
-    if instance.num_gpus == 1:
+    if instance.num_gpus == 1 or budget < 1:
         return previous
-    num_others = max(1, instance.num_gpus // 2)
-    for _ in range(budget // 2):
+    best = _exchanged(instance, previous, previous, budget)
+    reached = uniform_objective(instance, best)
+    # A hot expert loads all of its GPUs, which exchanges mend one by one: one replica more relieves them all.
+    far, start = np.flatnonzero(reached > _FAR), previous
+    for _ in range(min(_MORE_REPLICAS, budget)):
+        if not len(far):
+            break
+        part = layers_of(instance, far)
+        start = _with_replica(part, start[far] if start is previous else start)
+        other = _exchanged(part, previous[far], start, budget)
+        better = uniform_objective(part, other) < uniform_objective(part, best[far])
+        best[far[better]] = other[better]
+    return best
+
+
+def _exchanged(instance: Instance, previous: IntArray, start: IntArray, budget: int) -> IntArray:
+    """Exchanges of the fullest GPU from ``start``, at most one move from the previous placement, while the budget lasts."""
+    size = instance.weight / replica_counts(start, instance.num_experts)[:, :, None]
+    state = Places(instance, nested(start, instance.slots_per_gpu), size)
+    num_others = max(4, instance.num_gpus // 4)
+    for _ in range((budget - 1) // 2):
         best_of_fullest(state, num_others=num_others)
     best = flat(state.expert)
     layers = np.arange(len(previous))
@@ -74,6 +95,27 @@ def within_budget(instance: Instance, previous: IntArray, budget: int) -> IntArr
         best[layers[kept]] = placed[kept]
         layers, state = layers[kept], state.take(kept)
     return best
+
+
+def _with_replica(instance: Instance, previous: IntArray) -> IntArray:
+    """X [L, S] with one replica more of the expert with the largest share, where another has one to spare.
+
+    The emptier the GPU and the smaller the share of the replicas that stay, the better a replica to give up.
+    """
+    placed = previous.copy()
+    counts = replica_counts(previous, instance.num_experts)
+    weight = instance.weight.max(axis=2)
+    used = utilisation(instance, previous, uniform_shares(previous, instance.num_experts)).max(axis=0)
+    has = held(previous, instance.gpu_of_slot, instance.num_experts)
+    for layer in range(len(previous)):
+        hot = int(np.argmax(np.where(counts[layer] < instance.num_gpus, weight[layer] / counts[layer], -np.inf)))
+        slots = np.flatnonzero((counts[layer, previous[layer]] > 1) & (previous[layer] != hot))
+        slots = slots[~has[layer, instance.gpu_of_slot[slots], hot]]
+        if len(slots):
+            experts = previous[layer, slots]
+            grown = weight[layer, experts] / (counts[layer, experts] - 1)
+            placed[layer, slots[np.argmin(grown + used[layer, instance.gpu_of_slot[slots]])]] = hot
+    return placed
 
 
 def transfers(old: IntArray, new: IntArray, gpu_of_slot: IntArray, node_of_gpu: IntArray) -> tuple[Transfer, ...]:

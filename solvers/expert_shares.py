@@ -26,7 +26,7 @@ import numpy as np
 
 from .expert_instance import FloatArray, Instance, IntArray
 
-_SWEEPS = 4
+_SWEEPS = 1
 _TOLERANCE = 1e-10  # relative; sums of the same numbers in another order
 _MOST_PATHS = 100_000
 

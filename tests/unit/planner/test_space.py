@@ -8,12 +8,21 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from meshwright.cost_models.layer_costs import LayerCost
-from meshwright.cost_models.layouts import LayoutBatch, distinct_rows
+from meshwright.cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch, distinct_rows
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.rules import RULES_OF_ENGINE, broken_rules, layout_facts, require_our_engine, rules_of
+from meshwright.schema.layout import SCHEDULES
+from meshwright.schema.rules import (
+    RULES_OF_ENGINE,
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    broken_rules,
+    layout_facts,
+    require_our_engine,
+    rules_of,
+)
 from meshwright.schema.workload import LowRank
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
@@ -29,8 +38,8 @@ def test_megatron_space_has_every_axis() -> None:
     for axis, largest in {"tp": 8, "cp": 16, "pp": 16, "ep": 8, "etp": 8, "num_model_chunks": 16}.items():
         assert set(getattr(batch, axis)) >= {1, 2, largest}, axis
     assert set(batch.zero_stage) == {0, 1}
-    assert {batch.layout(0).recompute} == {"mixed"}
-    assert np.all(batch.recompute == batch.recompute[0])
+    assert set(batch.recompute) == {0, 1, 2, MIXED}
+    assert np.all((batch.recompute == MIXED) == (batch.num_model_chunks == 1))
 
 
 @pytest.mark.parametrize("engine", RULES_OF_ENGINE)
@@ -63,6 +72,33 @@ def test_chunks_divide_the_blocks_of_a_stage_and_fill_the_pipeline() -> None:
     assert np.all(batch.pp[chunked] > 1)
 
 
+SCHEDULE_RULES = [
+    ({"num_model_chunks": 2, "pp": 2, "schedule": "zb-h2"}, "zb_h2_chunks"),
+    ({"pp": 2, "schedule": "zb-h1", "recompute": "full"}, "split_backward_keeps_activations"),
+    ({"pp": 2, "num_model_chunks": 1, "schedule": "zb-v"}, "v_schedule_chunks"),
+]
+
+
+@pytest.mark.parametrize(("fixed", "rule"), SCHEDULE_RULES, ids=[rule for _, rule in SCHEDULE_RULES])
+def test_schedules_that_are_asked_for_have_their_rules(fixed: dict, rule: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_space(LLAMA, workload("fsdp2"), NODES, fixed)
+    assert f"[{rule}]" in str(error.value)
+
+
+def test_torch_has_every_named_schedule_and_other_engines_one() -> None:
+    found = build_space(LLAMA, workload("fsdp2"), ClusterSpec.parse("3x8xH100-SXM-80GB/ib400"), {"pp": 3}).batch
+    split = np.isin(found.schedule, [SCHEDULES.index(name) for name in SPLIT_SCHEDULES])
+    assert {SCHEDULES[idx] for idx in found.schedule} >= {"1f1b", *SPLIT_SCHEDULES} - {"synthesised"}
+    assert np.all((found.recompute[split] == 0) & (found.zero_stage[split] <= 1) & (found.pp[split] > 1))
+    folded = np.isin(found.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
+    assert np.all(found.num_model_chunks[folded] == 2)
+    assert np.any(found.num_microbatches[folded] % 3)  # a V needs no rounds
+    assert {SCHEDULES[idx] for idx in build_space(LLAMA, workload("megatron"), NODES, {}).batch.schedule} == {"1f1b"}
+    runnable = build_space(LLAMA, workload("fsdp2"), NODES, {}, runnable=True).batch
+    assert {SCHEDULES[idx] for idx in runnable.schedule} <= {"1f1b", "gpipe"}
+
+
 def test_shards_of_other_engines_fill_islands() -> None:
     batch = build_space(LLAMA, workload("megatron"), NODES, {"tp": 1, "pp": 1, "cp": 1}).batch
     assert set(batch.dp_shard) == {1, 8, 16}
@@ -91,13 +127,22 @@ def test_shards_of_other_engines_fill_islands() -> None:
         ("megatron", LLAMA, {"cp": 4, "cp_ulysses": 4, "tp": 4}, "heads_per_ulysses"),
         ("deepspeed", MIXTRAL, {"ep": 2}, "deepspeed_axes"),
         ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "cp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
-        ("fsdp2", LLAMA, {"num_model_chunks": 2, "pp": 2}, "axes_of_this_version"),
+        ("fsdp2", LLAMA, {"recompute_fraction": 0.5}, "recompute_of_all_blocks"),
+        ("fsdp2", LLAMA, {"schedule": "zb-h1", "recompute": "full"}, "split_backward_keeps_activations"),
+        ("fsdp2", LLAMA, {"schedule": "zb-h2", "num_model_chunks": 2, "pp": 2}, "schedule_in_chunks"),
     ],
 )
 def test_excluded_requests_name_the_rule(engine: str, spec: ModelSpec, fixed: dict, rule: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_space(spec, workload(engine), NODES, fixed, runnable=engine == "fsdp2")
     assert f"[{rule}]" in str(error.value)
+
+
+def test_split_backward_is_enumerated_without_recomputation_only() -> None:
+    batch = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "zb-h1", "pp": 2}, runnable=True).batch
+    assert set(batch.recompute) == {RECOMPUTES.index("none")}
+    other = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "1f1b", "pp": 2}, runnable=True).batch
+    assert len(set(other.recompute)) == len(RECOMPUTES)
 
 
 def test_rules_count_what_they_exclude() -> None:

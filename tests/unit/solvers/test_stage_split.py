@@ -106,3 +106,43 @@ def test_140_layers_on_70_stages_is_exact() -> None:
     """The largest size in use; the pigeonhole bound is reached."""
     solution = solve(Instance(np.ones(140), np.ones((70, 141, 141), dtype=bool)))
     assert solution.objective_s == 2.0
+
+
+def stages_that_differ(seed: int) -> Instance:
+    rng = np.random.default_rng(seed)
+    num_layers, num_stages = int(rng.integers(4, 9)), int(rng.integers(2, 5))
+    size = num_layers + 1
+    return Instance(
+        rng.uniform(0.1, 2.0, (num_stages, num_layers)),
+        rng.random((num_stages, size, size)) < rng.choice([0.6, 1.0]),
+        base_s=rng.uniform(0.0, 0.5, num_stages),
+        rounds=float(rng.choice([0.0, 0.5, 1.0, 3.0, 31.0])),
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_stages_that_differ_get_the_split_of_brute_force(seed: int) -> None:
+    instance = stages_that_differ(seed)
+    objectives = []
+    for cuts in itertools.combinations(range(1, instance.num_layers), instance.num_stages - 1):
+        try:
+            objectives.append(check(instance, (0, *cuts, instance.num_layers)))
+        except ValueError:
+            continue
+    found = solve(instance)
+    assert (found.status is Status.INFEASIBLE) == (not objectives)
+    if objectives:
+        assert found.objective_s == pytest.approx(min(objectives), rel=1e-9)
+        assert check(instance, found.boundaries) == pytest.approx(found.objective_s, rel=1e-9)
+
+
+@given(seed=st.integers(0, 10**6), rounds=st.sampled_from([0.0, 1.0, 15.0]))
+@settings(deadline=None, max_examples=40)
+def test_equal_stages_have_the_same_split_either_way(seed: int, rounds: float) -> None:
+    """Where every stage is as fast as the others the sum is the same for every split, and (O') is least where (O) is."""
+    alike = random_instance(seed, num_layers=9, num_stages=3, density=0.8)
+    differ = Instance(np.tile(alike.busy_s, (3, 1)), alike.fits, np.zeros(3), rounds)
+    one, other = solve(alike), solve(differ)
+    assert one.status == other.status
+    if one.boundaries:
+        assert other.objective_s == pytest.approx(rounds * one.objective_s + alike.busy_s.sum(), rel=1e-9)
