@@ -142,7 +142,7 @@ def test_split_backward_is_enumerated_without_recomputation_only() -> None:
     batch = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "zb-h1", "pp": 2}, runnable=True).batch
     assert set(batch.recompute) == {RECOMPUTES.index("none")}
     other = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "1f1b", "pp": 2}, runnable=True).batch
-    assert len(set(other.recompute)) == len(RECOMPUTES)
+    assert set(other.recompute) >= set(range(len(RECOMPUTES)))
 
 
 def test_rules_count_what_they_exclude() -> None:
