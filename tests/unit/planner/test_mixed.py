@@ -58,7 +58,7 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     fixed = {"cp": 1, "ep": 1, "etp": 1, "num_model_chunks": 1, "micro_batch_size": int(rng.choice([1, 2]))}
     batch = build_space(spec, workload, cluster, fixed).batch
     fills = np.all([part.cluster.num_devices % batch.stage_ranks == 0 for part in cluster.parts], axis=0)
-    rows = [rng.permutation(np.flatnonzero(some))[:n] for some, n in ((fills, 4), (~fills, 1))]
+    rows = [rng.permutation(np.flatnonzero(some))[:n] for some, n in ((fills, 3), (~fills, 1))]
     return spec, workload, cluster, Space(batch.select(np.sort(np.concatenate(rows))), {})
 
 
