@@ -175,19 +175,19 @@ def _enumerate(
 
     c: Columns = {}
     c = cross(c, "tp", all_of if is_ours else in_domain, lambda c: world % c["tp"] == 0)
-    c = cross(c, "cp", [1] if runnable else all_of, lambda c: _divides(c, "cp", left))
+    c = cross(c, "cp", all_of, lambda c: _divides(c, "cp", left))
     sizes = [d for d in divisors(workload.global_batch_size) if d <= MAX_MICRO_BATCH_SIZE]
     sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
-    c = cross(c, "cp_ulysses", [1] if runnable else all_of, _always)
+    c = cross(c, "cp_ulysses", all_of, _always)
     worth = np.ones((len(c["tp"]), len(sizes)), dtype=bool)
-    if "cp_ulysses" not in fixed and not runnable:
+    if "cp_ulysses" not in fixed:
         c = _select(c, _can_exchange(c, model, workload, cluster))
         worth = exchanges_worth_trying(c, sizes, model, workload, cluster)
         ever = np.flatnonzero(worth.any(axis=1))
         c, worth = {name: column[ever] for name, column in c.items()}, worth[ever]
     c["split_idx"] = np.arange(len(c["tp"]))
     c = cross(c, "pp", all_of, lambda c: _divides(c, "pp", left) & (c["pp"] <= model.num_blocks))
-    chunks = [1] if runnable else list(range(1, -(-model.num_blocks // 2) + 1))
+    chunks = list(range(1, -(-model.num_blocks // 2) + 1))
     c = cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, model.num_blocks, is_ours=is_ours))
     islands = [level.domain_size for level in cluster.levels]
     c = cross(c, "dp_shard", all_of, lambda c: _divides(c, "dp_shard", left) & (runnable | _fills(c, islands, left)))

@@ -150,7 +150,7 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
     except CheckpointException as error:
         raise _describe(f"cannot read the checkpoint {folder}", error) from None
     loaded = {
-        part: {name: state[part].get(_stored_name(name, model), value) for name, value in values.items()}
+        part: {name: _loaded_value(name, value, state[part], model) for name, value in values.items()}
         for part, values in current.items()
     }
     set_model_state_dict(model.model_part, loaded["model"])
@@ -172,6 +172,17 @@ def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, 
         part: {_stored_name(name, model): value for name, value in values.items() if isinstance(value, torch.Tensor)}
         for part, values in _current(model, optimizer).items()
     }
+
+
+def _loaded_value(name: str, current: Any, state: dict[str, Any], model: ParallelModel) -> Any:
+    """What was read for a name, or the current value of what is not stored.
+
+    The two copies of a tied embedding may be on one rank: each gets values of its own, or the optimizer would update one tensor
+    for both.
+    """
+    stored = _stored_name(name, model)
+    value = state.get(stored, current)
+    return value.clone() if stored != name and isinstance(value, torch.Tensor) else value
 
 
 def _stored_name(name: str, model: ParallelModel) -> str:

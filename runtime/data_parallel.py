@@ -9,6 +9,7 @@ One mechanism for all of it, because it composes with tensor and pipeline parall
 | zero_stage 1                         | gathered once a step; whole gradients are kept and reduced after the last micro-batch |
 | dp_replicate > 1, dp_shard = 1       | a mesh (dp_replicate, 1): nothing is sharded, gradients are all-reduced once a step   |
 | dp_replicate > 1, dp_shard > 1       | HSDP: sharded inside, all-reduced across                                              |
+| cp > 1                               | its ranks count as further ones of dp_shard, or of dp_replicate at zero_stage 0       |
 | no data parallelism, mixed precision | a mesh (1): only the cast of parameters and the fp32 reduction buffers remain         |
 | no data parallelism, fp32            | nothing                                                                               |
 
@@ -63,7 +64,7 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place."""
     dtype = compute_dtype(plan)
     has_copies = mesh.expert_mesh is not None and plan.layout.expert_copies > 1
-    if mesh.dp_degree == 1 and dtype == torch.float32 and not has_copies:
+    if mesh.data_degree == 1 and dtype == torch.float32 and not has_copies:
         return
     if mesh.tp is not None:
         # Tensor-parallel modules return views of DTensors; nothing here changes an activation in place before its hooks ran.

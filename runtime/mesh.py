@@ -1,7 +1,9 @@
 """The ranks of a plan as one DeviceMesh with named axes.
 
 The ranks that differ only in one axis form its process groups. Axes of size 1 are left out of the mesh, so that they cost nothing,
-except ``dp_shard``: `fully_shard` works over it also where it only casts or replicates.
+except ``dp_shard``: `fully_shard` works over it also where it only casts or replicates. Ranks of cp hold the same parameters as
+their neighbours in dp_shard: in the mesh they are part of that axis (of ``dp_replicate`` at zero_stage 0), and attention has groups
+of its own over cp.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..schema.errors import RuntimeMismatchError
 from ..schema.layout import Layout
 from ..schema.plan import Plan
+from .pipeline_order import stage_ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
@@ -32,14 +35,23 @@ class ParallelMesh:
         device_mesh: the used axes; its entries are ranks of the default process group (devices of the plan).
         layout: the degrees.
         rank: the plan's rank that this process runs (not its rank in the default group: ``plan.rank_map`` lies between).
+        stage_idxs: the stages of the plan that this process holds, in the order of the model.
+        num_stages: of the plan.
+        exchange: the ranks of cp among which tokens are exchanged for heads; None where there is one.
+        ring: the ranks of cp among which keys and values go round; None where there is one.
         expert_mesh: the ranks of this stage by EXPERT_AXES, those of size 1 left out but expert_shard; None where experts have no
             axes of their own.
-        tied_group: first and last pipeline stage of this process's column, where both hold a tied embedding and are not the same.
+        tied_group: the ranks of the first and of the last stage of this process's column, where both hold a tied embedding and
+            are not the same.
     """
 
     device_mesh: DeviceMesh
     layout: Layout
     rank: int
+    stage_idxs: tuple[int, ...] = (0,)
+    num_stages: int = 1
+    exchange: dist.ProcessGroup | None = None
+    ring: dist.ProcessGroup | None = None
     expert_mesh: DeviceMesh | None = None
     tied_group: dist.ProcessGroup | None = None
 
@@ -56,7 +68,7 @@ class ParallelMesh:
 
     @property
     def pp_rank(self) -> int:
-        """Pipeline stage of this process."""
+        """Position along the pipeline."""
         return self.coordinates["pp"]
 
     @property
@@ -75,19 +87,24 @@ class ParallelMesh:
         return int(self.layout.dp)
 
     @property
+    def data_degree(self) -> int:
+        """Ranks that hold the same parameters and see different tokens."""
+        return int(self.layout.dp * self.layout.cp)
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this process embeds tokens."""
-        return self.pp_rank == 0
+        return 0 in self.stage_idxs
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this process computes the loss."""
-        return self.pp_rank + 1 == int(self.layout.pp)
+        return self.num_stages - 1 in self.stage_idxs
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
         """1-D (dp_shard), or 2-D (dp_replicate, dp_shard) with replicas."""
-        if self.layout.dp_replicate > 1:
+        if "dp_replicate" in (self.device_mesh.mesh_dim_names or ()):
             return self.device_mesh["dp_replicate", "dp_shard"]
         return self.device_mesh["dp_shard"]
 
@@ -105,7 +122,7 @@ class ParallelMesh:
 
     @cached_property
     def pp(self) -> DeviceMesh | None:
-        """Ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by stage."""
+        """Ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by position."""
         return self.device_mesh["pp"] if self.layout.pp > 1 else None
 
     @property
@@ -125,16 +142,47 @@ def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
     layout = plan.layout
     require_ascending(layout, plan.rank_map)
     devices = _by_axis(layout, plan.rank_map)
-    used = [axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard"]
-    device_mesh = DeviceMesh(
-        device_type, devices.reshape([getattr(layout, axis) for axis in used]), mesh_dim_names=tuple(used)
-    )
-    tied_group = None
-    if plan.model.tie_embeddings and layout.pp > 1:
+    used = {axis: size for axis, size in _mesh_degrees(layout).items() if size > 1 or axis == "dp_shard"}
+    device_mesh = DeviceMesh(device_type, devices.reshape(list(used.values())), mesh_dim_names=tuple(used))
+    holders = stage_ranks(plan)
+    first, last, tied_group = holders[0], holders[-1], None
+    if plan.model.tie_embeddings and first != last:
         columns = devices.flatten(1)
-        tied_group = _own_group([[int(columns[0, i]), int(columns[-1, i])] for i in range(columns.shape[1])])
+        tied_group = _own_group([[int(columns[first, i]), int(columns[last, i])] for i in range(columns.shape[1])])
     rank = plan.rank_map.index(dist.get_rank())
-    return ParallelMesh(device_mesh, layout, rank, _expert_mesh(layout, devices, device_type), tied_group)
+    pp_rank = rank // layout.stage_ranks
+    stage_idxs = tuple(idx for idx, holder in enumerate(holders) if holder == pp_rank)
+    expert_mesh = _expert_mesh(layout, devices, device_type)
+    exchange, ring = _context_groups(layout, devices)
+    return ParallelMesh(
+        device_mesh,
+        layout,
+        rank,
+        stage_idxs,
+        len(holders),
+        exchange,
+        ring,
+        expert_mesh=expert_mesh,
+        tied_group=tied_group,
+    )
+
+
+def _mesh_degrees(layout: Layout) -> dict[str, int]:
+    """Sizes of the axes of the mesh, slowest first: those of AXES with cp in the one that holds its parameters."""
+    replicas, shards = layout.dp_replicate, layout.dp_shard
+    if layout.zero_stage:
+        shards *= layout.cp
+    else:
+        replicas *= layout.cp
+    return {"pp": layout.pp, "dp_replicate": replicas, "dp_shard": shards, "tp": layout.tp}
+
+
+def _context_groups(layout: Layout, devices: torch.Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The exchange group and the ring that this process is in."""
+    by_cp = devices.movedim(AXES.index("cp"), -1).reshape(-1, layout.cp // layout.cp_ulysses, layout.cp_ulysses)
+    exchanges, rings = by_cp.reshape(-1, layout.cp_ulysses), by_cp.mT.reshape(-1, layout.cp // layout.cp_ulysses)
+    groups = [_own_group(ranks.tolist()) if ranks.shape[1] > 1 else None for ranks in (exchanges, rings)]
+    return groups[0], groups[1]
 
 
 def _expert_degrees(layout: Layout) -> dict[str, int]:
@@ -172,7 +220,7 @@ def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:
 
 
 def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
-    """Refuse maps in which devices do not ascend along dp_shard or tp.
+    """Refuse maps in which devices do not ascend along dp_shard, cp or tp.
 
     torch sorts the ranks of every group, so that DTensor would place shards by mesh position but gather them by rank. Which axis
     is innermost is free, and so is the order of pipeline stages and of replicas.
@@ -180,11 +228,12 @@ def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
     Raises:
         RuntimeMismatchError: with the axis.
     """
-    for axis in ("dp_shard", "tp"):
-        steps = _by_axis(layout, rank_map).diff(dim=AXES.index(axis))
+    devices = _by_axis(layout, rank_map)
+    sharded = devices.flatten(AXES.index("dp_shard"), AXES.index("cp")).diff(dim=AXES.index("dp_shard"))
+    for axis, steps in {"dp_shard": sharded, "tp": devices.diff(dim=AXES.index("tp"))}.items():
         if (steps < 0).any():
             raise RuntimeMismatchError(
-                f"rank_map {rank_map}: devices must ascend along {axis}",
+                f"rank_map {rank_map}: devices must ascend along {axis}{' and cp' if layout.cp > 1 and axis != 'tp' else ''}",
                 help=f"sort the devices of each {axis} group; the ranks of a group are interchangeable",
             )
 

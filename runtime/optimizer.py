@@ -56,12 +56,14 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
 
 def _is_counted(model: ParallelModel, name: str, gradient: Tensor) -> bool:
     mesh = model.mesh
-    if mesh.tied_group is not None and name == "lm_head.weight":
+    if mesh.pp is not None and model.plan.model.tie_embeddings and name == "lm_head.weight":
         return False  # the first stage counts the tied embedding
-    copies = {"dp_replicate", "dp_shard", "tp"}
+    copies = {"dp_replicate", "dp_shard", "cp", "tp"}
     if isinstance(gradient, DTensor):
         names = gradient.device_mesh.mesh_dim_names or ()
         if not set(names).isdisjoint(EXPERT_AXES):
             copies = set(EXPERT_AXES)
         copies -= {axis for axis, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()}
+        if "dp_shard" not in copies and model.plan.layout.zero_stage:
+            copies -= {"cp"}  # part of that axis
     return all(mesh.coordinates[axis] == 0 for axis in copies)

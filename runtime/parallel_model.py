@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
+from .context_parallel import own_positions
 from .data_parallel import before_backward, loss_scale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
-from .pipeline_parallel import reduce_tied_gradients, run_schedule
+from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule
 
 
 class ParallelModel:
@@ -25,7 +25,8 @@ class ParallelModel:
     Attributes:
         plan: what is executed.
         mesh: where this rank stands.
-        module: this rank's pipeline stage (the whole model without a pipeline), sharded.
+        module: this rank's layers, sharded: the whole model, one pipeline stage, or the layers of all its stages together (which
+            the schedule runs stage by stage; this module then only holds them under their names).
         device: of this rank.
     """
 
@@ -35,13 +36,14 @@ class ParallelModel:
         mesh: ParallelMesh,
         module: Decoder,
         device: torch.device,
-        schedule: PipelineScheduleSingle | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.module = module
         self.device = device
         self._schedule = schedule
+        self._positions = own_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     @property
     def model_part(self) -> nn.Module:
@@ -61,7 +63,8 @@ class ParallelModel:
 
         Args:
             tokens: [num_microbatches * micro_batch_size, seq_len + 1]: this rank's share of the global batch, the same on all
-                ranks of one `mesh.dp_rank`. Each token but the first is the target of those before it.
+                ranks of one `mesh.dp_rank` (those of a cp group take their parts of it). Each token but the first is the target
+                of those before it.
 
         Returns:
             The mean loss over the global batch, on every rank.
@@ -71,6 +74,8 @@ class ParallelModel:
         """
         tokens = self._checked(tokens).to(self.device)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self._positions is not None:
+            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         if self._schedule is not None:
             loss = run_schedule(self._schedule, self.mesh, self.plan, inputs, targets)
         else:
@@ -79,7 +84,7 @@ class ParallelModel:
         return self._global_mean(loss)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of this stage by name; all ranks of the stage must call it."""
+        """Whole gradients of this rank's layers by name; all ranks of a pipeline position must call it."""
         gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
         # A replicated DTensor's full tensor is the local one: copy it, or clipping would change the result.
         return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()}
@@ -125,9 +130,9 @@ class ParallelModel:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
     def _global_mean(self, loss: Tensor) -> float:
-        """Mean over the ranks that computed a loss: one of each tp group of the last stage."""
+        """Mean over the ranks that computed a loss: one of each tp group of the last stage, each of as many tokens."""
         counts = self.mesh.is_last_stage and self.mesh.tp_rank == 0
-        share = loss / self.mesh.dp_degree if counts else torch.zeros_like(loss)
+        share = loss / self.mesh.data_degree if counts else torch.zeros_like(loss)
         if self.plan.layout.world_size > 1:
             dist.all_reduce(share, group=self.mesh.loss_group)
         return share.item()

@@ -10,6 +10,7 @@ from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_runnable
+from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
 from .mesh import build_mesh
@@ -40,20 +41,24 @@ def parallelize(
     _check(model, plan)
     device = device or _default_device(plan)
     mesh = build_mesh(plan, device.type)
-    stage, stage_plan = _take_over(model, plan), plan.stages[mesh.pp_rank]
-    stage.keep(stage_plan.layer_idxs)
+    module, stages = _take_over(model, plan), [plan.stages[idx] for idx in mesh.stage_idxs]
+    module.keep({idx for stage in stages for idx in stage.layer_idxs})
     if model is not None:
-        stage.to(device, torch.float32)
-    apply_tensor_parallel(stage, mesh, plan)
-    apply_expert_parallel(stage, mesh, plan)
-    apply_recompute(stage, stage_plan.recompute)
-    shard_data_parallel(stage, mesh, plan)
+        module.to(device, torch.float32)
+    parts = [module] if len(stages) == 1 else [module.part(stage.layer_idxs) for stage in stages]
+    for part, stage in zip(parts, stages, strict=True):
+        apply_tensor_parallel(part, mesh, plan)
+        apply_context_parallel(part, mesh, plan, device)
+        apply_expert_parallel(part, mesh, plan)
+        apply_recompute(part, stage.recompute)
+        shard_data_parallel(part, mesh, plan)
+        if model is None:
+            part.to_empty(device=device)
+            part.tie()
     if model is None:
-        stage.to_empty(device=device)
-        stage.tie()
-        init_weights(stage, seed)
-    schedule = build_schedule(stage, mesh, plan, device) if mesh.pp is not None else None
-    return ParallelModel(plan, mesh, stage, device, schedule)
+        init_weights(module, seed)
+    schedule = build_schedule(parts, mesh, plan, device) if mesh.pp is not None else None
+    return ParallelModel(plan, mesh, module, device, schedule)
 
 
 def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:

@@ -1,56 +1,63 @@
-"""Pipeline parallelism by torch.distributed.pipelining: one stage a rank, GPipe or 1F1B.
+"""Pipeline parallelism by torch.distributed.pipelining: one stage or several a rank, any order of their passes.
 
-Stages come from the plan and need not be equal. Between stages travel hidden states [B, S, D]; with sequence parallelism each tp
-rank sends its own [B, S / tp, D] to its peer.
+Stages come from the plan and need not be equal. Between them travel hidden states [B, S, D], S being a rank's part of the sequence
+under context parallelism; with sequence parallelism each tp rank sends its own [B, S / tp, D] to its peer. GPipe and 1F1B with one
+stage a rank are torch's own; every other schedule is an order of passes (pipeline_order.py) that torch's multi-stage runtime
+executes, with the transfers it adds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _PipelineScheduleRuntime,
+)
 
 from ..schema.plan import Plan
+from ..solvers.pipeline_csv import to_torch_csv
 from .data_parallel import compute_dtype, loss_scale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
+from .pipeline_order import pipeline_order
+
+Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
+
+_OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def build_schedule(stage: Decoder, mesh: ParallelMesh, plan: Plan, device: torch.device) -> PipelineScheduleSingle:
-    """The schedule that runs this rank's stage; its losses are already divided by the number of micro-batches."""
-    assert mesh.pp is not None
-    layout, batch = plan.layout, plan.layout.micro_batch_size
-    seq_len = plan.workload.seq_len // (layout.tp if layout.sequence_parallel else 1)
-    tokens = torch.empty(batch, plan.workload.seq_len, dtype=torch.long, device="meta")
-    hidden = torch.empty(
-        batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True
-    )
-    # Known shapes spare the trial run by which the stages would otherwise tell each other.
-    pipeline_stage = PipelineStage(
-        stage,
-        mesh.pp_rank,
-        layout.pp,
-        device,
-        input_args=tokens if mesh.is_first_stage else hidden,
-        output_args=torch.empty(1, device="meta", requires_grad=True) if mesh.is_last_stage else hidden,
-        group=mesh.pp.get_group(),
-    )
-    pipeline_stage.stage_index_to_group_rank = {
-        idx: dist.get_group_rank(mesh.pp.get_group(), rank) for idx, rank in enumerate(mesh.pp.mesh.tolist())
-    }
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[layout.schedule]
+def build_schedule(parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, device: torch.device) -> Schedule:
+    """The schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
+    stages = [_stage(part, idx, mesh, plan, device) for part, idx in zip(parts, mesh.stage_idxs, strict=True)]
     # scale_grads would divide after the reduction; dividing the loss keeps the arithmetic of the other layouts.
     scale = loss_scale(plan) / plan.num_microbatches
-    return kind(pipeline_stage, plan.num_microbatches, loss_fn=lambda loss, _: loss.sum() * scale, scale_grads=False)
+    count = plan.num_microbatches
+
+    def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
+        return loss.sum() * scale
+
+    if plan.layout.schedule in _OF_ONE_STAGE and len(stages) == 1:
+        _set_ranks(stages[0], _group_ranks(mesh))
+        return _OF_ONE_STAGE[plan.layout.schedule](stages[0], count, loss_fn=loss_fn, scale_grads=False)
+    runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
+    _load_order(runtime, plan, _group_ranks(mesh))
+    return runtime
 
 
-def run_schedule(
-    schedule: PipelineScheduleSingle, mesh: ParallelMesh, plan: Plan, inputs: Tensor, targets: Tensor
-) -> Tensor:
-    """Forward and backward of all micro-batches; the mean loss [] on the last stage, zero elsewhere."""
+def run_schedule(schedule: Schedule, mesh: ParallelMesh, plan: Plan, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Forward and backward of all micro-batches; the mean loss [] on the rank of the last stage, zero elsewhere."""
     losses: list[Tensor] = []
     args = (inputs,) if mesh.is_first_stage else ()
     if not mesh.is_last_stage:
@@ -61,12 +68,100 @@ def run_schedule(
     return torch.stack([loss.detach() for loss in losses]).sum() / loss_scale(plan)
 
 
-def reduce_tied_gradients(stage: Decoder, mesh: ParallelMesh) -> None:
+def reduce_tied_gradients(module: Decoder, mesh: ParallelMesh) -> None:
     """Add the gradients of the two copies of a tied embedding, on the first and on the last stage."""
-    if mesh.tied_group is None or not (mesh.is_first_stage or mesh.is_last_stage):
+    embedding, head = module.model.embed_tokens, module.lm_head
+    if not module.spec.tie_embeddings or mesh.pp is None:
         return
-    owner = stage.model.embed_tokens if mesh.is_first_stage else stage.lm_head
-    assert owner is not None
-    gradient = owner.weight.grad
-    assert gradient is not None
-    dist.all_reduce(local_tensor(gradient), group=mesh.tied_group)
+    if embedding is not None and head is not None:  # the ends of a V lie on one rank
+        total = local_tensor(_gradient(embedding)).add_(local_tensor(_gradient(head)))
+        local_tensor(_gradient(head)).copy_(total)
+        return
+    for owner in (embedding, head):
+        if owner is not None:
+            assert mesh.tied_group is not None
+            dist.all_reduce(local_tensor(_gradient(owner)), group=mesh.tied_group)
+
+
+def _gradient(module: torch.nn.Module) -> Tensor:
+    gradient = module.weight.grad
+    assert isinstance(gradient, Tensor)
+    return gradient
+
+
+class _Stage(PipelineStage):
+    """A stage whose split weight passes add up in the precision of the reduction, as whole backward passes do."""
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """One weight pass; FSDP's own hooks, which would move its gradients to fp32, do not run in it."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)  # type: ignore[no-untyped-call]
+        for parameter in _sharded_parameters(self.submod):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
+    """FSDP's records of the parameters of a stage."""
+    if not isinstance(module, FSDPModule):
+        return
+    for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            yield from group.fsdp_params
+
+
+def _stage(part: Decoder, idx: int, mesh: ParallelMesh, plan: Plan, device: torch.device) -> PipelineStage:
+    assert mesh.pp is not None
+    layout, batch, last = plan.layout, plan.layout.micro_batch_size, len(plan.stages) - 1
+    own_tokens = plan.workload.seq_len // layout.cp
+    seq_len = own_tokens // (layout.tp if layout.sequence_parallel else 1)
+    tokens = torch.empty(batch, own_tokens, dtype=torch.long, device="meta")
+    hidden = torch.empty(
+        batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True
+    )
+    # Known shapes spare the trial run by which the stages would otherwise tell each other.
+    return _Stage(
+        part,
+        idx,
+        last + 1,
+        device,
+        input_args=hidden if idx else tokens,
+        output_args=torch.empty(1, device="meta", requires_grad=True) if idx == last else hidden,
+        group=mesh.pp.get_group(),
+    )
+
+
+def _group_ranks(mesh: ParallelMesh) -> list[int]:
+    """Rank within the pipeline's process group, by position along pp: the group counts by rank."""
+    assert mesh.pp is not None
+    return [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
+
+
+def _set_ranks(stage: PipelineStage, group_ranks: Sequence[int]) -> None:
+    stage.stage_index_to_group_rank = dict(enumerate(group_ranks))
+
+
+def _load_order(runtime: _PipelineScheduleRuntime, plan: Plan, group_ranks: Sequence[int]) -> None:
+    """Give the runtime the plan's order, with transfers, and the gathering and reduction of sharded parameters.
+
+    torch's own lowering drops gathered parameters of all but three stages between their passes: split backward passes then lose
+    gradients, and under a pipeline a step gathers once (zero_stage 1). So all stages of a rank stay active.
+    """
+    lines = to_torch_csv(pipeline_order(plan)).splitlines()
+    actions = {
+        group_rank: [_Action.from_str(cell) for cell in line.split(",")]
+        for group_rank, line in sorted(zip(group_ranks, lines, strict=True))
+    }
+    runtime._validate_and_set_stage_mapping(actions)
+    gathered = {
+        rank: _add_reduce_grad(
+            list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), plan.num_microbatches
+        )
+        for rank, row in actions.items()
+    }
+    runtime.pipeline_order = actions
+    runtime.pipeline_order_with_comms = _add_send_recv(
+        gathered,  # type: ignore[arg-type]
+        stage_to_rank=lambda stage: runtime.stage_index_to_group_rank[stage],
+        num_stages=len(plan.stages),
+    )

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..schema.layout import Recompute
 from .models.decoder import Decoder
 from .models.experts import Experts, MixtureOfExperts
+from .models.ring_attention import RING_ATTENTION
 from .models.whole_linear import WholeLinear
 
 _aten = torch.ops.aten
@@ -27,6 +28,7 @@ ATTENTION = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
+        RING_ATTENTION,
     }
 )
 

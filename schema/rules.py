@@ -323,6 +323,11 @@ _VOCABULARY_AT_ENDS = Rule(
 FSDP2_RULES: tuple[Rule, ...] = (
     _VOCABULARY_AT_ENDS,
     Rule(
+        "schedule_in_chunks",
+        lambda f: ~_runs(f, "zb-h2") | (f.num_model_chunks == 1),
+        lambda f: f"schedule {SCHEDULES[f.schedule]} has no form with {f.num_model_chunks} model chunks a rank",
+    ),
+    Rule(
         "tp_in_scaleup_domain",
         lambda f: (f.tp == 1) | (f.scaleup_domain % f.tp == 0),
         lambda f: f"tp {f.tp} does not divide the {f.scaleup_domain} devices that share the fastest link",
@@ -362,21 +367,11 @@ FSDP2_RULES: tuple[Rule, ...] = (
 
 VERSION_RULES: tuple[Rule, ...] = (
     Rule(
-        "axes_of_this_version",
-        lambda f: (f.cp == 1) & (f.num_model_chunks == 1),
-        lambda f: f"cp {f.cp}, num_model_chunks {f.num_model_chunks}: this version executes only 1 of each",
-    ),
-    Rule(
         "levels_of_this_version",
         lambda f: ~_as_array(f.has_levels),
         lambda f: (
             f"gradient_shard {f.gradient_shard}, optimizer_shard {f.optimizer_shard}: this version shards every state over dp_shard"
         ),
-    ),
-    Rule(
-        "schedules_of_this_version",
-        lambda f: _runs(f, "gpipe", "1f1b"),
-        lambda f: f"schedule {SCHEDULES[f.schedule]}: this version executes gpipe and 1f1b",
     ),
     Rule(
         "expert_width_alignment",

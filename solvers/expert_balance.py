@@ -27,6 +27,7 @@ _MANY_WORKLOADS = Effort(rounds=24, last=16)
 _BATCH = 64
 _TURNS_BESIDE_EPLB = 40
 _FAR = 1.01
+_FEW_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,20 @@ def balanced(instance: Instance, search: Search) -> IntArray:
     clock = time.perf_counter()
     several = len(instance.load) > 1
     effort = (
-        _MANY_WORKLOADS if several and instance.num_layers > 8 else Effort(rounds=60, last=200) if several else Effort()
+        _MANY_WORKLOADS
+        if several and instance.num_layers > _FEW_LAYERS
+        else Effort(rounds=60, last=200)
+        if several
+        else Effort()
     )
     best = _from_counts(instance, _counts(instance, "largest"), effort)
     objective = uniform_objective(instance, best)
-    if several and (search.further or instance.num_layers <= 8):
+    if several and (search.further or instance.num_layers <= _FEW_LAYERS):
         _adopt(best, objective, instance, _from_counts(instance, _counts(instance, "mean"), effort))
     rng = np.random.default_rng(search.seed)
     _beside_eplb(instance, best, objective, rng)
     bound = lower_bound(instance, weighted=False, reached=objective)
-    if not several:
+    if not several or instance.num_layers <= _FEW_LAYERS:
         _again(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
     if not search.further:
         return best

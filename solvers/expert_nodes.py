@@ -22,7 +22,7 @@ the experts with most tokens of the nodes above the mean have variables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from .status import Status
 
 _MOST_EXPERTS_OF_A_NODE = 24
 _REL_GAP = 2e-3
+_TURNS = 5
+_LINEAR_S = 10.0  # a few hundred variables: milliseconds
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ def visited(tokens: IntArray, home: IntArray, num_nodes: int) -> np.ndarray:
 def replicate(
     tokens: IntArray, home: IntArray, num_nodes: int, extra: int, num_experts: int, *, time_limit_s: float, seed: int
 ) -> Routing:
-    """Replicas and routing of one layer for its choices [T, k] (the program above); no replicas where the time is too
-    short.
+    """Replicas and routing of one layer for its choices [T, k] (the program above).
+
+    What the routing really does with these tokens corrects CAN for further turns, and the best turn counts.
     """
     visits = visited(tokens, home, num_nodes)
-    can = np.stack([np.bincount(tokens[visits[:, n]].ravel(), minlength=num_experts) for n in range(num_nodes)], axis=1)
+    eligible = [np.bincount(tokens[visits[:, n]].ravel(), minlength=num_experts) for n in range(num_nodes)]
+    can: FloatArray = np.stack(eligible, axis=1).astype(np.float64)
     load = np.bincount(tokens.ravel(), minlength=num_experts)
     can[np.arange(num_experts), home] = 0
     elsewhere = np.broadcast_to((visits.sum(axis=1) > 1)[:, None], tokens.shape)
@@ -75,15 +79,27 @@ def replicate(
     used = np.bincount(home, load, num_nodes)
     if extra < 1 or num_nodes == 1 or used.max() <= used.mean() * (1 + _REL_GAP):
         return Routing(home, none)
-    flow = _program(can, anywhere, load, home, extra, Limits(time_limit_s=time_limit_s, rel_gap=_REL_GAP, seed=seed))
-    part = np.divide(flow, can, out=none.copy(), where=can > 0)
-    return Routing(home, part)
+    best, least = none, float(used.max() / used.mean())
+    for turn in range(_TURNS):
+        limits = Limits(time_limit_s=time_limit_s if turn == 0 else 0.0, rel_gap=_REL_GAP, seed=seed)
+        flow = _program(can, anywhere, load, home, extra, limits)
+        part = np.divide(flow, can, out=none.copy(), where=can > 0)
+        served = serve(tokens, Routing(home, part), seed=seed).tokens
+        level = float(served.sum(axis=0).max() / used.mean())
+        if level < least:
+            best, least = part, level
+        if least <= 1 + 2 * _REL_GAP:
+            break
+        # What really came: tokens with a choice of nodes are fewer than each node alone was told.
+        came = np.where(home[:, None] == np.arange(num_nodes), 0.0, served)
+        can = np.where(part > 0, np.minimum(can, came / np.maximum(part, 1e-12)), can)
+    return Routing(home, best)
 
 
 def _program(
-    can: IntArray, anywhere: IntArray, load: IntArray, home: IntArray, extra: int, limits: Limits
+    can: FloatArray, anywhere: IntArray, load: IntArray, home: IntArray, extra: int, limits: Limits
 ) -> FloatArray:
-    """F [E, N]."""
+    """f[e,n] as an array [E, N]: of the greedy replicas, or of better ones found in the time."""
     used = np.bincount(home, load, can.shape[1]).astype(np.float64)
     rows = [
         int(e)
@@ -92,8 +108,8 @@ def _program(
     ]
     pairs = [(e, n) for e in rows for n in range(can.shape[1]) if can[e, n] > 0 and used[n] < used[home[e]]]
     problem = _Nodes(can, anywhere, home, used, extra)
-    quick, level = problem.solve(problem.greedy(), limits, fixed=True)
-    if level <= 1 + _REL_GAP:
+    quick, level = problem.solve(problem.greedy(), replace(limits, time_limit_s=_LINEAR_S), fixed=True)
+    if level <= 1 + _REL_GAP or limits.time_limit_s <= 0:
         return quick
     better, reached = problem.solve(pairs, limits, fixed=False)
     return better if reached < level else quick
@@ -103,7 +119,7 @@ def _program(
 class _Nodes:
     """Data of the program of one layer: CAN [E, N], ANY [E], homes [E], load of the homes [N], EXTRA."""
 
-    can: IntArray
+    can: FloatArray
     anywhere: IntArray
     home: IntArray
     used: FloatArray

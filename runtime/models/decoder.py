@@ -9,8 +9,10 @@ parallelism H, K, F and V are this rank's share, and with sequence parallelism t
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +26,22 @@ from ..loss import VocabShard, cross_entropy
 from .experts import MixtureOfExperts
 from .latent_attention import LatentSelfAttention
 from .norm import RMSNorm
+from .ring_attention import SequenceRanks
 from .rotary import Rotary, rotate
 from .swiglu import SwiGLU
 
 AttentionKind = Literal["flash", "math"]
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head or grouped-query attention with rotary positions."""
+    """Causal multi-head or grouped-query attention with rotary positions.
+
+    Attributes:
+        context: who attends where S is only this rank's part of the sequence.
+    """
+
+    context: SequenceRanks | None = None
 
     def __init__(
         self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary, eps: float, kind: AttentionKind
@@ -70,6 +80,8 @@ class SelfAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
+        if self.context is not None:
+            return self.context.attend(query, key, value)
         groups = query.shape[1] // key.shape[1]
         # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would
         # hold [S, S] matrices, which costs more than repeating the heads.
@@ -168,7 +180,17 @@ class Decoder(nn.Module):
         if self.spec.tie_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def keep(self, layer_idxs: range) -> None:
+    def part(self, layer_idxs: Collection[int]) -> Decoder:
+        """These layers as a decoder of their own, whose modules are this one's; a head alone gets a weight of its own."""
+        part = _shell(self)
+        part.model = _shell(self.model)
+        part.model.layers = _shell(self.model.layers)
+        part.keep(layer_idxs)
+        if part.lm_head is not None and part.model.embed_tokens is None:
+            part.lm_head.weight = nn.Parameter(part.lm_head.weight.detach().clone())
+        return part
+
+    def keep(self, layer_idxs: Collection[int]) -> None:
         """Drop all layers but these, counted as in ``ModelSpec.iter_layers``: 0 is the embedding, the last one the head."""
         if 0 not in layer_idxs:
             self.model.embed_tokens = None
@@ -195,3 +217,12 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.lm_head(hidden)
         return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
+
+
+def _shell(module: _Module) -> _Module:
+    """Another module with the same children, that may lose some of them and get hooks of its own."""
+    shell = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):
+            vars(shell)[name] = copy.copy(value)
+    return shell

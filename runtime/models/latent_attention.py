@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.model import LatentAttention
 from .norm import RMSNorm
+from .ring_attention import SequenceRanks
 from .rotary import Rotary, rotate
 from .whole_linear import WholeLinear
 
@@ -30,7 +31,10 @@ class LatentSelfAttention(nn.Module):
     Attributes:
         spread: ranks that share the heads; None where this one has all. The compressed vectors are made on each of them.
         hidden: how the input is spread over them.
+        context: who attends where S is only this rank's part of the sequence.
     """
+
+    context: SequenceRanks | None = None
 
     def __init__(self, hidden_dim: int, spec: LatentAttention, rotary: Rotary, *, is_flash: bool) -> None:
         super().__init__()
@@ -99,6 +103,8 @@ class LatentSelfAttention(nn.Module):
         return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.context is not None:
+            return self.context.attend(query, key, value)
         backend: AbstractContextManager[None] = nullcontext() if self.is_flash else sdpa_kernel(SDPBackend.MATH)
         with backend:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)

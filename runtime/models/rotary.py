@@ -14,12 +14,16 @@ from ...schema.model import Rope
 class Rotary:
     """Tables of one rope, kept for the last sequence length.
 
+    Attributes:
+        positions: places in the sequence of this rank's tokens [S]; None for 0, 1, 2...
+
     A plain object and not a module: buffers would be lost when a model that was built on the meta device is materialised.
     """
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         self.rope = rope
         self.head_dim = head_dim
+        self.positions: Tensor | None = None
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -34,8 +38,8 @@ class Rotary:
         key = (seq_len, device, dtype)
         if self._tables is None or self._key != key:
             with torch.no_grad():
-                positions = torch.arange(seq_len, device=device, dtype=torch.float32)
-                angles = positions[:, None] * inverse_frequencies(self.rope, self.head_dim, device)
+                positions = torch.arange(seq_len, device=device) if self.positions is None else self.positions
+                angles = positions.float()[:, None] * inverse_frequencies(self.rope, self.head_dim, device)
                 angles = torch.cat((angles, angles), dim=-1)
                 factor = attention_factor(self.rope)
                 self._tables = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
+from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.runtime.models.init import init_weights
 from meshwright.schema import Plan
 from torch import Tensor
@@ -35,12 +36,16 @@ class Case:
 
     Attributes:
         own_model: hand a Decoder with weights to `parallelize` instead of letting it build one.
+        saves: write a checkpoint after the first step.
+        resumes: name of an earlier case of the group from whose checkpoint this one goes on.
     """
 
     name: str
     plan: Plan
     num_steps: int = 3
     own_model: bool = False
+    saves: bool = False
+    resumes: str = ""
 
 
 @dataclass
@@ -104,7 +109,7 @@ def _rank_main(rank: int, world_size: int, cases: list[Case], folder: Path, time
         results = {}
         for case in cases:
             try:
-                results[case.name] = train(case)
+                results[case.name] = train(case, folder)
             except Exception:
                 report.write(f"rank {rank} of {world_size}, case {case.name}\n{traceback.format_exc()}\n")
                 report.flush()
@@ -115,8 +120,8 @@ def _rank_main(rank: int, world_size: int, cases: list[Case], folder: Path, time
     os._exit(0)  # gloo's threads were seen to abort the interpreter's shutdown after a run that was in order
 
 
-def train(case: Case) -> Outcome:
-    """Some steps on random tokens, on one rank of a running group."""
+def train(case: Case, folder: Path) -> Outcome:
+    """Some steps on random tokens, on one rank of a running group; those that a checkpoint has already done are left out."""
     plan = case.plan
     decoder = None
     if case.own_model:
@@ -125,13 +130,16 @@ def train(case: Case) -> Outcome:
     model = parallelize(decoder, plan, device=torch.device("cpu"), seed=SEED)
     optimizer = build_optimizer(model, learning_rate=LEARNING_RATE)
     outcome = Outcome(stage=model.mesh.pp_rank)
-    for step in range(case.num_steps):
+    done = load_checkpoint(folder / case.resumes / "step-00000001", model, optimizer).step if case.resumes else 0
+    for step in range(done, case.num_steps):
         optimizer.zero_grad()
         outcome.losses.append(model.forward_backward(local_tokens(plan, model.mesh.dp_rank, step)))
         if step == 0:
             outcome.gradients = model.full_gradients()
         outcome.norms.append(clip_gradients(model, MAX_NORM))
         optimizer.step()
+        if step == 0 and case.saves:
+            save_checkpoint(folder / case.name, model, optimizer, step=1, seed=SEED)
     return outcome
 
 

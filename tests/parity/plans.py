@@ -111,10 +111,12 @@ def make_plan(
     workload: Workload,
     blocks_per_stage: tuple[int, ...] | None = None,
     rank_map: tuple[int, ...] | None = None,
+    pipeline_order: tuple[str, ...] = (),
     expert_slots: tuple[LayerSlots, ...] = (),
 ) -> Plan:
     """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
-    counts = blocks_per_stage or tuple((model.num_blocks + i) // layout.pp for i in range(layout.pp))
+    num_stages = layout.pp * layout.num_model_chunks
+    counts = blocks_per_stage or tuple((model.num_blocks + i) // num_stages for i in range(num_stages))
     return Plan(
         model=model,
         cluster=cpu_cluster(layout.world_size),
@@ -123,7 +125,8 @@ def make_plan(
         stages=_stages(counts, layout),
         expert_slots=expert_slots,
         rank_map=rank_map or tuple(range(layout.world_size)),
-        estimate=_estimate(layout.pp),
+        estimate=_estimate(num_stages),
+        pipeline_order=pipeline_order,
         provenance=Provenance(meshwright="test", created="2026-01-01T00:00:00Z", inputs_sha256="0" * 64),
     )
 

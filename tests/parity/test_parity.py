@@ -97,6 +97,10 @@ class Setup:
     blocks_per_stage: tuple[int, ...] | None = None
     rank_map: tuple[int, ...] | None = None
     own_model: bool = False
+    pipeline_order: tuple[str, ...] = ()
+    num_steps: int = 3
+    saves: bool = False
+    resumes: str = ""
     expert_slots: tuple[LayerSlots, ...] = ()
 
     @property
@@ -107,6 +111,7 @@ class Setup:
             workload=self.workload,
             blocks_per_stage=self.blocks_per_stage,
             rank_map=self.rank_map,
+            pipeline_order=self.pipeline_order,
             expert_slots=self.expert_slots,
         )
 
@@ -203,7 +208,10 @@ EIGHT = (
 
 
 def run(setups: tuple[Setup, ...], folder: Path) -> dict[str, list[Outcome]]:
-    cases = [Case(setup.name, setup.plan, own_model=setup.own_model) for setup in setups]
+    cases = [
+        Case(s.name, s.plan, num_steps=s.num_steps, own_model=s.own_model, saves=s.saves, resumes=s.resumes)
+        for s in setups
+    ]
     return run_group(setups[0].layout.world_size, cases, folder)
 
 

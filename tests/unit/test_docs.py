@@ -44,7 +44,9 @@ def test_name_in_method_exists(name: str) -> None:
     pytest.fail(f"nothing of {name} can be imported")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md", "docs/experts.md"]
+)
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     paths = re.findall(

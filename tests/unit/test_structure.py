@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "cost_models": {"schema"},
     "solvers": {"schema", "cost_models"},
     "planner": {"schema", "profilers", "cost_models", "solvers"},
-    "runtime": {"schema", "profilers"},
+    # Of cost models and solvers only the orders of pipelines and their text form.
+    "runtime": {"schema", "profilers", "cost_models", "solvers"},
     "cli": {"schema", "profilers", "cost_models", "solvers", "planner", "runtime"},
 }
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from meshwright.cost_models.layer_costs import LayerCost
-from meshwright.cost_models.layouts import LayoutBatch, distinct_rows
+from meshwright.cost_models.layouts import RECOMPUTES, LayoutBatch, distinct_rows
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
@@ -126,13 +126,22 @@ def test_shards_of_other_engines_fill_islands() -> None:
         ("megatron", LLAMA, {"cp": 4, "cp_ulysses": 4, "tp": 4}, "heads_per_ulysses"),
         ("deepspeed", MIXTRAL, {"ep": 2}, "deepspeed_axes"),
         ("deepspeed", LLAMA, {"pp": 1, "tp": 1, "cp": 1, "dp_shard": 8, "zero_stage": 1}, "deepspeed_shards_over_all"),
-        ("fsdp2", LLAMA, {"num_model_chunks": 2, "pp": 2}, "axes_of_this_version"),
+        ("fsdp2", LLAMA, {"recompute_fraction": 0.5}, "recompute_of_all_blocks"),
+        ("fsdp2", LLAMA, {"schedule": "zb-h1", "recompute": "full"}, "split_backward_keeps_activations"),
+        ("fsdp2", LLAMA, {"schedule": "zb-h2", "num_model_chunks": 2, "pp": 2}, "schedule_in_chunks"),
     ],
 )
 def test_excluded_requests_name_the_rule(engine: str, spec: ModelSpec, fixed: dict, rule: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_space(spec, workload(engine), NODES, fixed, runnable=engine == "fsdp2")
     assert f"[{rule}]" in str(error.value)
+
+
+def test_split_backward_is_enumerated_without_recomputation_only() -> None:
+    batch = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "zb-h1", "pp": 2}, runnable=True).batch
+    assert set(batch.recompute) == {RECOMPUTES.index("none")}
+    other = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "1f1b", "pp": 2}, runnable=True).batch
+    assert len(set(other.recompute)) == len(RECOMPUTES)
 
 
 def test_rules_count_what_they_exclude() -> None:

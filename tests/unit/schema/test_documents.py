@@ -95,7 +95,9 @@ def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: 
         (Layout(pp=32, schedule="gpipe"), "layers_per_stage"),
         (Layout(pp=4, micro_batch_size=32), "microbatches_fill_pipeline"),
         (Layout(pp=2, dp_shard=2, zero_stage=2), "zero_under_pipeline"),
-        (Layout(cp=2), "axes_of_this_version"),
+        (Layout(cp=2, cp_ulysses=2, tp=4), "heads_per_ulysses"),
+        (Layout(pp=2, schedule="zb-h1", recompute="full"), "split_backward_keeps_activations"),
+        (Layout(pp=2, schedule="zb-h2", num_model_chunks=2), "schedule_in_chunks"),
         (Layout(dp_shard=48), "batch_divides"),
     ],
 )

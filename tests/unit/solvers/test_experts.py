@@ -137,6 +137,38 @@ def test_packing_follows_the_rule_of_the_description() -> None:
     assert packs.tolist() == [[[0, 3, 5], [1, 2, 4]]]
 
 
+def test_eplb_gives_the_loads_of_its_published_example() -> None:
+    """Loads and result of its README; of equal shares (expert 9 and half of 8 in the second layer) either may come first."""
+    load = np.array(
+        [
+            [90.0, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+            [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+        ]
+    )
+    published = np.array(
+        [[5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]]
+    )
+    ours = eplb_placement(load, num_slots=16, num_gpus=8, num_groups=4, num_nodes=2)
+    shares = [np.take_along_axis(load, x, 1) * uniform_shares(x, 12) for x in (ours, published)]
+    assert np.array_equal(shares[0], shares[1])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    slots=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    spare=st.integers(0, 12),
+)
+def test_any_slots_on_any_gpus_give_a_valid_placement(seed: int, slots: list[int], spare: int) -> None:
+    num_experts = max(max(slots), sum(slots) - spare)
+    load = loads(seed, 2, num_experts, sigma=1.0)
+    options = {"num_gpus": len(slots), "num_slots": sum(slots), "slots_per_gpu": slots}
+    placement = place_experts(load, **options)
+    assert np.allclose(
+        check(instance_of(load, **options), placement.physical_to_logical, placement.share), placement.balance
+    )
+
+
 def test_known_workloads_share_one_placement_better_than_their_sum() -> None:
     """Two workloads that use opposite experts: the sum is even and says nothing."""
     first = np.array([[8.0, 8, 8, 8, 1, 1, 1, 1]])

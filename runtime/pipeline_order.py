@@ -1,0 +1,83 @@
+"""What each rank of a plan's pipeline runs, and which stages it holds.
+
+Named schedules are made here for the plan's numbers (cost_models/pipeline_orders.py); the synthesised one comes with the plan.
+"""
+
+from __future__ import annotations
+
+from ..cost_models import pipeline_orders as orders
+from ..cost_models.pipeline_simulation import Order, Pipeline, placement, simulate
+from ..schema.errors import ConfigError
+from ..schema.plan import Plan
+from ..schema.rules import V_SCHEDULES
+from ..solvers.pipeline_csv import from_torch_csv
+
+
+def stage_ranks(plan: Plan) -> tuple[int, ...]:
+    """Position along pp of each stage of ``plan.stages``.
+
+    Raises:
+        ConfigError: a stage of a synthesised order is on no rank or on several.
+    """
+    layout = plan.layout
+    if layout.schedule != "synthesised":
+        return placement(layout.pp, layout.num_model_chunks, "wave" if layout.schedule in V_SCHEDULES else "loop")
+    holders = [
+        [rank for rank, row in enumerate(_given(plan)) if any(action.stage == stage for action in row)]
+        for stage in range(len(plan.stages))
+    ]
+    if any(len(ranks) != 1 for ranks in holders):
+        raise ConfigError(f"the plan's pipeline_order runs each stage on one rank; its stages are on ranks {holders}")
+    return tuple(ranks[0] for ranks in holders)
+
+
+def pipeline_order(plan: Plan) -> Order:
+    """The passes of each rank of a pipeline, in its order.
+
+    Raises:
+        ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
+            takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
+    """
+    order = _given(plan) if plan.layout.schedule == "synthesised" else _named(plan)
+    simulate(_unit_pipeline(plan), order)
+    last = len(plan.stages) - 1
+    turns = [action.micro_batch for row in order for action in row if (action.stage, action.kind) == (last, "F")]
+    if turns != sorted(turns):
+        raise ConfigError(f"the plan's pipeline_order takes the micro-batches of the last stage in the order {turns}")
+    return order
+
+
+def _given(plan: Plan) -> Order:
+    return from_torch_csv("\n".join(plan.pipeline_order))
+
+
+def _named(plan: Plan) -> Order:
+    ranks, chunks, micro_batches = plan.layout.pp, plan.layout.num_model_chunks, plan.num_microbatches
+    schedule = plan.layout.schedule
+    if schedule in V_SCHEDULES:
+        make = {"zb-v": orders.zb_v, "v-half": orders.v_half, "v-min": orders.v_min}[schedule]
+        return make(ranks, micro_batches)
+    if chunks == 1:
+        plain = {"gpipe": orders.gpipe, "1f1b": orders.one_f_one_b, "zb-h1": orders.zb_h1, "zb-h2": orders.zb_h2}
+        return plain[schedule](ranks, micro_batches)
+    in_chunks = {"gpipe": orders.looped_bfs, "1f1b": orders.interleaved, "zb-h1": orders.interleaved_zero_bubble}
+    if schedule not in in_chunks:
+        raise ConfigError(f"schedule {schedule} has no form with {chunks} model chunks a rank")
+    return in_chunks[schedule](ranks, micro_batches, chunks)
+
+
+def _unit_pipeline(plan: Plan) -> Pipeline:
+    """Passes of a second each: what `simulate` needs to tell whether an order is whole and ends."""
+    stages = len(plan.stages)
+    ones, zeros = (1.0,) * stages, (0.0,) * stages
+    return Pipeline(
+        num_microbatches=plan.num_microbatches,
+        rank_of_stage=stage_ranks(plan),
+        forward_s=ones,
+        backward_s=ones,
+        weight_s=ones,
+        transfer_s=zeros[1:],
+        held_bytes=ones,
+        backward_freed_bytes=zeros,
+        weight_freed_bytes=ones,
+    )
