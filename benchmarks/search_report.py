@@ -117,6 +117,7 @@ def _other_goals(result: Result, folder: Path) -> list[str]:
 def _schedule_rows(schedules: Result) -> list[str]:
     rates, optima, cases = schedules["bubble_rates"], schedules["optima"], schedules["cases"]
     same = sum(abs(row["published"] - row["ours"]) < 1e-9 for row in rates)
+    optima = [row for row in optima if row["known"] is not None]
     reached = sum(row["ours"] <= row["known"] * (1 + 1e-9) for row in optima)
     theirs = [
         row for row in cases if row["length"] == "makespan" and row["schedule"].startswith(("torch ", "zb_greedy"))
@@ -168,6 +169,7 @@ def draw(result: Result, path: Path) -> bool:
         return False
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "meshwright"
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot as plt
 
     figure, panels = plt.subplots(1, len(SERIES), figsize=(9, 3.4), sharey=True, layout="constrained")

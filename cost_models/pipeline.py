@@ -47,6 +47,7 @@ class Work:
         slowest_s: of the rank with the most work at least.
         num_blocks: of the model; ``block_s`` and ``block_forward_s`` the least work and forward pass of one.
         transfer_s: of a rank both ways, over all its chunks.
+        num_other_blocks: that are not of the most frequent kind; ``main_forward_share`` the forward pass of that kind.
         block_share: cheapest over dearest block; ``block_forward_share`` cheapest forward pass over dearest block.
         path_share: forward and input gradients, the least of any layer in ``deep_s``.
         forward_share, weight_share: the largest of any layer in ``deep_s``.
@@ -64,6 +65,8 @@ class Work:
     block_s: Array
     block_forward_s: Array
     transfer_s: Array
+    num_other_blocks: Array
+    main_forward_share: Array
     block_share: Array
     block_forward_share: Array
     path_share: Array
@@ -93,10 +96,18 @@ def lower_bound_s(work: Work) -> Array:
 def _in_turn(work: Work) -> Array:
     """Rank r starts after the forward passes of the ranks before it: T >= m t_r + (share / v) sum_{<r} blocks of the rank.
 
-    With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike.
+    With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike. The share is that of the
+    cheapest block, or that of the most frequent kind without the ranks that hold another one, which are no longer than T / m.
     """
+    is_whole = work.runs("gpipe", "1f1b")
+    of_any = np.where(is_whole, work.block_share, work.block_forward_share) / work.num_model_chunks
+    of_most = np.where(is_whole, 1.0, work.main_forward_share) / work.num_model_chunks
+    without = np.minimum(work.num_other_blocks, work.pp) * of_most / work.num_microbatches
+    return np.maximum(_weighted(work, of_any), _weighted(work, of_most) / (1 + without))
+
+
+def _weighted(work: Work, share: Array) -> Array:
     m, pp = work.num_microbatches, work.pp
-    share = np.where(work.runs("gpipe", "1f1b"), work.block_share, work.block_forward_share) / work.num_model_chunks
     share = np.minimum(share, m / 2)
     growth = share / (m - share)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

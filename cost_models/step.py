@@ -113,6 +113,7 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
 
     weight = [cost.weight_s for cost in costs.inside]
     dearest = extreme([busy[k] for k in blocks], True)
+    most = max(blocks, key=lambda k: costs.counts[k])
     return Work(
         schedule=b.schedule,
         pp=b.pp,
@@ -126,6 +127,8 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         block_s=extreme([busy[k] for k in blocks], False)[costs.like],
         block_forward_s=extreme([forward[k] for k in blocks], False)[costs.like],
         transfer_s=transfer_s,
+        num_other_blocks=costs.model.num_blocks - int(costs.counts[most]),
+        main_forward_share=(forward[most] / busy[most])[costs.like],
         block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],
         block_forward_share=(extreme([forward[k] for k in blocks], False) / dearest)[costs.like],
         path_share=1 - extreme(shares(weight), True)[costs.like],

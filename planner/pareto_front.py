@@ -56,6 +56,8 @@ def pareto(
 ) -> tuple[ParetoPoint, ...]:
     """Layouts that fit and that no other one beats in both step time and memory of the fullest device, fastest first.
 
+    On a mixed cluster every rank counts as the weakest device: what one stage's device has left is of no use to another's.
+
     Args:
         model, cluster, workload, fixed, runnable, on_progress: as for `planner.plan`.
         step_fraction: how much less of the budget each further point must need.
@@ -68,7 +70,7 @@ def pareto(
     deadline = deadline or Deadline(time_limit_s)
     is_ours = is_runnable(model, workload, runnable)
     space = build_space(model, workload, cluster, check_fields(fixed or {}), runnable=is_ours, deadline=deadline)
-    queue = Queue(SpaceCosts.of(model, workload, cluster, space.batch), deadline)
+    queue = Queue(replace(SpaceCosts.of(model, workload, cluster, space.batch), parts=()), deadline)
     budget = cluster.memory_budget_bytes
     step = max(1, int(step_fraction * budget))
     points: list[ParetoPoint] = []
@@ -159,7 +161,7 @@ class Queue:
 
 def _bounds(costs: SpaceCosts, deadline: Deadline) -> tuple[IntArray, FloatArray, FloatArray]:
     """Layouts that may fit, bounds on their time, and [N] of the space what each requires at least."""
-    costs = bounding_costs(costs)
+    costs = replace(bounding_costs(costs), parts=())
     cluster, size = costs.cluster, len(costs.batch)
     least = np.full(size, np.inf)
     some_rows, some_s = [], []

@@ -19,7 +19,7 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -44,6 +44,9 @@ _LEVELS_UNDER_ZERO_3: tuple[Engine, ...] = ("fsdp2", "deepspeed")
 """Engines that keep parameters within fewer ranks than gradients and optimizer states (schema/rules.py)."""
 
 _FACTS = (*NUMBERS, "sequence_parallel")
+
+_LEFT = ("tp", "cp", "pp", "dp_shard")
+"""Degrees that are chosen; dp_replicate is what they leave."""
 
 Columns = dict[str, IntArray]
 
@@ -161,14 +164,14 @@ def _enumerate(
     all_of = divisors(world)
     in_domain = divisors(cluster.scaleup_domain)
 
-    def left(c: Columns) -> IntArray:
+    def left(c: Mapping[str, IntArray]) -> IntArray:
         taken = np.ones_like(c["tp"])
-        for name in ("tp", "cp", "pp", "dp_shard"):
+        for name in _LEFT:
             taken = taken * c.get(name, 1)
         return np.maximum(world // taken, 1)
 
     def cross(
-        c: Columns, name: str, options: Sequence[int], allowed: Callable[[Columns], NDArray[np.bool_]]
+        c: Columns, name: str, options: Sequence[int], allowed: Callable[[Mapping[str, IntArray]], NDArray[np.bool_]]
     ) -> Columns:
         deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
         return _cross(c, name, [int(fixed[name])]) if name in fixed else _cross(c, name, options, allowed)
@@ -208,22 +211,43 @@ def _cross(
     columns: Columns,
     name: str,
     options: Sequence[int],
-    allowed: Callable[[Columns], NDArray[np.bool_]] | None = None,
+    allowed: Callable[[Mapping[str, IntArray]], NDArray[np.bool_]] | None = None,
 ) -> Columns:
     """Every row with every option of a new column; those that are ``allowed``."""
     size = len(next(iter(columns.values()))) if columns else 1
-    crossed = {key: np.repeat(column, len(options)) for key, column in columns.items()}
-    crossed[name] = np.tile(np.asarray(options, dtype=np.int64), size)
-    if allowed is None:
-        return crossed
-    return _select(crossed, allowed(crossed))
+    rows = np.repeat(np.arange(size), len(options))
+    values = np.tile(np.asarray(options, dtype=np.int64), size)
+    if allowed is not None:
+        keep = allowed(_Crossed(columns, rows, name, values))
+        rows, values = rows[keep], values[keep]
+    return {key: column[rows] for key, column in columns.items()} | {name: values}
+
+
+class _Crossed(Mapping[str, IntArray]):
+    """Rows of some columns beside a new one; a column is made when it is asked for, because few are."""
+
+    def __init__(self, columns: Columns, rows: IntArray, name: str, values: IntArray) -> None:
+        """``values`` of the new column ``name`` stand beside ``rows`` of the others."""
+        self._columns, self._rows, self._new = columns, rows, {name: values}
+
+    def __getitem__(self, name: str) -> IntArray:
+        return self._new[name] if name in self._new else self._columns[name][self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._columns, **self._new})
+
+    def __len__(self) -> int:
+        return len({**self._columns, **self._new})
 
 
 def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
-    return {name: column[keep] for name, column in columns.items()}
+    if keep.all():
+        return columns
+    rows = np.flatnonzero(keep)
+    return {name: column[rows] for name, column in columns.items()}
 
 
-def _always(c: Columns) -> NDArray[np.bool_]:
+def _always(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
     return np.ones_like(c["tp"], dtype=bool)
 
 
@@ -237,15 +261,19 @@ def _can_exchange(c: Columns, model: ModelSpec, workload: Workload, cluster: Clu
     return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
 
 
-def _divides(c: Columns, name: str, left: Callable[[Columns], IntArray]) -> NDArray[np.bool_]:
+def _divides(
+    c: Mapping[str, IntArray], name: str, left: Callable[[Mapping[str, IntArray]], IntArray]
+) -> NDArray[np.bool_]:
     """The degree divides what the ones before it leave."""
-    before = left({key: column for key, column in c.items() if key != name})
+    before = left({key: c[key] for key in _LEFT if key in c and key != name})
     return np.asarray(before % c[name] == 0)
 
 
-def _fills(c: Columns, islands: Sequence[int], left: Callable[[Columns], IntArray]) -> NDArray[np.bool_]:
+def _fills(
+    c: Mapping[str, IntArray], islands: Sequence[int], left: Callable[[Mapping[str, IntArray]], IntArray]
+) -> NDArray[np.bool_]:
     """dp_shard is 1, all, or as many ranks of a stage as one domain of some link level holds."""
-    everything = left({key: column for key, column in c.items() if key != "dp_shard"})
+    everything = left({key: c[key] for key in _LEFT if key in c and key != "dp_shard"})
     fills = (c["dp_shard"] == 1) | (c["dp_shard"] == everything)
     for size in islands:
         inside = np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), everything)
@@ -275,25 +303,25 @@ def _with_levels(
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
-def _has_zero_stage(c: Columns) -> NDArray[np.bool_]:
+def _has_zero_stage(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
     """Ranks to shard over, if and only if something is sharded; context ranks alone may be."""
     stage = c["zero_stage"]
     return np.asarray(((c["dp_shard"] == 1) | (stage > 0)) & ((c["dp_shard"] * c["cp"] > 1) | (stage == 0)))
 
 
-def _folds(c: Columns) -> NDArray[np.bool_]:
+def _folds(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
     """Experts fill the ranks of a stage; etp = tp without ep is the same as no axes of their own."""
     ranks = c["dp_replicate"] * c["dp_shard"] * c["cp"] * c["tp"]
     return np.asarray((ranks % (c["ep"] * c["etp"]) == 0) & ((c["ep"] > 1) | (c["etp"] == 1) | (c["etp"] != c["tp"])))
 
 
-def _fits_batch(c: Columns, global_batch_size: int) -> NDArray[np.bool_]:
+def _fits_batch(c: Mapping[str, IntArray], global_batch_size: int) -> NDArray[np.bool_]:
     """The micro-batch divides what a data-parallel rank gets of the batch."""
     per_rank = np.maximum(global_batch_size // (c["dp_replicate"] * c["dp_shard"]), 1)
     return np.asarray(per_rank % c["micro_batch_size"] == 0)
 
 
-def _equal_chunks(c: Columns, num_blocks: int, *, is_ours: bool) -> NDArray[np.bool_]:
+def _equal_chunks(c: Mapping[str, IntArray], num_blocks: int, *, is_ours: bool) -> NDArray[np.bool_]:
     """As many chunks as divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
     chunks, pp = c["num_model_chunks"], c["pp"]
     divide = ((is_ours & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (chunks * pp <= num_blocks)

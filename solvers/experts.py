@@ -90,6 +90,10 @@ def place_experts(
         objective in ("balance", "traffic", "pareto"), f"objective {objective!r} is not balance, traffic or pareto"
     )
     _require(effort in ("fast", "search", "exact"), f"effort {effort!r} is not fast, search or exact")
+    _require(
+        move_budget is None or (num_groups is None and objective == "balance"),
+        "a move budget goes with the objective balance and without groups: its exchanges keep no group on its node",
+    )
     before = None if previous is None else _previous(previous, instance)
     searching_s = (
         time_limit_s if effort == "search" else time_limit_s / 5
@@ -146,6 +150,9 @@ def rebalance_experts(
     Raises:
         ConfigError: as `place_experts`.
     """
+    num_experts = np.shape(weight)[-1] if np.ndim(weight) else 0
+    _require(num_groups >= 1 and num_nodes >= 1, f"{num_groups} groups on {num_nodes} nodes: 1 or more of each")
+    _require(num_experts % num_groups == 0, f"{num_experts} experts do not divide into {num_groups} groups")
     hierarchical = num_groups % num_nodes == 0 and num_nodes > 1
     placement = place_experts(
         weight,

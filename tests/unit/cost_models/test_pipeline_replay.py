@@ -154,30 +154,36 @@ def test_undefined_schedules_are_named() -> None:
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[Shape, np.ndarray, np.ndarray, np.ndarray]:
-    """A shape, blocks of each rank, seconds (F, B, W) of a block, of the embedding and of the head."""
+    """A shape, seconds (F, B, W) of every stage, of its kinds of layers (block, first blocks, embedding, head), transfers."""
     shape = draw(shapes())
-    seed = draw(st.integers(0, 2**16))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     blocks = shape.num_model_chunks + rng.integers(0, 1 + draw(st.integers(0, 6)), shape.pp)
-    layers = np.stack([rng.uniform(0.2, 1.2, 3), rng.uniform(0, 0.5, 3), rng.uniform(0, 3, 3) * draw(st.booleans())])
-    return shape, blocks, layers, rng.uniform(0, 0.2, 1) * draw(st.booleans())
+    block = rng.uniform(0.2, 1.2, 3)
+    others = block * rng.uniform(0.1, 1.5)
+    ends = np.stack([rng.uniform(0, 0.5, 3), rng.uniform(0, 3, 3) * draw(st.booleans())])
+    kinds = np.stack([block, others, *ends])
+    num_others = draw(st.integers(0, min(3, (blocks.sum() - 1) // 2)))
+    ranks, chunk = np.array(shape.rank_of_stage), np.arange(shape.num_stages) // shape.pp
+    sizes = blocks[ranks] // shape.num_model_chunks + (chunk < blocks[ranks] % shape.num_model_chunks)
+    layers = np.repeat(kinds[[1, 0]], [num_others, blocks.sum() - num_others], axis=0)
+    times = np.stack([part.sum(axis=0) for part in np.split(layers, np.cumsum(sizes)[:-1])])
+    times[0] += ends[0]
+    times[-1] += ends[1]
+    return shape, times, kinds, np.array([num_others, blocks.sum(), rng.uniform(0, 0.2) * draw(st.booleans())])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(splits(), st.booleans())
 def test_no_split_beats_the_bound(split: tuple[Shape, np.ndarray, np.ndarray, np.ndarray], knows: bool) -> None:
-    """Random uneven ranks, chunks of each as even as its blocks allow, embedding on the first stage and head on the last."""
-    shape, blocks, (block, embedding, head), transfer_s = split
+    """Random uneven ranks, chunks of each as even as its blocks allow, other blocks, embedding and head at the ends."""
+    shape, times, (block, others, embedding, head), (num_others, num_blocks, transfer_s) = split
     chunks, ranks = shape.num_model_chunks, np.array(shape.rank_of_stage)
-    chunk = np.arange(shape.num_stages) // shape.pp
-    times = (blocks[ranks] // chunks + (chunk < blocks[ranks] % chunks))[:, None] * block
-    times[0] += embedding
-    times[-1] += head
     each_way = transfer_s / 2 / chunks
     found = makespan_s(shape, times[:, 0] + each_way, times[:, 1] + each_way, times[:, 2])
     busy = np.bincount(ranks, times.sum(axis=1))
-    deep = np.stack([block, head] if head.sum() else [block])
-    shares = deep / deep.sum(axis=1)[:, None]
+    of_blocks = np.stack([block, others] if num_others else [block])
+    deep = np.concatenate([of_blocks, head[None]] if head.sum() else [of_blocks])
+    shares, work_s = deep / deep.sum(axis=1)[:, None], of_blocks.sum(axis=1)
     one = np.ones(1)
     work = Work(
         schedule=one.astype(int) * SCHEDULES.index(shape.schedule),
@@ -185,15 +191,17 @@ def test_no_split_beats_the_bound(split: tuple[Shape, np.ndarray, np.ndarray, np
         num_model_chunks=chunks * one,
         num_microbatches=shape.num_microbatches * one,
         total_s=times.sum() * one,
-        blocks_s=blocks.sum() * block.sum() * one,
+        blocks_s=(times.sum() - embedding.sum() - head.sum()) * one,
         deep_s=(times.sum() - embedding.sum()) * one,
         slowest_s=(busy.max() if knows else 0.0) * one,
-        num_blocks=blocks.sum(),
-        block_s=block.sum() * one,
-        block_forward_s=block[0] * one,
-        transfer_s=transfer_s,
-        block_share=one,
-        block_forward_share=block[0] / block.sum() * one,
+        num_blocks=num_blocks,
+        block_s=work_s.min() * one,
+        block_forward_s=of_blocks[:, 0].min() * one,
+        transfer_s=transfer_s * one,
+        num_other_blocks=num_others,
+        main_forward_share=block[0] / block.sum() * one,
+        block_share=work_s.min() / work_s.max() * one,
+        block_forward_share=of_blocks[:, 0].min() / work_s.max() * one,
         path_share=(1 - shares[:, 2]).min() * one,
         forward_share=shares[:, 0].max() * one,
         weight_share=shares[:, 2].max() * one,
@@ -208,7 +216,8 @@ def test_bound_is_the_step_of_equal_stages(schedule: str) -> None:
     work = Work(
         schedule=one.astype(int) * SCHEDULES.index(schedule), pp=4 * one, num_model_chunks=one, num_microbatches=16 * one,
         total_s=12 * one, blocks_s=12 * one, deep_s=12 * one, slowest_s=3 * one, num_blocks=4, block_s=3 * one,
-        block_forward_s=one, transfer_s=0 * one, block_share=one, block_forward_share=third, path_share=2 * third,
+        block_forward_s=one, transfer_s=0 * one, num_other_blocks=0, main_forward_share=third,
+        block_share=one, block_forward_share=third, path_share=2 * third,
         forward_share=third, weight_share=third,
     )  # fmt: skip
     shape = Shape(schedule=schedule, pp=4, num_model_chunks=1, num_microbatches=16)

@@ -56,7 +56,7 @@ def test_first_point_is_the_fastest_layout_of_the_plan() -> None:
     assert points[0].step_time_s == pytest.approx(plan(spec, machine, workload).search.bound_s, rel=2 * REL_GAP)
     assert points[0].tokens_per_s == pytest.approx(workload.tokens_per_step / points[0].step_time_s)
     assert all(sum(point.layers_of_stage) == spec.num_layers for point in points)
-    assert all(len(point.layers_of_stage) == point.layout.pp for point in points)
+    assert all(len(point.layers_of_stage) == point.layout.pp * point.layout.num_model_chunks for point in points)
 
 
 def test_nothing_that_fits_has_no_front() -> None:

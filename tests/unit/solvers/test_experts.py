@@ -265,6 +265,7 @@ def test_a_seed_gives_the_same_answer() -> None:
         ({"slots_per_gpu": [1, 2, 3, 3]}, "sums to 9"),
         ({"gpu_speed": [1, 1, 0, 1]}, "gpu_speed"),
         ({"move_budget": 3}, "previous"),
+        ({"move_budget": 3, "num_groups": 4}, "without groups"),
         ({"previous": np.zeros((2, 12))}, "no slot for expert 1"),
         ({"previous": np.zeros((2, 11))}, "shape"),
         ({"objective": "speed"}, "objective"),
@@ -275,6 +276,11 @@ def test_bad_input_says_what_is_wrong(change: dict, said: str) -> None:
     good = {"load": np.ones((2, 8)), "num_gpus": 4, "num_slots": 12}
     with pytest.raises(ConfigError, match=said):
         place_experts(**{**good, **change})
+
+
+def test_groups_that_do_not_divide_are_refused_by_the_drop_in() -> None:
+    with pytest.raises(ConfigError, match="8 experts do not divide into 3 groups"):
+        rebalance_experts(np.ones((2, 8)), 12, 3, 1, 4)
 
 
 def test_counts_of_another_model_are_refused() -> None:
