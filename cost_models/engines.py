@@ -129,3 +129,12 @@ def num_collectives(batch: LayoutBatch, workload: Workload, num_tensors: int) ->
     """Collectives of one layer's parameters under ZeRO-1 [N]: one bucket, or one a tensor."""
     by_tensor = DATA_PARALLEL[workload.engine].zero1_by_tensor & (batch.zero_stage == 1)
     return np.asarray(np.where(by_tensor, num_tensors, 1), dtype=np.int64)
+
+
+FIRST_BLOCKS: frozenset[Engine] = frozenset({"megatron"})
+"""Engines that recompute the same number of blocks on every stage, the first ones, and those fully.
+
+Megatron-Core: recompute_granularity is one for the whole model; with full and recompute_method block the first
+recompute_num_layers of every (virtual) stage are recomputed. Our runtime checkpoints block by block
+(runtime/recompute.py), DeepSpeed wherever the model's code calls checkpoint().
+"""

@@ -178,6 +178,12 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
     )
 
 
+def with_least(cost: LayerCost, num_options: int) -> LayerCost:
+    """``num_options`` times as many cases, [options x cases], followed by the least of the options in each of its parts."""
+    parts = {field.name: getattr(cost, field.name).reshape(num_options, -1) for field in fields(cost)}
+    return LayerCost(**{name: np.concatenate([*values, np.min(values, axis=0)]) for name, values in parts.items()})
+
+
 def _weight_part(times: list[OperatorTime], size: int) -> FloatArray:
     """Gradients of weights as a part of the backward pass [N]; what the host adds is spread over both parts alike."""
     backward, weight = (

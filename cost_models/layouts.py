@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import Layout
-from ..schema.layout import NUMBERS, SCHEDULES, Offload, Recompute, Vocabulary
+from ..schema.layout import NUMBERS, SCHEDULES, LayoutRecompute, Offload, Recompute, Vocabulary
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+MIXED = len(RECOMPUTES)
+"""Of a layout whose blocks each recompute what is best for them: costed under every one of RECOMPUTES (option_costs.py)."""
+LAYOUT_RECOMPUTES: tuple[LayoutRecompute, ...] = (*RECOMPUTES, "mixed")
 VOCABULARIES: tuple[Vocabulary, ...] = ("ends", "split")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 _FRACTIONS = ("recompute_fraction", "offload_fraction", "offload_activations")
@@ -65,7 +68,9 @@ def distinct_rows(columns: Sequence[NDArray[Any]]) -> Distinct:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutBatch:
-    """One entry per layout in every array [N]; ``recompute``, ``schedule``, ``offload`` index RECOMPUTES, SCHEDULES, OFFLOADS."""
+    """One entry per layout in every array [N]; ``recompute``, ``schedule``, ``offload`` index LAYOUT_RECOMPUTES, SCHEDULES and
+    OFFLOADS.
+    """
 
     dp_replicate: IntArray
     dp_shard: IntArray
@@ -98,6 +103,11 @@ class LayoutBatch:
 
     def __len__(self) -> int:
         return len(self.tp)
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether layouts leave recompute to each block."""
+        return bool(np.any(self.recompute == MIXED))
 
     def tokens(self, seq_len: int) -> IntArray:
         """Tokens of one micro-batch on a tensor-parallel group: sequences are cut over cp, rounded up where they do not divide."""
@@ -209,7 +219,7 @@ class LayoutBatch:
             **{name: [getattr(layout, name) for layout in layouts] for name in NUMBERS},
             "num_microbatches": [layout.num_microbatches(global_batch_size) for layout in layouts],
             "sequence_parallel": [int(layout.sequence_parallel) for layout in layouts],
-            "recompute": [RECOMPUTES.index(layout.recompute) for layout in layouts],
+            "recompute": [LAYOUT_RECOMPUTES.index(layout.recompute) for layout in layouts],
             "schedule": [SCHEDULES.index(layout.schedule) for layout in layouts],
             "offload": [OFFLOADS.index(layout.offload) for layout in layouts],
             "offload_to_storage": [int(layout.offload_to == "storage") for layout in layouts],
@@ -239,7 +249,7 @@ class LayoutBatch:
             gradient_shard=int(self.gradient_shard[idx]),
             optimizer_shard=int(self.optimizer_shard[idx]),
             sequence_parallel=bool(self.sequence_parallel[idx]),
-            recompute=RECOMPUTES[self.recompute[idx]],
+            recompute=LAYOUT_RECOMPUTES[self.recompute[idx]],
             recompute_fraction=float(self.recompute_fraction[idx]),
             offload=OFFLOADS[self.offload[idx]],
             offload_fraction=float(self.offload_fraction[idx]),

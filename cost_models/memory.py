@@ -43,6 +43,9 @@ _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
 but the first); the fp32 copy is gone by then."""
 
+_MORE_THAN_ANY = float(2**52)
+"""Bytes beyond any device's, whose sum with its parts is exact to less than one."""
+
 LOSS_CHUNK_BYTES = 3 * 4 * 2**24
 """fp32 logits that the loss works on at a time, with what it makes of them (runtime/loss.py: CHUNK_ELEMENTS)."""
 
@@ -261,6 +264,23 @@ def required_bytes(allocated: Array, parameters: Array, workload: Workload, clus
     """
     margin = float(coefficients()["memory"]["fits_margin"][_engine_key(workload, cluster)])
     return margin * reserved_bytes(allocated, parameters, workload, cluster)
+
+
+def kept_room_bytes(
+    stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec, *, cap_bytes: float
+) -> Array:
+    """Activations that each micro-batch may keep, bytes, for a device to require no more than ``cap_bytes`` before its update.
+
+    Negative where it requires more without any. Required bytes grow with the activations by the same slope everywhere, so one
+    evaluation with so many of them that the update is not the peak tells the rest.
+    """
+    each = step.in_flight * cluster.calibration.activations
+    parts = stage_memory(replace(stage, activation_bytes=_MORE_THAN_ANY / each), step, workload, cluster)
+    margin, slack = required_bytes(1.0, 0.0, workload, cluster), reserved_over_allocated(cluster)
+    reserved = cap_bytes / margin * slack  # the margin above includes the slack of one allocated byte
+    static = 0.0 if workload.adapters is None else parts["parameters"]
+    allocated = static + (reserved - static) / slack
+    return (allocated - (total_bytes(parts) - _MORE_THAN_ANY)) / each
 
 
 def least_required_bytes(allocated: Array, workload: Workload, cluster: ClusterSpec) -> Array:

@@ -16,8 +16,8 @@ from .compute import elementwise_update_s
 from .engines import DATA_PARALLEL, hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
 from .experts import sharded_params
 from .host_memory import host_update_s_per_param
-from .layer_costs import LayerCost, inside_cost, with_data_parallel
-from .layouts import FloatArray, IntArray, LayoutBatch
+from .layer_costs import LayerCost, inside_cost, with_data_parallel, with_least
+from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .operators import Layer
 from .overlap import Pair, exposed_s, pair_of
 from .setting import Setting
@@ -40,7 +40,8 @@ class SpaceCosts:
     """Costs of every kind of layer [K] under every layout [N] of ``batch``; ``kind_of_layer`` [L] says which is which.
 
     Many layouts share what happens inside a layer: ``inside`` [K] has it once for each distinct case, without collectives over
-    data, and ``like`` [N] says which case a layout is.
+    data, and ``like`` [N] says which case a layout is. Where layouts are mixed, the cases stand once for each of RECOMPUTES and
+    then once with the least of them in everything; `by_option` has them as if all blocks did the same.
 
     Of a mixed cluster these are the costs of ranks that are all as the weakest; ``parts`` has those on each of its parts, whose
     ``stage_links`` join stages.
@@ -54,6 +55,8 @@ class SpaceCosts:
     kind_of_layer: IntArray
     inside: tuple[LayerCost, ...]
     like: IntArray
+    option_of_layer: IntArray | None = None
+    working_of_option: FloatArray | None = None
     parts: tuple[SpaceCosts, ...] = ()
     links_of_whole: ClusterSpec | None = None
 
@@ -70,12 +73,13 @@ class SpaceCosts:
         """Evaluate every kind of layer once for the whole batch; ``checkpoint`` is called before each and may raise."""
         kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
         kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
-        rows, like = batch.inside_layers
-        once = Setting(hidden_dim=model.hidden_dim, batch=batch.select(rows), workload=workload, cluster=cluster)
+        cases, like = _cases(batch)
+        once = Setting(hidden_dim=model.hidden_dim, batch=cases, workload=workload, cluster=cluster)
         inside = []
         for layer in kinds:
             checkpoint()
-            inside.append(_at_ends(layer, inside_cost(layer, once), once.batch))
+            cost = _at_ends(layer, inside_cost(layer, once), once.batch)
+            inside.append(with_least(cost, len(RECOMPUTES)) if batch.is_mixed else cost)
         whole = cls(model, workload, cluster, batch, kinds, kind_of_layer, tuple(inside), like)
         parts = (cls.of(model, workload, part.cluster, batch, checkpoint=checkpoint) for part in cluster.parts)
         return replace(whole, parts=tuple(replace(part, links_of_whole=cluster) for part in parts))
@@ -95,8 +99,20 @@ class SpaceCosts:
         reserved = self.cluster.memory_budget_bytes + self.cluster.reserved_bytes - budget_bytes
         other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved), parts=())
         worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
+        if "by_option" in worked_out:
+            worked_out["by_option"] = tuple(costs.with_budget(budget_bytes) for costs in self.by_option)
         other.__dict__.update(worked_out)
         return other
+
+    @cached_property
+    def by_option(self) -> tuple[SpaceCosts, ...]:
+        """Mixed layouts as if all blocks recomputed the same, for each of RECOMPUTES."""
+        return tuple(self._under(option) for option in range(len(RECOMPUTES)))
+
+    def _under(self, option: int) -> SpaceCosts:
+        num_cases = len(self.inside[0].forward_s) // (len(RECOMPUTES) + 1)
+        batch = replace(self.batch, recompute=np.full_like(self.batch.recompute, option))
+        return replace(self, batch=batch, like=self.like + (option - self.batch.recompute) * num_cases)
 
     @cached_property
     def by_kind(self) -> tuple[LayerCost, ...]:
@@ -171,6 +187,21 @@ class SpaceCosts:
         """A LayerCost field of every layer [L] under one layout."""
         values = np.array([getattr(cost, name)[idx] for cost in self.by_kind])
         return values[self.kind_of_layer]
+
+    def prefix(self, name: str, idx: int) -> FloatArray:
+        """Sums [L+1] of a LayerCost field over the layers before each one, under one layout; kept for the next time."""
+        if (name, idx) not in self._prefixes:
+            self._prefixes[name, idx] = np.concatenate([[0.0], np.cumsum(self.per_layer(name, idx))])
+        return self._prefixes[name, idx]
+
+    @cached_property
+    def _prefixes(self) -> dict[tuple[str, int], FloatArray]:
+        return {}
+
+    @cached_property
+    def is_root(self) -> IntArray:
+        """Layers [L] outside the blocks, 1 or 0."""
+        return np.isin(self.kind_of_layer, self.root_kinds).astype(np.int64)
 
     @cached_property
     def transfer_s(self) -> FloatArray:
@@ -347,3 +378,14 @@ class SpaceCosts:
         """Logits of one micro-batch on one tensor-parallel rank [N]."""
         b = self.batch
         return np.asarray(b.tokens(self.workload.seq_len) * self.model.head.vocab_size / b.tp)
+
+
+def _cases(batch: LayoutBatch) -> tuple[LayoutBatch, IntArray]:
+    """Distinct cases inside layers and which one each layout is; of mixed layouts each case under all of RECOMPUTES in turn."""
+    if not batch.is_mixed:
+        rows, like = batch.inside_layers
+        return batch.select(rows), like
+    rows, like = replace(batch, recompute=np.zeros_like(batch.recompute)).inside_layers
+    options = np.repeat(np.arange(len(RECOMPUTES)), len(rows))
+    cases = replace(batch.select(np.tile(rows, len(RECOMPUTES))), recompute=options)
+    return cases, like + batch.recompute * len(rows)

@@ -20,10 +20,12 @@ from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdow
 from . import memory
 from .coefficients import peak_flops_per_s
 from .interval import time_interval
-from .layouts import FloatArray, IntArray, LayoutBatch
+from .layouts import MIXED, FloatArray, IntArray, LayoutBatch
 from .operators import model_flops_per_token
+from .option_costs import OptionCosts
 from .pipeline import Work, fewest_in_flight, lower_bound_s, pipelined_s
 from .pipeline_replay import Shape, held, in_flight, makespan_s
+from .recompute_bounds import least_step_s
 from .space_costs import SpaceCosts
 from .vocabulary import MORE_IN_FLIGHT
 
@@ -44,14 +46,30 @@ def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
 
 def time_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the seconds of a step [N]."""
+    mixed = costs.batch.recompute == MIXED
+    if mixed.any() and not mixed.all():
+        bound = np.zeros(len(mixed))
+        for rows in (np.flatnonzero(mixed), np.flatnonzero(~mixed)):
+            bound[rows] = time_bounds(costs.select(rows))
+        return bound
     updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
-    return np.asarray(
+    always = costs.dp_edges_s + _fullest_stage(costs, updates) + _vocabulary_bound_s(costs)
+    exposed = OptionCosts.of(costs).least_exposed_by_kind if mixed.any() else costs.dp_exposed_by_kind
+    bound = (
         lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), 2 * costs.transfer_s))
-        + _fullest_stage(costs, costs.dp_exposed_by_kind)
-        + costs.dp_edges_s
-        + _fullest_stage(costs, updates)
-        + _vocabulary_bound_s(costs)
+        + _fullest_stage(costs, exposed)
+        + always
     )
+    return np.asarray(np.maximum(bound, _with_recompute(costs) + always) if mixed.any() else bound)
+
+
+def _with_recompute(costs: SpaceCosts) -> FloatArray:
+    """What the layers of mixed layouts and their transfers take at least once they fit [N]."""
+    total, none = costs.total("busy_s"), np.zeros(len(costs.batch))
+    # With one stage a rank, balanced stages take as much longer as there is more work.
+    per_second = lower_bound_s(pipeline_work(costs, total / costs.batch.pp, none)) / total
+    layers = least_step_s(OptionCosts.of(costs), per_second, _kept_by_all_stages(costs))
+    return np.asarray(layers + per_second * 2 * costs.transfer_s * costs.batch.pp)
 
 
 def _vocabulary_bound_s(costs: SpaceCosts) -> FloatArray:
@@ -174,6 +192,20 @@ def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
 
 def memory_bounds(costs: SpaceCosts) -> FloatArray:
     """Admissible bound on the bytes of the fullest device [N]."""
+    parts = memory.stage_memory(_balanced_contents(costs), _least_shape(costs), costs.workload, costs.cluster)
+    return np.asarray(memory.total_bytes(parts))
+
+
+def _kept_by_all_stages(costs: SpaceCosts) -> FloatArray:
+    """Activations of one micro-batch that all stages together may keep at most [N], bytes."""
+    cap_bytes = costs.cluster.memory_budget_bytes
+    contents, shape = _balanced_contents(costs), _least_shape(costs)
+    room = memory.kept_room_bytes(contents, shape, costs.workload, costs.cluster, cap_bytes=cap_bytes)
+    return np.asarray(room * costs.batch.pp)
+
+
+def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
+    """The mean of all stages of every layout [N]."""
     b = costs.batch
     params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
     contents = memory.StageContents(
@@ -189,12 +221,14 @@ def memory_bounds(costs: SpaceCosts) -> FloatArray:
         logits=np.where(b.pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
     )
+    return _with_vocabulary(costs, contents)
+
+
+def _least_shape(costs: SpaceCosts) -> memory.StepShape:
+    """Of the stage with the fewest micro-batches in flight."""
+    b = costs.batch
     fewest = fewest_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)
-    contents, fewest = _with_vocabulary(costs, contents), _more_in_flight(costs, fewest)
-    parts = memory.stage_memory(
-        contents, _step_shape(b, fewest, num_neighbours=np.minimum(b.pp - 1, 1)), costs.workload, costs.cluster
-    )
-    return np.asarray(memory.total_bytes(parts))
+    return _step_shape(b, _more_in_flight(costs, fewest), num_neighbours=np.minimum(b.pp - 1, 1))
 
 
 def _least_activations(costs: SpaceCosts) -> FloatArray:
@@ -215,6 +249,10 @@ def stage_memory_parts(
     costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray
 ) -> dict[str, FloatArray]:
     """Memory parts of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage, equal to each other."""
+    return memory.stage_memory(contents, _stage_shape(costs, idx, stage_idx), costs.workload, costs.cluster)
+
+
+def _stage_shape(costs: SpaceCosts, idx: int, stage_idx: IntArray) -> memory.StepShape:
     b = costs.batch
     if shape_of(costs, idx).splits_backward:
         flight = in_flight(shape_of(costs, idx))[stage_idx]
@@ -224,8 +262,19 @@ def stage_memory_parts(
         )
     flight = _more_in_flight(costs, flight, idx)
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
-    shape = _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
-    return memory.stage_memory(contents, shape, costs.workload, costs.cluster)
+    return _step_shape(b, flight, num_neighbours=num_neighbours, at=idx)
+
+
+def kept_room_bytes(
+    costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray, *, cap_bytes: float
+) -> FloatArray:
+    """Activations that stages ``stage_idx`` of layout ``idx`` may keep for each micro-batch, bytes; negative where none fit."""
+    shape = _stage_shape(costs, idx, stage_idx)
+    room = memory.kept_room_bytes(contents, shape, costs.workload, costs.cluster, cap_bytes=cap_bytes)
+    without = replace(contents, activation_bytes=np.zeros_like(contents.params))
+    parts = memory.stage_memory(without, shape, costs.workload, costs.cluster)
+    required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], costs.workload, costs.cluster)
+    return np.asarray(np.where(required <= cap_bytes, room, -np.inf))
 
 
 def rank_memory_parts(
@@ -303,26 +352,36 @@ def _step_shape(
 def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> memory.StageContents:
     """Contents of stages that hold layers ``first .. last - 1`` under layout ``idx``; arrays of any one shape."""
 
-    def span(values: FloatArray) -> FloatArray:
-        prefix = np.concatenate([[0.0], np.cumsum(values)])
+    def span(name: str) -> FloatArray:
+        prefix = costs.prefix(name, idx)
         return np.asarray(prefix[last] - prefix[first])
 
-    params = costs.per_layer("num_params", idx)
-    is_root = np.isin(costs.kind_of_layer, costs.root_kinds)
+    roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * costs.is_root)])
     contents = memory.StageContents(
-        params=span(params),
-        trained=span(costs.per_layer("num_trained", idx)),
-        expert_params=span(costs.per_layer("expert_params", idx)),
+        params=span("num_params"),
+        trained=span("num_trained"),
+        expert_params=span("expert_params"),
         block_trained=costs.block_trained[idx],
-        frozen_bytes=span(costs.per_layer("frozen_bytes", idx)),
-        root_params=np.minimum(span(params * is_root), costs.root_params[idx]),
+        frozen_bytes=span("frozen_bytes"),
+        root_params=np.minimum(roots[last] - roots[first], costs.root_params[idx]),
         block_params=costs.block_params[idx],
-        activation_bytes=span(costs.per_layer("activation_bytes", idx)),
-        working_bytes=costs.working_bytes[idx],
+        activation_bytes=span("activation_bytes"),
+        working_bytes=_working_between(costs, idx, first, last),
         logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
     )
     return _with_vocabulary(costs, contents, idx)
+
+
+def _working_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> FloatArray:
+    """Largest working set of a layer; where blocks recompute differently, under the options of those on the stage."""
+    if costs.option_of_layer is None or costs.working_of_option is None:
+        return np.asarray(costs.working_bytes[idx])
+    largest = np.zeros(np.shape(first))
+    for option, working in enumerate(costs.working_of_option):
+        before = np.concatenate([[0], np.cumsum(costs.option_of_layer == option)])
+        largest = np.maximum(largest, np.where(before[last] > before[first], working, 0.0))
+    return largest
 
 
 def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Estimate:
@@ -330,6 +389,7 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
 
     With model chunks there are pp stages for each, or pp that stand for all the layers of a rank, its chunks equal to each other.
     """
+    assert costs.batch.recompute[idx] != MIXED or costs.option_of_layer is not None, "each layer needs an option"
     first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
     contents = contents_between(costs, idx, first, last)
     shape = shape_of(costs, idx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..cost_models.layouts import LayoutBatch
+from ..cost_models.layouts import LAYOUT_RECOMPUTES, LayoutBatch
 from ..schema import Alternative, Estimate, Layout
 from ..schema.plan import TimeBreakdown
 from ..schema.rules import SPLIT_SCHEDULES
@@ -36,7 +36,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     axes = sum(degree > 1 for degree in (*degrees, *levels, layout.num_model_chunks)) + (
         1 < layout.cp_ulysses < layout.cp
     )
-    recompute = ("none", "selective", "full").index(layout.recompute)
+    recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
     further = (layout.cp, layout.ep, layout.etp, layout.num_model_chunks)
     splits = int(layout.schedule in SPLIT_SCHEDULES)
     return (axes, splits, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
@@ -47,7 +47,7 @@ def choose(result: SearchResult, batch: LayoutBatch, *, slowest_s: float = math.
     best = result.fitting[0].estimate.step_time_s
     slowest = max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
     close = [c for c in result.fitting if c.estimate.step_time_s <= slowest]
-    return min(close, key=lambda c: (complexity(batch.layout(c.idx)), c.estimate.step_time_s, c.idx))
+    return min(close, key=lambda c: (complexity(c.layout(batch)), c.estimate.step_time_s, c.idx))
 
 
 def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
@@ -58,7 +58,7 @@ def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, to
         if batch.degrees(candidate.idx) in seen or len(slower) == top:
             continue
         seen.add(batch.degrees(candidate.idx))
-        layout = batch.layout(candidate.idx)
+        layout = candidate.layout(batch)
         slower.append(_alternative(layout, candidate.estimate, why_slower(candidate.estimate, chosen.estimate)))
     too_large: list[Alternative] = []
     for candidate in sorted(result.too_large, key=lambda c: c.estimate.peak_allocated_bytes):
@@ -67,7 +67,7 @@ def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, to
         if batch.degrees(candidate.idx) in seen or len(too_large) == min(top, 2):
             continue
         seen.add(batch.degrees(candidate.idx))
-        layout = batch.layout(candidate.idx)
+        layout = candidate.layout(batch)
         too_large.append(_alternative(layout, candidate.estimate, why_too_large(candidate.estimate)))
     return (*slower, *too_large)
 

@@ -18,7 +18,7 @@ def explain_infeasible(request: Request, result: SearchResult, deadline: Deadlin
         done = f"{result.evaluated} of {len(batch)} layouts evaluated; none is faster than {result.bound_s:.4g} s"
         return no_incumbent(deadline, f"for {model.name}", done)
     best = closest(result)
-    details = [*shortfall(batch.layout(best.idx), best.estimate, request.workload, cluster)]
+    details = [*shortfall(best.layout(batch), best.estimate, request.workload, cluster)]
     if request.fixed:
         details.append(f"fixed: {format_assignments(request.fixed)}")
     advice = advise(request, deadline, num_layouts=len(batch))

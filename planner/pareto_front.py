@@ -179,7 +179,7 @@ def _bounds(costs: SpaceCosts, deadline: Deadline) -> tuple[IntArray, FloatArray
 def _point(costs: SpaceCosts, found: Fastest, cap_bytes: int) -> ParetoPoint:
     estimate = found.candidate.estimate
     return ParetoPoint(
-        layout=costs.batch.layout(found.candidate.idx),
+        layout=found.candidate.layout(costs.batch),
         step_time_s=estimate.step_time_s,
         bound_s=found.bound_s,
         required_bytes=estimate.required_bytes,

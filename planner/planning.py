@@ -11,10 +11,11 @@ from importlib.metadata import version
 from typing import Any
 
 from ..cost_models.coefficients import is_measured
-from ..cost_models.layouts import LayoutBatch
+from ..cost_models.layouts import RECOMPUTES, LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
-from ..schema.layout import check_fields, format_assignments
+from ..schema.layout import Recompute, check_fields, format_assignments
+from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import (
     ENGINE_RULES,
@@ -105,13 +106,13 @@ def plan_of(
         result.costs.batch,
     )
     chosen = choose(result, batch, slowest_s=slowest_s)
-    layout = batch.layout(chosen.idx)
+    layout = chosen.layout(batch)
     return Plan(
         model=model,
         cluster=cluster,
         workload=workload,
         layout=layout,
-        stages=_stages(chosen, layout),
+        stages=_stages(model, chosen),
         rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(chosen),
@@ -122,7 +123,8 @@ def plan_of(
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
-    """What one given layout costs; its layers are cut into stages as evenly as memory allows.
+    """What one given layout costs; its layers are cut into stages as evenly as memory allows. Under mixed recompute each block does
+    what is best for the step.
 
     Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too.
 
@@ -165,12 +167,19 @@ def default_precision(cluster: ClusterSpec) -> Precision:
     raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")
 
 
-def _stages(chosen: Candidate, layout: Layout) -> tuple[Stage, ...]:
+def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
     """The layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
-    return tuple(
-        Stage(first_layer_idx=first, num_layers=end - first, recompute=layout.recompute)
-        for first, end in itertools.pairwise(chosen.boundaries)
-    )
+    is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
+    options = [RECOMPUTES[option] for option in chosen.options]
+    return tuple(_stage(first, options[first:end], is_block) for first, end in itertools.pairwise(chosen.boundaries))
+
+
+def _stage(first: int, options: list[Recompute], is_block: list[bool]) -> Stage:
+    """With one recompute for all its blocks where they do the same."""
+    used = {option for idx, option in enumerate(options, first) if is_block[idx]}
+    strongest = max(used, key=RECOMPUTES.index)
+    each = tuple(options) if len(used) > 1 else ()
+    return Stage(first_layer_idx=first, num_layers=len(options), recompute=strongest, layer_recompute=each)
 
 
 def _notes(

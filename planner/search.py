@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
+from ..cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch
 from ..cost_models.mixed_step import is_aligned
+from ..cost_models.option_costs import OptionCosts
 from ..cost_models.pipeline import lower_bound_s
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import (
@@ -26,7 +28,7 @@ from ..cost_models.step import (
     shape_of,
     stage_memory_parts,
 )
-from ..schema import ClusterSpec, Estimate, ModelSpec, SearchCertificate, Workload
+from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import chunk_split, stage_split
 from ..solvers.status import Status
@@ -35,6 +37,7 @@ from .frontier import Frontier
 from .mixed import expand_on_parts, nodes_of
 from .rank_map import best_case, in_order, node_order
 from .space import Space
+from .stage_choice import Layers, Stages, choose_stages
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
@@ -56,6 +59,7 @@ OnProgress = Callable[[int, float | None, float], None]
 class Candidate:
     """One expanded layout; ``idx`` in the space, stage boundaries, estimate; no split of it is faster than ``bound_s``.
 
+    ``options`` has an index into RECOMPUTES for each layer.
     ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
     its parts each stage lies; empty: every rank is costed as the weakest.
     """
@@ -64,8 +68,14 @@ class Candidate:
     boundaries: tuple[int, ...]
     estimate: Estimate
     bound_s: float
+    options: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     part_of_stage: tuple[int, ...] = ()
+
+    def layout(self, batch: LayoutBatch) -> Layout:
+        """The layout as it came out: mixed only where blocks recompute differently."""
+        layout = batch.layout(self.idx)
+        return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 
 @dataclass
@@ -234,8 +244,10 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
     found = expand_fitting(costs, idx, bound_s=bound_s)
     if found is not None:
         return found
+    if costs.batch.recompute[idx] == MIXED:
+        costs = costs.by_option[RECOMPUTES.index("full")]
     boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0][0]
-    return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s)
+    return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
 
 
 def expand_fitting(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
@@ -255,12 +267,15 @@ def _expand_mixed(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | No
         return None
     least_s = bound_s if costs.cluster.bandwidth_matrix is not None else max(bound_s, found.bound_s)
     nodes = nodes_of(costs, found.part_of_stage)
-    return Candidate(idx, found.boundaries, found.estimate, least_s, nodes, found.part_of_stage)
+    return Candidate(
+        idx, found.boundaries, found.estimate, least_s, _same_for_all(costs, idx), nodes, found.part_of_stage
+    )
 
 
 def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
     """The same layout with its ranks on other nodes, where that is faster."""
-    nodes = node_order(costs, found.idx, found.boundaries)
+    uniform = costs.by_option[0] if costs.batch.is_mixed else costs
+    nodes = node_order(uniform, found.idx, found.boundaries)
     if not nodes:
         return found
     row = costs.batch.select(np.array([found.idx]))
@@ -273,12 +288,37 @@ def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
 
 def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
+    if costs.batch.recompute[idx] == MIXED:
+        return _expand_with_choices(costs, idx, bound_s)
     cuts, least_s = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     if not cuts:
         return None
     estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    return Candidate(idx, best, estimates[best], max(bound_s, least_s))
+    return Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
+
+
+def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:
+    return (int(costs.batch.recompute[idx]),) * len(costs.kind_of_layer)
+
+
+def _expand_with_choices(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+    """The fastest of the answers for the pipeline alone and with what stages do once."""
+    found = choose_stages(Layers(OptionCosts.of(costs), idx, costs.cluster.memory_budget_bytes))
+    candidates = [_candidate(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in found]
+    return min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
+
+
+def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> Candidate:
+    """A mixed layout with its stages; ``options`` are equal where all blocks do the same."""
+    options = OptionCosts.of(costs)
+    used = {stages.options[layer] for layer in np.flatnonzero(options.has_choice[costs.kind_of_layer])}
+    chosen = stages.options if len(used) > 1 else tuple(used) * len(stages.options)
+    if len(used) > 1:
+        estimate = estimate_step(options.assigned(idx, chosen), 0, stages.boundaries)
+    else:
+        estimate = estimate_step(costs.by_option[chosen[0]], idx, stages.boundaries)
+    return Candidate(idx, stages.boundaries, estimate, min(bound_s, estimate.step_time_s), chosen)
 
 
 def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> tuple[list[tuple[int, ...]], float]:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import OFFLOADS, RECOMPUTES, VOCABULARIES, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, VOCABULARIES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES, Schedule
 from ..schema.rules import SPLIT_SCHEDULES, V_SCHEDULES, Facts, exchange_rules, model_facts, rules_of
@@ -109,8 +109,7 @@ def build_space(
     if not keep.any():
         raise _nothing_left(model, workload, cluster, fixed, decisive or reasons)
     columns = _select(columns | {"num_microbatches": np.asarray(facts.num_microbatches)}, keep)
-    recomputes = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES
-    columns = _cross(columns, "recompute", [RECOMPUTES.index(recompute) for recompute in recomputes])
+    columns = _with_recompute(columns, fixed, mixes=not cluster.parts)
     if workload.engine == "fsdp2":  # as the rule split_backward_keeps_activations, which saw what is asked for only
         columns = _select(columns, ~_splits_backward(columns) | (columns["recompute"] == 0))
     arrays: dict[str, Any] = columns | _unsearched(len(columns["tp"]), fixed)
@@ -136,6 +135,30 @@ def _all_facts(
         vocabulary_is_split=int(fixed.get("vocabulary") == "split"),
         **model_facts(model),
     )
+
+
+def _with_recompute(c: Columns, fixed: Mapping[str, Any], *, mixes: bool) -> Columns:
+    """The given recompute; else one for each block where ranks have one stage of 1f1b or gpipe, and every uniform one elsewhere.
+
+    Without ``mixes`` every one is uniform: stages on devices that differ are cut with one choice for all.
+    """
+    plain = np.isin(c["schedule"], [SCHEDULES.index(name) for name in ("1f1b", "gpipe")])
+    mixed = mixes & plain & (c["num_model_chunks"] == 1) & (fixed.get("vocabulary", "ends") == "ends")
+    if "recompute" in fixed:
+        given = _cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
+        if fixed["recompute"] != "mixed":
+            return given
+        if not mixed.any():
+            raise ConfigError(
+                "recompute=mixed is planned for one stage a rank under 1f1b or gpipe, on devices that are alike"
+            )
+        return _select(given, mixed)
+    mixed &= "recompute_fraction" not in fixed
+    return _cross(c, "recompute", list(range(MIXED + 1)), lambda c: _takes(c["recompute"], np.repeat(mixed, MIXED + 1)))
+
+
+def _takes(recompute: IntArray, mixed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    return np.asarray((recompute == MIXED) == mixed)
 
 
 def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:

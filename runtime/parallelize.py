@@ -50,7 +50,7 @@ def parallelize(
         apply_tensor_parallel(part, mesh, plan)
         apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
-        apply_recompute(part, stage.recompute)
+        apply_recompute(part, stage.recompute_of)
         shard_data_parallel(part, mesh, plan)
         if model is None:
             part.to_empty(device=device)

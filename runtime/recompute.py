@@ -33,15 +33,16 @@ ATTENTION = frozenset(
 )
 
 
-def apply_recompute(stage: Decoder, recompute: Recompute) -> None:
-    """Checkpoint every block of a stage, in place.
+def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) -> None:
+    """Checkpoint the blocks of a stage, in place, each as ``recompute_of`` says of its index in ``ModelSpec.iter_layers``.
 
     The block's ``forward`` is replaced on the instance: parameter names stay, and hooks of `fully_shard` run outside, so that
     a recomputation does not gather parameters once more.
     """
-    if recompute == "none":
-        return
-    for block in stage.model.layers.values():
+    for name, block in stage.model.layers.items():
+        recompute = recompute_of(int(name) + 1)  # the embedding is layer 0
+        if recompute == "none":
+            continue
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if recompute == "selective":
             options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))

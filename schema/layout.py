@@ -12,6 +12,7 @@ from .base import Count, Frozen
 from .errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
+LayoutRecompute = Literal["none", "selective", "full", "mixed"]
 Offload = Literal["none", "optimizer", "parameters"]
 Vocabulary = Literal["ends", "split"]
 Schedule = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "synthesised"]
@@ -45,7 +46,7 @@ class Layout(Frozen):
         vocabulary: where embedding and head are: on the first and the last stage, or each split over all stages.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
         recompute: activations recomputed in the backward pass: none; selective keeps the outputs of matrix products and
-            of attention; full keeps the input of each block.
+            of attention; full keeps the input of each block; mixed: each block as the stages of the plan say.
         recompute_fraction: part of each stage's blocks that recompute; the others keep everything.
         offload: what lies in the memory of the host instead of the device's: the optimizer states with the fp32 parameters, which
             the host updates; and the parameters too, which come back for every pass.
@@ -70,7 +71,7 @@ class Layout(Frozen):
     optimizer_shard: Count = 1
     vocabulary: Vocabulary = "ends"
     sequence_parallel: bool = Field(default_factory=lambda data: data.get("tp", 1) > 1)
-    recompute: Recompute = "none"
+    recompute: LayoutRecompute = "none"
     recompute_fraction: float = Field(default=1.0, gt=0, le=1)
     offload: Offload = "none"
     offload_fraction: float = Field(default=1.0, gt=0, le=1)

@@ -139,7 +139,7 @@ class Stage(Frozen):
     """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``ModelSpec.iter_layers()``.
 
     Attributes:
-        recompute: of every block, unless ``layer_recompute`` has one for each layer (what is no block ignores it).
+        recompute: of every block, unless ``layer_recompute`` has one for each layer (what has no block ignores it).
     """
 
     first_layer_idx: NonNegativeInt
@@ -283,6 +283,11 @@ class Plan(Document):
             raise ValueError(
                 f"schedule {layout.schedule} over {layout.pp} ranks with {len(self.pipeline_order)} lines of an order"
             )
+        choices = {
+            stage.recompute_of(idx) for stage in self.stages for idx in stage.layer_idxs if stage.layer_recompute
+        }
+        if choices and layout.recompute != "mixed":
+            raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
         layout.num_microbatches(self.workload.global_batch_size)
         self._check_slots()
         return self

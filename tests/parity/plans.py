@@ -135,9 +135,17 @@ def _stages(blocks: tuple[int, ...], layout: Layout) -> tuple[Stage, ...]:
     stages, first = [], 0
     for i, count in enumerate(blocks):
         num_layers = count + (i == 0) + (i == len(blocks) - 1)
-        stages.append(Stage(first_layer_idx=first, num_layers=num_layers, recompute=layout.recompute))
+        stages.append(_stage(first, num_layers, layout))
         first += num_layers
     return tuple(stages)
+
+
+def _stage(first: int, num_layers: int, layout: Layout) -> Stage:
+    """Under mixed recompute one layer after the other takes none, selective, full."""
+    if layout.recompute != "mixed":
+        return Stage(first_layer_idx=first, num_layers=num_layers, recompute=layout.recompute)
+    in_turn = tuple(("none", "selective", "full")[idx % 3] for idx in range(first, first + num_layers))
+    return Stage(first_layer_idx=first, num_layers=num_layers, recompute="full", layer_recompute=in_turn)
 
 
 def _estimate(num_stages: int) -> Estimate:

@@ -158,6 +158,7 @@ TWO = (
     Setup("pp uneven", Layout(pp=2, micro_batch_size=1), blocks_per_stage=(4, 1)),
     Setup("pp tied", Layout(pp=2, micro_batch_size=2), model="tied"),
     Setup("pp selective", Layout(pp=2, micro_batch_size=2, recompute="selective")),
+    Setup("pp mixed", Layout(pp=2, micro_batch_size=2, recompute="mixed"), model="rich"),
     Setup("experts, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="experts"),
     Setup("experts over tp", Layout(tp=2, micro_batch_size=4), model="shared experts"),
     Setup("experts over tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="experts"),

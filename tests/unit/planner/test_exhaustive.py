@@ -36,7 +36,8 @@ def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, mo
         quick_s = quick_time_bounds(costs)
         for idx, candidate in enumerate(everything):
             assert quick_s[idx] <= bound_s[idx] * (1 + ROUNDING), seed
-            assert bound_s[idx] <= candidate.estimate.step_time_s * (1 + ROUNDING), seed
+            # A bound may count the recompute without which a layout does not fit; of those that never do it says nothing.
+            assert not candidate.estimate.fits or bound_s[idx] <= candidate.estimate.step_time_s * (1 + ROUNDING), seed
             assert candidate.bound_s <= candidate.estimate.step_time_s * (1 + ROUNDING), seed
             assert bound_bytes[idx] <= candidate.estimate.peak_allocated_bytes + 16, seed  # parts are whole bytes
     assert solved > NUM_INSTANCES / NUM_GROUPS / 4

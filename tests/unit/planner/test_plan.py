@@ -105,7 +105,8 @@ def test_bound_holds_for_every_split_into_stages() -> None:
     workload = Workload(seq_len=2048, global_batch_size=8)
     fixed = {"pp": 2, "dp_replicate": 2, "num_model_chunks": 1, "schedule": "1f1b"}
     found = plan(spec, machine, workload, fixed=fixed)
-    space = build_space(spec, workload, machine, fixed)
+    space = build_space(spec, workload, machine, fixed | {"recompute_fraction": 1.0})
+    assert set(space.batch.recompute) == {0, 1, 2}
     costs = SpaceCosts.of(spec, workload, machine, space.batch)
     splits = [
         (idx, (0, cut, spec.num_layers)) for idx in range(len(space.batch)) for cut in range(2, spec.num_layers - 1)

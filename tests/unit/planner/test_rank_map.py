@@ -51,7 +51,7 @@ def test_no_map_beats_the_bound_and_the_found_one_is_never_worse_than_as_listed(
     cluster = with_matrix(f"{num_nodes}x2xA100-SXM-80GB/ib200", rates)
     engine = "fsdp2" if seed % 2 else "megatron"
     workload = Workload(seq_len=2048, global_batch_size=num_nodes * 12, engine=engine)
-    batch = build_space(SPEC, workload, cluster, {}).batch
+    batch = build_space(SPEC, workload, cluster, {"recompute": ("none", "selective", "full")[seed % 3]}).batch
     rows = rng.choice(len(batch), size=5, replace=False)
     batch = batch.select(np.sort(rows))
     spec = SPEC if seed % 3 else ModelSpec.named("qwen2.5-7b")

@@ -135,7 +135,7 @@ def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
     """Slow links, so that what a stage adds once counts; brute force over all cuts of nine layers into three stages."""
     spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("6x1xA100-SXM-80GB/eth10")
     workload = Workload(seq_len=1024, global_batch_size=24, engine=engine)
-    batch = build_space(spec, workload, cluster, {"pp": 3}).batch
+    batch = build_space(spec, workload, cluster, {"pp": 3, "recompute": "selective"}).batch
     costs = SpaceCosts.of(spec, workload, cluster, batch)
     size = spec.num_layers
     for idx in range(0, len(batch), max(len(batch) // 8, 1)):

@@ -1,0 +1,357 @@
+"""Stages of a mixed layout: which layers each holds and what every block of them recomputes (solvers/stage_program.py).
+
+Where an engine recomputes any block, each stage fills its memory by itself. Where it recomputes the first blocks of every stage, as
+many on each (cost_models/engines.py: FIRST_BLOCKS), there is a program for each number of them, without choices of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost_models import memory
+from ..cost_models.engines import FIRST_BLOCKS
+from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray
+from ..cost_models.option_costs import OptionCosts
+from ..cost_models.step import contents_between, kept_room_bytes, stage_memory_parts
+from ..schema.layout import SCHEDULES
+from ..schema.model import Block
+from ..solvers import stage_split
+from ..solvers.stage_program import Instance, Solution, dense, forward, lower_bound_s, solve
+
+NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective", "full"))
+
+Fits = NDArray[np.bool_]
+"""[O, S, L+1, L+1]: whether a stage may hold layers i..j-1 with one option for all."""
+
+
+class Stages(NamedTuple):
+    """Boundaries [S+1], an index into RECOMPUTES for each layer [L], seconds of a step, and what no answer is faster than."""
+
+    boundaries: tuple[int, ...]
+    options: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One mixed layout (row ``idx``) layer by layer [L] and option by option, and the spans [P] of layers its stages may hold."""
+
+    costs: OptionCosts
+    idx: int
+    memory_budget_bytes: float
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return int(self.costs.least.batch.pp[self.idx])
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a stage."""
+        return int(self.costs.least.batch.num_model_chunks[self.idx])
+
+    @cached_property
+    def weights(self) -> tuple[float, float]:
+        """How often the slowest stage and the sum of the stages count in a step at most (cost_models/pipeline.py)."""
+        return self._num_microbatches - 1, 1.0
+
+    @property
+    def _num_microbatches(self) -> float:
+        return float(self.costs.least.batch.num_microbatches[self.idx])
+
+    @cached_property
+    def least_weights(self) -> tuple[tuple[float, float], ...]:
+        """The same at least, each pair by itself: the bounds of cost_models/pipeline.py for one stage a rank."""
+        m, pp = self._num_microbatches, self.num_stages
+        if SCHEDULES[self.costs.least.batch.schedule[self.idx]] == "gpipe":
+            return (self.weights,)
+        if m > pp:
+            return (m - pp - 1, 2.0), (m, 0.0)
+        return ((m - 1) / 2, 1.0), (m, 0.0), (0.0, 2 * pp / (pp + 1) if m == pp else 0.0)
+
+    @cached_property
+    def has_choice(self) -> NDArray[np.bool_]:
+        """Layers [L] that hold a block."""
+        return np.asarray(self.costs.has_choice[self.kinds])
+
+    @property
+    def kinds(self) -> IntArray:
+        """Kind of each layer [L]."""
+        return self.costs.least.kind_of_layer
+
+    @cached_property
+    def busy_s(self) -> FloatArray:
+        """Seconds of each layer for one micro-batch [O, L]."""
+        return np.asarray(self.costs.of_kinds("busy_s", self.idx)[self.kinds].T)
+
+    @cached_property
+    def kept_bytes(self) -> FloatArray:
+        """Activations of each layer for one micro-batch [O, L]."""
+        return np.asarray(self.costs.of_kinds("activation_bytes", self.idx)[self.kinds].T)
+
+    @cached_property
+    def exposed_s(self) -> FloatArray:
+        """Communication over data of each layer that nothing hides, once in a step [O, L]."""
+        return np.asarray(self.costs.exposed_s(self.idx)[self.kinds].T)
+
+    @cached_property
+    def update_s(self) -> FloatArray:
+        """Seconds of each layer's update [L]."""
+        costs = self.costs.under[0]
+        trained, experts = (costs.per_layer(name, self.idx) for name in ("num_trained", "expert_params"))
+        return costs.update_s(trained, experts, self.idx)
+
+    @cached_property
+    def constant_s(self) -> float:
+        """What a step adds to (O) whatever its stages hold."""
+        return float(self.costs.under[0].dp_edges_s[self.idx])
+
+    @cached_property
+    def transfer_s(self) -> float:
+        """Seconds a stage passes activations on and gradients back, for one micro-batch."""
+        return 2 * float(self.costs.least.transfer_s[self.idx]) if self.num_stages > 1 else 0.0
+
+    @cached_property
+    def fits(self) -> Fits:
+        """Whether stages may hold layers i..j-1 with one option for all [O, S, L+1, L+1]: a block for each chunk, within memory.
+
+        More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
+        """
+        least, idx, num_options = self.costs.least, self.idx, len(RECOMPUTES)
+        size, stage = len(self.kinds) + 1, np.arange(self.num_stages)[:, None]
+        working = self.costs.working_bytes(idx)[:, None, None]
+        kept, option = _prefix(self.kept_bytes), np.arange(num_options)[:, None, None]
+        starts = np.broadcast_to(np.arange(size), (num_options, self.num_stages, size))
+        fitting, too_large = starts.copy(), np.full(starts.shape, size)
+        while np.any(too_large - fitting > 1):
+            middle = (fitting + too_large) // 2
+            contents = replace(
+                contents_between(least, idx, starts, middle),
+                activation_bytes=kept[option, middle] - kept[option, starts],
+                working_bytes=np.broadcast_to(working, starts.shape),
+            )
+            parts = stage_memory_parts(least, idx, contents, stage)
+            allocated = memory.total_bytes(parts)
+            required = memory.required_bytes(allocated, parts["parameters"], least.workload, least.cluster)
+            fits = required <= self.memory_budget_bytes
+            fitting = np.where(fits, middle, fitting)
+            too_large = np.where(fits, too_large, np.maximum(middle, fitting + 1))
+        is_block = np.array([isinstance(kind, Block) for kind in least.kinds])[self.kinds]
+        blocks = np.concatenate([[0], np.cumsum(is_block)])
+        has_block = blocks[None, :] - blocks[:, None] >= self.chunks
+        return np.asarray(has_block & (np.arange(size) <= fitting[..., None]))
+
+    @cached_property
+    def best_uniform_s(self) -> float:
+        """(O) of the best split with one option for all; infinite where none fits."""
+        found = []
+        for option, fits in enumerate(self.fits):
+            split = stage_split.solve(stage_split.Instance(self.busy_s[option], fits))
+            if split.boundaries:
+                ends = np.array(split.boundaries)
+                parts = (self.busy_s[option], self.exposed_s[option], self.update_s)
+                busy, exposed, update = (np.diff(_prefix(values)[ends]) for values in parts)
+                stage_s = busy + self.transfer_s
+                slowest, total = self.weights
+                found.append(slowest * stage_s.max() + total * stage_s.sum() + exposed.max() + update.max())
+        return float(min(found, default=np.inf))
+
+    @cached_property
+    def spans(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Stage, first and last layer of each span [P] that an answer as good as `best_uniform_s` may have."""
+        stages = self.num_stages
+        least = _prefix(self.busy_s.min(axis=0))
+        # The slowest stage counts at least as often as there are micro-batches, and the rest has a least as well.
+        once_s = (self.exposed_s.min(axis=0).sum() + self.update_s.sum()) / stages
+        longest_s = (self.best_uniform_s - once_s) / self._num_microbatches * (1 + 1e-9) - self.transfer_s
+        longest_s = min(longest_s, 2 * float(least[-1]))  # finite
+        s = np.arange(stages)[:, None]
+        begins = (least <= s * longest_s) & (least[-1] - least <= (stages - s) * longest_s)
+        ends = (least <= (s + 1) * longest_s) & (least[-1] - least <= (stages - s - 1) * longest_s)
+        held = least[None, :] - least[:, None] <= longest_s
+        allowed = np.logical_or.reduce(self.fits) & held & begins[:, :, None] & ends[:, None, :]
+        stage, first, last = np.nonzero(allowed)
+        return stage, first, last
+
+    def between(self, values: FloatArray) -> FloatArray:
+        """Sums over the layers of each span [..., P]."""
+        _, first, last = self.spans
+        prefix = _prefix(values)
+        return np.asarray(prefix[..., last] - prefix[..., first])
+
+    @cached_property
+    def room_bytes(self) -> FloatArray:
+        """Activations of one micro-batch that each span's stage may keep [P, O] while it reserves the option's working set."""
+        stage, first, last = self.spans
+        contents = contents_between(self.costs.least, self.idx, first, last)
+        working = self.costs.working_bytes(self.idx)
+        rooms = [
+            kept_room_bytes(
+                self.costs.least,
+                self.idx,
+                replace(contents, working_bytes=np.full(len(stage), value)),
+                stage,
+                cap_bytes=self.memory_budget_bytes,
+            )
+            for value in working
+        ]
+        return np.stack(rooms, axis=1)
+
+    def first_blocks(self, values: FloatArray, count: int) -> FloatArray:
+        """Sums over the first ``count`` blocks of each span [P]."""
+        _, first, last = self.spans
+        before = np.concatenate([[0], np.cumsum(self.has_choice)])
+        prefix = _prefix(values[self.has_choice])
+        return np.asarray(prefix[np.minimum(before[first] + count, before[last])] - prefix[before[first]])
+
+
+def _prefix(values: FloatArray) -> FloatArray:
+    zero = np.zeros((*values.shape[:-1], 1))
+    return np.concatenate([zero, np.cumsum(values, axis=-1)], axis=-1)
+
+
+class Program(NamedTuple):
+    """An instance, and of which blocks it decides nothing: the ``first`` of each stage take ``option``, if that is given."""
+
+    instance: Instance
+    option: int | None = None
+    first: int = 0
+
+
+def free_program(layers: Layers) -> Program:
+    """Each stage has a choice for each of its blocks."""
+    stage, first, last = layers.spans
+    kinds = np.flatnonzero(layers.costs.has_choice)
+    fixed, busy = ~layers.has_choice, layers.costs.of_kinds("busy_s", layers.idx)[kinds]
+    exposed = layers.costs.exposed_s(layers.idx)[kinds]
+    working = layers.costs.working_bytes(layers.idx)
+    shape = (layers.num_stages, *busy.shape)
+    is_kind = np.array([layers.kinds == kind for kind in kinds], dtype=np.float64)
+    kept_anyway = layers.between(layers.kept_bytes[NONE] * fixed)
+    slowest, total = layers.weights
+    return Program(
+        Instance(
+            num_layers=len(layers.kinds),
+            num_stages=layers.num_stages,
+            stage=stage,
+            first=first,
+            last=last,
+            fixed_s=layers.between(layers.busy_s[NONE] * fixed) + layers.transfer_s,
+            fixed_once_s=np.stack([layers.between(layers.exposed_s[NONE] * fixed), layers.between(layers.update_s)]),
+            counts=np.rint(layers.between(is_kind)).astype(np.int64).T,
+            seconds=np.broadcast_to(busy, shape),
+            once_s=np.stack([np.broadcast_to(exposed, shape), np.zeros(shape)]),
+            kept_bytes=layers.costs.of_kinds("activation_bytes", layers.idx)[kinds],
+            room_bytes=layers.room_bytes - kept_anyway[:, None],
+            uses=working[None, :] <= working[:, None],
+            slowest_weight=slowest,
+            sum_weight=total,
+        )
+    )
+
+
+def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bool = True) -> Program:
+    """The first ``count`` blocks of every stage take ``option``, all others none; without limits of memory if so asked."""
+    stage, first, last = layers.spans
+
+    def between(values: FloatArray) -> FloatArray:
+        return layers.between(values[NONE]) + layers.first_blocks(values[option] - values[NONE], count)
+
+    keep = np.ones(len(stage), dtype=bool)
+    if limited:
+        keep = between(layers.kept_bytes) <= layers.room_bytes[:, option if count else NONE]
+    slowest, total = layers.weights
+    once = np.stack([between(layers.exposed_s), layers.between(layers.update_s)])
+    none = (layers.num_stages, 0, 1)
+    return Program(
+        Instance(
+            num_layers=len(layers.kinds),
+            num_stages=layers.num_stages,
+            stage=stage[keep],
+            first=first[keep],
+            last=last[keep],
+            fixed_s=(between(layers.busy_s) + layers.transfer_s)[keep],
+            fixed_once_s=once[:, keep],
+            counts=np.zeros((int(keep.sum()), 0), dtype=np.int64),
+            seconds=np.zeros(none),
+            once_s=np.zeros((2, *none)),
+            kept_bytes=np.zeros((0, 1)),
+            room_bytes=np.zeros((int(keep.sum()), 1)),
+            uses=np.ones((1, 1), dtype=bool),
+            slowest_weight=slowest,
+            sum_weight=total,
+        ),
+        option,
+        count,
+    )
+
+
+def programs(layers: Layers, worth_s: list[float]) -> Iterator[Program]:
+    """The programs of a layout one of whose answers may be faster than the last of ``worth_s``, which the caller adds to."""
+    if layers.costs.least.workload.engine not in FIRST_BLOCKS:
+        yield free_program(layers)
+        return
+    most = int(layers.first_blocks(np.ones(len(layers.kinds)), len(layers.kinds)).max(initial=0))
+    yield first_blocks_program(layers, NONE, 0)
+    yield first_blocks_program(layers, SELECTIVE, most)
+    one = first_blocks_program(layers, FULL, layers.chunks, limited=False).instance
+    if lower_bound_s(one, layers.least_weights) + layers.constant_s >= worth_s[-1]:
+        return
+    for count in range(_fewest(layers, most), most + layers.chunks, layers.chunks):
+        # With more blocks recomputed every split takes longer, so this bounds all that are left.
+        unlimited = first_blocks_program(layers, FULL, count, limited=False).instance
+        if lower_bound_s(unlimited, layers.least_weights) + layers.constant_s >= worth_s[-1]:
+            return
+        yield first_blocks_program(layers, FULL, count)
+
+
+def _fewest(layers: Layers, most: int) -> int:
+    """Least number of blocks, in multiples of a stage's chunks, with which some split fits; beyond ``most`` if none does."""
+    low, high = 1, -(-most // layers.chunks) + 1
+    while low < high:
+        middle = (low + high) // 2
+        instance = first_blocks_program(layers, FULL, middle * layers.chunks).instance
+        fits = np.isfinite(forward(dense(instance, instance.fixed_s), np.maximum)[-1, -1])
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return low * layers.chunks
+
+
+def choose_stages(layers: Layers) -> list[Stages]:
+    """Even stages for the pipeline alone, and even ones with what they do once; none where nothing fits."""
+    best: dict[float, Stages] = {}
+    bound_s, worth_s = np.inf, [np.inf]
+    for program in programs(layers, worth_s):
+        for once_weight in (0.0, 1 / sum(layers.weights)):
+            solution = solve(program.instance, once_weight=once_weight)
+            if solution.boundaries:
+                stages = _stages(layers, program, solution)
+                worth_s.append(min(worth_s[-1], stages.objective_s))
+                best[once_weight] = min(best.get(once_weight, stages), stages, key=lambda found: found.objective_s)
+        bound_s = min(bound_s, lower_bound_s(program.instance, layers.least_weights) + layers.constant_s)
+    # A program that was not worth solving has no answer below this one.
+    bound_s = min(bound_s, worth_s[-1])
+    return list({stages.boundaries: stages._replace(bound_s=bound_s) for stages in best.values()}.values())
+
+
+def _stages(layers: Layers, program: Program, solution: Solution) -> Stages:
+    """With an option for each layer: of the blocks of a kind on a stage the first ones recompute the most."""
+    options = np.zeros(len(layers.kinds), dtype=np.int64)
+    chosen = np.flatnonzero(layers.costs.has_choice)
+    for s, (first, last) in enumerate(zip(solution.boundaries[:-1], solution.boundaries[1:], strict=True)):
+        held = np.arange(first, last)
+        blocks = held[layers.has_choice[first:last]]
+        if program.option is not None:
+            options[blocks[: program.first]] = program.option
+            continue
+        for k, kind in enumerate(chosen):
+            counts = solution.counts[s, k][::-1]
+            options[held[layers.kinds[held] == kind]] = np.repeat(np.arange(len(counts))[::-1], counts)
+    objective_s = solution.objective_s + layers.constant_s
+    return Stages(solution.boundaries, tuple(int(option) for option in options), objective_s, 0.0)
