@@ -227,7 +227,7 @@ def _enumerate(
     c = cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
     # A given ep that does not fold onto the ranks is left to the rules, which say so.
     c = cross(c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1)))
-    return _with_sequence_and_schedule(c, workload, fixed, runnable=runnable)
+    return _with_sequence_and_schedule(c, workload, fixed)
 
 
 def _cross(
@@ -371,7 +371,7 @@ def _with_split_backward(c: Columns, microbatches: IntArray) -> Columns:
     return {name: np.concatenate([row[name] for row in rows]) for name in c}
 
 
-def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool) -> Columns:
+def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
     """Sequence parallelism wherever it is possible, and the schedules."""
     tp, pp = c["tp"], c["pp"]
     sequence_parallel = (tp > 1) & (workload.seq_len % (c["cp"] * tp) == 0)
@@ -387,7 +387,7 @@ def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[s
     if fixed.get("offload") == "parameters":
         possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
     c = c | {"sequence_parallel": sequence_parallel.astype(np.int64), "schedule": schedule}
-    if "schedule" not in fixed and workload.engine == "fsdp2" and not runnable:
+    if "schedule" not in fixed and workload.engine == "fsdp2":
         return _with_split_backward(_select(c, possible), microbatches[possible])
     return _select(c, possible)
 

@@ -47,6 +47,7 @@ MODELS = {
     "tied": tiny_model(tied=True),
     "mha": tiny_model(num_kv_heads=4, vocab_size=98),
     "experts": tiny_model(num_blocks=3, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
+    "five with experts": tiny_model(experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
     "latent": tiny_model(
         num_blocks=2,
         latent=LatentAttention(
@@ -168,6 +169,7 @@ TWO = (
     Setup(
         "ep, replicas of experts", Layout(dp_shard=2, ep=2), model="experts", expert_slots=(REPLICAS, ORDERED, REPLICAS)
     ),
+    Setup("latent, cp", Layout(cp=2, micro_batch_size=2), model="latent"),
     Setup("latent, tp", Layout(tp=2, micro_batch_size=4), model="latent"),
     Setup("latent, tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="latent"),
     Setup("latent, ep", Layout(dp_shard=2, ep=2, micro_batch_size=2, recompute="selective"), model="latent"),
@@ -197,6 +199,9 @@ FOUR = (
     Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4), model="experts"),
     Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2), model="mixed experts"),
     Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2), model="latent"),
+    Setup("cp tp ep", Layout(cp=2, tp=2, ep=2), model="shared experts"),
+    Setup("cp ep 4", Layout(cp=2, dp_shard=2, ep=4), model="experts"),
+    Setup("chunks ep", Layout(pp=2, num_model_chunks=2, dp_shard=2, ep=2), model="five with experts"),
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (

@@ -97,6 +97,21 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path, tied: bool) -> 
 
 
 @needs_two_cores
+def test_checkpoint_of_model_chunks_resumes_over_shared_sequences(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    common = ("--learning-rate", "0.01", "--checkpoint-dir", str(folder), "--json")
+    first = small_plan(Layout(pp=2, num_model_chunks=2, schedule="zb-v"), tied=True, num_blocks=4)
+    code, output, messages = finish(start("--steps", "4", "--checkpoint-every", "2", *common, saved(first, tmp_path)))
+    assert code == 0, messages
+    whole = losses([json.loads(line) for line in output.splitlines()])
+    list_checkpoints(folder)[-1].rename(folder / "aside")
+    second = small_plan(Layout(cp=2, cp_ulysses=2), tied=True, num_blocks=4)
+    code, output, messages = finish(start("--steps", "4", "--resume", *common, saved(second, tmp_path)))
+    assert code == 0, messages
+    assert losses([json.loads(line) for line in output.splitlines()]) == pytest.approx(whole[2:], abs=1e-5)
+
+
+@needs_two_cores
 @pytest.mark.parametrize(
     ("sent", "to", "message"),
     [

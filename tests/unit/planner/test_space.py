@@ -96,7 +96,7 @@ def test_torch_has_every_named_schedule_and_other_engines_one() -> None:
     assert np.any(found.num_microbatches[folded] % 3)  # a V needs no rounds
     assert {SCHEDULES[idx] for idx in build_space(LLAMA, workload("megatron"), NODES, {}).batch.schedule} == {"1f1b"}
     runnable = build_space(LLAMA, workload("fsdp2"), NODES, {}, runnable=True).batch
-    assert {SCHEDULES[idx] for idx in runnable.schedule} <= {"1f1b", "gpipe"}
+    assert {SCHEDULES[idx] for idx in runnable.schedule} >= {"1f1b", "zb-h1", "zb-v", "v-half", "v-min"}
 
 
 def test_shards_of_other_engines_fill_islands() -> None:
