@@ -47,7 +47,8 @@ class Work:
         slowest_s: of the rank with the most work at least.
         num_blocks: of the model; ``block_s`` and ``block_forward_s`` the least work and forward pass of one.
         transfer_s: of a rank both ways, over all its chunks.
-        num_other_blocks: that are not of the most frequent kind; ``main_forward_share`` the forward pass of that kind.
+        total_forward_s: of all layers.
+        num_other_blocks: that are not of the most frequent kind; ``main_s`` and ``main_forward_share`` of a block of that kind.
         block_share: cheapest over dearest block; ``block_forward_share`` cheapest forward pass over dearest block.
         path_share: forward and input gradients, the least of any layer in ``deep_s``.
         forward_share, weight_share: the largest of any layer in ``deep_s``.
@@ -65,7 +66,9 @@ class Work:
     block_s: Array
     block_forward_s: Array
     transfer_s: Array
+    total_forward_s: Array
     num_other_blocks: Array
+    main_s: Array
     main_forward_share: Array
     block_share: Array
     block_forward_share: Array
@@ -85,6 +88,7 @@ def lower_bound_s(work: Work) -> Array:
     slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
     single = v == 1
     bound = np.where(work.runs("synthesised"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
+    bound = np.where((v > 1) & work.runs("gpipe", "1f1b"), np.maximum(bound, _there_and_back(work)), bound)
     bound = np.maximum(m * slowest, bound)
     bound = np.where(single & work.runs("gpipe"), whole + (m - 1) * slowest, bound)
     few = np.maximum(whole + (m - 1) / 2 * slowest, np.where(m == pp, 2 * pp / (pp + 1) * whole, 0.0))
@@ -128,6 +132,30 @@ def _behind_others(work: Work) -> Array:
     pass_s = np.where(work.runs("gpipe", "1f1b"), work.block_s, work.block_forward_s)
     waits_s = np.maximum((pp - 1 - lacking) * most - lacking, 0) / work.num_model_chunks * pass_s
     return m * (most * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
+
+
+def _there_and_back(work: Work) -> Array:
+    """With chunks and few micro-batches: the way of one through all layers and back, and the work of a rank beside it.
+
+    On every rank the first backward pass waits for one micro-batch's way through all layers and back to its last chunk; all its
+    backward passes follow, and the way back from its first chunk. The mean over the ranks:
+
+        T >= F + m B / pp + b (n (pp - 1) / pp - (v - 1)(pp - 1) / 2) / v
+
+    with F and B the forward and backward work of all layers and b that of a block: the last chunk of a rank has floor(n_r / v)
+    blocks, of which all others than the most frequent kind are taken off. The same holds in reverse, with F for B.
+    """
+    m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
+    blocks = work.num_blocks * (pp - 1) / pp - (v - 1) * (pp - 1) / 2
+    of_most = np.maximum(blocks / v - work.num_other_blocks, 0.0)
+    ways = [
+        first + m * rest / pp + of_most * block_s
+        for first, rest, block_s in (
+            (work.total_forward_s, work.total_s - work.total_forward_s, work.main_s * (1 - work.main_forward_share)),
+            (work.total_s - work.total_forward_s, work.total_forward_s, work.main_s * work.main_forward_share),
+        )
+    ]
+    return np.maximum(*ways)
 
 
 def _deferred(work: Work) -> Array:

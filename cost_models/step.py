@@ -145,6 +145,10 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
         block_s=extreme([busy[k] for k in blocks], False)[costs.like],
         block_forward_s=extreme([forward[k] for k in blocks], False)[costs.like],
         transfer_s=transfer_s,
+        total_forward_s=np.asarray(sum(n * seconds for n, seconds in zip(costs.counts, forward, strict=True)))[
+            costs.like
+        ],
+        main_s=busy[most][costs.like],
         num_other_blocks=costs.model.num_blocks - int(costs.counts[most]),
         main_forward_share=(forward[most] / busy[most])[costs.like],
         block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],

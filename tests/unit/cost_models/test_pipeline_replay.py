@@ -198,7 +198,9 @@ def test_no_split_beats_the_bound(split: tuple[Shape, np.ndarray, np.ndarray, np
         block_s=work_s.min() * one,
         block_forward_s=of_blocks[:, 0].min() * one,
         transfer_s=transfer_s * one,
+        total_forward_s=times[:, 0].sum() * one,
         num_other_blocks=num_others,
+        main_s=block.sum() * one,
         main_forward_share=block[0] / block.sum() * one,
         block_share=work_s.min() / work_s.max() * one,
         block_forward_share=of_blocks[:, 0].min() / work_s.max() * one,
@@ -217,6 +219,7 @@ def test_bound_is_the_step_of_equal_stages(schedule: str) -> None:
         schedule=one.astype(int) * SCHEDULES.index(schedule), pp=4 * one, num_model_chunks=one, num_microbatches=16 * one,
         total_s=12 * one, blocks_s=12 * one, deep_s=12 * one, slowest_s=3 * one, num_blocks=4, block_s=3 * one,
         block_forward_s=one, transfer_s=0 * one, num_other_blocks=0, main_forward_share=third,
+        total_forward_s=4 * one, main_s=3 * one,
         block_share=one, block_forward_share=third, path_share=2 * third,
         forward_share=third, weight_share=third,
     )  # fmt: skip
