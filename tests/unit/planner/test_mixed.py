@@ -119,7 +119,7 @@ def test_no_order_and_no_split_beats_the_bound_and_the_best_one_is_found(seed: i
     cluster = joined([group_of(DEVICES[0], 2, memory_ratio=ratio), group_of(DEVICES[1 + seed % 2], 1)])
     spec = shortened("llama-3.2-1b", 6)
     workload = Workload(seq_len=1024, global_batch_size=48, engine="megatron" if seed % 2 else "fsdp2")
-    batch = build_space(spec, workload, cluster, {"pp": 3, "num_model_chunks": 1}).batch
+    batch = build_space(spec, workload, cluster, {"pp": 3, "num_model_chunks": 1, "schedule": "1f1b"}).batch
     on_parts = np.flatnonzero(is_aligned(SpaceCosts.of(spec, workload, cluster, batch)))
     batch = batch.select(np.sort(rng.choice(on_parts, size=2, replace=False)))
     costs = SpaceCosts.of(spec, workload, cluster, batch)
