@@ -52,7 +52,7 @@ def _summary(plan: Plan, found: Explanation) -> Table:
     table.add_column(overflow="fold")
     table.add_row("[bold]plan", format_seconds(found.step_time_s), "", f"[bold]{found.layout}")
     table.add_section()
-    table.add_row("[bold]what binds", "costs", "of the step", "")
+    table.add_row("[bold]what binds", "costs or saves", "of the step", "")
     for binding in found.binds:
         if binding.seconds is None:
             table.add_row(f"  {binding.resource}", "?", "", escape(binding.text))
@@ -83,7 +83,8 @@ def _add_stages(table: Table, stages: Sequence[StageHeadroom], budget_bytes: int
             f"  stage {stage.stage_idx}",
             format_bytes(stage.required_bytes),
             format_bytes(stage.free_bytes),
-            f"most: {stage.largest} {format_bytes(stage.largest_bytes)}; {format_seconds(stage.busy_s)} a micro-batch",
+            f"most: {stage.largest} {format_bytes(stage.largest_bytes)}; {format_seconds(stage.busy_s)} a micro-batch"
+            + (f" on {stage.device}" if stage.device else ""),
         )
     if len(tightest) < len(stages):
         table.add_row("  ...", "", "", f"{len(stages) - len(tightest)} more with more head-room")

@@ -12,7 +12,7 @@ from ..schema import MeshwrightError, Plan
 from ..schema.layout import check_fields
 from ..schema.rules import ENGINE_RULES, require_valid
 from ..schema.units import GB, format_bytes
-from .closest import required_of_stages
+from .closest import demand_of_stages, tightest
 from .compare import compare
 from .deadline import Deadline
 from .explanation import Binding, Comparison, Explanation, LinkUse, StageHeadroom, Worth
@@ -81,7 +81,7 @@ def _stages(plan: Plan) -> tuple[StageHeadroom, ...]:
     """What each stage requires and has left."""
     found = plan.estimate
     rows = []
-    for idx, required in enumerate(required_of_stages(found, plan.workload, plan.cluster)):
+    for idx, demand in enumerate(demand_of_stages(found, plan.workload, plan.cluster)):
         stage = found.stages[idx]
         parts = stage.memory_bytes.model_dump()
         largest = max(parts, key=parts.__getitem__)
@@ -89,8 +89,9 @@ def _stages(plan: Plan) -> tuple[StageHeadroom, ...]:
             StageHeadroom(
                 stage_idx=idx,
                 busy_s=stage.forward_s + stage.backward_s,
-                required_bytes=required,
-                free_bytes=found.budget_bytes - required,
+                device=stage.device,
+                required_bytes=demand.required_bytes,
+                free_bytes=demand.free_bytes,
                 largest=largest,
                 largest_bytes=parts[largest],
             )
@@ -110,7 +111,7 @@ def _bindings(plan: Plan, links: Sequence[LinkUse], worth: Sequence[Worth]) -> t
     ]
     for link in links:
         axes = " + ".join(link.axes) or "no axis"
-        text = f"{link.name} at {link.bandwidth_bytes_per_s / GB:g} GB/s ({axes})"
+        text = f"twice as fast: {link.name} at {link.bandwidth_bytes_per_s / GB:g} GB/s ({axes})"
         bindings.append(Binding(resource="link", seconds=link.seconds, text=text))
     host = (gain for gain in worth if gain.resource == "host")
     bindings += [Binding(resource="host", seconds=max(0.0, g.kept_s), text="dispatch by the host") for g in host]
@@ -129,11 +130,11 @@ def _evenness(plan: Plan) -> str:
 
 
 def _memory_binding(plan: Plan, worth: Sequence[Worth]) -> Binding:
-    required = required_of_stages(plan.estimate, plan.workload, plan.cluster)
-    fullest = max(range(len(required)), key=required.__getitem__)
-    free = plan.estimate.budget_bytes - required[fullest]
-    where = f"stage {fullest} has " if len(required) > 1 else ""
-    text = f"{where}{format_bytes(free)} free of {format_bytes(plan.estimate.budget_bytes)}"
+    demands = demand_of_stages(plan.estimate, plan.workload, plan.cluster)
+    fullest = tightest(demands)
+    free, budget = demands[fullest].free_bytes, demands[fullest].budget_bytes
+    where = f"stage {fullest} has " if len(demands) > 1 else ""
+    text = f"{where}{format_bytes(free)} free of {format_bytes(budget)}"
     unlimited = next((gain.best_s for gain in worth if gain.resource == "unlimited_memory"), None)
     if unlimited is None:
         return Binding(resource="memory", seconds=None, text=text + "; not searched whether more of it would help")

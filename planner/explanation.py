@@ -12,7 +12,7 @@ class Binding(Frozen):
     """One thing that bounds the plan.
 
     Attributes:
-        seconds: what the step would be shorter without it: a part of the step, what a link or the host costs, or for memory what
+        seconds: a part of the step; what it gains with twice the rate of a link, or without the host's dispatch; or for memory what
             the fastest layout gains when memory is no limit; None where that was not searched.
     """
 
@@ -25,12 +25,14 @@ class StageHeadroom(Frozen):
     """One pipeline stage of the plan: what it requires of the budget, and how long a micro-batch keeps it busy.
 
     Attributes:
-        required_bytes: what must be within the budget (Estimate.required_bytes); free_bytes is below zero where it is not.
+        device: of a mixed cluster, what it lies on.
+        required_bytes: what must be within the budget of these devices; free_bytes is what is left, below zero where it is not.
         largest: the largest part of its memory.
     """
 
     stage_idx: int
     busy_s: float
+    device: str = ""
     required_bytes: int
     free_bytes: int
     largest: str
@@ -42,7 +44,7 @@ class LinkUse(Frozen):
 
     Attributes:
         axes: axes of the layout whose outermost link this is.
-        seconds: by how much the step is shorter when this level takes no time at all, the layout kept.
+        seconds: by how much the step is shorter when this level has twice its rate, the layout kept.
     """
 
     level_idx: int
@@ -114,7 +116,7 @@ class Explanation(Frozen):
         binds: what bounds the plan, the most important first.
         step_time_s: as the plan says; fastest_s: of the fastest layout of the same space, searched again; None where not searched.
         time_s: parts of the step, largest first.
-        budget_bytes: what each device may be asked for.
+        budget_bytes: what each device may be asked for; of a mixed cluster, of the stage with the fullest memory.
         notes: what the reader should know.
     """
 

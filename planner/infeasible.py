@@ -28,8 +28,9 @@ def explain_infeasible(request: Request, result: SearchResult, deadline: Deadlin
     none = (
         "nothing that was tried fits: other choices, more devices, offloading, fewer bytes a state, a smaller workload"
     )
+    devices = " and ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
     return InfeasibleError(
-        f"no plan fits {model.name} on {cluster.num_devices} x {cluster.weakest_device.name}",
+        f"no plan fits {model.name} on {devices}",
         details=tuple(details),
         help=str(advice.changes[0]) if advice.changes else none,
     )

@@ -52,7 +52,8 @@ def expand_on_parts(costs: SpaceCosts, idx: int, stage_fits: StageFits) -> OnPar
     For each order two splits are tried, as where nodes are alike (search.expand): the best for the pipeline alone, and the best
     with what a stage adds to the step once.
     """
-    costs, idx = costs.select(np.array([idx])), 0
+    if costs.cluster.bandwidth_matrix is not None:  # every order has links of its own between the stages
+        costs, idx = costs.select(np.array([idx])), 0
     fits = [_fits_on(part, idx, stage_fits) for part in costs.parts]
     found: list[OnParts] = []
     bound_s = np.inf

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..cost_models import memory
 from ..cost_models.layouts import LayoutBatch
+from ..cost_models.mixed_step import budget_bytes
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import memory_bounds, time_bounds
 from ..schema import ConfigError, Estimate, Layout
@@ -66,11 +67,11 @@ def find_fit(request: Request, deadline: Deadline, *, lean: bool = False, first:
 
     costs = SpaceCosts.of(request.model, request.workload, request.cluster, space.batch, checkpoint=checkpoint)
     least = memory.least_required_bytes(memory_bounds(costs), request.workload, request.cluster)
-    budget = request.cluster.memory_budget_bytes
+    budget = budget_bytes(costs)
     smallest = np.argsort(least, kind="stable")[:TRIES]
     roomy = np.flatnonzero(least <= ROOM * budget)
     fastest = roomy[np.argsort(time_bounds(costs.select(roomy)), kind="stable")[:TRIES]]
-    rows = np.array(list(dict.fromkeys([*smallest[least[smallest] <= budget], *fastest])), dtype=np.int64)
+    rows = np.array(list(dict.fromkeys([*smallest[(least <= budget)[smallest]], *fastest])), dtype=np.int64)
     if not len(rows):
         return None
     some, found = costs.select(rows), list[Candidate]()

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from ..schema import ClusterSpec, Layout, MeshwrightError, Plan
-from ..schema.cluster import CollectiveLatency, Link, LinkEfficiency
+from ..schema.cluster import Link
 from ..schema.profile import CollectivePoint
 from ..schema.units import GB, GIB, format_bytes
 from .deadline import Deadline
@@ -97,12 +97,15 @@ def worth_of(plan: Plan, request: Request, deadline: Deadline) -> tuple[float | 
 
 
 def links_of(plan: Plan) -> tuple[LinkUse, ...]:
-    """Each link level, the axes that reach it, and what the step loses to it: estimated again as if it took no time."""
+    """Each link level, the axes that reach it, and what the plan's layout gains where it is twice as fast.
+
+    A link that takes no time is beyond what the model of overlap describes: its traffic would slow down all compute beside it.
+    """
     cluster, base_s, uses = plan.cluster, _kept_s(plan, plan.cluster), []
     for idx, level in enumerate(cluster.levels):
         if level.domain_size == 1:
             continue
-        without_s = _kept_s(plan, without_link(cluster, idx))
+        faster_s = _kept_s(plan, twice_as_fast(cluster, idx))
         uses.append(
             LinkUse(
                 level_idx=idx,
@@ -110,7 +113,7 @@ def links_of(plan: Plan) -> tuple[LinkUse, ...]:
                 domain_size=level.domain_size,
                 bandwidth_bytes_per_s=level.link.bandwidth_bytes_per_s,
                 axes=_axes_on(plan.layout, cluster, idx),
-                seconds=0.0 if base_s is None or without_s is None else max(0.0, base_s - without_s),
+                seconds=0.0 if base_s is None or faster_s is None else max(0.0, base_s - faster_s),
             )
         )
     return tuple(uses)
@@ -224,28 +227,20 @@ def with_bandwidth(cluster: ClusterSpec, level_idx: int, more_bytes_per_s: float
     return faster.replace(bandwidth_matrix=matrix)
 
 
-def without_link(cluster: ClusterSpec, level_idx: int) -> ClusterSpec:
-    """One link level that takes no time: no latency, and the highest line rate that a link may have."""
-    none = CollectiveLatency(base=0, per_hop=0)
-    whole = LinkEfficiency(p2p=1, all_reduce=1, all_gather=1, reduce_scatter=1, all_to_all=1)
-    link = cluster.levels[level_idx].link.replace(
-        bandwidth_bytes_per_s=1e15,
-        latency_s=0,
-        efficiency=whole,
-        collective_latency_s=none,
-        ramp_s=0,
-        ring_step_s=0,
-        shared_by="device",
-        curve="",
-        measured=(),
-    )
-    is_outermost = level_idx == len(cluster.levels) - 1
-    return _with_link(cluster.replace(bandwidth_matrix=None) if is_outermost else cluster, level_idx, link)
+def twice_as_fast(cluster: ClusterSpec, level_idx: int) -> ClusterSpec:
+    """One link level with twice its line rate."""
+    return with_bandwidth(cluster, level_idx, cluster.levels[level_idx].link.bandwidth_bytes_per_s)
 
 
 def _with_link(cluster: ClusterSpec, level_idx: int, link: Link) -> ClusterSpec:
+    """One link replaced, in the groups of a mixed cluster that have it too."""
+    old = cluster.levels[level_idx].link
     levels = tuple(level.replace(link=link) if i == level_idx else level for i, level in enumerate(cluster.levels))
-    return cluster.replace(levels=levels)
+    groups = tuple(
+        group.replace(levels=tuple(own.replace(link=link) if own.link == old else own for own in group.levels))
+        for group in cluster.groups
+    )
+    return cluster.replace(levels=levels, groups=groups)
 
 
 def _faster_points(points: Sequence[CollectivePoint], ratio: float) -> tuple[CollectivePoint, ...]:

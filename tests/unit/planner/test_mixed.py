@@ -58,7 +58,7 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     fixed = {"cp": 1, "ep": 1, "etp": 1, "num_model_chunks": 1, "micro_batch_size": int(rng.choice([1, 2]))}
     batch = build_space(spec, workload, cluster, fixed).batch
     fills = np.all([part.cluster.num_devices % batch.stage_ranks == 0 for part in cluster.parts], axis=0)
-    rows = [rng.permutation(np.flatnonzero(some))[:n] for some, n in ((fills, 4), (~fills, 1))]
+    rows = [rng.permutation(np.flatnonzero(some))[:n] for some, n in ((fills, 3), (~fills, 1))]
     return spec, workload, cluster, Space(batch.select(np.sort(np.concatenate(rows))), {})
 
 
@@ -120,9 +120,9 @@ def test_no_order_and_no_split_beats_the_bound_and_the_best_one_is_found(seed: i
     spec = shortened("llama-3.2-1b", 6)
     workload = Workload(seq_len=1024, global_batch_size=48, engine="megatron" if seed % 2 else "fsdp2")
     batch = build_space(spec, workload, cluster, {"pp": 3, "num_model_chunks": 1}).batch
-    batch = batch.select(np.sort(rng.choice(len(batch), size=2, replace=False)))
+    on_parts = np.flatnonzero(is_aligned(SpaceCosts.of(spec, workload, cluster, batch)))
+    batch = batch.select(np.sort(rng.choice(on_parts, size=2, replace=False)))
     costs = SpaceCosts.of(spec, workload, cluster, batch)
-    assert is_aligned(costs).all()
     for idx in range(len(batch)):
         placements = all_placements(costs, idx)
         fitting = [time for time, fits in placements if fits]
