@@ -102,6 +102,11 @@ def order_of(shape: Shape) -> Order:
         return one[shape.schedule](pp, m)
     if chunks > 1 and shape.schedule in several:
         return several[shape.schedule](pp, m, chunks)
+    if shape.schedule == "synthesised":
+        raise ConfigError(
+            "schedule synthesised has no passes of its own: a plan brings its order along",
+            help="name one of " + ", ".join((*one, *v_shaped)),
+        )
     raise ConfigError(f"schedule {shape.schedule} is not defined for {chunks} model chunks a rank")
 
 

@@ -84,4 +84,4 @@ def find_fit(request: Request, deadline: Deadline, *, lean: bool = False, first:
     if not found:
         return None
     best = min(found, key=lambda c: (c.estimate.step_time_s, rows[c.idx]))
-    return Fit(some.batch.layout(best.idx), best.estimate)
+    return Fit(best.layout(some.batch), best.estimate)

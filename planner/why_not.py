@@ -51,12 +51,12 @@ def _answer(plan: Plan, request: Request, result: SearchResult) -> WhyNot:
         if result.stopped_early:
             return WhyNot(status="stopped", asked="", reasons=("the time limit came before any layout that fits",))
         nearest = closest(result)
-        layout, estimate = batch.layout(nearest.idx), nearest.estimate
+        layout, estimate = nearest.layout(batch), nearest.estimate
         lacking = shortfall(layout, estimate, request.workload, request.cluster)
         comparison = compare(plan, layout, estimate, reason="does not fit")
         return WhyNot(status="too_large", asked="", reasons=lacking, best=comparison)
     best = result.fitting[0]
-    layout, estimate = batch.layout(best.idx), best.estimate
+    layout, estimate = best.layout(batch), best.estimate
     comparison = compare(plan, layout, estimate, reason=why_slower(estimate, plan.estimate))
     status: _Status = "slower" if comparison.slower_fraction >= 0 else "faster"
     reasons = [_verdict(plan, request, comparison.slower_fraction)]

@@ -163,7 +163,7 @@ def _fastest(request: Request, deadline: Deadline) -> _Fastest | None:
     may_fit = np.ones(len(space.batch), dtype=bool)
     may_fit[result.rejected] = False
     fitting = Space(space.batch.select(may_fit), space.excluded)
-    return _Fastest(space.batch.layout(best.idx), best.estimate.step_time_s, space, fitting)
+    return _Fastest(best.layout(space.batch), best.estimate.step_time_s, space, fitting)
 
 
 def _fastest_with(
@@ -187,7 +187,7 @@ def _fastest_with(
     best = result.fitting[0] if result.fitting else None
     if best is None or best.estimate.step_time_s >= known_s:
         return fastest.layout, known_s
-    return space.batch.layout(best.idx), best.estimate.step_time_s
+    return best.layout(space.batch), best.estimate.step_time_s
 
 
 def _beyond_gap(gain_s: float, base_s: float) -> float:

@@ -152,6 +152,11 @@ def test_undefined_schedules_are_named() -> None:
         order_of(Shape(schedule="zb-h2", pp=2, num_model_chunks=3, num_microbatches=8))
 
 
+def test_a_synthesised_order_is_not_made_up() -> None:
+    with pytest.raises(ConfigError, match="brings its order along"):
+        order_of(Shape(schedule="synthesised", pp=2, num_model_chunks=1, num_microbatches=8))
+
+
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[Shape, np.ndarray, np.ndarray, np.ndarray]:
     """A shape, seconds (F, B, W) of every stage, of its kinds of layers (block, first blocks, embedding, head), transfers."""
