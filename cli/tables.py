@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cost_models.pipeline_simulation import placement
-from ..schema.rules import V_SCHEDULES
+from ..schema.layout_facts import V_SCHEDULES
 from ..schema.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..schema.errors import ConfigError
 from ..schema.layout import Schedule
-from ..schema.rules import V_SCHEDULES
+from ..schema.layout_facts import V_SCHEDULES
 from . import pipeline_orders as orders
 from .pipeline_simulation import Order, placement
 

@@ -6,8 +6,8 @@ import math
 
 from ..cost_models.layouts import LAYOUT_RECOMPUTES, LayoutBatch
 from ..schema import Alternative, Estimate, Layout
+from ..schema.layout_facts import SPLIT_SCHEDULES
 from ..schema.plan import TimeBreakdown
-from ..schema.rules import SPLIT_SCHEDULES
 from ..schema.units import format_bytes
 from .search import Candidate, SearchResult
 

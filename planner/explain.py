@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..schema import MeshwrightError, Plan
+from ..schema.common_rules import ENGINE_RULES
 from ..schema.layout import check_fields
-from ..schema.rules import ENGINE_RULES, require_valid
+from ..schema.rules import require_valid
 from ..schema.units import GB, format_bytes
 from .closest import demand_of_stages, tightest
 from .compare import compare

@@ -14,17 +14,13 @@ from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import RECOMPUTES, LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
+from ..schema.common_rules import ENGINE_RULES
+from ..schema.engine_rules import RULES_OF_ENGINE, VERSION_RULES
 from ..schema.layout import Recompute, check_fields, format_assignments
+from ..schema.layout_facts import layout_facts
 from ..schema.model import Block
 from ..schema.plan import Provenance
-from ..schema.rules import (
-    ENGINE_RULES,
-    RULES_OF_ENGINE,
-    VERSION_RULES,
-    broken_rules,
-    layout_facts,
-    require_valid,
-)
+from ..schema.rules import broken_rules, require_valid
 from ..schema.runnable import why_not_runnable
 from ..schema.workload import Precision
 from .choose import alternatives, choose

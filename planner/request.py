@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..schema import ClusterSpec, ModelSpec, Plan, Workload
+from ..schema.engine_rules import VERSION_RULES
 from ..schema.layout import parse_assignments
-from ..schema.rules import VERSION_RULES, broken_rules, layout_facts, require_our_engine
+from ..schema.layout_facts import layout_facts
+from ..schema.rules import broken_rules, require_our_engine
 from ..schema.runnable import why_not_runnable
 from .deadline import Deadline
 from .search import OnProgress, SearchResult, search

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, OFFLOADS, VOCABULARIES, IntArray, LayoutBatch, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES, Schedule
-from ..schema.rules import SPLIT_SCHEDULES, V_SCHEDULES, Facts, exchange_rules, model_facts, rules_of
+from ..schema.layout_facts import SPLIT_SCHEDULES, V_SCHEDULES, Facts, model_facts
+from ..schema.rules import exchange_rules, rules_of
 from ..schema.workload import Engine
 from .deadline import Deadline
 from .dominance import exchanges_worth_trying

@@ -8,8 +8,8 @@ from __future__ import annotations
 from ..cost_models import pipeline_orders as orders
 from ..cost_models.pipeline_simulation import Order, Pipeline, placement, simulate
 from ..schema.errors import ConfigError
+from ..schema.layout_facts import V_SCHEDULES
 from ..schema.plan import Plan
-from ..schema.rules import V_SCHEDULES
 from ..solvers.pipeline_csv import from_torch_csv
 
 

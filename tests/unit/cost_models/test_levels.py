@@ -15,7 +15,9 @@ from meshwright.planner import estimate, not_executed
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.rules import FSDP2_RULES, broken_rules, layout_facts
+from meshwright.schema.engine_rules import FSDP2_RULES
+from meshwright.schema.layout_facts import layout_facts
+from meshwright.schema.rules import broken_rules
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
 BLOCK = LLAMA.block_runs[0][0]

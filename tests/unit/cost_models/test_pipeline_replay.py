@@ -22,7 +22,7 @@ from meshwright.cost_models.pipeline_replay import (
 from meshwright.cost_models.pipeline_simulation import Pipeline, peak_bytes, simulate
 from meshwright.schema import ConfigError
 from meshwright.schema.layout import SCHEDULES
-from meshwright.schema.rules import V_SCHEDULES
+from meshwright.schema.layout_facts import V_SCHEDULES
 
 NAMED = [name for name in SCHEDULES if name != "synthesised"]
 

@@ -13,7 +13,7 @@ from meshwright.planner import estimate, not_executed
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.rules import RULES_OF_ENGINE
+from meshwright.schema.engine_rules import RULES_OF_ENGINE
 
 GEMMA, QWEN = ModelSpec.named("gemma-2-9b"), ModelSpec.named("qwen2.5-7b")
 NODES = ClusterSpec.parse("4x8xH100-SXM-80GB/ib400")

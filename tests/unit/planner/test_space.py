@@ -13,16 +13,10 @@ from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.engine_rules import RULES_OF_ENGINE
 from meshwright.schema.layout import SCHEDULES
-from meshwright.schema.rules import (
-    RULES_OF_ENGINE,
-    SPLIT_SCHEDULES,
-    V_SCHEDULES,
-    broken_rules,
-    layout_facts,
-    require_our_engine,
-    rules_of,
-)
+from meshwright.schema.layout_facts import SPLIT_SCHEDULES, V_SCHEDULES, layout_facts
+from meshwright.schema.rules import broken_rules, require_our_engine, rules_of
 from meshwright.schema.workload import LowRank
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")

@@ -1,0 +1,170 @@
+"""What any engine needs of a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .layout import SCHEDULES
+from .layout_facts import V_SCHEDULES, Facts, Rule, all_divide, as_array, not_dividing, runs
+
+EXCHANGE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "ulysses_divides_cp",
+        lambda f: f.cp % f.cp_ulysses == 0,
+        lambda f: f"cp_ulysses {f.cp_ulysses} does not divide cp {f.cp}",
+    ),
+    Rule(
+        "heads_per_ulysses",
+        lambda f: all_divide(f.head_counts + f.kv_head_counts, f.tp * f.cp_ulysses) | (f.cp_ulysses == 1),
+        lambda f: (
+            f"{not_dividing(f.head_counts + f.kv_head_counts, f.tp * f.cp_ulysses)} query or key/value heads do not divide by "
+            f"tp x cp_ulysses = {f.tp} x {f.cp_ulysses}: each rank attends with whole heads"
+        ),
+    ),
+)
+
+
+def _shards_are_nested(f: Facts) -> Any:
+    if np.all(f.gradient_shard == 1) and np.all(f.optimizer_shard == 1):
+        return np.ones(np.shape(f.dp_shard), dtype=bool)
+    dp, gradients = f.dp_replicate * f.dp_shard, f.gradient_level
+    of_gradients = (f.zero_stage == 3) & (gradients % f.dp_shard == 0) & (dp % gradients == 0)
+    of_states = (f.zero_stage >= 2) & (f.optimizer_shard % gradients == 0) & (dp % f.optimizer_shard == 0)
+    return ((f.gradient_shard == 1) | of_gradients) & ((f.optimizer_shard == 1) | of_states)
+
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "world_size",
+        lambda f: f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp == f.world_size,
+        lambda f: (
+            f"dp_replicate x dp_shard x cp x tp x pp = {f.dp_replicate} x {f.dp_shard} x {f.cp} x {f.tp} x {f.pp} = "
+            f"{f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp} ranks, the cluster has {f.world_size} devices"
+        ),
+    ),
+    Rule(
+        "batch_divides",
+        lambda f: f.global_batch_size % (f.dp_replicate * f.dp_shard * f.micro_batch_size) == 0,
+        lambda f: (
+            f"global_batch_size {f.global_batch_size} is not a multiple of dp x micro_batch_size = "
+            f"{f.dp_replicate * f.dp_shard} x {f.micro_batch_size}"
+        ),
+    ),
+    Rule(
+        "heads_per_tp",
+        lambda f: all_divide(f.head_counts, f.tp),
+        lambda f: f"{not_dividing(f.head_counts, f.tp)} attention heads do not divide by tp {f.tp}",
+    ),
+    Rule(
+        "kv_heads_per_tp",
+        lambda f: all_divide(f.kv_head_counts, f.tp),
+        lambda f: f"{not_dividing(f.kv_head_counts, f.tp)} key/value heads do not divide by tp {f.tp}",
+    ),
+    Rule(
+        "ffn_per_tp",
+        lambda f: all_divide(f.ffn_dims, f.tp),
+        lambda f: f"feed-forward width {not_dividing(f.ffn_dims, f.tp)} does not divide by tp {f.tp}",
+    ),
+    Rule(
+        "vocabulary_per_tp",
+        lambda f: (f.tp - 1) * -(-f.vocab_size // f.tp) < f.vocab_size,
+        lambda f: (
+            f"a vocabulary of {f.vocab_size} in pieces of {-(-f.vocab_size // f.tp)} leaves none for the last of tp {f.tp}"
+        ),
+    ),
+    Rule(
+        "sequence_per_tp",
+        lambda f: (f.sequence_parallel == 0) | (f.seq_len % (f.cp * f.tp) == 0),
+        lambda f: f"seq_len {f.seq_len} does not divide by cp x tp = {f.cp * f.tp} (sequence parallel)",
+    ),
+    Rule(
+        "sequence_per_cp",
+        lambda f: (f.cp == 1) | (f.seq_len % (2 * f.cp) == 0),
+        lambda f: (
+            f"seq_len {f.seq_len} does not divide by 2 x cp = {2 * f.cp} (two pieces a rank, for even causal work)"
+        ),
+    ),
+    Rule(
+        "attention_per_cp",
+        lambda f: (f.cp == 1) | f.fused_attention,
+        lambda f: f"cp {f.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores",
+    ),
+    *EXCHANGE_RULES,
+    Rule(
+        "vocabulary_over_stages",
+        lambda f: (
+            ~as_array(f.vocabulary_is_split)
+            | (runs(f, "1f1b") & (f.pp > 1) & (f.num_model_chunks == 1) & (not f.predicts_further_tokens))
+        ),
+        lambda f: (
+            f"vocabulary=split with pp {f.pp}, num_model_chunks {f.num_model_chunks}, {SCHEDULES[f.schedule]}: known for 1f1b over "
+            "several stages of one chunk, without heads for further tokens"
+        ),
+    ),
+    Rule(
+        "nested_shards",
+        _shards_are_nested,
+        lambda f: (
+            f"dp_shard {f.dp_shard}, gradient_shard {f.gradient_shard}, optimizer_shard {f.optimizer_shard} of "
+            f"{f.dp_replicate * f.dp_shard} data-parallel ranks under zero_stage {f.zero_stage}: each must be a multiple of "
+            "the one before and divide all; gradients have a level of their own under zero_stage 3, optimizer states under 2 and 3"
+        ),
+    ),
+    Rule(
+        "layers_per_stage",
+        lambda f: f.pp * f.num_model_chunks <= f.num_blocks,
+        lambda f: f"{f.pp * f.num_model_chunks} pipeline stages for {f.num_blocks} blocks: each stage needs one",
+    ),
+    Rule(
+        "interleaved_microbatches",
+        lambda f: (f.num_model_chunks == 1) | ((f.pp > 1) & ((f.num_microbatches % f.pp == 0) | runs(f, *V_SCHEDULES))),
+        lambda f: (
+            f"num_model_chunks {f.num_model_chunks} needs pp > 1 and micro-batches in multiples of it; there are "
+            f"{f.num_microbatches} for pp {f.pp}"
+        ),
+    ),
+    Rule(
+        "v_schedule_chunks",
+        lambda f: ~runs(f, *V_SCHEDULES) | ((f.num_model_chunks == 2) & (f.pp > 1)),
+        lambda f: (
+            f"{SCHEDULES[f.schedule]} runs two model chunks a rank over several stages; num_model_chunks is "
+            f"{f.num_model_chunks}, pp {f.pp}"
+        ),
+    ),
+    Rule(
+        "zb_h2_chunks",
+        lambda f: ~runs(f, "zb-h2") | (f.num_model_chunks == 1),
+        lambda f: f"zb-h2 runs one stage a rank; num_model_chunks is {f.num_model_chunks}",
+    ),
+    Rule(
+        "experts_per_ep",
+        lambda f: all_divide(f.expert_counts, f.ep) & ((f.ep * f.etp == 1) | bool(f.expert_counts)),
+        lambda f: (
+            f"{not_dividing(f.expert_counts, f.ep)} experts do not divide by ep {f.ep}"
+            if f.expert_counts
+            else f"ep {f.ep}, etp {f.etp}: the model has no experts"
+        ),
+    ),
+    Rule(
+        "expert_ffn_per_etp",
+        lambda f: all_divide(f.expert_ffn_dims, f.expert_tp),
+        lambda f: (
+            f"expert width {not_dividing(f.expert_ffn_dims, f.expert_tp)} does not divide over {f.expert_tp} ranks"
+        ),
+    ),
+    Rule(
+        "expert_ranks",
+        lambda f: f.experts_follow_tp | (f.stage_ranks % (f.ep * f.etp) == 0),
+        lambda f: f"ep x etp = {f.ep} x {f.etp} does not divide the {f.stage_ranks} ranks of a stage",
+    ),
+    Rule(
+        "tokens_of_experts",
+        lambda f: f.experts_follow_tp | (f.tp == 1) | (f.sequence_parallel != 0),
+        lambda f: (
+            f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times"
+        ),
+    ),
+)
+"""What any engine needs."""
