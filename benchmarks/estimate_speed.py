@@ -2,7 +2,7 @@
 
     python benchmarks/estimate_speed.py OUT.json
 
-Each case builds the space of a model on a cluster, then bounds all its layouts (cost_models.step.lower_bounds: exact without a
+Each case builds the space of a model on a cluster, then bounds all its layouts (cost_models.bounds.lower_bounds: exact without a
 pipeline) and estimates a sample of them exactly, stage by stage. Best of several repeats: the machine may be shared. Nothing in it
 starts threads.
 """
@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload

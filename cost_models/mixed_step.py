@@ -28,7 +28,7 @@ from ..schema.cluster_parts import label_of
 from ..schema.layout import SCHEDULES
 from ..schema.model import Block
 from ..schema.plan import StageEstimate, TimeBreakdown
-from . import memory, step
+from . import bounds, memory, stage_memory, step
 from .layouts import RECOMPUTES, FloatArray, IntArray
 from .pipeline import pipelined_s
 from .space_costs import SpaceCosts
@@ -62,8 +62,8 @@ def stages_of_parts(costs: SpaceCosts) -> IntArray:
 
 
 def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
-    """`step.quick_time_bounds`, of aligned layouts on their parts."""
-    plain, aligned = step.quick_time_bounds(costs), is_aligned(costs)
+    """`bounds.quick_time_bounds`, of aligned layouts on their parts."""
+    plain, aligned = bounds.quick_time_bounds(costs), is_aligned(costs)
     if not aligned.any():
         return plain
     bound = _pipeline_bound(costs.select(np.flatnonzero(aligned)), transfers=False)
@@ -71,8 +71,8 @@ def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
 
 
 def time_bounds(costs: SpaceCosts) -> FloatArray:
-    """`step.time_bounds`, of aligned layouts on their parts."""
-    plain, aligned = step.time_bounds(costs), is_aligned(costs)
+    """`bounds.time_bounds`, of aligned layouts on their parts."""
+    plain, aligned = bounds.time_bounds(costs), is_aligned(costs)
     if not aligned.any():
         return plain
     some = costs.select(np.flatnonzero(aligned))
@@ -90,7 +90,7 @@ def time_bounds(costs: SpaceCosts) -> FloatArray:
 
 
 def budget_bytes(costs: SpaceCosts) -> FloatArray:
-    """What the bytes of `step.memory_bounds` must be within for a layout to fit [N]: of aligned layouts the mean of its stages.
+    """What the bytes of `bounds.memory_bounds` must be within for a layout to fit [N]: of aligned layouts the mean of its stages.
 
     The bytes of a stage are convex in what it holds, so their mean over the stages is not below those of the mean stage.
     """
@@ -202,8 +202,8 @@ def estimate_on_parts(costs: SpaceCosts, idx: int, boundaries: Sequence[int], pa
 
 
 def _stage_memory(part: SpaceCosts, idx: int, layers: tuple[int, int], s: int) -> dict[str, FloatArray]:
-    contents = step.contents_between(part, idx, np.array([layers[0]]), np.array([layers[1]]))
-    parts = step.stage_memory_parts(part, idx, contents, np.array([s]))
+    contents = stage_memory.contents_between(part, idx, np.array([layers[0]]), np.array([layers[1]]))
+    parts = stage_memory.stage_memory_parts(part, idx, contents, np.array([s]))
     return {name: np.broadcast_to(value, (1,))[0] for name, value in parts.items()}
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
+from ..cost_models.bounds import memory_bounds
 from ..cost_models.layouts import IntArray
 from ..cost_models.mixed_step import budget_bytes, quick_time_bounds, time_bounds
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import memory_bounds
 
 BLOCK = 1 << 13
 """Layouts bounded together: arrays of this size stay in a core's cache."""

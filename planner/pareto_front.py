@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from ..cost_models import memory
+from ..cost_models.bounds import memory_bounds, time_bounds
 from ..cost_models.layouts import FloatArray, IntArray
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import memory_bounds, time_bounds
 from ..schema import ClusterSpec, ModelSpec, ParetoPoint, Workload
 from ..schema.layout import check_fields
 from .deadline import Deadline

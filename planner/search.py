@@ -15,19 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
+from ..cost_models.bounds import pipeline_work
 from ..cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch
 from ..cost_models.mixed_step import is_aligned
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.pipeline import lower_bound_s
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import (
-    contents_between,
-    estimate_step,
-    pipeline_work,
-    rank_memory_parts,
-    shape_of,
-    stage_memory_parts,
-)
+from ..cost_models.stage_memory import contents_between, rank_memory_parts, shape_of, stage_memory_parts
+from ..cost_models.step import estimate_step
 from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
 from ..schema.model import Block
 from ..solvers import chunk_split, stage_split

@@ -18,7 +18,7 @@ from ..cost_models import memory
 from ..cost_models.engines import FIRST_BLOCKS
 from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray
 from ..cost_models.option_costs import OptionCosts
-from ..cost_models.step import contents_between, kept_room_bytes, stage_memory_parts
+from ..cost_models.stage_memory import contents_between, kept_room_bytes, stage_memory_parts
 from ..schema.layout import SCHEDULES
 from ..schema.model import Block
 from ..solvers import stage_split

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..cost_models import memory
+from ..cost_models.bounds import memory_bounds, time_bounds
 from ..cost_models.layouts import LayoutBatch
 from ..cost_models.mixed_step import budget_bytes
 from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import memory_bounds, time_bounds
 from ..schema import ConfigError, Estimate, Layout
 from .deadline import Deadline
 from .request import Request

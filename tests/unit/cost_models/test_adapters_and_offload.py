@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.adapters import adapter_params
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.host_memory import host_link_bytes_per_s, host_update_s_per_param
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate, plan
 from meshwright.planner.search import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload

@@ -6,13 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.context import kv_width, ring
 from meshwright.cost_models.experts import dispatch_s, distinct, expert_params, token_share
 from meshwright.cost_models.layer_costs import layer_cost
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.setting import Setting
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.search import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
@@ -72,7 +72,7 @@ def test_experts_are_held_once_over_their_group(ep: int, etp: int) -> None:
 def test_expert_work_is_conserved(tp: int, ep: int, etp: int) -> None:
     """Rows of a rank times its part of an expert, over all ranks: top_k rows a token, whatever the axes."""
     batch = batch_of(Layout(dp_shard=32 // tp, tp=tp, ep=ep, etp=etp, zero_stage=1))
-    rows = batch.tokens(4096) * token_share(batch) * 2
+    rows = batch.tokens(4096) * token_share(batch, WORKLOAD) * 2
     distinct_tokens = batch.dp_shard * batch.tokens(4096)
     assert rows[0] / etp * batch.stage_ranks[0] == pytest.approx(2 * distinct_tokens[0])
 

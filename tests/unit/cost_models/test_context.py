@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.context import context_parallel, exchange, kv_width, ring
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.setting import Setting
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate
 from meshwright.planner.search import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload

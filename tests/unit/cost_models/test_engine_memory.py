@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.activations import Kernels, Saved, saved_elements
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.engine_memory import MEMORY
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step, lower_bounds
+from meshwright.cost_models.step import estimate_step
 from meshwright.planner import estimate
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.collectives import collective_s
 from meshwright.cost_models.layer_costs import LayerCost, layer_cost
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.host_dispatch import waiting_s
 from meshwright.cost_models.layer_costs import LayerCost, layer_cost
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.operators import CORE_ATTENTION, Elementwise, FusedAttention, Gemm, layer_operators
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step, lower_bounds
+from meshwright.cost_models.step import estimate_step
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.model import Block, SoftmaxAttention
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models import memory
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.operators import attended_tokens, model_flops_per_token
 from meshwright.cost_models.pipeline import pipelined_s
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.cost_models.bounds import lower_bounds, quick_time_bounds
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds, quick_time_bounds
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.search import expand
 from meshwright.planner.space import build_space

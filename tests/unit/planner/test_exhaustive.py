@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from meshwright.cost_models.step import lower_bounds, quick_time_bounds
+from meshwright.cost_models.bounds import lower_bounds, quick_time_bounds
 from meshwright.planner import frontier, search
 from small_spaces import random_instance
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
+from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import lower_bounds
 from meshwright.planner import estimate, plan
 from meshwright.planner.expert_load import with_imbalance
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Plan, Workload

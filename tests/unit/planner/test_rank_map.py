@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from meshwright.cost_models.bounds import time_bounds
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step, time_bounds
+from meshwright.cost_models.step import estimate_step
 from meshwright.planner import plan, search
 from meshwright.planner.rank_map import best_case, device_of_rank, in_order, node_order
 from meshwright.planner.space import build_space

@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models import memory
+from meshwright.cost_models.bounds import lower_bounds, time_bounds
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import (
-    contents_between,
-    estimate_step,
-    lower_bounds,
-    stage_memory_parts,
-    time_bounds,
-)
+from meshwright.cost_models.stage_memory import contents_between, stage_memory_parts
+from meshwright.cost_models.step import estimate_step
 from meshwright.planner import frontier, plan, search
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.space import build_space

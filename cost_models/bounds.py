@@ -1,0 +1,208 @@
+"""Admissible bounds on the seconds and bytes of every layout of a batch at once: every stage ideally balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..schema.model import Block, Embedding
+from . import memory
+from .layouts import MIXED, FloatArray
+from .option_costs import OptionCosts
+from .pipeline import Work, fewest_in_flight, lower_bound_s
+from .recompute_bounds import least_step_s
+from .space_costs import SpaceCosts
+from .stage_memory import more_in_flight, step_shape, with_vocabulary
+
+
+def lower_bounds(costs: SpaceCosts) -> tuple[FloatArray, FloatArray]:
+    """Admissible bounds for every layout: seconds of a step and bytes of the fullest device, [N] each.
+
+    Stages are taken as perfectly balanced in time and in memory at once. Both costs are convex in what a stage holds, so no
+    real split does better. For pp = 1 the time is exact.
+    """
+    return time_bounds(costs), memory_bounds(costs)
+
+
+def quick_time_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the seconds of a step [N] from the work inside layers and the pipeline's bubble alone."""
+    return np.asarray(lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), np.zeros(len(costs.batch)))))
+
+
+def time_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the seconds of a step [N]."""
+    mixed = costs.batch.recompute == MIXED
+    if mixed.any() and not mixed.all():
+        bound = np.zeros(len(mixed))
+        for rows in (np.flatnonzero(mixed), np.flatnonzero(~mixed)):
+            bound[rows] = time_bounds(costs.select(rows))
+        return bound
+    updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
+    always = costs.dp_edges_s + _fullest_stage(costs, updates) + _vocabulary_bound_s(costs)
+    exposed = OptionCosts.of(costs).least_exposed_by_kind if mixed.any() else costs.dp_exposed_by_kind
+    bound = (
+        lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), 2 * costs.transfer_s))
+        + _fullest_stage(costs, exposed)
+        + always
+    )
+    return np.asarray(np.maximum(bound, _with_recompute(costs) + always) if mixed.any() else bound)
+
+
+def _with_recompute(costs: SpaceCosts) -> FloatArray:
+    """What the layers of mixed layouts and their transfers take at least once they fit [N]."""
+    total, none = costs.total("busy_s"), np.zeros(len(costs.batch))
+    # With one stage a rank, balanced stages take as much longer as there is more work.
+    per_second = lower_bound_s(pipeline_work(costs, total / costs.batch.pp, none)) / total
+    layers = least_step_s(OptionCosts.of(costs), per_second, _kept_by_all_stages(costs))
+    return np.asarray(layers + per_second * 2 * costs.transfer_s * costs.batch.pp)
+
+
+def _vocabulary_bound_s(costs: SpaceCosts) -> FloatArray:
+    """What a split vocabulary adds to a step at least [N]: the same on every stage."""
+    if costs.vocabulary is None:
+        return np.zeros(len(costs.batch))
+    update = costs.update_s(costs.vocabulary.total("num_trained"), 0.0)
+    return np.asarray(costs.vocabulary_s + costs.vocabulary_dp_s + update)
+
+
+def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArray) -> Work:
+    """What the bounds of pipeline.py look at, given what the slowest rank has at least and the transfers of each rank [N]."""
+    b = costs.batch
+    busy = [cost.busy_s for cost in costs.inside]
+    forward = [cost.forward_s + cost.comm_forward_s for cost in costs.inside]
+    blocks = [k for k, kind in enumerate(costs.kinds) if isinstance(kind, Block)]
+    deep = [k for k, kind in enumerate(costs.kinds) if not isinstance(kind, Embedding)]
+
+    def total(kinds: Sequence[int]) -> FloatArray:
+        return np.asarray(sum(costs.counts[k] * busy[k] for k in kinds))[costs.like]
+
+    def extreme(values: Sequence[FloatArray], largest: bool) -> FloatArray:
+        return np.asarray((np.max if largest else np.min)(np.stack(values), axis=0))
+
+    def part(values: FloatArray, of: FloatArray) -> FloatArray:
+        # A head that is split over all stages is no layer of the last one.
+        return np.asarray(np.divide(values, of, out=np.zeros_like(of), where=of > 0))
+
+    def shares(values: Sequence[FloatArray]) -> list[FloatArray]:
+        """Of the work of each kind in ``deep``; a layer that is not there does not count."""
+        return [np.divide(values[k], busy[k], out=np.zeros_like(busy[k]), where=busy[k] > 0) for k in deep]
+
+    weight = [cost.weight_s for cost in costs.inside]
+    dearest = extreme([busy[k] for k in blocks], True)
+    most = max(blocks, key=lambda k: costs.counts[k])
+    return Work(
+        schedule=b.schedule,
+        pp=b.pp,
+        num_model_chunks=b.num_model_chunks,
+        num_microbatches=b.num_microbatches,
+        total_s=total(range(len(busy))),
+        blocks_s=total(blocks),
+        deep_s=total(deep),
+        slowest_s=slowest_s,
+        num_blocks=costs.model.num_blocks,
+        block_s=extreme([busy[k] for k in blocks], False)[costs.like],
+        block_forward_s=extreme([forward[k] for k in blocks], False)[costs.like],
+        transfer_s=transfer_s,
+        total_forward_s=np.asarray(sum(n * seconds for n, seconds in zip(costs.counts, forward, strict=True)))[
+            costs.like
+        ],
+        main_s=busy[most][costs.like],
+        num_other_blocks=costs.model.num_blocks - int(costs.counts[most]),
+        main_forward_share=(forward[most] / busy[most])[costs.like],
+        block_share=(extreme([busy[k] for k in blocks], False) / dearest)[costs.like],
+        block_forward_share=(extreme([forward[k] for k in blocks], False) / dearest)[costs.like],
+        path_share=1 - extreme(shares(weight), True)[costs.like],
+        forward_share=extreme(shares(forward), True)[costs.like],
+        weight_share=extreme(shares(weight), True)[costs.like],
+    )
+
+
+def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArray:
+    """What the stage with the most of it has at least [N], given a layer of each kind [K] of [N].
+
+    The mean of all stages, or the blocks of a kind: some stage holds ceil(n / pp) of n.
+    """
+    pp = costs.batch.pp
+    fullest = sum((n * values for n, values in zip(costs.counts, by_kind, strict=True)), start=np.zeros(len(pp))) / pp
+    for n, kind, values in zip(costs.counts, costs.kinds, by_kind, strict=True):
+        if isinstance(kind, Block):
+            fullest = np.maximum(fullest, -(-n // pp) * values)
+    return np.asarray(fullest)
+
+
+def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
+    """Seconds [N] of one micro-batch that the slowest stage takes at least, without transfers.
+
+    Some stage has the mean, or ceil(n / pp) of n blocks of a kind; or the rank with the head has j blocks beside it and another one
+    ceil((n - j) / (pp - 1)), at the j where the larger of both is least.
+    """
+    of_kinds = _fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
+    b, last_block = costs.batch, max(i for i, k in enumerate(costs.kind_of_layer) if isinstance(costs.kinds[k], Block))
+    block = np.min(
+        [c.busy_s for c, kind in zip(costs.inside, costs.kinds, strict=True) if isinstance(kind, Block)], axis=0
+    )
+    behind = np.bincount(costs.kind_of_layer[last_block + 1 :], minlength=len(costs.kinds))
+    head = np.asarray(sum(n * cost.busy_s for n, cost in zip(behind, costs.inside, strict=True)))[costs.like]
+    block, n, others = block[costs.like], costs.model.num_blocks, np.maximum(b.pp - 1, 1)
+    least = np.full(len(b), np.inf)
+    for more in (0, 1):
+        even = np.floor((n - others * head / block) / b.pp) + more
+        beside = np.clip(even, b.num_model_chunks, np.maximum(n - others * b.num_model_chunks, b.num_model_chunks))
+        least = np.minimum(least, np.maximum(beside * block + head, -(-(n - beside) // others) * block))
+    return np.asarray(np.where(b.pp > 1, np.maximum(of_kinds, least), of_kinds))
+
+
+def memory_bounds(costs: SpaceCosts) -> FloatArray:
+    """Admissible bound on the bytes of the fullest device [N]."""
+    parts = memory.stage_memory(_balanced_contents(costs), _least_shape(costs), costs.workload, costs.cluster)
+    return np.asarray(memory.total_bytes(parts))
+
+
+def _kept_by_all_stages(costs: SpaceCosts) -> FloatArray:
+    """Activations of one micro-batch that all stages together may keep at most [N], bytes."""
+    cap_bytes = costs.cluster.memory_budget_bytes
+    contents, shape = _balanced_contents(costs), _least_shape(costs)
+    room = memory.kept_room_bytes(contents, shape, costs.workload, costs.cluster, cap_bytes=cap_bytes)
+    return np.asarray(room * costs.batch.pp)
+
+
+def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
+    """The mean of all stages of every layout [N]."""
+    b = costs.batch
+    params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
+    contents = memory.StageContents(
+        params=params,
+        trained=trained,
+        expert_params=expert_params,
+        block_trained=costs.block_trained,
+        frozen_bytes=costs.total("frozen_bytes") / b.pp,
+        root_params=np.where(b.pp == 1, costs.root_params, 0.0),
+        block_params=costs.block_params,
+        activation_bytes=_least_activations(costs) / b.pp,
+        working_bytes=costs.working_bytes,
+        logits=np.where(b.pp == 1, costs.logits, 0.0),
+        boundary_bytes=costs.boundary_bytes,
+    )
+    return with_vocabulary(costs, contents)
+
+
+def _least_shape(costs: SpaceCosts) -> memory.StepShape:
+    """Of the stage with the fewest micro-batches in flight."""
+    b = costs.batch
+    fewest = fewest_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)
+    return step_shape(b, more_in_flight(costs, fewest), num_neighbours=np.minimum(b.pp - 1, 1))
+
+
+def _least_activations(costs: SpaceCosts) -> FloatArray:
+    """Bytes of one micro-batch in all layers [N]; with chunks those of as many of the smallest blocks.
+
+    A rank holds more micro-batches of its first chunk than of its last, so what is kept in the last one weighs less.
+    """
+    everything = costs.total("activation_bytes")
+    smallest = np.min(
+        [c.activation_bytes for kind, c in zip(costs.kinds, costs.inside, strict=True) if isinstance(kind, Block)],
+        axis=0,
+    )
+    chunked = costs.model.num_blocks * smallest[costs.like]
+    return np.asarray(np.where(costs.batch.num_model_chunks > 1, np.minimum(chunked, everything), everything))
