@@ -6,6 +6,7 @@ layout with its real stages) and `bounds.lower_bounds` (all layouts at once, eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -112,9 +113,14 @@ def _time_breakdown(
         **parts,
         dp=float(np.max(on_ranks(passes.exposed))) + float(costs.dp_edges_s[idx]),
         pp=m * transfer,
-        bubble=max(0.0, step_s(shape, passes, transfer) - m * float(busy[slowest])),  # rounding can leave -1e-16
+        bubble=_waiting_s(step_s(shape, passes, transfer), m * float(busy[slowest])),
         optimizer=float(np.max(costs.update_s(contents.trained, contents.expert_params, idx))),
     )
+
+
+def _waiting_s(step_s: float, busy_s: float) -> float:
+    """What a step has beyond the work of its slowest rank; nothing where only rounding is between them."""
+    return 0.0 if math.isclose(step_s, busy_s, rel_tol=1e-12) else max(0.0, step_s - busy_s)
 
 
 def step_s(shape: Shape, passes: Passes, transfer_s: float) -> float:

@@ -98,7 +98,7 @@ class SearchResult:
             status="feasible" if self.stopped_early else "optimal",
             objective_s=objective,
             bound_s=self.bound_s,
-            gap=max(0.0, (objective - self.bound_s) / objective),
+            gap=max(0.0, 1 - self.bound_s / objective) if objective > self.bound_s * (1 + 1e-12) else 0.0,
             evaluated=self.evaluated,
             pruned=len(self.costs.batch) - self.evaluated,
             search_s=self.search_s,

@@ -89,7 +89,7 @@ BAD_OPTIONS = [
     ({"seq_len": "9" * 23}, "seq_len"),
     ({"fix": "tp=" + "9" * 23}, "tp"),
     ({"fix": "sequence_parallel=true,tp=1"}, "sequence_parallel needs tp > 1"),
-    ({"fix": "dp_shard=1,zero_stage=3"}, "dp_shard > 1"),
+    ({"fix": "dp_shard=1,cp=1,zero_stage=3"}, "dp_shard > 1"),
     ({"out": "/dev/null"}, "not a regular file"),
 ]
 
@@ -149,7 +149,9 @@ def test_infeasible_request_exits_with_1(tmp_path) -> None:
 
 
 def test_missing_option_is_named(tmp_path) -> None:
-    assert_refused(run("plan", "gpt2", "--seq-len", "1024"), "--cluster", tmp_path)
+    assert_refused(run("plan", "gpt2", "--seq-len", "1024"), "--global-batch-size", tmp_path)
+    batch = ("--global-batch-size", "8")
+    assert_refused(run("plan", "gpt2", "--seq-len", "1024", *batch), "--cluster", tmp_path)
 
 
 def test_estimate_refuses_what_plan_refuses(tmp_path) -> None:
