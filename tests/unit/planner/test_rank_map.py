@@ -79,7 +79,8 @@ def test_search_equals_expanding_every_layout(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     cluster = with_matrix("4x2xA100-SXM-80GB/ib200", alternating(4))
     workload = Workload(seq_len=1024, global_batch_size=16)
-    space = build_space(SPEC, workload, cluster, {"micro_batch_size": 2, "recompute": "none"}, runnable=True)
+    part = {"micro_batch_size": 2, "recompute": "none", "cp": 1, "num_model_chunks": 1}
+    space = build_space(SPEC, workload, cluster, part, runnable=True)
     costs = SpaceCosts.of(SPEC, workload, cluster, space.batch)
     times = [search.expand(costs, idx).estimate for idx in range(len(space.batch))]
     found = search.search(SPEC, workload, cluster, space, time_limit_s=600)
@@ -94,7 +95,7 @@ def test_maps_are_those_that_the_runtime_executes() -> None:
     for _ in range(6):
         cluster = with_matrix("8x2xA100-SXM-80GB/ib200", rng.choice([1e9, 5e9, 20e9], (8, 8)))
         workload = Workload(seq_len=1024, global_batch_size=64)
-        batch = build_space(SPEC, workload, cluster, {"micro_batch_size": 1}, runnable=True).batch
+        batch = build_space(SPEC, workload, cluster, {"micro_batch_size": 1, "recompute": "none"}, runnable=True).batch
         costs = SpaceCosts.of(SPEC, workload, cluster, batch)
         for idx in rng.choice(len(batch), size=4, replace=False):
             nodes = node_order(costs, int(idx), search.expand(costs, int(idx)).boundaries)

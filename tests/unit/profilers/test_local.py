@@ -25,6 +25,9 @@ def silent(_: str) -> None:
     """Nobody listens."""
 
 
+SIGINT_BEFORE = signal.getsignal(signal.SIGINT)
+
+
 @pytest.fixture(scope="session")
 def profile() -> Profile:
     # The load of this moment must not decide what the tests of the cache see.
@@ -80,7 +83,7 @@ def test_measured_machine_is_a_cluster(profile):
 
 
 def test_measuring_leaves_signal_handlers_and_environment_alone(profile):
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is SIGINT_BEFORE
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
 
