@@ -34,7 +34,8 @@ Constraints
 
 Three methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
 and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each part of (O) at its own least.
-stage_integer_program.py closes what is left between the two. Source of the counts: layers of equal kind are interchangeable; of the
+stage_integer_program.py can close what is left between the two; the search does not call it yet. Source of the counts: layers of
+equal kind are interchangeable; of the
 spans: stage_split.py.
 """
 

@@ -13,7 +13,7 @@ from harness import Outcome
 from meshwright.schema import Layout, Workload
 from meshwright.schema.model import MoE
 from plans import tiny_model
-from test_parity import MODELS, Setup, differences, run
+from test_parity import MODELS, Setup, require_equal, run
 
 LONG = Workload(seq_len=24, global_batch_size=8, precision="fp32")
 LONG_SGD = LONG.replace(optimizer="sgd")
@@ -94,12 +94,4 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 def test_shared_sequences_train_as_whole_ones(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:
-    outcomes = run(setups, tmp_path)
-    problems = []
-    for setup in setups:
-        reference, done = references[setup.model], int(bool(setup.resumes))
-        steps = slice(done, setup.num_steps)
-        expected = Outcome(reference.losses[steps], reference.norms[steps], {} if done else reference.gradients)
-        found = differences(outcomes[setup.name], expected, mixed=setup.workload.precision != "fp32")
-        problems += [f"{setup.name}: {problem}" for problem in found]
-    assert not problems, "\n".join(problems)
+    require_equal(setups, run(setups, tmp_path), references)

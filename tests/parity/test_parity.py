@@ -251,6 +251,20 @@ def test_layouts_train_as_one_rank_does(
     assert not problems, "\n".join(problems)
 
 
+def require_equal(
+    setups: tuple[Setup, ...], outcomes: dict[str, list[Outcome]], references: dict[str, Outcome]
+) -> None:
+    """Every setup as its model's reference, or as the steps of it that follow the checkpoint it goes on from."""
+    problems = []
+    for setup in setups:
+        reference, done = references[setup.model], int(bool(setup.resumes))
+        steps = slice(done, setup.num_steps)
+        expected = Outcome(reference.losses[steps], reference.norms[steps], {} if done else reference.gradients)
+        found = differences(outcomes[setup.name], expected, mixed=setup.workload.precision != "fp32")
+        problems += [f"{setup.name}: {problem}" for problem in found]
+    assert not problems, "\n".join(problems)
+
+
 def differences(ranks: list[Outcome], reference: Outcome, *, mixed: bool) -> list[str]:
     """Where the ranks' outcomes leave the reference by more than the tolerance."""
     problems = []

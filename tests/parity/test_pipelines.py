@@ -15,7 +15,7 @@ from meshwright.schema import Layout, Workload
 from meshwright.schema.model import MoE
 from meshwright.solvers.pipeline_csv import to_torch_csv
 from plans import tiny_model
-from test_parity import BF16, MODELS, SGD, WORKLOAD, Setup, differences, run
+from test_parity import BF16, MODELS, SGD, WORKLOAD, Setup, require_equal, run
 
 STEPS = 10
 ADDED = {
@@ -117,12 +117,4 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 def test_schedules_train_as_one_rank_does(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:
-    outcomes = run(setups, tmp_path)
-    problems = []
-    for setup in setups:
-        reference, done = references[setup.model], int(bool(setup.resumes))
-        steps = slice(done, setup.num_steps)
-        expected = Outcome(reference.losses[steps], reference.norms[steps], {} if done else reference.gradients)
-        found = differences(outcomes[setup.name], expected, mixed=setup.workload.precision != "fp32")
-        problems += [f"{setup.name}: {problem}" for problem in found]
-    assert not problems, "\n".join(problems)
+    require_equal(setups, run(setups, tmp_path), references)
