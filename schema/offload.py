@@ -6,10 +6,10 @@ p bytes of a master parameter (fp32 under mixed precision), as many of its gradi
 | a layer in | on the device | on the host | moves |
 |---|---|---|---|
 | none of the lists | p, gradient, o | | |
-| host_optimizer_layers | p, gradient | copy of p, gradient, o | once a step: gradient down after the backward pass, p up after the update |
-| streamed_optimizer_layers | p, gradient | o | once a step: o up before, and down after, the device's update of the layer |
-| streamed_parameter_layers | while gathered | p, gradient, o | p up before every gather, gradient down after every backward pass |
-| storage_optimizer_layers | as above | o on storage | o read before the update and written after it; the layer is in one of the others too |
+| host_optimizer_layers | p, gradient | copy of p, gradient, o | gradient down before the update, p up after it, once a step |
+| streamed_optimizer_layers | p, gradient | o | o up before and down after the device's update, once a step |
+| streamed_parameter_layers | while gathered | p, gradient, o | p up before every gather, gradient down after every backward |
+| storage_optimizer_layers | as above | o on storage | o read before and written after the update; also in another list |
 """
 
 from __future__ import annotations
