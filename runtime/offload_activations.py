@@ -1,8 +1,8 @@
 """Activations that wait for their backward pass in the host's memory, layer by layer.
 
-What autograd saves in a block's forward pass goes down as soon as it is saved, each tensor storage once however many views of it are
-saved, in this block or the next ones. Parameters, buffers and tables that live on anyway stay, and so do tensors too small to be
-worth a copy. In the backward pass a block's tensors come up while the blocks behind it are computed: ``prefetch_layers`` offloaded
+What autograd saves in a block's forward pass goes down as soon as it is saved, each tensor storage once however many views of it
+are saved, in this block or the next ones. Parameters, buffers and tables that live on anyway stay, and so do tensors too small to
+be worth a copy. In the backward pass they come up while the blocks behind are computed: ``prefetch_layers`` offloaded
 blocks ahead, in the order of the backward passes.
 
 Under full recompute autograd saves only the checkpoint's input, so the same hooks outside the checkpoint move just that (a
@@ -30,7 +30,7 @@ from .models.rotary import Rotary
 from .offload_copies import Copies, HostBuffer
 
 SMALLEST_BYTES = {"cpu": 1 << 10}
-"""Storages below stay on the device; elsewhere `_SMALLEST_BYTES`, below which starting a copy (10 us) takes longer than the copy."""
+"""Storages below stay on the device; elsewhere `_SMALLEST_BYTES`, below which a copy takes longer to start (10 us) than to do."""
 
 _SMALLEST_BYTES = 1 << 18
 

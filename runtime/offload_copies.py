@@ -7,6 +7,7 @@ what "the device" may forget is then really freed, so that schedules can be test
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..profilers.machine import available_memory
 from ..schema.errors import MeshwrightError
 from ..schema.units import format_bytes
 
@@ -40,7 +42,9 @@ class Traffic:
 
     def take(self) -> Traffic:
         """The counts so far; those of copies start again."""
-        taken = Traffic(self.to_host_bytes, self.to_device_bytes, self.stored_bytes, self.read_bytes, self.unpinned_bytes)
+        taken = Traffic(
+            self.to_host_bytes, self.to_device_bytes, self.stored_bytes, self.read_bytes, self.unpinned_bytes
+        )
         self.to_host_bytes = self.to_device_bytes = self.stored_bytes = self.read_bytes = 0
         return taken
 
@@ -51,7 +55,7 @@ def pin_memory(buffer: Tensor) -> bool:
     Not ``pin_memory=True``, whose allocator rounds up to powers of two: half of the host's memory could be lost to that.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    refused = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.untyped_storage().nbytes(), 0))
+    refused = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if refused:
         with contextlib.suppress(RuntimeError):  # the next launch would report the refusal as its own
             torch.zeros(1, device="cuda")
@@ -92,9 +96,7 @@ class HostPool:
             free = self._free.get(size)
             if free:
                 return free.pop()
-        buffer = HostBuffer(*self.allocate(size))
-        self.total_bytes += size
-        return buffer
+        return HostBuffer(*self.allocate(size))
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Let it be used again, once the copy from it is over."""
@@ -102,20 +104,45 @@ class HostPool:
             self._free.setdefault(buffer.data.numel(), []).append(buffer)
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """Bytes of the host's memory, and whether they are pinned; never given back to the pool."""
-        try:
-            data = torch.empty(num_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
+        """Bytes of the host's memory from the start of a page, and whether they are pinned; `take` never hands them out.
+
+        Raises:
+            MeshwrightError: the host has no more memory.
+        """
+        available = available_memory()
+        if num_bytes > available:
             raise MeshwrightError(
-                f"the host has no memory for another {format_bytes(num_bytes)} of what is offloaded",
-                details=(f"{format_bytes(self.total_bytes)} are taken already", str(error).splitlines()[0]),
+                f"the host has no memory for another {format_bytes(num_bytes)} of what is offloaded: "
+                f"{format_bytes(num_bytes - available)} are missing",
+                details=(f"this rank has {format_bytes(self.total_bytes)} there already",),
                 help="plan with a smaller --host-memory-gib",
-            ) from None
-        is_pinned = self._pin is not None and num_bytes > 0 and self._pin(data)
-        if self._pin is not None and num_bytes and not is_pinned:
+            )
+        self.total_bytes += num_bytes
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8), False
+        pages = _Pages(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        is_pinned = self._pin is not None and self._pin(whole)
+        if is_pinned:
+            pages.pinned_at = whole.data_ptr()
+        elif self._pin is not None:
             self._pin = _refuse
             self._traffic.unpinned_bytes += num_bytes
-        return data, is_pinned
+        return whole[:num_bytes], is_pinned
+
+
+class _Pages(mmap.mmap):
+    """Pages of their own, as tensors see them; unlocked before they are gone.
+
+    Attributes:
+        pinned_at: their address where they are locked.
+    """
+
+    pinned_at = 0
+
+    def __del__(self) -> None:
+        if self.pinned_at and torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)  # type: ignore[no-untyped-call]
 
 
 def _refuse(_: Tensor) -> bool:
@@ -149,7 +176,9 @@ class Copies:
         self.down = torch.cuda.Stream(self.device) if is_cuda else None
         self.up = torch.cuda.Stream(self.device) if is_cuda else None
 
-    def to_host(self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+    def to_host(
+        self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event | None:
         """Copy a device tensor down beside compute; the event (CUDA) when the host may read it and the device forget it.
 
         Args:
@@ -158,7 +187,9 @@ class Copies:
         self.traffic.to_host_bytes += source.nbytes
         return self._copy(self.down, source, target, after)
 
-    def to_device(self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+    def to_device(
+        self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event | None:
         """Copy a host tensor up beside compute; the event (CUDA) after which ``target`` may be read."""
         self.traffic.to_device_bytes += source.nbytes
         return self._copy(self.up, source, target, after)
