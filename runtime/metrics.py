@@ -8,13 +8,29 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, NotRequired, TextIO, TypedDict
 
 from ..schema import ConfigError, Plan
 from .memory import MemorySource
 
 WARMUP_STEPS = 2
 """Steps at the start of a run that do not count in the measured step time: allocators and caches fill in them."""
+
+
+class OffloadRecord(TypedDict):
+    """What one rank moved between its device, its host and its drive in a step, bytes, beside what the plan predicts.
+
+    ``host_bytes``: of the host's memory that this rank's offloading holds.
+    """
+
+    to_host_bytes: int
+    to_device_bytes: int
+    read_bytes: int
+    stored_bytes: int
+    planned_to_host_bytes: int
+    planned_to_device_bytes: int
+    host_bytes: int
+    warnings: list[str]
 
 
 class StepRecord(TypedDict):
@@ -27,6 +43,7 @@ class StepRecord(TypedDict):
     step_time_s: float
     tokens_per_s: float
     peak_allocated_bytes: int
+    offload: NotRequired[OffloadRecord]
 
 
 class RankPeak(TypedDict):

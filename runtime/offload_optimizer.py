@@ -66,6 +66,7 @@ class _States:
     """
 
     parameter: nn.Parameter
+    place: Place
     moments: Tensor
     start: int | None = None
     copy: Tensor | None = None
@@ -97,6 +98,15 @@ class _Moments:
     host: Tensor
     buffer: HostBuffer | None = None
     reading: Future[None] | None = None
+
+
+@dataclass(eq=False)
+class _Gradient:
+    """A gradient in the host's memory, once it is down."""
+
+    host: Tensor
+    buffer: HostBuffer | None = None
+    down: torch.cuda.Event | None = None
 
 
 _Work = Sequence[tuple[dict[str, Any], _States]]
@@ -139,7 +149,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._away = {
             parameter: self._states(parameter, placement, next(places) if placement.is_stored else None)
             for parameter, placement in placed.items()
-            if placement.place != "own"
+            if placement != Placement()
         }
         for parameter in parameters:
             self._make_state(parameter)
@@ -155,11 +165,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         assert closure is None
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         away = [(group, self._away[p]) for group, chosen in groups for p in chosen if p in self._away]
-        on_host = [(group, states) for group, states in away if states.copy is not None]
+        on_host = [(group, states) for group, states in away if states.place != "streamed"]
         gradients = [self._bring_down(states) for _, states in on_host]
         for group, chosen in groups:
             self._update_own(group, [p for p in chosen if p not in self._away])
-        self._update_streamed([(group, states) for group, states in away if states.copy is None])
+        self._update_streamed([(group, states) for group, states in away if states.place == "streamed"])
         self._update_on_host(on_host, gradients)
         for transfer, buffer in self._writing:
             self._finish(transfer)
@@ -183,7 +193,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         else:
             assert self._file is not None
             data = self._file.view(start, 2 * local.nbytes)
-        states = _States(parameter, data.view(local.dtype).view(2, *local.shape), start)
+        states = _States(parameter, placement.place, data.view(local.dtype).view(2, *local.shape), start)
         if placement.place == "host":
             states.copy = self._copies.pool.allocate(local.nbytes)[0].view(local.dtype).view(local.shape)
         return states
@@ -241,30 +251,32 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._settle()
             self._write(moments)
 
-    def _update_on_host(self, work: _Work, gradients: Sequence[tuple[HostBuffer, torch.cuda.Event | None]]) -> None:
-        for moments, (buffer, down) in zip(self._on_host(work), gradients, strict=True):
+    def _update_on_host(self, work: _Work, gradients: Sequence[_Gradient]) -> None:
+        for moments, gradient in zip(self._on_host(work), gradients, strict=True):
             states = moments.states
-            assert states.copy is not None
-            if down is not None:
-                down.synchronize()
-            gradient = buffer.data[: states.copy.nbytes].view(states.copy.dtype).view(states.copy.shape)
+            if gradient.down is not None:
+                gradient.down.synchronize()
             first, second = moments.host
             step = self.state[states.parameter]["step"]
-            _update(moments.group, [states.copy], [gradient], [[first], [second]], [step])
-            self._copies.wait(self._copies.to_device(states.copy, states.local))
-            states.copied = states.contents
-            self._copies.pool.give_back(buffer)
+            target = states.local if states.copy is None else states.copy
+            _update(moments.group, [target], [gradient.host], [[first], [second]], [step])
+            if states.copy is not None:
+                self._copies.wait(self._copies.to_device(states.copy, states.local))
+                states.copied = states.contents
+            if gradient.buffer is not None:
+                self._copies.pool.give_back(gradient.buffer)
             self._write(moments)
 
-    def _bring_down(self, states: _States) -> tuple[HostBuffer, torch.cuda.Event | None]:
+    def _bring_down(self, states: _States) -> _Gradient:
         """The gradient, and the parameter where something else than this optimizer has changed it."""
-        assert states.copy is not None
+        gradient = states.gradient
+        if states.copy is None:  # on the host already, as its parameter is
+            return _Gradient(gradient)
         if states.copied != states.contents:
             self._copies.to_host(states.local, states.copy)
-        gradient = states.gradient
         buffer = self._copies.pool.take(gradient.nbytes)
         target = buffer.data[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
-        return buffer, self._copies.to_host(gradient, target, after=buffer.read)
+        return _Gradient(target, buffer, self._copies.to_host(gradient, target, after=buffer.read))
 
     def _on_host(self, work: _Work) -> Iterator[_Moments]:
         """Moments in the host's memory; of stored ones the next are being read."""

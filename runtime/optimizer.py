@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from .mesh import EXPERT_AXES
 from .models.init import local_tensor
+from .offload_optimizer import OffloadedAdamW
 from .parallel_model import ParallelModel
 
 
@@ -28,6 +29,10 @@ def build_optimizer(
     if model.plan.workload.optimizer == "sgd":
         # DTensor has no fused SGD, and the foreach one would hold a decayed copy of all gradients.
         return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
+    if model.offload is not None:
+        placements, folder = model.offload.placements(model.module), model.offload.schedule.storage_path
+        copies = model.offload.copies
+        return OffloadedAdamW(groups, placements, copies, learning_rate=learning_rate, betas=betas, folder=folder)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
@@ -50,7 +55,11 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
         dist.all_reduce(square, group=model.mesh.loss_group)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_tensor(g) for g in gradients.values()], scale)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients.values():  # those of streamed parameters are on the host
+        by_device.setdefault(local_tensor(gradient).device, []).append(local_tensor(gradient))
+    for device, local in by_device.items():
+        torch._foreach_mul_(local, scale.to(device))
     return norm.item()
 
 

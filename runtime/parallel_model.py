@@ -16,6 +16,7 @@ from .data_parallel import before_backward, loss_scale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
+from .offload import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule
 
 
@@ -28,6 +29,7 @@ class ParallelModel:
         module: this rank's layers, sharded: the whole model, one pipeline stage, or the layers of all its stages together (which
             the schedule runs stage by stage; this module then only holds them under their names).
         device: of this rank.
+        offload: its traffic with the host; None where the plan has no offload schedule.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class ParallelModel:
         module: Decoder,
         device: torch.device,
         schedule: Schedule | None = None,
+        offload: HostOffload | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.module = module
         self.device = device
+        self.offload = offload
         self._schedule = schedule
         self._positions = own_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 

@@ -129,17 +129,18 @@ class _Run:
                 help="use a lower --learning-rate",
             )
         self.step_times_s.append(step_time_s)
-        self.writer.write(
-            StepRecord(
-                step=step,
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=learning_rate,
-                step_time_s=step_time_s,
-                tokens_per_s=self.model.plan.workload.tokens_per_step / step_time_s,
-                peak_allocated_bytes=self.meter.peak_allocated_bytes(),
-            )
+        record = StepRecord(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            step_time_s=step_time_s,
+            tokens_per_s=self.model.plan.workload.tokens_per_step / step_time_s,
+            peak_allocated_bytes=self.meter.peak_allocated_bytes(),
         )
+        if self.model.offload is not None:
+            record["offload"] = self.model.offload.report(self.model.module)
+        self.writer.write(record)
 
     def checkpoint(self, step: int) -> None:
         """Save where it is due; does not count in the measured memory."""
@@ -172,7 +173,7 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     """Enter the job's process group; this rank's device."""
     cluster = plan.cluster
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    backend = cluster.weakest_device.backend
+    backend = _backend(plan)
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         dist.init_process_group(backend, timeout=timeout)
@@ -183,6 +184,13 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
+
+
+def _backend(plan: Plan) -> str:
+    """Streamed parameters and their gradients are reduced and counted on the host."""
+    backend = plan.cluster.weakest_device.backend
+    streams = plan.offload is not None and plan.offload.streamed_parameter_layers
+    return f"cpu:gloo,cuda:{backend}" if streams and backend != "gloo" else backend
 
 
 def _gather(value: T) -> list[T]:

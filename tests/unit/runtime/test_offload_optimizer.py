@@ -14,13 +14,14 @@ from meshwright.schema import ConfigError, MeshwrightError
 from torch import nn
 
 CPU = torch.device("cpu")
-SHAPES = ((33, 7), (128, 65), (5,), (64, 64), (1, 3))
+SHAPES = ((33, 7), (128, 65), (5,), (64, 64), (1, 3), (16, 16))
 PLACES = (
     Placement("host"),
     Placement("streamed"),
     Placement(),
     Placement("streamed", is_stored=True),
     Placement("host", is_stored=True),
+    Placement("own", is_stored=True),
 )
 
 
@@ -82,7 +83,7 @@ def test_what_moves_is_what_the_schedule_counts(tmp_path: Path) -> None:
     host, streamed, stored = sizes[0] + sizes[4], sizes[1] + sizes[3], sizes[3] + sizes[4]
     assert moved.to_host_bytes == host + 2 * streamed
     assert moved.to_device_bytes == host + 2 * streamed
-    assert moved.read_bytes == moved.stored_bytes == 2 * stored
+    assert moved.read_bytes == moved.stored_bytes == 2 * (stored + sizes[5])
 
 
 def test_states_change_hands_with_one_adamw(tmp_path: Path) -> None:
