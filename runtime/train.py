@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +19,12 @@ from .checkpoint import check_writable, list_checkpoints, load_checkpoint, save_
 from .data import BYTE_VOCAB_SIZE, TextCorpus, TokenBatches, find_text
 from .machine import check_device
 from .memory import MemoryMeter
-from .metrics import MetricsWriter, RankPeak, StepRecord, summarise
+from .metrics import KEPT_STEPS, MetricsWriter, RankRecord, StepRecord, summarise
 from .optimizer import build_optimizer, clip_gradients
 from .options import TrainOptions
 from .parallel_model import ParallelModel
 from .parallelize import parallelize
+from .step_parts import Part, waiting_timed
 
 T = TypeVar("T")
 
@@ -78,9 +80,12 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
     batches = TokenBatches(
         corpus, seq_len=plan.workload.seq_len, local_batch=local_batch, dp_rank=model.mesh.dp_rank, seed=options.seed
     )
-    for step in range(run.resume() + 1, options.steps + 1):
-        run.step(step, batches.batch(step).to(device))
-        run.checkpoint(step)
+    with waiting_timed(model.clock):
+        for step in range(run.resume() + 1, options.steps + 1):
+            with model.clock.part("data"):
+                tokens = batches.batch(step).to(device)
+            run.step(step, tokens)
+            run.checkpoint(step)
     run.finish()
     dist.destroy_process_group()
 
@@ -95,6 +100,7 @@ class _Run:
     meter: MemoryMeter
     writer: MetricsWriter
     step_times_s: list[float] = field(default_factory=list)
+    parts_s: deque[dict[Part, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
 
     def resume(self) -> int:
         """Steps already done: those of the newest checkpoint, or none."""
@@ -120,8 +126,9 @@ class _Run:
         start_s = self._now_s()
         loss = self.model.forward_backward(tokens)
         grad_norm = clip_gradients(self.model, self.options.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.model.clock.part("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         step_time_s = self._now_s() - start_s
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise MeshwrightError(
@@ -129,6 +136,7 @@ class _Run:
                 help="use a lower --learning-rate",
             )
         self.step_times_s.append(step_time_s)
+        self.parts_s.append(self.model.clock.take(step_time_s))
         self.writer.write(
             StepRecord(
                 step=step,
@@ -138,6 +146,7 @@ class _Run:
                 step_time_s=step_time_s,
                 tokens_per_s=self.model.plan.workload.tokens_per_step / step_time_s,
                 peak_allocated_bytes=self.meter.peak_allocated_bytes(),
+                parts_s=self.parts_s[-1],
             )
         )
 
@@ -153,13 +162,14 @@ class _Run:
 
     def finish(self) -> None:
         """Report the measurements of all ranks beside the prediction."""
-        peak = RankPeak(
+        own = RankRecord(
             rank=self.model.plan.rank_map.index(dist.get_rank()),
             peak_allocated_bytes=self.meter.peak_allocated_bytes(),
             peak_reserved_bytes=self.meter.peak_reserved_bytes(),
+            parts_s=list(self.parts_s),
         )
-        peaks = sorted(_gather(peak), key=lambda entry: entry["rank"])
-        self.writer.write(summarise(self.model.plan, self.step_times_s, peaks, memory_source=self.meter.source))
+        ranks = sorted(_gather(own), key=lambda entry: entry["rank"])
+        self.writer.write(summarise(self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source))
         self.writer.close()
 
     def _now_s(self) -> float:
