@@ -220,6 +220,7 @@ _PARTS = {
     "optimizer": "update",
     "other": "clipping, loss, the rest",
     "data": "data, beside the step",
+    "preempted": "of these without a core",
 }
 
 

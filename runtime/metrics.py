@@ -141,7 +141,9 @@ def _measured_parts_s(medians: Sequence[dict[Part, float]]) -> dict[str, float]:
     if not all(medians):
         return {}
     busiest = max(medians, key=lambda parts: parts["forward"] + parts["backward"])
-    same = {name: busiest[name] for name in ("communication", "pipeline_wait", "optimizer", "other", "data")}
+    same = {
+        name: busiest[name] for name in ("communication", "pipeline_wait", "optimizer", "other", "data", "preempted")
+    }
     return {"compute": busiest["forward"] + busiest["backward"], **same}
 
 

@@ -17,9 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-Part = Literal["data", "forward", "backward", "communication", "pipeline_wait", "optimizer", "other"]
-PARTS: tuple[Part, ...] = ("data", "forward", "backward", "communication", "pipeline_wait", "optimizer", "other")
-"""``other`` is the rest of the step; ``data`` comes before it and is no part of its time; ``optimizer`` is the update alone."""
+Part = Literal["forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted"]
+PARTS: tuple[Part, ...] = (
+    "forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted",
+)  # fmt: skip
+"""``optimizer`` is the update alone, ``other`` the rest of the step. The last two do not add to its time: ``data`` comes before it;
+``preempted`` is how long, of the parts that compute on a CPU, the process had no core, because other work had it.
+"""
+BESIDE: tuple[Part, ...] = ("data", "preempted")
 
 _Mark = tuple[Part, Any, Any]
 
@@ -49,20 +54,23 @@ class StepClock:
             end.record()
             self._marks.append((name, begin, end))
             return
-        start, before = time.perf_counter(), self._waited
+        start, before, ran = time.perf_counter(), self._waited, time.thread_time()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            self._seconds[name] += time.perf_counter() - start - (self._waited - before)
+            own = time.perf_counter() - start - (self._waited - before)
+            self._seconds[name] += own
+            if name != "data":
+                self._seconds["preempted"] += max(0.0, own - (time.thread_time() - ran))
 
     def take(self, step_time_s: float) -> dict[Part, float]:
         """Parts of the step that has ended, seconds, and begin anew; on a GPU after it was synchronised."""
         for name, begin, end in self._marks:
             self._seconds[name] += begin.elapsed_time(end) / 1e3
         seconds, self._seconds, self._marks = self._seconds, dict.fromkeys(PARTS, 0.0), []
-        counted = sum(value for name, value in seconds.items() if name != "data")
+        counted = sum(value for name, value in seconds.items() if name not in BESIDE)
         return {**seconds, "other": max(0.0, step_time_s - counted)}
 
     def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
