@@ -2,9 +2,9 @@
 
     python benchmarks/gemm_points.py DATA OUT.json
 
-DATA holds operators/gemm.parquet and measured_runs/gemm_kernels.csv (docs/accuracy.md). Each family (Ampere, Ada, Hopper, Blackwell) is
-left out of coefficients and trees in turn. Of each of its devices and software builds, points are drawn (three draws) and become a
-device's profile as `meshwright profile` leaves them; scored are the other rows, up to 4,000.
+DATA holds operators/gemm.parquet and measured_runs/gemm_kernels.csv (docs/accuracy.md). Each family (Ampere, Ada, Hopper,
+Blackwell) is left out of coefficients and trees in turn. Of each of its devices and software builds, points are drawn (three
+draws) and become the model's own data for the device, as a profile's do; scored are the other rows, up to 4,000.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Where the seconds of a step go on one rank: passes, waiting for other ranks, the update.
 
-On a CPU every collective and message blocks the process, so waiting is timed where torch waits and counts to no other part: during
-a pass, the clipping or the loss it is communication, between the passes of a pipeline it is waiting for a neighbour. On a GPU
-nothing blocks: parts are the stream's seconds between two events, waiting included. A part costs about a microsecond, so that all steps of
-every run have them. All-to-alls of a backward pass wait inside torch's C++ and count as backward.
+On a CPU every collective and message blocks the process, so waiting is timed where torch waits and counts to no other part:
+during a pass, the clipping or the loss it is communication, between the passes of a pipeline it is waiting for a neighbour. On a
+GPU nothing blocks: parts are the stream's seconds between two events, waiting included. A part costs microseconds, so that
+all steps of every run have them. All-to-alls of a backward pass wait inside torch's C++ and count as backward.
 """
 
 from __future__ import annotations
