@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, NotRequired, TextIO, TypedDict
 
 import numpy as np
 
@@ -22,16 +22,23 @@ WARMUP_STEPS = 2
 
 
 class StepRecord(TypedDict):
-    """One step on the reporting rank; ``peak_allocated_bytes`` is the highest so far, ``parts_s`` where the seconds went."""
+    """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank, ``parts_s`` where the seconds of the step
+    went.
+
+    ``grad_norm`` is None where gradients overflowed under fp16-mixed and the step changed nothing; ``loss_scale`` is there under
+    fp16-mixed only.
+    """
 
     step: int
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
     step_time_s: float
     tokens_per_s: float
+    mfu: float
     peak_allocated_bytes: int
     parts_s: dict[Part, float]
+    loss_scale: NotRequired[float]
 
 
 KEPT_STEPS = 256
@@ -78,6 +85,11 @@ class MetricsWriter:
             self._file.close()
 
 
+def mfu(plan: Plan, step_time_s: float) -> float:
+    """FLOPs that the model needs for a step over what all devices could do at their peak in that time, as in the plan."""
+    return plan.estimate.mfu * plan.estimate.step_time_s / step_time_s
+
+
 def summarise(
     plan: Plan, step_times_s: Sequence[float], ranks: Sequence[RankRecord], *, memory_source: MemorySource
 ) -> dict[str, Any]:
@@ -95,6 +107,7 @@ def summarise(
         "step_time_s": estimate.step_time_s,
         "step_time_interval_s": estimate.step_time_interval_s.model_dump(),
         "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
         "peak_allocated_bytes": estimate.peak_allocated_bytes,
         "peak_reserved_bytes": estimate.peak_reserved_bytes,
         "parts_s": predicted_parts_s(plan),
@@ -106,6 +119,7 @@ def summarise(
     measured = {
         "step_time_s": step_time_s,
         "tokens_per_s": plan.workload.tokens_per_step / step_time_s,
+        "mfu": mfu(plan, step_time_s),
         "peak_allocated_bytes": max(rank["peak_allocated_bytes"] for rank in ranks),
         "peak_reserved_bytes": max(rank["peak_reserved_bytes"] for rank in ranks),
         "parts_s": _measured_parts_s(medians),
