@@ -20,6 +20,7 @@ from ..cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch
 from ..cost_models.mixed_step import is_aligned
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.pipeline import lower_bound_s
+from ..cost_models.pipeline_simulation import Order
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.stage_memory import contents_between, rank_memory_parts, shape_of, stage_memory_parts
 from ..cost_models.step import estimate_step
@@ -33,6 +34,7 @@ from .mixed import expand_on_parts, nodes_of
 from .rank_map import best_case, in_order, node_order
 from .space import Space
 from .stage_choice import Layers, Stages, choose_stages
+from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
@@ -56,7 +58,7 @@ class Candidate:
 
     ``options`` has an index into RECOMPUTES for each layer.
     ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
-    its parts each stage lies; empty: every rank is costed as the weakest.
+    its parts each stage lies; empty: every rank is costed as the weakest. ``order`` is that of a synthesised schedule.
     """
 
     idx: int
@@ -66,10 +68,13 @@ class Candidate:
     options: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     part_of_stage: tuple[int, ...] = ()
+    order: Order = ()
 
     def layout(self, batch: LayoutBatch) -> Layout:
-        """The layout as it came out: mixed only where blocks recompute differently."""
+        """The layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
         layout = batch.layout(self.idx)
+        if self.order:
+            layout = layout.replace(schedule="synthesised")
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 
@@ -241,6 +246,8 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
         return found
     if costs.batch.recompute[idx] == MIXED:
         costs = costs.by_option[RECOMPUTES.index("full")]
+    if costs.batch.schedule[idx] == SYNTHESISED:
+        costs, idx = with_schedule(costs.select(np.array([idx])), LEANEST), 0
     boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0][0]
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
 
@@ -283,6 +290,8 @@ def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
 
 def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
+    if costs.batch.schedule[idx] == SYNTHESISED:
+        return _expand_synthesised(costs, idx, bound_s)
     if costs.batch.recompute[idx] == MIXED:
         return _expand_with_choices(costs, idx, bound_s)
     cuts, least_s = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
@@ -291,6 +300,19 @@ def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> C
     estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
     return Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
+
+
+def _expand_synthesised(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+    """Stages as under the named schedule that holds least, with an order made for them."""
+    lean = with_schedule(costs.select(np.array([idx])), LEANEST)
+    cuts, _ = _cuts(lean, 0, cap_bytes=costs.cluster.memory_budget_bytes)
+    options = _same_for_all(costs, idx)
+    candidates = [
+        Candidate(idx, boundaries, made.estimate, bound_s, options, order=made.order)
+        for boundaries in dict.fromkeys(cuts)
+        if (made := synthesise(costs, idx, boundaries)) is not None
+    ]
+    return min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
 
 
 def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:

@@ -43,7 +43,19 @@ def by_events(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -
     Raises:
         InfeasibleError: a rank cannot hold one micro-batch of all its stages.
     """
-    return _Events(pipeline, cap_bytes, rule).run()
+    return timed(pipeline, cap_bytes, rule)[0]
+
+
+def timed(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> tuple[Order, float]:
+    """`by_events` and the seconds until its last pass ends.
+
+    Raises:
+        InfeasibleError: a rank cannot hold one micro-batch of all its stages.
+    """
+    run = _Events(pipeline, cap_bytes, rule)
+    order = run.run()
+    assert not any(run.left), "a forward pass leaves room for its micro-batch to go on"
+    return order, max(run.free_at)
 
 
 def refilled(pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float) -> Order:
@@ -74,10 +86,8 @@ class _Events:
         ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
         self.stages = [pipeline.stages_of(rank) for rank in ranks]
         self.hop = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
-        self.room = [
-            sum(pipeline.held_bytes[later] for later in self.stages[pipeline.rank_of_stage[s]] if later > s)
-            for s in stages
-        ]
+        self.grown = [max(0.0, -freed) for freed in pipeline.backward_freed_bytes]
+        self.room = [self._room(s) for s in stages]
         self.arrivals: dict[str, list[list[float]]] = {"F": [[] for _ in stages], "B": [[] for _ in stages]}
         self.arrivals["F"][0] = [0.0] * m
         self.done = {kind: [0] * pipeline.num_stages for kind in ("F", "B", "W")}
@@ -92,6 +102,11 @@ class _Events:
                 raise InfeasibleError(
                     f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap_bytes[rank]:g}"
                 )
+
+    def _room(self, s: int) -> float:
+        """Bytes that a forward pass of a stage leaves free, so that its micro-batch can go on alone."""
+        here = self.stages[self.costs.rank_of_stage[s]]
+        return sum(self.costs.held_bytes[later] for later in here if later > s) + max(self.grown[one] for one in here)
 
     def run(self) -> Order:
         while self.queue:
@@ -116,9 +131,11 @@ class _Events:
             if self.held[rank] + self.costs.held_bytes[s] + self.room[s] <= self.cap[rank] + _SLACK
         ]
         can_f = [s for at, s in forward if at <= now + _SLACK and s in fits]
-        can_b = [s for at, s in backward if at <= now + _SLACK]
         can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
-        if can_b and (self.rule.prefer == "B" or not can_f):
+        can_b = [s for at, s in backward if at <= now + _SLACK]
+        if can_w and any(self._has_no_room(rank, s) for s in can_b):
+            self._run(now, rank, "W", can_w[-1])
+        elif can_b and (self.rule.prefer == "B" or not can_f):
             self._run(now, rank, "B", max(can_b))
         elif can_f:
             self._run(now, rank, "F", max(can_f) if self.rule.deepest_first else min(can_f))
@@ -130,6 +147,10 @@ class _Events:
                 self._run(now, rank, "W", can_w[-1])
             elif coming < float("inf"):
                 heapq.heappush(self.queue, (max(coming, now), rank))
+
+    def _has_no_room(self, rank: int, s: int) -> bool:
+        """Whether what a backward pass leaves for its weight pass is beyond the cap."""
+        return self.held[rank] + self.grown[s] > self.cap[rank] * (1 + _SLACK) + _SLACK
 
     def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
         """The next pass of a given sequence, or a weight pass before it."""
@@ -143,7 +164,8 @@ class _Events:
             s, kind, i = sequence[position]
             arrivals = self.arrivals[kind][s]
             coming = arrivals[i] if i < len(arrivals) else coming
-            blocked = kind == "F" and self.held[rank] + self.costs.held_bytes[s] > self.cap[rank] + _SLACK
+            more = self.costs.held_bytes[s] if kind == "F" else self.grown[s]
+            blocked = more > 0 and self.held[rank] + more > self.cap[rank] + _SLACK
         if coming <= now + _SLACK and not blocked:
             self._run(now, rank, kind, s)
         elif can_w and (blocked or coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]):
