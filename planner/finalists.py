@@ -13,8 +13,8 @@ from .deadline import Deadline
 from .search import REL_GAP, Candidate, SearchResult
 from .synthesis import synthesise
 
-MAX_ORDERED = 4
-"""Layouts for which an order is made, in the order of their bounds."""
+MAX_ORDERS = 4
+"""Orders that are made, for layouts in the order of their bounds."""
 
 _OVER_A_V = frozenset(SCHEDULES.index(name) for name in V_SCHEDULES)
 
@@ -28,14 +28,14 @@ def with_orders(result: SearchResult, deadline: Deadline) -> SearchResult:
         return result
     best_s = result.fitting[0].estimate.step_time_s
     found: list[Candidate] = []
-    for group in _groups(result)[:MAX_ORDERED]:
-        if deadline.is_over or group[0].bound_s >= best_s * (1 - REL_GAP):
+    finalists = [c for group in _groups(result) for c in {c.boundaries: c for c in group}.values()]
+    for candidate in finalists[:MAX_ORDERS]:
+        if deadline.is_over or candidate.bound_s >= best_s * (1 - REL_GAP):
             break
-        for candidate in {c.boundaries: c for c in group}.values():
-            made = synthesise(result.costs, candidate.idx, candidate.boundaries)
-            if made is not None and made.estimate.step_time_s < best_s * (1 - REL_GAP):
-                found.append(replace(candidate, estimate=made.estimate, order=made.order))
-                best_s = made.estimate.step_time_s
+        made = synthesise(result.costs, candidate.idx, candidate.boundaries)
+        if made is not None and made.estimate.step_time_s < best_s * (1 - REL_GAP):
+            found.append(replace(candidate, estimate=made.estimate, order=made.order))
+            best_s = made.estimate.step_time_s
     result.fitting = sorted([*result.fitting, *found], key=lambda c: (c.estimate.step_time_s, c.idx))
     result.bound_s = min(result.bound_s, best_s)
     return result
