@@ -94,9 +94,7 @@ def rank_memory_parts(
     return whole, memory.stage_memory(whole, step, costs.workload, costs.cluster)
 
 
-def rank_room_bytes(
-    costs: SpaceCosts, idx: int, contents: memory.StageContents, *, cap_bytes: float
-) -> FloatArray:
+def rank_room_bytes(costs: SpaceCosts, idx: int, contents: memory.StageContents, *, cap_bytes: float) -> FloatArray:
     """Activations that each rank [..., pp] of layout ``idx`` may hold at once, given the contents of its stages [..., S]."""
     shape = shape_of(costs, idx)
     whole, once = _of_ranks(costs, idx, contents), np.ones(shape.pp)

@@ -25,6 +25,9 @@ from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.stage_memory import contents_between, rank_memory_parts, shape_of, stage_memory_parts
 from ..cost_models.step import estimate_step
 from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
+from ..schema.errors import ConfigError
+from ..schema.layout import SCHEDULES
+from ..schema.layout_facts import V_SCHEDULES
 from ..schema.model import Block
 from ..solvers import chunk_split, stage_split
 from ..solvers.status import Status
@@ -303,9 +306,20 @@ def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> C
 
 
 def _expand_synthesised(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
-    """Stages as under the named schedule that holds least, with an order made for them."""
-    lean = with_schedule(costs.select(np.array([idx])), LEANEST)
-    cuts, _ = _cuts(lean, 0, cap_bytes=costs.cluster.memory_budget_bytes)
+    """Stages as under the named schedules, with an order made for them.
+
+    Raises:
+        ConfigError: the layout has no V.
+    """
+    if costs.batch.num_model_chunks[idx] != 2 or costs.batch.pp[idx] == 1:
+        chunks, pp = int(costs.batch.num_model_chunks[idx]), int(costs.batch.pp[idx])
+        raise ConfigError(
+            f"an order is made for two model chunks a rank over a V, not for {chunks} with pp {pp}",
+            help="set num_model_chunks=2 with pp > 1, or name a schedule",
+        )
+    budget, row = costs.cluster.memory_budget_bytes, costs.select(np.array([idx]))
+    named = [with_schedule(row, SCHEDULES.index(name)) for name in V_SCHEDULES]
+    cuts = [cut for under in named for cut in _cuts(under, 0, cap_bytes=budget)[0]]
     options = _same_for_all(costs, idx)
     candidates = [
         Candidate(idx, boundaries, made.estimate, bound_s, options, order=made.order)
