@@ -31,7 +31,7 @@ _SAME = 1e-11
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A schedule and its numbers: ranks, model chunks on each and micro-batches; the synthesised one has an ``order`` of its own."""
+    """A schedule and its numbers: ranks, model chunks on each, micro-batches; the synthesised one has an ``order`` of its own."""
 
     schedule: Schedule
     pp: int
