@@ -42,7 +42,7 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
         The norm before scaling, the same on every rank.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    counted = [local_tensor(g) for name, g in gradients.items() if _is_counted(model, name, g)]
+    counted = [local_tensor(g) for name, g in gradients.items() if is_counted(model, name, g)]
     square = torch.zeros((), dtype=torch.float32, device=model.device)
     if counted:
         square = nn.utils.get_total_norm(counted).square().to(model.device)
@@ -54,7 +54,8 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
     return norm.item()
 
 
-def _is_counted(model: ParallelModel, name: str, gradient: Tensor) -> bool:
+def is_counted(model: ParallelModel, name: str, gradient: Tensor) -> bool:
+    """Whether this rank is the one that counts its part of a parameter (or of its gradient) among those that have a copy."""
     mesh = model.mesh
     if mesh.pp is not None and model.plan.model.tie_embeddings and name == "lm_head.weight":
         return False  # the first stage counts the tied embedding
