@@ -1,14 +1,15 @@
 """Where Hugging Face's files hold the tensors of a Decoder: under which name, in which order of dimensions, fused or one by one.
 
-| family                             | feed-forward part of block N, after ``model.layers.N.``                                    |
-|------------------------------------|--------------------------------------------------------------------------------------------|
-| Llama, Qwen2, Qwen3, Mistral       | as ours                                                                                    |
-| Mixtral                            | ``block_sparse_moe.gate``, ``block_sparse_moe.experts.E.{w1, w3, w2}``: gate, up, down       |
-| Qwen2-MoE, Qwen3-MoE, OLMoE        | ``mlp.gate``, ``mlp.experts.E.{gate, up, down}_proj``, ``mlp.shared_expert``, its gate       |
-| DeepSeek-V2, DeepSeek-V3           | the same but ``mlp.shared_experts``                                                        |
-| GPT-2                              | ``transformer.h.N``: ``ln_1, attn.c_attn, attn.c_proj, ln_2, mlp.c_fc, mlp.c_proj``, [in, out] |
+| family                       | feed-forward part of block N, after ``model.layers.N.``                                        |
+|------------------------------|------------------------------------------------------------------------------------------------|
+| Llama, Qwen2, Qwen3, Mistral | as ours                                                                                        |
+| Mixtral                      | ``block_sparse_moe.gate``, ``block_sparse_moe.experts.E.{w1, w3, w2}``: gate, up, down         |
+| Qwen2-MoE, Qwen3-MoE, OLMoE  | ``mlp.gate``, ``mlp.experts.E.{gate, up, down}_proj``, ``mlp.shared_expert``, its gate         |
+| DeepSeek-V2, DeepSeek-V3     | the same but ``mlp.shared_experts``                                                            |
+| GPT-2                        | ``transformer.h.N``: ``ln_1, attn.c_attn, attn.c_proj, ln_2, mlp.c_fc, mlp.c_proj``, [in, out] |
 
-Ours keeps the experts of a block in one tensor [E, ...]; the files have a tensor for each. GPT-2's c_attn is q, k and v side by side.
+Ours keeps the experts of a block in one tensor [E, ...]; the files have a tensor for each. GPT-2's c_attn is q, k and v side by
+side.
 Source: the published files, and what transformers 5.23's save_pretrained writes.
 """
 

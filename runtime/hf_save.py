@@ -187,7 +187,7 @@ def _prepare(folder: Path, partial: Path, files: _Files) -> None:
 
 @torch.no_grad()
 def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.dtype) -> None:
-    """This rank's ranges of all tensors."""
+    """The ranges of all tensors that this rank has to write."""
     spec, opened = model.plan.model, dict[str, int]()
     tensors = (*model.module.named_parameters(), *model.module.named_buffers())
     try:
@@ -265,4 +265,3 @@ def _together(message: str) -> Iterator[None]:
     first = next((found for found in failures if found is not None), None)
     if first is not None:
         raise first
-

@@ -110,7 +110,9 @@ def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
         )
     unknown = sorted(name for name in stored.file_of if name not in used and not may_be_left(name, spec))
     if unknown:
-        raise ConfigError(f"{folder} holds {len(unknown)} tensors that {spec.name} does not have", details=_some(unknown))
+        raise ConfigError(
+            f"{folder} holds {len(unknown)} tensors that {spec.name} does not have", details=_some(unknown)
+        )
     return stored
 
 
@@ -136,7 +138,7 @@ def read_pieces(stored: StoredWeights, wanted: list[tuple[str, Piece, Tensor]]) 
 
 
 def _tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[Tensor, tuple[Piece, ...]]]:
-    """This rank's tensors with the pieces they are made of; a tied projection alone on its stage is the embedding."""
+    """Tensors of this rank with the pieces they are made of; a tied projection alone on its stage is the embedding."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         source = "model.embed_tokens.weight" if spec.tie_embeddings and name == TIED_HEAD else name
         yield tensor, pieces_of(source, tuple(tensor.shape), spec)
@@ -218,7 +220,9 @@ def _check_config(spec: ModelSpec, folder: Path) -> None:
         return
     theirs = json.loads(ModelSpec.from_hf(folder).model_dump_json(exclude=set(_NOT_THE_MODEL)))
     ours = json.loads(spec.model_dump_json(exclude=set(_NOT_THE_MODEL)))
-    differing = [f"{name}: {theirs[name]} there, {ours[name]} in the plan" for name in ours if theirs[name] != ours[name]]
+    differing = [
+        f"{name}: {theirs[name]} there, {ours[name]} in the plan" for name in ours if theirs[name] != ours[name]
+    ]
     if differing:
         raise ConfigError(
             f"{folder / 'config.json'} describes another model than the plan's {spec.name}",

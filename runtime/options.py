@@ -21,6 +21,8 @@ class TrainOptions(Frozen):
         learning_rate: at its highest.
         checkpoint_every: steps between checkpoints; there is one at the end as well.
         resume: go on from the newest checkpoint where there is one.
+        weights: folder of Hugging Face weights to start from; unset, initial ones.
+        save_weights: folder to write such weights to at the end.
     """
 
     steps: Count = 20
@@ -33,6 +35,8 @@ class TrainOptions(Frozen):
     checkpoint_dir: str | None = None
     checkpoint_every: PositiveInt | None = None
     resume: bool = Field(default=False)
+    weights: str | None = None
+    save_weights: str | None = None
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up over the first tenth of the steps, then a cosine down to a tenth; steps count from 1."""

@@ -23,9 +23,9 @@ from .loss import VocabShard
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts
+from .models.gelu import GeluMLP
 from .models.init import local_tensor
 from .models.latent_attention import LatentSelfAttention
-from .models.gelu import GeluMLP
 from .models.norm import LayerNorm, RMSNorm
 from .models.positions import PositionEmbedding
 from .models.swiglu import SwiGLU

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from ..schema import ConfigError, MeshwrightError, Plan, RuntimeMismatchError
 from .checkpoint import check_writable, list_checkpoints, load_checkpoint, save_checkpoint
 from .data import BYTE_VOCAB_SIZE, TextCorpus, TokenBatches, find_text
+from .hf_save import check_weights_target, save_weights
+from .hf_weights import check_weights
 from .machine import check_device
 from .memory import MemoryMeter
 from .metrics import MetricsWriter, RankPeak, StepRecord, summarise
@@ -47,9 +49,22 @@ def check_options(plan: Plan, options: TrainOptions) -> TextCorpus:
         )
     if options.checkpoint_dir:
         check_writable(options.checkpoint_dir)
+    check_weight_options(plan, options)
     corpus = find_text(options.data)
     TokenBatches(corpus, seq_len=plan.workload.seq_len, local_batch=1, dp_rank=0, seed=options.seed)
     return corpus
+
+
+def check_weight_options(plan: Plan, options: TrainOptions) -> None:
+    """Look at the weights a run starts from and at the place of those it ends with.
+
+    Raises:
+        ConfigError: they are of another model or damaged, or the place cannot be written.
+    """
+    if options.weights:
+        check_weights(plan.model, options.weights)
+    if options.save_weights:
+        check_weights_target(plan.model, options.save_weights)
 
 
 def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0) -> None:
@@ -68,7 +83,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
     corpus = check_options(plan, options)
     if len(set(_gather(corpus.fingerprint))) > 1:
         raise RuntimeMismatchError("the ranks found different data", help="give --data a folder that all nodes share")
-    model = parallelize(None, plan, device=device, seed=options.seed)
+    model = parallelize(None, plan, device=device, seed=options.seed, weights=options.weights)
     optimizer = build_optimizer(
         model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas
     )
@@ -82,6 +97,8 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
         run.step(step, batches.batch(step).to(device))
         run.checkpoint(step)
     run.finish()
+    if options.save_weights:
+        save_weights(model, options.save_weights, like=options.weights)
     dist.destroy_process_group()
 
 

@@ -80,7 +80,10 @@ def _rms(model: ModelSpec, model_type: str) -> dict[str, Any]:
 
 
 def _rope(rope: Rope) -> dict[str, Any]:
-    result: dict[str, Any] = {"rope_type": "default" if rope.scaling == "none" else rope.scaling, "rope_theta": rope.theta}
+    result: dict[str, Any] = {
+        "rope_type": "default" if rope.scaling == "none" else rope.scaling,
+        "rope_theta": rope.theta,
+    }
     if rope.scaling != "none":
         result["factor"] = rope.factor
     if rope.original_max_seq_len is not None:
@@ -110,7 +113,11 @@ def _windows(blocks: list[Block], model_type: str) -> dict[str, Any]:
     if model_type in ("llama", "olmoe", "deepseek_v2", "deepseek_v3") and not present:
         return {}
     if not present:
-        return {"sliding_window": None, "use_sliding_window": False} if model_type != "mistral" else {"sliding_window": None}
+        return (
+            {"sliding_window": None, "use_sliding_window": False}
+            if model_type != "mistral"
+            else {"sliding_window": None}
+        )
     result: dict[str, Any] = {"sliding_window": present[0], "use_sliding_window": True}
     if len(present) < len(windows):
         result["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]

@@ -24,8 +24,8 @@ from ...schema.model import Block, DenseMLP, ModelSpec, MoE, SoftmaxAttention
 from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
 from .experts import MixtureOfExperts
-from .latent_attention import LatentSelfAttention
 from .gelu import GeluMLP
+from .latent_attention import LatentSelfAttention
 from .norm import LayerNorm, RMSNorm, build_norm
 from .positions import PositionEmbedding
 from .ring_attention import SequenceRanks
