@@ -96,7 +96,7 @@ def apply(
         require_our_engine(loaded.workload)
         from ..runtime.launch import Rendezvous, launch
         from ..runtime.options import TrainOptions
-        from ..runtime.train import check_options
+        from ..runtime.train import prepare_options
         from ..runtime.worker import Job
 
         rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
@@ -111,7 +111,7 @@ def apply(
             )
             launch(loaded, job, rendezvous=rendezvous)
             return
-        check_options(loaded, options)
+        job = job.replace(options=prepare_options(loaded, options))
         with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
             launch(loaded, job.replace(report=str(report)), rendezvous=rendezvous)
 

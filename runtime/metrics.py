@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, NotRequired, TextIO, TypedDict
 
 from ..schema import ConfigError, Plan
 from .memory import MemorySource
@@ -18,15 +18,21 @@ WARMUP_STEPS = 2
 
 
 class StepRecord(TypedDict):
-    """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank."""
+    """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank.
+
+    ``grad_norm`` is None where gradients overflowed under fp16-mixed and the step changed nothing; ``loss_scale`` is there under
+    fp16-mixed only.
+    """
 
     step: int
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
     step_time_s: float
     tokens_per_s: float
+    mfu: float
     peak_allocated_bytes: int
+    loss_scale: NotRequired[float]
 
 
 class RankPeak(TypedDict):
@@ -68,6 +74,11 @@ class MetricsWriter:
             self._file.close()
 
 
+def mfu(plan: Plan, step_time_s: float) -> float:
+    """FLOPs that the model needs for a step over what all devices could do at their peak in that time, as in the plan."""
+    return plan.estimate.mfu * plan.estimate.step_time_s / step_time_s
+
+
 def summarise(
     plan: Plan, step_times_s: Sequence[float], peaks: Sequence[RankPeak], *, memory_source: MemorySource
 ) -> dict[str, Any]:
@@ -85,12 +96,14 @@ def summarise(
         "step_time_s": estimate.step_time_s,
         "step_time_interval_s": estimate.step_time_interval_s.model_dump(),
         "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
         "peak_allocated_bytes": estimate.peak_allocated_bytes,
         "peak_reserved_bytes": estimate.peak_reserved_bytes,
     }
     measured = {
         "step_time_s": step_time_s,
         "tokens_per_s": plan.workload.tokens_per_step / step_time_s,
+        "mfu": mfu(plan, step_time_s),
         "peak_allocated_bytes": max(peak["peak_allocated_bytes"] for peak in peaks),
         "peak_reserved_bytes": max(peak["peak_reserved_bytes"] for peak in peaks),
         "steps": len(step_times_s),

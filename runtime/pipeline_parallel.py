@@ -27,7 +27,8 @@ from torch.distributed.pipelining.schedules import (
 
 from ..schema.plan import Plan
 from ..solvers.pipeline_csv import to_torch_csv
-from .data_parallel import compute_dtype, loss_scale
+from .data_parallel import compute_dtype
+from .loss_scale import LossScale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
@@ -38,15 +39,16 @@ Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
 _OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def build_schedule(parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, device: torch.device) -> Schedule:
+def build_schedule(
+    parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, device: torch.device, loss_scale: LossScale
+) -> Schedule:
     """The schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
     stages = [_stage(part, idx, mesh, plan, device) for part, idx in zip(parts, mesh.stage_idxs, strict=True)]
     # scale_grads would divide after the reduction; dividing the loss keeps the arithmetic of the other layouts.
-    scale = loss_scale(plan) / plan.num_microbatches
     count = plan.num_microbatches
 
     def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
-        return loss.sum() * scale
+        return loss.sum() * (loss_scale.value / count)
 
     if plan.layout.schedule in _OF_ONE_STAGE and len(stages) == 1:
         _set_ranks(stages[0], _group_ranks(mesh))
@@ -56,7 +58,7 @@ def build_schedule(parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, dev
     return runtime
 
 
-def run_schedule(schedule: Schedule, mesh: ParallelMesh, plan: Plan, inputs: Tensor, targets: Tensor) -> Tensor:
+def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor) -> Tensor:
     """Forward and backward of all micro-batches; the mean loss [] on the rank of the last stage, zero elsewhere."""
     losses: list[Tensor] = []
     args = (inputs,) if mesh.is_first_stage else ()
@@ -65,7 +67,7 @@ def run_schedule(schedule: Schedule, mesh: ParallelMesh, plan: Plan, inputs: Ten
         return torch.zeros((), device=inputs.device)
     # The stage takes the loss itself; the schedule's own target only has to be there.
     schedule.step(*args, target=targets, losses=losses, targets=targets)
-    return torch.stack([loss.detach() for loss in losses]).sum() / loss_scale(plan)
+    return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
 
 def reduce_tied_gradients(module: Decoder, mesh: ParallelMesh) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
-from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint
+from meshwright.runtime.checkpoint import Progress, load_checkpoint, save_checkpoint
 from meshwright.runtime.hf_save import save_weights
 from meshwright.runtime.models.init import init_weights
 from meshwright.schema import Plan
@@ -146,7 +146,7 @@ def train(case: Case, folder: Path) -> Outcome:
         outcome.norms.append(clip_gradients(model, MAX_NORM))
         optimizer.step()
         if step == 0 and case.saves:
-            save_checkpoint(folder / case.name, model, optimizer, step=1, seed=SEED)
+            save_checkpoint(folder / case.name, model, optimizer, Progress(step=1, seed=SEED))
     return outcome
 
 

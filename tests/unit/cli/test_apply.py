@@ -178,7 +178,7 @@ def test_options_end_at_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (small_plan(), ("--data", "/nowhere"), 2, "no such data file or folder: /nowhere"),
         (small_plan(), ("--resume",), 2, "--checkpoint-every and --resume need a folder"),
         (small_plan(), ("--nnodes", "2"), 2, "2 nodes need a place to meet"),
-        (small_plan(vocab_size=97), (), 2, "256 kinds of byte, tiny a vocabulary of 97"),
+        (small_plan(vocab_size=97), (), 2, "256 kinds of byte, the model a vocabulary of 97"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(
