@@ -107,4 +107,4 @@ def layer_of(name: str, model: ModelSpec) -> int:
     block = _BLOCK.match(name)
     if block is not None:
         return int(block[1]) + 1
-    return 0 if name.startswith("model.embed_tokens.") else model.num_layers - 1
+    return 0 if name.startswith("model.embed_") else model.num_layers - 1
