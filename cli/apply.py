@@ -78,6 +78,9 @@ def apply(
         str | None,
         typer.Option(help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."),
     ] = None,
+    save_adapters: Annotated[
+        str | None, typer.Option(help="Folder for trained adapters at the end, as peft reads them.", show_default=False)
+    ] = None,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
     nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
     node_rank: Annotated[
@@ -103,11 +106,21 @@ def apply(
         options = TrainOptions(
             steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every, resume=resume, weights=weights, save_weights=save_weights,
+            save_adapters=save_adapters,
         )  # fmt: skip
         job = Job(plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, script=tuple(script or ()))
         if script:
             _refuse_training_options(
-                script[0], data, checkpoint_dir, checkpoint_every, resume, weights, save_weights, metrics, json_output
+                script[0],
+                data,
+                checkpoint_dir,
+                checkpoint_every,
+                resume,
+                weights,
+                save_weights,
+                save_adapters,
+                metrics,
+                json_output,
             )
             launch(loaded, job, rendezvous=rendezvous)
             return
@@ -121,7 +134,7 @@ def _refuse_training_options(script: str, *values: object) -> None:
         raise ConfigError(f"no such script: {script}")
     if any(values):
         raise ConfigError(
-            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --metrics and --json are for "
+            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --save-adapters, --metrics and --json are for "
             f"the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )

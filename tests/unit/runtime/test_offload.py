@@ -17,6 +17,7 @@ from meshwright.runtime.training_run import TrainingRun
 from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, Plan, RuntimeMismatchError
 from meshwright.schema.offload import LayerOffload
 from meshwright.schema.runnable import why_not_offloadable
+from meshwright.schema.workload import LowRank
 from plans import with_offload
 from small_jobs import losses, small_plan, train_here
 
@@ -119,3 +120,15 @@ def test_only_states_of_adamw_leave_the_device() -> None:
     plan = plan.replace(workload=plan.workload.replace(optimizer="sgd"))
     _, with_ = with_offload(plan, OffloadSchedule(host_optimizer_layers=(1,)), ("none",) * 4)
     assert any("[offload_optimizer]" in reason for reason in why_not_offloadable(with_))
+
+
+def test_a_run_saves_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan()
+    plan = plan.replace(workload=plan.workload.replace(adapters=LowRank(rank=2, dropout=False)))
+    options = TrainOptions(steps=2, save_adapters=str(tmp_path / "adapters"), save_weights=str(tmp_path / "merged"))
+    train_here(monkeypatch, plan, options, tmp_path / "run.jsonl")
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    assert (tmp_path / "merged" / "config.json").is_file()
