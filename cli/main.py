@@ -6,6 +6,7 @@ import typer
 
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
+from .doctor import doctor
 from .engines import compare, export, import_configuration
 from .estimate import estimate
 from .experts import experts_app
@@ -30,6 +31,7 @@ app.command()(compare)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
+app.command()(doctor)
 app.add_typer(experts_app, name="experts")
 
 
