@@ -85,10 +85,13 @@ def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
 @needs_two_cores
 @pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="processes cannot be pinned here")
 def test_rank_beside_busy_loops_is_named(tmp_path: Path) -> None:
-    """Three loops share the core of rank 1, which then has a quarter of it; rank 0 has the other core."""
+    """Three loops share the core of rank 1, which then has a quarter of it; rank 0 has the other core.
+
+    Steps take longer than the slices in which a scheduler hands out a core, so that each of them is slowed.
+    """
     metrics = tmp_path / "metrics.jsonl"
-    plan = saved(small_plan(Layout(dp_replicate=2), num_blocks=4), tmp_path)
-    process = start("--steps", "60", "--metrics", str(metrics), plan)
+    plan = saved(small_plan(Layout(dp_replicate=2), hidden_dim=256, ffn_dim=1024), tmp_path)
+    process = start("--steps", "40", "--metrics", str(metrics), plan)
     ranks = {int(rank.environ().get("RANK", -1)): rank for rank in training_ranks(process, metrics)}
     cores = psutil.Process().cpu_affinity()
     ranks[0].cpu_affinity(cores[:1])
