@@ -71,6 +71,13 @@ def apply(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="Folder of Hugging Face safetensors to start from.", show_default=False)
+    ] = None,
+    save_weights: Annotated[
+        str | None,
+        typer.Option(help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."),
+    ] = None,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
     nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
     node_rank: Annotated[
@@ -95,11 +102,13 @@ def apply(
         rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
         options = TrainOptions(
             steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
-            checkpoint_every=checkpoint_every, resume=resume,
+            checkpoint_every=checkpoint_every, resume=resume, weights=weights, save_weights=save_weights,
         )  # fmt: skip
         job = Job(plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, script=tuple(script or ()))
         if script:
-            _refuse_training_options(script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output)
+            _refuse_training_options(
+                script[0], data, checkpoint_dir, checkpoint_every, resume, weights, save_weights, metrics, json_output
+            )
             launch(loaded, job, rendezvous=rendezvous)
             return
         job = job.replace(options=prepare_options(loaded, options))
@@ -112,8 +121,8 @@ def _refuse_training_options(script: str, *values: object) -> None:
         raise ConfigError(f"no such script: {script}")
     if any(values):
         raise ConfigError(
-            "--data, --checkpoint-dir, --checkpoint-every, --resume, --metrics and --json are for the built-in training; "
-            f"{script} does its own",
+            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --metrics and --json are for "
+            f"the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )
 

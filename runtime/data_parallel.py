@@ -86,7 +86,8 @@ def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
         return []
     units: list[list[nn.Module]] = []
     if embedding is not None:
-        units.append([embedding])
+        positions = stage.model.embed_positions
+        units.append([embedding] if positions is None else [embedding, positions])
     if norm is not None and head is not None:
         units.append([norm, head])
     return units

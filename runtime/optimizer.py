@@ -52,7 +52,7 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
 @torch.no_grad()
 def local_square(model: ParallelModel) -> Tensor:
     """What this rank adds to the square of the norm of all gradients, fp32 []."""
-    counted = [local_tensor(p.grad) for name, p in model.named_parameters() if _is_counted(model, name, p.grad)]
+    counted = [local_tensor(p.grad) for name, p in model.named_parameters() if is_counted(model, name, p.grad)]
     if not counted:
         return torch.zeros((), dtype=torch.float32, device=model.device)
     return nn.utils.get_total_norm(counted).square().to(model.device)
@@ -74,7 +74,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, options: TrainOptions, *, 
     return LambdaLR(optimizer, lambda idx: options.learning_rate_factor(idx + 1), last_epoch=done - 1)
 
 
-def _is_counted(model: ParallelModel, name: str, gradient: Tensor | None) -> bool:
+def is_counted(model: ParallelModel, name: str, gradient: Tensor | None) -> bool:
+    """Whether this rank is the one that counts its part of a parameter (or of its gradient) among those that have a copy."""
     if gradient is None:
         return False
     mesh = model.mesh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +16,7 @@ from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
+from .hf_weights import load_weights
 from .loss_scale import LossScale
 from .mesh import build_mesh
 from .models.decoder import Decoder
@@ -30,6 +33,7 @@ def parallelize(
     *,
     device: torch.device | None = None,
     seed: int = 0,
+    weights: str | Path | None = None,
     compile_blocks: bool = False,
 ) -> ParallelModel:
     """Spread a model over the running torch.distributed job as the plan says.
@@ -40,10 +44,12 @@ def parallelize(
         plan: its layout must have as many ranks as the default process group.
         device: of this rank; unset, the plan's kind of device (the current one).
         seed: of the initial weights.
+        weights: folder of Hugging Face safetensors to start from instead; each rank reads what it holds. They replace those of
+            ``model``.
         compile_blocks: let torch.compile fuse the operators of each block.
 
     Raises:
-        ConfigError: the plan breaks a rule that layouts must satisfy.
+        ConfigError: the plan breaks a rule that layouts must satisfy, or the weights are damaged or of another model.
         RuntimeMismatchError: this version or this job cannot execute the plan, or the model is not the plan's.
     """
     _check(model, plan)
@@ -67,7 +73,9 @@ def parallelize(
         if model is None:
             part.to_empty(device=device)
             part.tie()
-    if model is None:
+    if weights is not None:
+        load_weights(module, plan.model, weights)
+    elif model is None:
         init_weights(module, seed)
     loss_scale = LossScale.of(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
