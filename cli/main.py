@@ -10,6 +10,7 @@ from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
+from .profile_app import profile_app
 from .validate import validate
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(validate)
 app.command()(models)
 app.command()(devices)
 app.add_typer(experts_app, name="experts")
+app.add_typer(profile_app, name="profile")
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import socket
@@ -83,26 +82,36 @@ def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
     assert "measured / predicted" in messages
 
 
-@needs_two_cores
-def test_rank_that_is_held_up_is_named(tmp_path: Path) -> None:
-    """Rank 1 is stopped for nine tenths of the time; a step takes more than one such turn, so that each of them is slowed.
+BUSY_RANK = """
+import os, sys, time
+import torch
+from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.train import train
+from meshwright.schema import Plan
 
-    Busy loops on its core do the same on an idle machine; where other work keeps all cores busy they slow both ranks alike.
-    """
-    metrics = tmp_path / "metrics.jsonl"
-    plan = saved(small_plan(Layout(dp_replicate=2), hidden_dim=256, ffn_dim=1024), tmp_path)
-    process = start("--steps", "14", "--metrics", str(metrics), plan)
-    slow = next(rank for rank in training_ranks(process, metrics) if rank.environ().get("RANK") == "1")
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while process.poll() is None:
-            slow.suspend()
-            time.sleep(0.2)
-            slow.resume()
-            time.sleep(0.02)
-    code, _, messages = finish(process)
+def busy(*_):
+    end = time.thread_time() + 0.005
+    while time.thread_time() < end:
+        pass
+
+if os.environ["RANK"] == "1":
+    torch.nn.modules.module.register_module_forward_pre_hook(busy)
+train(Plan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=9), report=sys.argv[1])
+"""
+
+
+@needs_two_cores
+def test_rank_with_busy_loops_is_named(tmp_path: Path) -> None:
+    """Every module of rank 1 first burns 5 ms of its core, some ten times what the modules themselves take."""
+    report, script = tmp_path / "report.jsonl", tmp_path / "busy.py"
+    script.write_text(BUSY_RANK)
+    code, _, messages = finish(start(saved(small_plan(Layout(dp_replicate=2)), tmp_path), str(script), str(report)))
     assert code == 0, messages
-    assert [slow["rank"] for slow in read_lines(metrics)[-1]["measured"]["stragglers"]] == [1]
-    assert "slow: rank 1 (stage 0) computes" in messages
+    measured = read_lines(report)[-1]["measured"]
+    assert [slow["rank"] for slow in measured["stragglers"]] == [1]
+    waiting, busy = (rank["parts_s"] for rank in measured["ranks"])
+    assert busy["forward"] > 2 * waiting["forward"]
+    assert waiting["communication"] > busy["forward"] / 2
 
 
 @needs_two_cores
