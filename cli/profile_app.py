@@ -24,7 +24,7 @@ def show(profile: File, *, json: JsonOption = False) -> None:
         from ..profilers.profile_summary import summary
         from ..profilers.trusted import foreign
         from ..schema import Profile
-        from .profile_tables import summary_table
+        from .profile_file_tables import summary_table
         from .tables import show as show_table
 
         loaded = Profile.load(profile)
@@ -47,7 +47,7 @@ def diff(first: File, second: File, *, json: JsonOption = False) -> None:
 
         from ..profilers.profile_summary import compare
         from ..schema import Profile
-        from .profile_tables import difference_table
+        from .profile_file_tables import difference_table
         from .tables import show as show_table
 
         found = compare(Profile.load(first), Profile.load(second))
@@ -69,7 +69,7 @@ def merge(
         from ..profilers.profile_merge import merged
         from ..profilers.profile_summary import summary
         from ..schema import Profile
-        from .profile_tables import summary_table
+        from .profile_file_tables import summary_table
         from .tables import show as show_table
 
         joined = merged([Profile.load(path) for path in profiles])
