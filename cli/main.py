@@ -12,7 +12,7 @@ from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
-from .profile import profile_app
+from .profile_app import profile_app
 from .validate import validate
 
 app = typer.Typer(

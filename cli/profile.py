@@ -16,14 +16,8 @@ if TYPE_CHECKING:
     from ..profilers.task import Progress, Task
     from ..schema import Profile
 
-profile_app = typer.Typer(
-    invoke_without_command=True,
-    help="Measure devices, links, memory, host and storage; `plan --cluster local` measures what it needs by itself.",
-)
 
-
-@profile_app.callback()
-def profile(
+def measure(
     context: typer.Context,
     *,
     model: Annotated[
