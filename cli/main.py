@@ -10,6 +10,7 @@ from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
+from .tokens import tokens
 from .validate import validate
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
+app.command()(tokens)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
