@@ -257,4 +257,37 @@ class _Screen:
             ("peak memory", "peak_reserved_bytes", format_bytes),
         ):
             table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
+            if key == "step_time_s":
+                _add_parts(table, predicted.get("parts_s", {}), measured.get("parts_s", {}))
         self._console.print(table)
+        for slow in measured.get("stragglers", ()):
+            self._console.print(_straggler_line(slow, measured["ranks"]), highlight=False, soft_wrap=True)
+
+
+_PARTS = {
+    "compute": "forward and backward",
+    "communication": "exposed communication",
+    "pipeline_wait": "waiting for stages",
+    "optimizer": "update",
+    "other": "clipping, loss, the rest",
+    "data": "data, beside the step",
+    "preempted": "of these without a core",
+}
+
+
+def _add_parts(table: Table, predicted: dict[str, float], measured: dict[str, float]) -> None:
+    """Rows of the busiest rank's parts; what takes less than a thousandth of a millisecond is left out."""
+    for name, title in _PARTS.items():
+        expected, found = predicted.get(name), measured.get(name)
+        if found is None or max(expected or 0.0, found) < 1e-6:
+            continue
+        ratio = f"{found / expected:.2f}" if expected else ""
+        table.add_row(f"  {title}", "" if expected is None else format_seconds(expected), format_seconds(found), ratio)
+
+
+def _straggler_line(slow: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
+    stage = next(rank["stage_idx"] for rank in ranks if rank["rank"] == slow["rank"])
+    return (
+        f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its peers, "
+        f"noise {100 * slow['noise']:.0f} %"
+    )

@@ -17,7 +17,8 @@ from .loss_scale import LossScale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
-from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule
+from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
+from .step_parts import StepClock
 
 
 class ParallelModel:
@@ -29,6 +30,7 @@ class ParallelModel:
         module: this rank's layers, sharded: the whole model, one pipeline stage, or the layers of all its stages together (which
             the schedule runs stage by stage; this module then only holds them under their names).
         device: of this rank.
+        clock: where the seconds of a step go.
         loss_scale: what the loss is multiplied by for the backward pass; whoever updates the parameters updates it as well.
     """
 
@@ -47,6 +49,9 @@ class ParallelModel:
         self.device = device
         self.loss_scale = loss_scale
         self._schedule = schedule
+        self.clock = StepClock(device, is_pipeline=schedule is not None)
+        if schedule is not None:
+            set_clock(schedule, self.clock)
         self._positions = own_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     @property
@@ -120,8 +125,10 @@ class ParallelModel:
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             before_backward(self.module, self.plan, is_last=i == count - 1)
-            loss = self.module(x, y).sum() / count
-            (loss * scale).backward()
+            with self.clock.part("forward"):
+                loss = self.module(x, y).sum() / count
+            with self.clock.part("backward"):
+                (loss * scale).backward()
             total += loss.detach()
         return total
 

@@ -33,6 +33,7 @@ from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
 from .pipeline_order import pipeline_order
+from .step_parts import StepClock
 
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
 
@@ -56,6 +57,13 @@ def build_schedule(
     runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
     _load_order(runtime, plan, _group_ranks(mesh))
     return runtime
+
+
+def set_clock(schedule: Schedule, clock: StepClock) -> None:
+    """Let the passes of a rank's stages tell a clock how long they take."""
+    stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+    for stage in stages:
+        stage.clock = clock  # type: ignore[union-attr]
 
 
 def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -92,14 +100,29 @@ def _gradient(module: torch.nn.Module) -> Tensor:
 
 
 class _Stage(PipelineStage):
-    """A stage whose split weight passes add up in the precision of the reduction, as whole backward passes do."""
+    """A stage whose split weight passes add up in the precision of the reduction, as whole backward passes do, and whose passes are
+    parts of the step.
+    """
+
+    clock: StepClock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass."""
+        with self.clock.part("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """One backward pass, or that of the activations alone."""
+        with self.clock.part("backward"):
+            super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """One weight pass; FSDP's own hooks, which would move its gradients to fp32, do not run in it."""
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)  # type: ignore[no-untyped-call]
-        for parameter in _sharded_parameters(self.submod):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+        with self.clock.part("backward"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)  # type: ignore[no-untyped-call]
+            for parameter in _sharded_parameters(self.submod):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:

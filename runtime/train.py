@@ -24,6 +24,7 @@ from .options import TrainOptions
 from .out_of_memory import naming_rank
 from .parallelize import parallelize
 from .samples import TokenBatches, TokenStream
+from .step_parts import waiting_timed
 from .training_run import TrainingRun, gather
 
 
@@ -89,9 +90,10 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
 
 
 def _run_steps(run: TrainingRun, batches: TokenBatches) -> None:
-    for tokens in _in_advance(run, batches):
-        run.step(tokens.to(run.model.device))
-        run.checkpoint()
+    with waiting_timed(run.model.clock):
+        for tokens in _in_advance(run, batches):
+            run.step(tokens.to(run.model.device))
+            run.checkpoint()
 
 
 def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tensor]:
@@ -100,7 +102,8 @@ def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tenso
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
         coming = reader.submit(batches.batch, run.samples)
         while not run.is_finished:
-            tokens = coming.result()
+            with run.model.clock.part("data"):
+                tokens = coming.result()
             coming = reader.submit(batches.batch, run.samples + batch)
             yield tokens
 

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +21,13 @@ from ..schema import ConfigError, MeshwrightError
 from .checkpoint import CheckpointInfo, Progress, list_checkpoints, load_checkpoint
 from .checkpoint_writer import CheckpointWriter
 from .memory import MemoryMeter
-from .metrics import MetricsWriter, RankPeak, StepRecord, mfu, summarise
+from .metrics import KEPT_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
 from .optimizer import build_scheduler, local_square, scale_gradients
 from .options import TrainOptions
 from .parallel_model import ParallelModel
 from .progress import FOLDER_VARIABLE, ProgressFile
 from .router_balance import RouterBalance
+from .step_parts import Part
 from .stopping import STOPPED_FILE
 
 T = TypeVar("T")
@@ -69,6 +71,7 @@ class TrainingRun:
     samples: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
     step_times_s: list[float] = field(default_factory=list)
+    parts_s: deque[dict[Part, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     is_stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -139,7 +142,8 @@ class TrainingRun:
         overflowed = model.loss_scale.is_dynamic and not math.isfinite(sums[1].item())
         if not overflowed:
             scale_gradients(model, sums[1].sqrt(), options.max_grad_norm)
-            self.optimizer.step()
+            with model.clock.part("optimizer"):
+                self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._balance.update()
         loss, square, votes = sums.tolist()
@@ -153,6 +157,7 @@ class TrainingRun:
         self._scheduler.step()
         self._progress.beat()
         self.step_times_s.append(step_time_s)
+        self.parts_s.append(model.clock.take(step_time_s))
         record = StepRecord(
             step=self._steps,
             loss=loss,
@@ -162,6 +167,7 @@ class TrainingRun:
             tokens_per_s=model.plan.workload.tokens_per_step / step_time_s,
             mfu=mfu(model.plan, step_time_s),
             peak_allocated_bytes=self.meter.peak_allocated_bytes(),
+            parts_s=self.parts_s[-1],
         )
         if model.loss_scale.is_dynamic:
             record["loss_scale"] = used_scale
@@ -207,13 +213,14 @@ class TrainingRun:
     def finish(self) -> None:
         """Report the measurements of all ranks beside the prediction."""
         self._progress.rest()
-        peak = RankPeak(
+        own = RankRecord(
             rank=self.model.plan.rank_map.index(dist.get_rank()),
             peak_allocated_bytes=self.meter.peak_allocated_bytes(),
             peak_reserved_bytes=self.meter.peak_reserved_bytes(),
+            parts_s=list(self.parts_s),
         )
-        peaks = sorted(gather(peak), key=lambda entry: entry["rank"])
-        self.writer.write(summarise(self.model.plan, self.step_times_s, peaks, memory_source=self.meter.source))
+        ranks = sorted(gather(own), key=lambda entry: entry["rank"])
+        self.writer.write(summarise(self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source))
         self.writer.close()
 
     def _now_s(self) -> float:

@@ -69,12 +69,42 @@ def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
     assert [record["step"] for record in records[:-1]] == list(range(1, 13))
     assert losses(records)[-1] < losses(records)[0] - 0.5
     assert set(records[0]) >= {"step", "loss", "grad_norm", "step_time_s", "tokens_per_s", "peak_allocated_bytes"}
+    parts_s = records[0]["parts_s"]
+    assert sum(parts_s.values()) - parts_s["data"] - parts_s["preempted"] == pytest.approx(
+        records[0]["step_time_s"], rel=1e-6
+    )
+    assert min(parts_s["forward"], parts_s["backward"], parts_s["optimizer"]) > 0
     assert records[-1]["predicted"]["step_time_s"] == plan.estimate.step_time_s
     assert (
         records[-1]["measured"]["peak_allocated_bytes"] == records[-1]["measured"]["ranks"][0]["peak_allocated_bytes"]
     )
     assert "step 12/12" in messages
     assert "measured / predicted" in messages
+
+
+@needs_two_cores
+@pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="processes cannot be pinned here")
+def test_rank_beside_busy_loops_is_named(tmp_path: Path) -> None:
+    """Three loops share the core of rank 1, which then has a quarter of it; rank 0 has the other core."""
+    metrics = tmp_path / "metrics.jsonl"
+    plan = saved(small_plan(Layout(dp_replicate=2), num_blocks=4), tmp_path)
+    process = start("--steps", "60", "--metrics", str(metrics), plan)
+    ranks = {int(rank.environ().get("RANK", -1)): rank for rank in training_ranks(process, metrics)}
+    cores = psutil.Process().cpu_affinity()
+    ranks[0].cpu_affinity(cores[:1])
+    ranks[1].cpu_affinity(cores[1:2])
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for loop in loops:
+            psutil.Process(loop.pid).cpu_affinity(cores[1:2])
+        code, _, messages = finish(process)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert code == 0, messages
+    assert [slow["rank"] for slow in read_lines(metrics)[-1]["measured"]["stragglers"]] == [1]
+    assert "slow: rank 1 (stage 0) computes" in messages
 
 
 @needs_two_cores
