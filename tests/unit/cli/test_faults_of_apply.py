@@ -58,10 +58,9 @@ def test_killed_job_goes_on_stops_when_asked_and_resumes_on_what_is_left(tmp_pat
     first = training_ranks(run, metrics)
     until(lambda: list_checkpoints(folder))
     by_rank(first)["1"].kill()
-    until(
-        lambda: any(later <= earlier for earlier, later in zip(steps_of(metrics), steps_of(metrics)[1:], strict=False))
-    )
     assert_gone(first)
+    done = len(steps_of(metrics))
+    until(lambda: len(steps_of(metrics)) > done + 3)
     second = psutil.Process(run.pid).children(recursive=True)
     assert len(second) == 2
     run.send_signal(signal.SIGTERM)
@@ -86,7 +85,7 @@ def test_killed_job_goes_on_stops_when_asked_and_resumes_on_what_is_left(tmp_pat
 
 
 def test_suspended_rank_and_full_disk_end_the_job_with_the_last_checkpoint_whole(tmp_path: Path) -> None:
-    """First no rank may write more than 4 KiB to a file, as on a disk that is full; then one is stopped."""
+    """First no rank may write more than 64 KiB to a file, as on a disk that is full; then one is stopped."""
     metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
     plan = saved(small_plan(Layout(dp_replicate=2)), tmp_path)
     options = (
@@ -103,7 +102,7 @@ def test_suspended_rank_and_full_disk_end_the_job_with_the_last_checkpoint_whole
     ranks = training_ranks(run, metrics)
     until(lambda: list_checkpoints(folder))
     for rank in ranks:
-        resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (4096, 4096))
+        resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (65536, 65536))
     code, _, messages = finish(run)
     assert_gone(ranks)
     assert code == 1
