@@ -95,6 +95,13 @@ def apply(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="Folder of Hugging Face safetensors to start from.", show_default=False)
+    ] = None,
+    save_weights: Annotated[
+        str | None,
+        typer.Option(help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."),
+    ] = None,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
     nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
     node_rank: Annotated[
@@ -134,7 +141,7 @@ def apply(
             steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every, resume=resume, tokenizer=tokenizer, restart_data=restart_data,
             schedule=schedule, warmup_steps=warmup_steps, router_bias_rate=router_bias_rate, compile_blocks=compile_blocks,
-            keep_checkpoints=keep_checkpoints, checkpoint_beside=checkpoint_beside,
+            keep_checkpoints=keep_checkpoints, checkpoint_beside=checkpoint_beside, weights=weights, save_weights=save_weights,
         )  # fmt: skip
         job = Job(
             plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, hang_timeout_s=hang_timeout_s,
@@ -147,7 +154,7 @@ def apply(
         if script:
             _refuse_training_options(
                 script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output, tokenizer,
-                compile_blocks, checkpoint_beside, restart_data,
+                compile_blocks, checkpoint_beside, restart_data, weights, save_weights,
             )  # fmt: skip
             run(loaded, job)
             return
@@ -163,8 +170,8 @@ def _refuse_training_options(script: str, *values: object) -> None:
         raise ConfigError(f"no such script: {script}")
     if any(values):
         raise ConfigError(
-            "--data, --checkpoint-dir, --checkpoint-every, --resume, --metrics and --json are for the built-in training; "
-            f"{script} does its own",
+            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --metrics and --json are for "
+            f"the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )
 

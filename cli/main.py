@@ -6,6 +6,8 @@ import typer
 
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
+from .doctor import doctor
+from .engines import compare, export, import_configuration
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
@@ -25,9 +27,13 @@ app.command()(estimate)
 app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
 app.command()(tokens)
+app.command()(export)
+app.command("import")(import_configuration)
+app.command()(compare)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
+app.command()(doctor)
 app.add_typer(experts_app, name="experts")
 
 

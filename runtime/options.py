@@ -28,6 +28,8 @@ class TrainOptions(Frozen):
         keep_checkpoints: how many of the newest stay.
         checkpoint_beside: write checkpoints beside the steps that follow.
         resume: go on from the newest checkpoint where there is one.
+        weights: folder of Hugging Face weights to start from; unset, initial ones.
+        save_weights: folder to write such weights to at the end.
         compile_blocks: let torch.compile fuse the operators of each block.
         router_bias_rate: by how much a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3).
     """
@@ -48,6 +50,8 @@ class TrainOptions(Frozen):
     keep_checkpoints: PositiveInt = 2
     checkpoint_beside: bool = False
     resume: bool = Field(default=False)
+    weights: str | None = None
+    save_weights: str | None = None
     compile_blocks: bool = False
     router_bias_rate: NonNegativeFloat = 1e-3
 

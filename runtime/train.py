@@ -16,6 +16,8 @@ from ..schema import ConfigError, Plan, RuntimeMismatchError
 from .checkpoint import check_writable, list_checkpoints
 from .compiled import require_compilable
 from .data_source import open_data, tokenized
+from .hf_save import check_weights_target, save_weights
+from .hf_weights import check_weights
 from .machine import check_device
 from .memory import MemoryMeter
 from .metrics import MetricsWriter
@@ -47,9 +49,22 @@ def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
         require_compilable(plan)
     if options.checkpoint_dir:
         check_writable(options.checkpoint_dir)
+    check_weight_options(plan, options)
     options = options.replace(data=tokenized(options.data, options.tokenizer), tokenizer=None)
     _batches(plan, options, local_batch=1, dp_rank=0)
     return options
+
+
+def check_weight_options(plan: Plan, options: TrainOptions) -> None:
+    """Look at the weights a run starts from and at the place of those it ends with.
+
+    Raises:
+        ConfigError: they are of another model or damaged, or the place cannot be written.
+    """
+    if options.weights:
+        check_weights(plan.model, options.weights)
+    if options.save_weights:
+        check_weights_target(plan.model, options.save_weights)
 
 
 def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0) -> None:
@@ -67,7 +82,14 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
     meter = MemoryMeter(device)
     options = prepare_options(plan, options)
     with naming_rank(plan, device):
-        model = parallelize(None, plan, device=device, seed=options.seed, compile_blocks=options.compile_blocks)
+        model = parallelize(
+            None,
+            plan,
+            device=device,
+            seed=options.seed,
+            weights=options.weights,
+            compile_blocks=options.compile_blocks,
+        )
         local_batch = plan.workload.global_batch_size // model.mesh.dp_degree
         batches, data = _batches(plan, options, local_batch=local_batch, dp_rank=model.mesh.dp_rank)
         if len(set(gather(data))) > 1:
@@ -86,6 +108,8 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
             with run.stop.listening():
                 _run_steps(run, batches)
         run.finish()
+        if options.save_weights and not run.is_stopped:
+            save_weights(model, options.save_weights, like=options.weights)
     dist.destroy_process_group()
 
 
@@ -122,7 +146,7 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     """Enter the job's process group; this rank's device."""
     cluster = plan.cluster
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    backend = cluster.weakest_device.backend
+    backend = _backend(plan)
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         dist.init_process_group(backend, timeout=timeout)
@@ -133,3 +157,10 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
+
+
+def _backend(plan: Plan) -> str:
+    """Streamed parameters and their gradients are reduced and counted on the host."""
+    backend = plan.cluster.weakest_device.backend
+    streams = plan.offload is not None and plan.offload.streamed_parameter_layers
+    return f"cpu:gloo,cuda:{backend}" if streams and backend != "gloo" else backend

@@ -34,5 +34,5 @@ def corrected_by(points: tuple[MatmulPoint, ...], dtype: str, rates: GemmRates) 
             dtype=np.float64,
         )
         # The points are kept with the answer, so that no other object gets their id.
-        _found[key] = points, calibrate(*mine.T, rates) if len(mine) else rates
+        _found[key] = points, calibrate(mine[:, 0], mine[:, 1], mine[:, 2], mine[:, 3], rates) if len(mine) else rates
     return _found[key][1]

@@ -13,11 +13,14 @@ STD = 0.02
 
 
 @torch.no_grad()
-def init_weights(module: nn.Module, seed: int) -> None:
+def init_weights(module: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases and buffers 0.
 
     Each weight comes from a generator of its own on its device, and a shard is cut from the whole tensor; only one whole
     tensor exists at a time. CPU and CUDA generators differ, so equal weights need equal device types.
+
+    Args:
+        device: of the generators, where parameters lie elsewhere; unset, each parameter's own.
     """
     for buffer in module.buffers():
         buffer.zero_()
@@ -29,8 +32,9 @@ def init_weights(module: nn.Module, seed: int) -> None:
             continue
         # A tied head that stands alone on the last pipeline stage must start as the embedding does.
         source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
-        generator = torch.Generator(parameter.device).manual_seed(parameter_seed(seed, source))
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        where = device or parameter.device
+        generator = torch.Generator(where).manual_seed(parameter_seed(seed, source))
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
         whole.normal_(0.0, STD, generator=generator)
         local_tensor(parameter).copy_(local_part(whole, parameter))
 
@@ -47,18 +51,26 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of ``whole`` that this rank holds of ``like``.
+    """The part of ``whole`` that this rank holds of ``like``."""
+    return whole[local_region(like)]
 
-    Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard.
+
+def local_region(like: Tensor) -> tuple[slice, ...]:
+    """Where in a whole tensor this rank's part of it stands, one range a dimension.
+
+    Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard; each cut in parts of
+    equal width, rounded up, as torch.chunk makes them.
     """
+    region = [slice(0, size) for size in like.shape]
     if not isinstance(like, DTensor):
-        return whole
+        return tuple(region)
     mesh = like.device_mesh
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(like.placements[axis], "dim", None)  # strided shards are no Shard in every version; both have dim
         if dim is None:
             continue
-        chunks = whole.chunk(mesh.size(axis), dim=dim)
-        rank = mesh.get_local_rank(axis)
-        whole = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-    return whole
+        first, stop = region[dim].start, region[dim].stop
+        width = -(-(stop - first) // mesh.size(axis))
+        start = min(first + width * mesh.get_local_rank(axis), stop)
+        region[dim] = slice(start, min(start + width, stop))
+    return tuple(region)

@@ -233,3 +233,28 @@ def test_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     code, message = in_process(saved(small_plan(), tmp_path), "--checkpoint-dir", str(folder.parent))
     assert code == 2
     assert "already holds step-00000005" in message
+
+
+def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    plan, folder = saved(small_plan(), tmp_path), tmp_path / "weights"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    code, messages = in_process(plan, "--weights", str(folder))
+    assert code == 2
+    assert "cannot read" in messages
+    code, messages = in_process(plan, "--save-weights", str(folder))
+    assert code == 2
+    assert "already exists" in messages
+
+
+def test_run_goes_on_from_the_weights_that_another_saved(tmp_path: Path) -> None:
+    plan, folder = saved(small_plan(), tmp_path), tmp_path / "weights"
+    code, output, messages = finish(
+        start("--steps", "3", "--learning-rate", "0.02", "--json", "--save-weights", str(folder), plan)
+    )
+    assert code == 0, messages
+    code, more, messages = finish(start("--steps", "1", "--json", "--weights", str(folder), plan))
+    assert code == 0, messages
+    first = losses([json.loads(line) for line in more.splitlines()])[0]
+    trained = losses([json.loads(line) for line in output.splitlines()])
+    assert first < trained[0] - 0.2  # the same first batch, after three updates
