@@ -12,6 +12,7 @@ from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
+from .profile_app import profile_app
 from .tokens import tokens
 from .validate import validate
 
@@ -35,6 +36,7 @@ app.command()(models)
 app.command()(devices)
 app.command()(doctor)
 app.add_typer(experts_app, name="experts")
+app.add_typer(profile_app, name="profile")
 
 
 def main() -> None:
