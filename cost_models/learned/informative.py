@@ -27,7 +27,8 @@ _OUTSIDE = 1.0
 def candidates(rates: GemmRates, *, seed: int, most_s: float, most_bytes: float) -> tuple[FloatArray, ...]:
     """Shapes m, n, k [N] of training: multiples of 8, log-uniform from 16 to 65536, in time and memory limits."""
     rng = np.random.default_rng(seed)
-    m, n, k = (8.0 * np.round(np.exp(rng.uniform(np.log(2), np.log(8192), 4 * NUM_CANDIDATES))) for _ in range(3))
+    octets = np.round(np.exp(rng.uniform(np.log(2), np.log(8192), (3, 4 * NUM_CANDIDATES))))
+    m, n, k = np.asarray(8.0 * octets, dtype=np.float64)
     num_bytes = rates.element_bytes * (m * n + m * k + n * k)
     fits = (predict(m, n, k, rates) <= most_s) & (num_bytes <= most_bytes)
     return tuple(size[fits][:NUM_CANDIDATES] for size in (m, n, k))
