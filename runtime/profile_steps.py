@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 NUM_SHAPES = 500
 """Products measured at most: beyond some hundred, more do not help."""
 
+_FEWEST_SHAPES = 8
+
 _SHAPE_PART = 1 / 40
 """Of the step's time that one product may take with all its repetitions."""
 
@@ -77,7 +79,8 @@ def choose_shapes(
     rates = GemmRates(coefficients, hardware, software, 2.0 if bf16 else 4.0)
     most_s = max(1e-4, bench.remaining_s() * _SHAPE_PART / _CALLS)
     m, n, k = candidates(rates, seed=0, most_s=most_s, most_bytes=bench.free_bytes() / 16)
-    chosen = most_informative(m, n, k, rates, NUM_SHAPES) if len(m) else []
+    count = min(NUM_SHAPES, max(_FEWEST_SHAPES, int(bench.remaining_s() / (2 * bench.sample_s))))
+    chosen = most_informative(m, n, k, rates, count) if len(m) else []
     shapes = [[int(m[i]), int(n[i]), int(k[i])] for i in chosen]
     return [(a, b, c) for a, b, c in bench.gather(shapes)[0]]
 

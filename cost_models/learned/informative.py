@@ -13,24 +13,29 @@ from __future__ import annotations
 import numpy as np
 
 from ..layouts import FloatArray
-from .gemm import GemmRates, correction_kernel, features, model, predict
+from .gemm import GemmRates, correction_kernel, features, model, roofline_s
 
-NUM_CANDIDATES = 1500
+NUM_CANDIDATES = 1000
 
 _NOISE = 0.10
 """Of the logarithm of one measured time, as `gemm.calibrate` takes it."""
 
-_OUTSIDE = 1.0
+_OUTSIDE = 0.5
 """Of the prior's deviation, for each range's width that a feature lies beyond the trained range."""
 
 
 def candidates(rates: GemmRates, *, seed: int, most_s: float, most_bytes: float) -> tuple[FloatArray, ...]:
-    """Shapes m, n, k [N] of training: multiples of 8, log-uniform from 16 to 65536, in time and memory limits."""
+    """Shapes m, n, k [N] as training has them, in limits of time and memory.
+
+    Log-uniform multiples of 8: 64 to 65536 tokens, widths of 128 (a shard's) to 32768.
+    """
     rng = np.random.default_rng(seed)
-    octets = np.round(np.exp(rng.uniform(np.log(2), np.log(8192), (3, 4 * NUM_CANDIDATES))))
+    least, most = np.log([[8], [16], [16]]), np.log([[8192], [4096], [4096]])
+    octets = np.round(np.exp(rng.uniform(least, most, (3, 4 * NUM_CANDIDATES))))
     m, n, k = np.asarray(8.0 * octets, dtype=np.float64)
     num_bytes = rates.element_bytes * (m * n + m * k + n * k)
-    fits = (predict(m, n, k, rates) <= most_s) & (num_bytes <= most_bytes)
+    seconds = roofline_s(m, n, k, rates.coefficients, rates.hardware, rates.element_bytes)
+    fits = (seconds <= most_s) & (num_bytes <= most_bytes)
     return tuple(size[fits][:NUM_CANDIDATES] for size in (m, n, k))
 
 
