@@ -14,6 +14,7 @@ from .experts import experts_app
 from .explain import explain
 from .plan import plan
 from .profile_app import profile_app
+from .tokens import tokens
 from .validate import validate
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
+app.command()(tokens)
 app.command()(export)
 app.command("import")(import_configuration)
 app.command()(compare)
