@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .apply import ApplyCommand, apply
+from .calibrate import calibrate
 from .catalogue import devices, models
 from .doctor import doctor
 from .engines import compare, export, import_configuration
@@ -31,6 +32,7 @@ app.command()(tokens)
 app.command()(export)
 app.command("import")(import_configuration)
 app.command()(compare)
+app.command()(calibrate)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
