@@ -55,7 +55,8 @@ def greedy(covariance: FloatArray, noise: float, count: int) -> list[int]:
         covariance: [N, N] between the logarithms of the candidates' times before anything is measured.
         noise: deviation of one measurement.
     """
-    left, chosen = covariance.copy(), []
+    left = covariance.copy()
+    chosen: list[int] = []
     for _ in range(min(count, len(covariance))):
         gain = np.einsum("ji,ji->i", left, left) / (np.diag(left) + noise**2)
         gain[chosen] = -np.inf
