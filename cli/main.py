@@ -12,6 +12,7 @@ from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
+from .report import report
 from .validate import validate
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
+app.command()(report)
 app.command(cls=ApplyCommand)(apply)
 app.command()(export)
 app.command("import")(import_configuration)
