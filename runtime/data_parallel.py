@@ -20,6 +20,8 @@ norms in fp32 and would keep the residual stream in fp32), gradients accumulate 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +57,28 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 
 def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place."""
+    shard_units(
+        stage,
+        mesh,
+        plan,
+        blocks=list(stage.model.layers.values()),
+        outer=_outer_units(stage),
+        head=stage.lm_head,
+        placement=expert_placement(stage, mesh),
+    )
+
+
+def shard_units(
+    stage: nn.Module,
+    mesh: ParallelMesh,
+    plan: Plan,
+    *,
+    blocks: Sequence[nn.Module],
+    outer: Sequence[list[nn.Module]],
+    head: nn.Module | None,
+    placement: Callable[[nn.Parameter], Any] | None = None,
+) -> None:
+    """Apply `fully_shard` to blocks, to groups of modules around them, and to the whole, in place."""
     dtype = compute_dtype(plan)
     has_copies = mesh.expert_mesh is not None and plan.layout.expert_copies > 1
     if mesh.data_degree == 1 and dtype == torch.float32 and not has_copies:
@@ -65,14 +89,13 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     reshard = plan.layout.zero_stage == 3
-    placement = expert_placement(stage, mesh)
-    for block in stage.model.layers.values():
+    for block in blocks:
         fully_shard(
             block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
         )
-    for modules in _outer_units(stage):
+    for modules in outer:
         # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
-        keep = stage.lm_head in modules
+        keep = head is not None and head in modules
         fully_shard(modules, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and not keep)
     # The root owns what is left (all of embedding, norm and head when tied: two units may not share a parameter), and a
     # pipeline stage must be called through a sharded module.
@@ -93,7 +116,7 @@ def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
     return units
 
 
-def before_backward(stage: Decoder, plan: Plan, *, is_last: bool) -> None:
+def before_backward(stage: nn.Module, plan: Plan, *, is_last: bool) -> None:
     """Tell FSDP whether this micro-batch ends the step: below zero_stage 2 gradients wait for it, and parameters stay gathered."""
     if isinstance(stage, FSDPModule) and plan.layout.zero_stage < 2:
         stage.set_is_last_backward(is_last)

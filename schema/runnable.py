@@ -17,6 +17,11 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
     return tuple(dict.fromkeys(reasons))
 
 
+def why_not_trainable(workload: Workload) -> tuple[str, ...]:
+    """What the runtime lacks for a workload, whatever the model."""
+    return tuple(_of_workload(workload))
+
+
 def _of_workload(workload: Workload | None) -> list[str]:
     if workload is None:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,16 @@ STD = 0.02
 
 
 @torch.no_grad()
-def init_weights(module: nn.Module, seed: int) -> None:
+def init_weights(module: nn.Module, seed: int, *, aliases: Mapping[str, str] | None = None) -> None:
     """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases and buffers 0.
 
     Each weight comes from a generator of its own on its device, and a shard is cut from the whole tensor; only one whole
     tensor exists at a time. CPU and CUDA generators differ, so equal weights need equal device types.
+
+    Args:
+        aliases: parameters of a foreign module that start as another one does, which may stand on another rank.
     """
-    for buffer in module.buffers():
+    for buffer in module.buffers() if aliases is None else ():  # those of foreign modules are tables
         buffer.zero_()
     tied = getattr(getattr(module, "spec", None), "tie_embeddings", False)
     for name, parameter in module.named_parameters():
@@ -28,7 +32,7 @@ def init_weights(module: nn.Module, seed: int) -> None:
             local_tensor(parameter).fill_(value)
             continue
         # A tied head that stands alone on the last pipeline stage must start as the embedding does.
-        source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else (aliases or {}).get(name, name)
         generator = torch.Generator(parameter.device).manual_seed(parameter_seed(seed, source))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         whole.normal_(0.0, STD, generator=generator)
