@@ -6,10 +6,13 @@ import typer
 
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
+from .doctor import doctor
+from .engines import compare, export, import_configuration
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
+from .profile_app import profile_app
 from .validate import validate
 
 app = typer.Typer(
@@ -23,10 +26,15 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
+app.command()(export)
+app.command("import")(import_configuration)
+app.command()(compare)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
+app.command()(doctor)
 app.add_typer(experts_app, name="experts")
+app.add_typer(profile_app, name="profile")
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from torch import nn
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
-from ..schema.runnable import why_not_runnable, why_not_trainable
+from ..schema.runnable import why_not_offloadable, why_not_runnable, why_not_trainable
 from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
-from .data_parallel import compute_dtype, shard_data_parallel
+from .data_parallel import compute_dtype, materialise, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
 from .foreign.build import LossFunction, parallelize_foreign
 from .hf_weights import load_weights
@@ -22,6 +22,7 @@ from .loss_scale import LossScale
 from .mesh import build_mesh
 from .models.decoder import Decoder
 from .models.init import init_weights
+from .offload import HostOffload
 from .parallel_model import ParallelModel
 from .pipeline_parallel import build_schedule
 from .recompute import apply_recompute
@@ -68,6 +69,7 @@ def parallelize(
     module.keep({idx for stage in stages for idx in stage.layer_idxs})
     if model is not None:
         module.to(device, torch.float32)
+    offload = HostOffload(plan, device) if plan.offload is not None else None
     parts = [module] if len(stages) == 1 else [module.part(stage.layer_idxs) for stage in stages]
     for part, stage in zip(parts, stages, strict=True):
         apply_tensor_parallel(part, mesh, plan)
@@ -76,18 +78,20 @@ def parallelize(
         apply_recompute(part, stage.recompute_of)
         if compile_blocks:
             apply_compile(part)
+        if offload is not None:
+            offload.apply_activations(part, stage)
         shard_data_parallel(part, mesh, plan)
         if model is None:
-            part.to_empty(device=device)
+            materialise(part, plan, device)
             part.tie()
     if weights is not None:
         load_weights(module, plan.model, weights)
     elif model is None:
-        init_weights(module, seed)
+        init_weights(module, seed, device)
     loss_scale = LossScale.of(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
     ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
-    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, ends=ends)
+    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends)
 
 
 def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:
@@ -112,6 +116,7 @@ def _check(model: nn.Module | None, plan: Plan) -> None:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
     require_our_engine(plan.workload)
     lacking = why_not_runnable(plan.model, plan.workload) if is_own else why_not_trainable(plan.workload)
+    lacking += why_not_offloadable(plan)
     if lacking:
         raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
     compute_dtype(plan)

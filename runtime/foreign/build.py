@@ -95,6 +95,11 @@ def _check(module: nn.Module, structure: Structure, plan: Plan) -> None:
                 "over cp, ep or etp",
                 help=f"use parallelize(None, plan, weights=...) for the plan's own model, or plan with --fix {axis}=1",
             )
+    if plan.offload is not None:
+        raise RuntimeMismatchError(
+            f"the plan offloads to the host, which takes the plan's own model; {name} is another",
+            help="use parallelize(None, plan, weights=...), or plan without offload",
+        )
     if layout.tp > 1 and layout.sequence_parallel and not structure.is_transformers:
         raise RuntimeMismatchError(
             f"sequence_parallel: what stands between the layers of {name} is not known",
@@ -130,7 +135,8 @@ def _split(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan
 
 def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan) -> None:
     """Blocks one by one; embedding, and last norm with head; all that is left, and what is tied, with the part itself."""
-    blocks = [block for block in structure.blocks_of(part) if any(True for _ in block.parameters())]
+    own = enumerate(structure.blocks_of(part), start=1)
+    blocks = [(idx, block) for idx, block in own if any(True for _ in block.parameters())]
     outer: list[list[nn.Module]] = []
     head = part.get_submodule(structure.head) if structure.head else None
     if structure.is_transformers and not structure.is_tied(part):

@@ -13,7 +13,7 @@ from meshwright.schema.offers import offers_from_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FOLDERS = ("schema", "profilers", "cost_models", "solvers", "planner", "runtime", "cli")
+FOLDERS = ("schema", "profilers", "cost_models", "solvers", "planner", "engines", "runtime", "cli")
 MODULES = {
     path.stem: path.relative_to(ROOT) for folder in ("cost_models", "solvers") for path in (ROOT / folder).glob("*.py")
 }
@@ -45,7 +45,8 @@ def test_name_in_method_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md", "docs/experts.md"]
+    "document",
+    ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md", "docs/experts.md", "docs/engines.md"],
 )
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
@@ -67,7 +68,9 @@ def test_cluster_files_of_the_document_are_read_and_planned_for(text: str, tmp_p
     path.write_text(text)
     cluster = ClusterSpec.parse(str(path))
     workload = Workload(seq_len=2048, global_batch_size=4 * cluster.num_devices, engine="megatron")
-    found = plan(ModelSpec.named("llama-3.2-1b"), cluster, workload)
+    found = plan(
+        ModelSpec.named("llama-3.2-1b"), cluster, workload, fixed={"recompute": "none", "cp": 1, "micro_batch_size": 1}
+    )
     assert found.estimate.fits
     assert sorted(found.rank_map) == list(range(cluster.num_devices))
 

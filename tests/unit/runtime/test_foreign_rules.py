@@ -59,7 +59,7 @@ def test_styles_without_a_rule_are_refused() -> None:
     config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(RuntimeMismatchError, match="packed_colwise"):
+    with pytest.raises(RuntimeMismatchError, match="moe_tp_experts"):
         transformers_rules(model)
 
 
