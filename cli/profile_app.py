@@ -9,10 +9,12 @@ import typer
 
 from .errors import exit_on_error
 from .inputs import JsonOption
+from .profile import measure
 
 profile_app = typer.Typer(
-    help="Measurements of a machine: take them, show, compare and join them.", no_args_is_help=True
+    help="Measure this machine, or show, compare and join measurements.", invoke_without_command=True
 )
+profile_app.callback()(measure)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A profile.", show_default=False)]
 
@@ -24,7 +26,7 @@ def show(profile: File, *, json: JsonOption = False) -> None:
         from ..profilers.profile_summary import summary
         from ..profilers.trusted import foreign
         from ..schema import Profile
-        from .profile_tables import summary_table
+        from .profile_file_tables import summary_table
         from .tables import show as show_table
 
         loaded = Profile.load(profile)
@@ -47,7 +49,7 @@ def diff(first: File, second: File, *, json: JsonOption = False) -> None:
 
         from ..profilers.profile_summary import compare
         from ..schema import Profile
-        from .profile_tables import difference_table
+        from .profile_file_tables import difference_table
         from .tables import show as show_table
 
         found = compare(Profile.load(first), Profile.load(second))
@@ -69,7 +71,7 @@ def merge(
         from ..profilers.profile_merge import merged
         from ..profilers.profile_summary import summary
         from ..schema import Profile
-        from .profile_tables import summary_table
+        from .profile_file_tables import summary_table
         from .tables import show as show_table
 
         joined = merged([Profile.load(path) for path in profiles])

@@ -40,10 +40,10 @@ def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) ->
     a recomputation does not gather parameters once more.
     """
     for name, block in stage.model.layers.items():
-        recompute_block(block, recompute_of(int(name) + 1))  # the embedding is layer 0
+        recomputing(block, recompute_of(int(name) + 1))  # the embedding is layer 0
 
 
-def recompute_block(block: nn.Module, recompute: Recompute) -> None:
+def recomputing(block: nn.Module, recompute: Recompute) -> None:
     """Checkpoint one block, in place."""
     if recompute == "none":
         return

@@ -100,7 +100,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
             model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas
         )
         is_reporter = dist.get_rank() == plan.rank_map[0]
-        writer = MetricsWriter(report if is_reporter else None)
+        writer = MetricsWriter(report if is_reporter else None, append=True)  # after what ranks wrote before a restart
         run = TrainingRun(model, optimizer, options, meter, writer, data)
         if options.checkpoint_dir is None:
             _run_steps(run, batches)

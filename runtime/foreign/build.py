@@ -20,7 +20,7 @@ from ..mesh import ParallelMesh, build_mesh
 from ..models.init import init_weights
 from ..parallel_model import ParallelModel
 from ..pipeline_parallel import build_schedule
-from ..recompute import recompute_block
+from ..recompute import recomputing
 from .stages import loss_of, part_of, run_as_stage
 from .structure import Structure, require_decoder, structure_of
 from .tensor import split_plain, split_transformers
@@ -67,7 +67,7 @@ def parallelize_foreign(
         _tie(part, structure, is_tied)
         for idx, block in enumerate(structure.blocks_of(part)):
             if plan.layout.pp == 1 or idx + 1 in stage.layer_idxs:
-                recompute_block(block, stage.recompute_of(min(idx + 1, plan.model.num_layers - 1)))
+                recomputing(block, stage.recompute_of(min(idx + 1, plan.model.num_layers - 1)))
         if mesh.pp is not None:
             run_as_stage(part, structure, stage.layer_idxs, plan.model.num_layers)
         _shard(part, structure, mesh, plan)
