@@ -22,7 +22,7 @@ def build_optimizer(
     A fused update takes either plain parameters or DTensors: those of foreign modules, of which tensor parallelism splits only
     some, are groups of their own.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
             "params": [p for p in parameters if (p.ndim > 1) == is_matrix and isinstance(p, DTensor) == is_spread],

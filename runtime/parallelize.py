@@ -12,6 +12,7 @@ from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_offloadable, why_not_runnable, why_not_trainable
+from .adapters import apply_adapters
 from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, materialise, shard_data_parallel
@@ -75,6 +76,7 @@ def parallelize(
         apply_tensor_parallel(part, mesh, plan)
         apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
+        apply_adapters(part, plan)
         apply_recompute(part, stage.recompute_of)
         if compile_blocks:
             apply_compile(part)
@@ -86,8 +88,11 @@ def parallelize(
             part.tie()
     if weights is not None:
         load_weights(module, plan.model, weights)
+        init_weights(module, seed, device, adapters_only=True)
     elif model is None:
         init_weights(module, seed, device)
+    else:
+        init_weights(module, seed, device, adapters_only=True)
     loss_scale = LossScale.of(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
     ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None

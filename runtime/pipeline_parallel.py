@@ -89,6 +89,8 @@ def reduce_tied_gradients(embedding: nn.Module | None, head: nn.Module | None, m
     """Add the gradients of the two copies of a tied embedding, on the first and on the last stage."""
     if mesh.pp is None:
         return
+    if not any(owner.weight.requires_grad for owner in (embedding, head) if owner is not None):
+        return  # frozen
     if embedding is not None and head is not None:  # the ends of a V lie on one rank
         total = local_tensor(_gradient(embedding)).add_(local_tensor(_gradient(head)))
         local_tensor(_gradient(head)).copy_(total)

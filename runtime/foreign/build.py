@@ -95,6 +95,11 @@ def _check(module: nn.Module, structure: Structure, plan: Plan) -> None:
                 "over cp, ep or etp",
                 help=f"use parallelize(None, plan, weights=...) for the plan's own model, or plan with --fix {axis}=1",
             )
+    if plan.workload.adapters is not None:
+        raise RuntimeMismatchError(
+            f"the plan trains adapters beside its own model; {name} is another",
+            help="use parallelize(None, plan, weights=...), or put adapters into the module yourself and plan without",
+        )
     if plan.offload is not None:
         raise RuntimeMismatchError(
             f"the plan offloads to the host, which takes the plan's own model; {name} is another",
