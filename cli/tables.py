@@ -31,6 +31,7 @@ TIME_TITLES = {
     "pp": "stage transfers",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "offload": "waiting for the host",
 }
 
 

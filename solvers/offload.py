@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import offload_fluid
 from .linear_program import FloatArray, IntArray
@@ -59,7 +60,14 @@ def solve(instance: Instance) -> Solution:
     status, fluid = offload_fluid.solve(instance)
     if fluid is None:
         none = Solution(
-            status=status, choice=None, objective_s=0.0, bound_s=0.0, simulated=None, prefetch=1, worth=Worth(), solve_s=0.0
+            status=status,
+            choice=None,
+            objective_s=0.0,
+            bound_s=0.0,
+            simulated=None,
+            prefetch=1,
+            worth=Worth(),
+            solve_s=0.0,
         )
         return replace(none, solve_s=time.perf_counter() - begun)
     best: tuple[float, Choice, Simulated, int] | None = None
@@ -109,7 +117,7 @@ def rounded(instance: Instance, fluid: Fluid, phase: float) -> Choice:
         option[idx] = int(np.argmax(allowed))
         ahead[option[idx]] -= 1.0
         due += fluid.parameters[idx]
-        if due >= 1.0 - 1e-9 and instance.parameter_bytes[idx] > 0:
+        if due >= 1.0 - 1e-9 and instance.streamable[idx]:
             parameters[idx], due = True, due - 1.0
     left = np.where(parameters, 0.0, instance.state_bytes)
     host = _taken(left, fluid.host_bytes)
@@ -123,7 +131,7 @@ def rounded(instance: Instance, fluid: Fluid, phase: float) -> Choice:
 _TIE = 0.2
 
 
-def _taken(bytes_: FloatArray, wanted: float) -> np.ndarray:
+def _taken(bytes_: FloatArray, wanted: float) -> NDArray[np.bool_]:
     """Layers that hold at least ``wanted`` of ``bytes_`` [L], spread over all of them, and no layer more than that takes."""
     total, chosen = float(bytes_.sum()), np.zeros(len(bytes_), dtype=bool)
     if wanted <= 1e-9 * max(total, 1.0) or total == 0:
@@ -194,7 +202,8 @@ def _state_changes(i: Instance, choice: Choice, *, in_update: bool) -> list[tupl
     rows, found = np.arange(i.num_layers), list[tuple[float, float, Choice]]()
     away = choice.host_optimizer | choice.streamed_optimizer
     gradients = in_update or i.gradients_accumulate
-    for idx in _distinct(np.flatnonzero(~choice.parameters & (i.state_bytes > 0)), i.kind, away.astype(np.int64)):
+    candidates = np.flatnonzero(~choice.parameters & (i.state_bytes > 0))
+    for idx in _distinct(candidates, 2 * i.kind + i.streamable, away.astype(np.int64)):
         here, states = rows == idx, float(i.state_bytes[idx])
         if not away[idx] and i.may.streamed_optimizer:
             moved = choice.streamed_optimizer | here
@@ -202,8 +211,10 @@ def _state_changes(i: Instance, choice: Choice, *, in_update: bool) -> list[tupl
         if not away[idx] and i.may.host_optimizer:
             moved = choice.host_optimizer | here
             found.append((float(i.host_update_s[idx]), states, replace(choice, host_optimizer=moved)))
-        if i.may.parameters:
-            size = float(i.parameter_bytes[idx] + i.copy_bytes[idx] + gradients * i.gradient_bytes[idx])
+        if i.may.parameters and i.streamable[idx]:
+            size = float(
+                i.parameter_bytes[idx] + (not in_update) * i.copy_bytes[idx] + gradients * i.gradient_bytes[idx]
+            )
             seconds = i.num_microbatches * 2 * float(i.parameter_bytes[idx]) / i.links.to_device_bytes_per_s
             changed = replace(
                 choice,

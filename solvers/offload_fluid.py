@@ -31,8 +31,9 @@ class Fluid:
 
 @dataclass(frozen=True)
 class _Model:
-    """Variables: options [K, L], parameters [L], states (host, streamed, and what of each is on storage), forward slots [L], backward
-    slots by layer [L], start, turn and tail, the update, the working set; copies by name [L + 1], the last one outside the passes.
+    """Variables: options [K, L], parameters [L], states (host, streamed, and what of each is on storage), forward slots [L],
+    backward slots by layer [L], start, turn and tail, the update, the working set; copies by name [L + 1], the last one outside
+    the passes.
 
     ``rates`` has the terms of rows that are divided by the rate of a direction: (first row, terms, direction).
     """
@@ -88,7 +89,7 @@ def _decisions(lp: LinearProgram, i: Instance, choice: Choice | None) -> tuple[I
     size, num_options, total = i.num_layers, len(OPTIONS), i.total_state_bytes / SCALE
     if choice is None:
         z = lp.variables(num_options * size, most=i.allowed.astype(np.float64).reshape(-1)).reshape(num_options, size)
-        p = lp.variables(size, most=np.where(i.parameter_bytes > 0, float(i.may.parameters), 0.0))
+        p = lp.variables(size, most=(i.streamable & i.may.parameters).astype(np.float64))
         bytes_ = total * np.array([i.may.host_optimizer, i.may.streamed_optimizer])
         states = lp.variables(4, most=np.concatenate([bytes_, bytes_ * (i.storage_cap_bytes > 0)]))
     else:
@@ -222,16 +223,20 @@ def _return_in_time(lp: LinearProgram, at_turn: Any, back: IntArray, there: IntA
 
 def _memory(model: _Model, i: Instance, sums: _Sums, choice: Choice | None) -> None:
     """(C6) in every slot and (C7)."""
-    lp, size, p = model.lp, i.num_layers, model.p
+    lp, p = model.lp, model.p
     room = (i.cap_bytes - i.fixed_bytes) / SCALE
-    lp.rows("working", [(model.working, 1.0), *((model.z[k], -i.working_bytes[k] / SCALE) for k in range(len(OPTIONS)))], lower=0.0)
+    lp.rows(
+        "working",
+        [(model.working, 1.0), *((model.z[k], -i.working_bytes[k] / SCALE) for k in range(len(OPTIONS)))],
+        lower=0.0,
+    )
     accumulated = i.gradient_bytes * i.gradients_accumulate
     leaves = (i.parameter_bytes + i.copy_bytes + i.state_bytes + accumulated) / SCALE
     resident = lp.variables(1)
     terms: list[Term] = [(resident, 1.0), (p, leaves), (model.states[:2], 1.0)]
     lp.row("resident", terms, lower=i.resident_bytes / SCALE, upper=i.resident_bytes / SCALE)
     always: list[Term] = [(resident, 1.0), (model.working, 1.0)]
-    kept, moved, gone, back = sums.kept, sums.moved, sums.gone, sums.back
+    kept, moved, gone = sums.kept, sums.moved, sums.gone
     waiting: list[Term] = [(moved[1:], 1.0), (gone[:-1], -1.0), (sums.gathered[1:], 1.0), (sums.streamed[1:], -1.0)]
     lp.rows("C6", [*always, (kept[1:], 1.0), *waiting], upper=room)
     c, v = model.copies["c"], model.copies["v"]
@@ -247,7 +252,9 @@ def _memory(model: _Model, i: Instance, sums: _Sums, choice: Choice | None) -> N
         streamed_room -= 2 * float(i.state_bytes[choice.streamed_optimizer].max()) / SCALE
     gradients = 0.0 if i.gradients_accumulate else float(i.gradient_bytes.sum()) / SCALE
     kept_gradients: list[Term] = [] if i.gradients_accumulate else [(p, -i.gradient_bytes / SCALE)]
-    lp.row("C6", [*always, *buffer, *kept_gradients], upper=streamed_room - gradients - i.update_bytes / SCALE)
+    copies = float(i.copy_bytes.sum()) / SCALE
+    in_update: list[Term] = [*always, *buffer, *kept_gradients, (p, i.copy_bytes / SCALE)]
+    lp.row("C6", in_update, upper=streamed_room - gradients + copies - i.update_bytes / SCALE)
     if np.isfinite(i.host_cap_bytes):
         master, gradient = i.beside_states
         away = (i.parameter_bytes + i.gradient_bytes + i.state_bytes) / SCALE

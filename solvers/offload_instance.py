@@ -70,7 +70,9 @@ class Allowed:
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """One rank; arrays [L] by layer and [K, L] by option and layer, K as in OPTIONS; ``kind`` [L] says which layers are alike."""
+    """One rank; arrays [L] by layer and [K, L] by option and layer, K as in OPTIONS; ``kind`` [L] says which layers are alike and
+    ``streamable`` [L] whose parameters may live on the host. Copies are gone in the update.
+    """
 
     forward_s: FloatArray
     backward_s: FloatArray
@@ -82,6 +84,7 @@ class Instance:
     working_bytes: FloatArray
     parameter_bytes: FloatArray
     copy_bytes: FloatArray
+    streamable: NDArray[np.bool_]
     gradient_bytes: FloatArray
     state_bytes: FloatArray
     device_update_s: FloatArray

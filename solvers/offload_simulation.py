@@ -8,6 +8,7 @@ every pass after what it reads, device and host memory within their caps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -147,16 +148,14 @@ def _microbatch_jobs(i: Instance, choice: Choice, prefetch: int) -> tuple[list[J
     """Passes in order; activations leave after a layer's forward pass and come back in a window before its backward pass."""
     size, links = i.num_layers, i.links
     moved, repeated = choice.of(i.moved_bytes), choice.of(i.repeated_s)
-    jobs: list[Job] = []
     # Numbers of the passes are known beforehand: forward 0..L-1, backward L..2L-1 from the last layer on.
     forward, backward = list(range(size)), [2 * size - 1 - idx for idx in range(size)]
-    for idx in range(size):
-        jobs.append(Job(COMPUTE, float(i.forward_s[idx]), (forward[idx - 1],) if idx else ()))
-    for idx in reversed(range(size)):
-        jobs.append(Job(COMPUTE, float(i.backward_s[idx] + repeated[idx]), (backward[idx] - 1,)))
-    down, up, needs = {}, {}, {}
-    for idx in np.flatnonzero(moved > 0):
-        down[int(idx)] = len(jobs)
+    again = i.backward_s + repeated
+    jobs = [Job(COMPUTE, float(i.forward_s[idx]), (forward[idx - 1],) if idx else ()) for idx in range(size)]
+    jobs += [Job(COMPUTE, float(again[idx]), (backward[idx] - 1,)) for idx in reversed(range(size))]
+    down, up, needs = dict[int, int](), dict[int, int](), dict[int, int]()
+    for idx in map(int, np.flatnonzero(moved > 0)):
+        down[idx] = len(jobs)
         jobs.append(Job(TO_HOST, float(moved[idx] / links.to_host_bytes_per_s), (forward[idx],)))
     passes = [(idx, forward[idx], False) for idx in range(size)]
     passes += [(idx, backward[idx], True) for idx in reversed(range(size))]
@@ -174,8 +173,9 @@ def _microbatch_jobs(i: Instance, choice: Choice, prefetch: int) -> tuple[list[J
         users.append(place)
     for place, copy in needs.items():
         jobs[place] = Job(COMPUTE, jobs[place].seconds, (*jobs[place].after, copy))
-    for idx in reversed(np.flatnonzero(choice.parameters)):
-        jobs.append(Job(TO_HOST, float(i.gradient_bytes[idx] / links.to_host_bytes_per_s), (backward[idx],)))
+    gradients_s = i.gradient_bytes / links.to_host_bytes_per_s
+    streamed = [int(idx) for idx in reversed(np.flatnonzero(choice.parameters))]
+    jobs += [Job(TO_HOST, float(gradients_s[idx]), (backward[idx],)) for idx in streamed]
     return jobs, _Places(forward, backward, down, up)
 
 
@@ -209,7 +209,7 @@ def _update_bytes(i: Instance, choice: Choice) -> float:
     states = i.state_bytes[there & ~choice.host_optimizer & ~choice.streamed_optimizer].sum()
     streamed = i.state_bytes[choice.streamed_optimizer]
     working = choice.of(i.working_bytes).max(initial=0.0)
-    static = (i.parameter_bytes + i.copy_bytes + i.gradient_bytes)[there].sum() + states
+    static = (i.parameter_bytes + i.gradient_bytes)[there].sum() + states
     return float(static + 2 * streamed.max(initial=0.0) + i.fixed_bytes + working + i.update_bytes)
 
 
@@ -243,15 +243,15 @@ def _update_jobs(i: Instance, choice: Choice) -> list[Job]:
     return jobs
 
 
-def _read(i: Instance, choice: Choice, idx: int, add: object) -> tuple[int, ...]:
+def _read(i: Instance, choice: Choice, idx: int, add: Callable[..., int]) -> tuple[int, ...]:
     if not choice.storage[idx]:
         return ()
-    return (add(STORAGE, i.state_bytes[idx] / i.links.read_bytes_per_s),)  # type: ignore[operator]
+    return (add(STORAGE, i.state_bytes[idx] / i.links.read_bytes_per_s),)
 
 
-def _write(i: Instance, choice: Choice, idx: int, add: object, updated: int) -> None:
+def _write(i: Instance, choice: Choice, idx: int, add: Callable[..., int], updated: int) -> None:
     if choice.storage[idx]:
-        add(STORAGE, i.state_bytes[idx] / i.links.write_bytes_per_s, updated)  # type: ignore[operator]
+        add(STORAGE, i.state_bytes[idx] / i.links.write_bytes_per_s, updated)
 
 
 def check(instance: Instance, choice: Choice, simulated: Simulated) -> list[str]:
