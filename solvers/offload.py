@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from . import offload_fluid
+from . import offload_count, offload_fluid
 from .linear_program import FloatArray, IntArray
 from .offload_fluid import Fluid
 from .offload_instance import OPTIONS, Choice, Instance, Worth
@@ -32,7 +32,7 @@ GOOD_ENOUGH = 0.005
 MOST_PREFETCH = 3
 """Blocks ahead that are tried."""
 
-MOST_REPAIRS = 400
+MOST_REPAIRS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,50 +59,70 @@ def solve(instance: Instance) -> Solution:
     begun = time.perf_counter()
     status, fluid = offload_fluid.solve(instance)
     if fluid is None:
-        none = Solution(
-            status=status,
-            choice=None,
-            objective_s=0.0,
-            bound_s=0.0,
-            simulated=None,
-            prefetch=1,
-            worth=Worth(),
-            solve_s=0.0,
-        )
-        return replace(none, solve_s=time.perf_counter() - begun)
-    best: tuple[float, Choice, Simulated, int] | None = None
-    for phase in PHASES:
-        found = _fitting(instance, rounded(instance, fluid, phase))
-        if found is not None and (best is None or found[1].step_s < best[0]):
-            best = (found[1].step_s, *found)
-        if best is not None and best[0] <= fluid.objective_s * (1 + GOOD_ENOUGH):
-            break
+        return _nothing(status, 0.0, begun)
+    counted = offload_count.solve(instance)[1]
+    best = _best_rounding(instance, [fluid, *([] if counted is None else [counted])], fluid.objective_s)
     if best is None:
-        return replace(_infeasible(fluid), solve_s=time.perf_counter() - begun)
-    _, choice, simulated, prefetch = best
-    _, copies = offload_fluid.solve(instance, choice)
+        return _nothing(Status.UNKNOWN, fluid.objective_s, begun)
+    _, copies = offload_fluid.solve(instance, best[0])
+    objective_s = best[1].step_s if copies is None else min(copies.objective_s, best[1].step_s)
+    return _answer(best, objective_s, fluid, begun)
+
+
+def solve_quickly(instance: Instance) -> Solution:
+    """Roundings of the count form alone, with its bound: what the search over layouts compares."""
+    begun = time.perf_counter()
+    status, counted = offload_count.solve(instance)
+    if counted is None:
+        return _nothing(status, 0.0, begun)
+    best = _best_rounding(instance, [counted], counted.objective_s, PHASES[:2])
+    if best is None:
+        return _nothing(Status.UNKNOWN, counted.objective_s, begun)
+    return _answer(best, best[1].step_s, counted, begun)
+
+
+Rounding = tuple[Choice, Simulated, int]
+"""A choice, its simulation, and the window of blocks ahead that it has."""
+
+
+def _best_rounding(
+    instance: Instance, starts: list[Fluid], bound_s: float, phases: tuple[float, ...] = PHASES
+) -> Rounding | None:
+    """The fastest in the simulation, of several phases of error diffusion from each fluid answer."""
+    best: Rounding | None = None
+    for phase in phases:
+        for fluid in starts:
+            if best is not None and best[1].step_s <= bound_s * (1 + GOOD_ENOUGH):
+                return best
+            found = _fitting(instance, rounded(instance, fluid, phase))
+            if found is not None and (best is None or found[1].step_s < best[1].step_s):
+                best = found
+    return best
+
+
+def _answer(best: Rounding, objective_s: float, bound: Fluid, begun: float) -> Solution:
     return Solution(
         status=Status.FEASIBLE,
-        choice=choice,
-        objective_s=copies.objective_s if copies is not None else simulated.step_s,
-        bound_s=fluid.objective_s,
-        simulated=simulated,
-        prefetch=prefetch,
-        worth=fluid.worth,
+        choice=best[0],
+        objective_s=objective_s,
+        bound_s=bound.objective_s,
+        simulated=best[1],
+        prefetch=best[2],
+        worth=bound.worth,
         solve_s=time.perf_counter() - begun,
     )
 
 
-def _infeasible(fluid: Fluid) -> Solution:
+def _nothing(status: Status, bound_s: float, begun: float) -> Solution:
     return Solution(
-        status=Status.UNKNOWN,
+        status=status,
         choice=None,
         objective_s=0.0,
-        bound_s=fluid.objective_s,
+        bound_s=bound_s,
         simulated=None,
         prefetch=1,
-        worth=fluid.worth,
-        solve_s=0.0,
+        worth=Worth(),
+        solve_s=time.perf_counter() - begun,
     )
 
 
@@ -155,7 +175,7 @@ def _fitting(instance: Instance, choice: Choice) -> tuple[Choice, Simulated, int
         simulated = simulate(instance, choice)
         if simulated.peak_bytes <= instance.cap_bytes:
             break
-        changed = _less_memory(instance, choice, simulated)
+        changed = _relieved(instance, choice, simulated)
         if changed is None:
             return None
         choice = changed
@@ -171,16 +191,25 @@ def _fitting(instance: Instance, choice: Choice) -> tuple[Choice, Simulated, int
     return choice, *best
 
 
-def _less_memory(instance: Instance, choice: Choice, simulated: Simulated) -> Choice | None:
-    """One layer's change that takes bytes off the device where it is too full: the least seconds a byte of the excess."""
+def _relieved(instance: Instance, choice: Choice, simulated: Simulated) -> Choice | None:
+    """Layers changed, the least seconds a byte first, until the bytes beyond memory where it is too full are saved; None if they
+    cannot be.
+    """
     i, in_update = instance, simulated.update_bytes > instance.cap_bytes
-    full = simulated.update_bytes if in_update else simulated.microbatch_bytes
-    offers = _state_changes(i, choice, in_update=in_update)
-    if not in_update:
-        offers += _option_changes(i, choice)
-    excess = full - i.cap_bytes
-    priced = [(max(seconds, 1e-12) / min(saved, excess), changed) for seconds, saved, changed in offers if saved > 0]
-    return min(priced, key=lambda offer: offer[0])[1] if priced else None
+    excess = (simulated.update_bytes if in_update else simulated.microbatch_bytes) - i.cap_bytes
+    changed: Choice | None = None
+    while excess > 0:
+        offers = _state_changes(i, choice, in_update=in_update)
+        if not in_update:
+            offers += _option_changes(i, choice)
+        priced = [
+            (max(seconds, 1e-12) / min(saved, excess), saved, other) for seconds, saved, other in offers if saved > 0
+        ]
+        if not priced:
+            return changed
+        _, saved, choice = min(priced, key=lambda offer: offer[0])
+        changed, excess = choice, excess - saved
+    return changed
 
 
 def _option_changes(i: Instance, choice: Choice) -> list[tuple[float, float, Choice]]:

@@ -12,23 +12,31 @@ import numpy as np
 
 from .backend import solve_rows
 from .linear_program import FloatArray, IntArray, LinearProgram, Term
-from .offload_instance import OPTIONS, Instance
+from .offload_fluid import Fluid
+from .offload_instance import OPTIONS, Instance, Worth
 from .status import Status
 
 SCALE = 1e9
 
 
+def solve(instance: Instance) -> tuple[Status, Fluid | None]:
+    """The optimum, spread evenly over the layers of each kind; a bound on every schedule."""
+    return _solve(instance, "seconds")
+
+
 def lower_bound_s(instance: Instance) -> float:
     """(O) that no schedule is below; infinite where none fits."""
-    return _solve(instance, "seconds")
+    status, fluid = _solve(instance, "seconds")
+    return fluid.objective_s if fluid is not None else np.inf if status is Status.INFEASIBLE else 0.0
 
 
 def least_host_bytes(instance: Instance) -> float:
     """Host memory that every schedule needs, were there enough of it; infinite where none fits on the device even so."""
-    return _solve(instance, "host_bytes")
+    status, fluid = _solve(instance, "host_bytes")
+    return fluid.objective_s * SCALE if fluid is not None else np.inf if status is Status.INFEASIBLE else 0.0
 
 
-def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> float:
+def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> tuple[Status, Fluid | None]:
     lp, m, timed = LinearProgram(), i.num_microbatches, objective == "seconds"
     kinds, first, counts = np.unique(i.kind, return_index=True, return_counts=True)
     n = counts.astype(np.float64)
@@ -38,7 +46,7 @@ def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> float:
     states = lp.variables(4, most=np.concatenate([may, may * (i.storage_cap_bytes > 0)]))
     passes, idle = lp.variables(2, cost=m * timed), lp.variables(3, cost=m * timed)
     update = lp.variables(1, cost=timed)
-    u, a, c, g = (lp.variables(1) for _ in range(4))
+    u, early, a, c, g = (lp.variables(1) for _ in range(5))
     working = lp.variables(1)
 
     def of(values: FloatArray) -> list[Term]:
@@ -50,10 +58,11 @@ def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> float:
     lp.row("C1", [(p, i.state_bytes[first] / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
     lp.rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
     lp.row("copies", [(u, -1.0), *of(i.moved_bytes)], lower=0.0, upper=0.0)
+    lp.row("C4", [(early, 1.0), (u, -1.0)], upper=0.0)
     for copies, bytes_ in ((a, i.parameter_bytes), (c, i.parameter_bytes), (g, i.gradient_bytes)):
         lp.row("copies", [(copies, -1.0), (p, bytes_[first] / SCALE)], lower=0.0, upper=0.0)
     again: list[Term] = [(z.reshape(-1), -i.repeated_s[:, first].reshape(-1))]
-    _passes(lp, i, again, (passes, idle), (u, a, c, g))
+    _passes(lp, i, again, (passes, idle), (u, early, a, c, g))
     _update(lp, i, update, states, (p, first))
     room = (i.cap_bytes - i.fixed_bytes) / SCALE
     accumulated = i.gradient_bytes * i.gradients_accumulate
@@ -62,7 +71,7 @@ def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> float:
     in_use: list[Term] = [(z[k], -i.working_bytes[k, first] / n / SCALE) for k in range(len(OPTIONS))]
     lp.rows("working", [(working[0], 1.0), *in_use], lower=0.0)
     resident = i.resident_bytes / SCALE
-    lp.row("C6", [*there, *of(i.kept_bytes)], upper=room - resident - i.turn_bytes / SCALE)
+    lp.row("C6", [*there, *of(i.kept_bytes), (u, 1.0), (early, -1.0)], upper=room - resident - i.turn_bytes / SCALE)
     gradients = i.gradient_bytes * (not i.gradients_accumulate) / SCALE
     in_update: list[Term] = [*there, (p, (i.copy_bytes[first] / SCALE) - gradients[first])]
     free = room - resident + float(i.copy_bytes.sum()) / SCALE
@@ -81,8 +90,18 @@ def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> float:
         lp.row("C8", [(states[2:], 1.0)], upper=i.storage_cap_bytes / SCALE)
     status, answer = solve_rows(lp)
     if answer is None:
-        return np.inf if status is Status.INFEASIBLE else 0.0
-    return answer.objective * (1.0 if timed else SCALE)
+        return status, None
+    of_kind = np.searchsorted(kinds, i.kind)
+    where = answer.values[states] * SCALE
+    return status, Fluid(
+        objective_s=answer.objective,
+        options=(answer.values[z] / n)[:, of_kind],
+        parameters=(answer.values[p] / n)[of_kind],
+        host_bytes=float(where[0]),
+        streamed_bytes=float(where[1]),
+        storage_bytes=float(where[2] + where[3]),
+        worth=Worth(),
+    )
 
 
 def _passes(
@@ -90,25 +109,34 @@ def _passes(
 ) -> None:
     """(C2), (C3) of all forward passes, and of all backward passes."""
     (forward, backward), (start, turn, tail) = slots
-    u, a, c, g = copies
+    u, early, a, c, g = copies
     links = i.links
     down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
+
+    def late(rate: float) -> list[Term]:
+        """Copies down that are left for the backward passes."""
+        return [(u, rate), (early, -rate)]
+
     # What the passes alone do not hide runs in the idle slots, where it costs no compute.
     lp.row("C2", [(forward, 1.0)], lower=float(i.forward_s.sum()))
     lp.row("C2", [(backward, 1.0), *again], lower=float(i.backward_s.sum()))
     lost = links.compute_lost_to_host * down, links.compute_lost_to_device * up
-    lp.row(
-        "C2", [(forward, 1.0), (start, 1.0), (turn, 1.0), (u, -lost[0]), (a, -lost[1])], lower=float(i.forward_s.sum())
-    )
+    begins: list[Term] = [(forward, 1.0), (start, 1.0), (turn, 1.0), (early, -lost[0]), (a, -lost[1])]
+    lp.row("C2", begins, lower=float(i.forward_s.sum()))
     ends: list[Term] = [(backward, 1.0), (turn, 1.0), (tail, 1.0)]
-    lp.row("C2", [*ends, *again, (u, -lost[1]), (c, -lost[1]), (g, -lost[0])], lower=float(i.backward_s.sum()))
-    lp.row("C3", [(u, down), (forward, -1.0), (turn, -1.0)], upper=0.0)
+    lp.row(
+        "C2",
+        [*ends, *again, (u, -lost[1]), (c, -lost[1]), (g, -lost[0]), *late(-lost[0])],
+        lower=float(i.backward_s.sum()),
+    )
+    lp.row("C3", [(early, down), (forward, -1.0), (turn, -1.0)], upper=0.0)
     lp.row("C3", [(a, up), (forward, -1.0), (start, -1.0)], upper=0.0)
     lp.row("C3", [(u, up), (c, up), (backward, -1.0), (turn, -1.0)], upper=0.0)
-    lp.row("C3", [(g, down), (backward, -1.0), (tail, -1.0)], upper=0.0)
+    lp.row("C3", [(g, down), *late(down), (backward, -1.0), (tail, -1.0)], upper=0.0)
     both = -1.0 - links.duplex
-    lp.row("C3", [(u, down), (a, up), (forward, both), (start, both), (turn, both)], upper=0.0)
-    lp.row("C3", [(u, up), (c, up), (g, down), (backward, both), (turn, both), (tail, both)], upper=0.0)
+    lp.row("C3", [(early, down), (a, up), (forward, both), (start, both), (turn, both)], upper=0.0)
+    in_both: list[Term] = [(u, up), (c, up), (g, down), *late(down)]
+    lp.row("C3", [*in_both, (backward, both), (turn, both), (tail, both)], upper=0.0)
 
 
 def _update(

@@ -76,7 +76,7 @@ def build_model(i: Instance, choice: Choice | None = None) -> _Model:
     forward, backward, idle = lp.variables(size, cost=m), lp.variables(size, cost=m), lp.variables(3, cost=m)
     update, working = int(lp.variables(1, cost=1.0)[0]), int(lp.variables(1)[0])
     most = np.inf if i.may.parameters and (choice is None or choice.parameters.any()) else 0.0
-    copies = {name: lp.variables(size + 1, most=np.inf if name in "uv" else most) for name in "uvacg"}
+    copies = {name: lp.variables(size + 1, most=np.inf if name in "uwv" else most) for name in "uwvacg"}
     model = _Model(lp, z, p, states, forward, backward, idle, update, working, copies)
     _compute_and_links(model, i)
     _memory(model, i, _arrivals(model, i), choice)
@@ -110,13 +110,13 @@ def _compute_and_links(model: _Model, i: Instance) -> None:
     """(C2), (C3) in every slot."""
     lp, links = model.lp, i.links
     down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
-    u, v, a, c, g = (model.copies[name] for name in "uvacg")
+    u, w, v, a, c, g = (model.copies[name] for name in "uwvacg")
     f, b = model.forward, model.backward
     start, turn, tail = model.idle
     repeated: list[Term] = [(model.z[k], -i.repeated_s[k]) for k in range(len(OPTIONS)) if i.repeated_s[k].any()]
     slots: list[tuple[Any, list[IntArray], list[IntArray], Any]] = [
         (f, [u[:-1]], [a[:-1]], i.forward_s),
-        (b, [g[:-1]], [v[:-1], c[:-1]], i.backward_s),
+        (b, [w[:-1], g[:-1]], [v[:-1], c[:-1]], i.backward_s),
         (start, [], [a[-1:]], None),
         (turn, [u[-1:]], [v[-1:], c[-1:]], None),
         (tail, [g[-1:]], [], None),
@@ -142,13 +142,14 @@ def _compute_and_links(model: _Model, i: Instance) -> None:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Running sums [L]: kept, moved, parameters and their gradients over layers 0..l; what went in forward slots 0..l, what came
-    back, came again and went in backward slots L-1..l, slots before them included.
+    """Running sums [L]: kept, moved, parameters and their gradients over layers 0..l; what had ``gone`` by the end of forward slot
+    l; what has ``left``, come back, been gathered again and been reduced by the end of backward slot l.
     """
 
     kept: IntArray
     moved: IntArray
     gone: IntArray
+    left: IntArray
     back: IntArray
     streamed: IntArray
     gathered: IntArray
@@ -175,7 +176,7 @@ def _running(lp: LinearProgram, terms: list[Term], size: int, *, reverse: bool =
 def _arrivals(model: _Model, i: Instance) -> _Sums:
     """Running sums with (C4) and (C5)."""
     lp, size, p = model.lp, i.num_layers, model.p
-    u, v, a, c, g = (model.copies[name] for name in "uvacg")
+    u, w, v, a, c, g = (model.copies[name] for name in "uwvacg")
 
     def of_options(values: FloatArray) -> IntArray:
         terms = [(model.z[k], values[k] / SCALE) for k in range(len(OPTIONS)) if values[k].any()]
@@ -184,10 +185,14 @@ def _arrivals(model: _Model, i: Instance) -> _Sums:
     has_streams = any(lp.most[j] > 0 for j in p)
     of_p: list[Term] = [(p, i.parameter_bytes / SCALE)] if has_streams else []
     of_gradients: list[Term] = [(p, i.gradient_bytes / SCALE)] if has_streams else []
+    gone = _running(lp, [(u[:-1], 1.0)], size)
+    by_turn = lp.variables(1)
+    lp.row("sum", [(by_turn, 1.0), (gone[-1], -1.0), (u[-1], -1.0)], lower=0.0, upper=0.0)
     sums = _Sums(
         kept=of_options(i.kept_bytes),
         moved=of_options(i.moved_bytes),
-        gone=_running(lp, [(u[:-1], 1.0)], size),
+        gone=gone,
+        left=_running(lp, [(w[:-1], 1.0)], size, reverse=True, first=by_turn),
         back=_running(lp, [(v[:-1], 1.0)], size, reverse=True, first=v[-1:]),
         streamed=_running(lp, of_p, size),
         gathered=_running(lp, [(a[:-1], 1.0)], size, first=a[-1:]),
@@ -197,7 +202,9 @@ def _arrivals(model: _Model, i: Instance) -> _Sums:
     )
     lp.row("C4", [(sums.gone[0], 1.0)], upper=0.0)
     lp.rows("C4", [(sums.gone[1:], 1.0), (sums.moved[:-1], -1.0)], upper=0.0)
-    lp.row("C4", [(sums.gone[-1], 1.0), (u[-1], 1.0), (sums.moved[-1], -1.0)], lower=0.0, upper=0.0)
+    lp.row("C4", [(sums.left[0], 1.0), (sums.moved[-1], -1.0)], lower=0.0, upper=0.0)
+    lp.row("C4", [(v[-1], 1.0), (by_turn, -1.0)], upper=0.0)
+    lp.rows("C4", [(sums.back, 1.0), (sums.left, -1.0)], upper=0.0)
     _return_in_time(lp, v[-1], sums.back, sums.moved)
     if has_streams:
         lp.row("C5", [(a[-1], 1.0), (sums.streamed[0], -1.0)], lower=0.0)
@@ -271,7 +278,7 @@ def _memory_in_backward(lp: LinearProgram, i: Instance, sums: _Sums, always: lis
     gradients = np.cumsum(i.gradient_bytes[::-1])[::-1] / SCALE
     for at, before in ((np.arange(1), None), (np.arange(1, i.num_layers), np.arange(i.num_layers - 1))):
         terms: list[Term] = [
-            *always, (sums.kept[at], 1.0), (sums.back[at], 1.0), (sums.moved[-1], -1.0), (sums.moved[at], 1.0),
+            *always, (sums.kept[at], 1.0), (sums.back[at], 1.0), (sums.left[at], -1.0), (sums.moved[at], 1.0),
             (sums.regathered[at], 1.0), (sums.streamed[-1], -1.0), (sums.reduced[at], -1.0),
         ]  # fmt: skip
         if before is not None:

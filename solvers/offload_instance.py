@@ -11,13 +11,14 @@ Data        F_l, B_l            seconds of the passes of one micro-batch      R_
 Variables   z_kl in {0, 1}      option of a layer                             p_l   its parameters live on the host
             x, s                bytes of states that the host updates, that are streamed; nx, ns of them on storage
             f_l, b_l            length of the slot of each pass               start, turn, tail: slots without compute
-            u, v, a, c, g       bytes that move in each slot: activations down and up, parameters up for the forward and the
-                                backward pass, gradients down                 t     seconds of the update
+            u, w, v, a, c, g    bytes that move in each slot: activations down in the forward and the backward passes and up again,
+                                parameters up for the forward and for the backward pass, gradients down
+            t                   seconds of the update
 (O)         min M (start + sum f_l + turn + sum b_l + tail) + t
 (C1)        one option a layer: sum_k z_kl = 1, of the allowed ones; p_l + its parts of x and s at most once: sum S p + x + s <= S
 (C2)        compute: f_l >= F_l + SLOW_d u_l / RATE_d + SLOW_h a_l / RATE_h;  b_l >= B_l + sum_k R_kl z_kl + the same of v, c, g
 (C3)        links: each direction at most RATE times the slot, both together at most 1 + DUPLEX slots
-(C4)        copies move what exists: u before the end of slot l is of layers before l; all of it before the turn ends; g likewise
+(C4)        copies move what exists: down before the end of slot l is of layers before l; up no more than has left; g likewise
 (C5)        arrive before use: what layers >= l moved is back before the backward pass of l begins; parameters before each pass
 (C6)        device memory, in every slot: states, parameters and gradients that are there + kept + moved but not yet gone or
             already back + in use <= CAP; at the turn the loss's, in the update the update's own bytes
