@@ -20,10 +20,14 @@ from ..cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch
 from ..cost_models.mixed_step import is_aligned
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.pipeline import lower_bound_s
+from ..cost_models.pipeline_simulation import Order
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.stage_memory import contents_between, rank_memory_parts, shape_of, stage_memory_parts
 from ..cost_models.step import estimate_step
 from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
+from ..schema.errors import ConfigError
+from ..schema.layout import SCHEDULES
+from ..schema.layout_facts import V_SCHEDULES
 from ..schema.model import Block
 from ..solvers import chunk_split, stage_split
 from ..solvers.status import Status
@@ -33,6 +37,7 @@ from .mixed import expand_on_parts, nodes_of
 from .rank_map import best_case, in_order, node_order
 from .space import Space
 from .stage_choice import Layers, Stages, choose_stages
+from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
@@ -56,7 +61,7 @@ class Candidate:
 
     ``options`` has an index into RECOMPUTES for each layer.
     ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
-    its parts each stage lies; empty: every rank is costed as the weakest.
+    its parts each stage lies; empty: every rank is costed as the weakest. ``order`` is that of a synthesised schedule.
     """
 
     idx: int
@@ -66,10 +71,13 @@ class Candidate:
     options: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     part_of_stage: tuple[int, ...] = ()
+    order: Order = ()
 
     def layout(self, batch: LayoutBatch) -> Layout:
-        """The layout as it came out: mixed only where blocks recompute differently."""
+        """The layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
         layout = batch.layout(self.idx)
+        if self.order:
+            layout = layout.replace(schedule="synthesised")
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 
@@ -241,6 +249,8 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
         return found
     if costs.batch.recompute[idx] == MIXED:
         costs = costs.by_option[RECOMPUTES.index("full")]
+    if costs.batch.schedule[idx] == SYNTHESISED:
+        costs, idx = with_schedule(costs.select(np.array([idx])), LEANEST), 0
     boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0][0]
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
 
@@ -283,6 +293,8 @@ def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
 
 def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
+    if costs.batch.schedule[idx] == SYNTHESISED:
+        return _expand_synthesised(costs, idx, bound_s)
     if costs.batch.recompute[idx] == MIXED:
         return _expand_with_choices(costs, idx, bound_s)
     cuts, least_s = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
@@ -291,6 +303,30 @@ def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> C
     estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
     return Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
+
+
+def _expand_synthesised(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+    """Stages as under the named schedules, with an order made for them.
+
+    Raises:
+        ConfigError: the layout has no V.
+    """
+    if costs.batch.num_model_chunks[idx] != 2 or costs.batch.pp[idx] == 1:
+        chunks, pp = int(costs.batch.num_model_chunks[idx]), int(costs.batch.pp[idx])
+        raise ConfigError(
+            f"an order is made for two model chunks a rank over a V, not for {chunks} with pp {pp}",
+            help="set num_model_chunks=2 with pp > 1, or name a schedule",
+        )
+    budget, row = costs.cluster.memory_budget_bytes, costs.select(np.array([idx]))
+    named = [with_schedule(row, SCHEDULES.index(name)) for name in V_SCHEDULES]
+    cuts = [cut for under in named for cut in _cuts(under, 0, cap_bytes=budget)[0]]
+    options = _same_for_all(costs, idx)
+    candidates = [
+        Candidate(idx, boundaries, made.estimate, bound_s, options, order=made.order)
+        for boundaries in dict.fromkeys(cuts)
+        if (made := synthesise(costs, idx, boundaries)) is not None
+    ]
+    return min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
 
 
 def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:
