@@ -18,6 +18,7 @@ from .inputs import (
     OptimizerOption,
     PrecisionOption,
     SeqLenOption,
+    TrainOption,
     read_inputs,
 )
 
@@ -35,6 +36,7 @@ def estimate(
     attention: AttentionOption = "flash",
     engine: EngineOption = "fsdp2",
     calibrate: CalibrateOption = None,
+    train: TrainOption = "full",
     json: JsonOption = False,
 ) -> None:
     """Predict step time and memory of one layout, whether it fits or not."""
@@ -55,6 +57,7 @@ def estimate(
             attention=attention,
             engine=engine,
             calibrate=calibrate,
+            train=train,
         )
         found = make_estimate(spec, machine, workload, wanted)
         if json:

@@ -14,11 +14,17 @@ from .inputs import (
     CalibrateOption,
     ClusterOrOffersOption,
     EngineOption,
+    HostMemoryOption,
     JsonOption,
     ModelArgument,
+    NvmeOption,
+    NvmeSizeOption,
+    OffloadOption,
     OptimizerOption,
     PrecisionOption,
     SeqLenOption,
+    TrainOption,
+    offload_request,
     read_inputs,
 )
 
@@ -78,6 +84,11 @@ def plan(
             help="Measured tokens of each expert (docs/experts.md): decide ep and places.",
         ),
     ] = None,
+    offload: OffloadOption = "none",
+    host_memory_gib: HostMemoryOption = None,
+    nvme: NvmeOption = None,
+    nvme_gib: NvmeSizeOption = None,
+    train: TrainOption = "full",
     json: JsonOption = False,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
@@ -116,8 +127,12 @@ def plan(
             attention=attention,
             engine=engine,
             calibrate=calibrate,
+            train=train,
         )
         loads = None if expert_load is None else read_loads([expert_load])
+        request = offload_request(offload, host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
+        if request is not None and (is_cost or pareto):
+            raise ConfigError("--offload is for the fastest plan on one cluster, not for --objective cost or --pareto")
         if is_cost and loads is not None:
             raise ConfigError("--expert-load is for one cluster, not for --objective cost")
         deadline = Deadline(time_limit_s)
@@ -143,7 +158,7 @@ def plan(
                     **common,
                 )
             else:
-                found = make_plan(*inputs, top=top, expert_load=loads, **common)
+                found = make_plan(*inputs, top=top, expert_load=loads, offload=request, **common)
             if pareto and not is_cost:
                 found = found.replace(pareto=pareto_front(*inputs[:2], found.workload, **common))
         found.save(out)

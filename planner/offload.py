@@ -36,7 +36,8 @@ from ..schema.units import format_bytes
 from ..solvers import offload, offload_count
 from ..solvers.offload_instance import Instance
 from .deadline import Deadline, no_incumbent
-from .offload_costs import OffloadRequest, constant_s, estimate_of, instances_of, schedule_of, stage_of
+from .offload_costs import constant_s, estimate_of, instances_of, schedule_of, stage_of
+from .offload_request import OffloadRequest
 from .space import build_space
 
 SAME = 0.02
@@ -129,8 +130,9 @@ def search_offload(
     runnable: bool,
     deadline: Deadline,
     worse_than_s: float = np.inf,
+    first: bool = False,
 ) -> Offloaded | None:
-    """The fastest layout with an offload schedule; None if none is faster than ``worse_than_s``.
+    """The fastest layout with an offload schedule, or the ``first`` one found; None if none is faster than ``worse_than_s``.
 
     Raises:
         ConfigError: no layout of one stage is left, or the cluster has nodes of several kinds.
@@ -159,13 +161,15 @@ def search_offload(
             bounds[row] = max(bound, found.solution.bound_s + constant_s(space.options, row))
             if found.estimate.step_time_s < _seconds(best):
                 best = found
+                if first:
+                    break
     if best is None and (queue or worse_than_s < np.inf):
         if deadline.is_over:
             raise no_incumbent(deadline, f"for {model.name} with offload", f"{tried} schedules solved")
         return None
     if best is None:
         raise _explain(space, model, cluster, fixed, deadline)
-    exact = space.solved(best.row, quickly=False)
+    exact = None if first else space.solved(best.row, quickly=False)
     if exact is not None:
         bounds[best.row] = exact.solution.bound_s + constant_s(space.options, best.row)
         if exact.estimate.step_time_s < _seconds(best):
@@ -176,6 +180,22 @@ def search_offload(
     left = queue[0][0] if queue else np.inf
     bound = min([left, _seconds(best), *bounds.values()])
     return _answer(space, best, bound, tried, begun, stopped=deadline.is_over)
+
+
+def offloaded_layout(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, request: OffloadRequest
+) -> Offloaded:
+    """One layout whose offload is scheduled, with its schedule; its recompute is kept unless it is mixed.
+
+    Raises:
+        InfeasibleError: no schedule fits.
+    """
+    fixed = {name: value for name, value in layout.model_dump().items() if not name.startswith("offload")}
+    found = search_offload(
+        model, cluster, workload, request=request, fixed=fixed, runnable=False, deadline=Deadline(60.0)
+    )
+    assert found is not None
+    return found
 
 
 def _seconds(found: _Found | None) -> float:

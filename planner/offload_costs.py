@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models import memory
 from ..cost_models.experts import sharded_params
-from ..cost_models.host_links import HostRates, host_rates
 from ..cost_models.layouts import RECOMPUTES, FloatArray
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.stage_memory import contents_between, stage_memory_parts, step_shape
 from ..cost_models.step import assembled, estimate_step
-from ..schema import ClusterSpec, Estimate, ModelSpec, OffloadSchedule, OffloadWorth, Stage, Workload
+from ..schema import Estimate, ModelSpec, OffloadSchedule, OffloadWorth, Stage
 from ..schema.layout import Recompute
 from ..schema.model import Block
 from ..schema.offload import LayerOffload
@@ -24,31 +22,11 @@ from ..schema.units import GB, GIB
 from ..solvers.offload import Solution
 from ..solvers.offload_instance import OPTIONS, Allowed, Choice, Instance, Links
 from ..solvers.offload_simulation import Simulated
+from .offload_request import OffloadRequest
 
-Kinds = Literal["auto", "activations", "optimizer", "params"]
 RECOMPUTE_OF: tuple[Recompute, ...] = ("none", "selective", "full", "none", "full")
 OFFLOAD_OF: tuple[LayerOffload, ...] = ("none", "none", "none", "activations", "boundary")
 """What the options of solvers/offload_instance.py are in a plan."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadRequest:
-    """What may leave the devices, and for where.
-
-    Attributes:
-        kinds: auto: everything.
-        host_memory_bytes: of one node; None: as the cluster says.
-        storage_path, storage_bytes: a folder of each node's drives and what may be written there; None: no storage.
-    """
-
-    kinds: Kinds = "auto"
-    host_memory_bytes: float | None = None
-    storage_path: str | None = None
-    storage_bytes: float = 0.0
-
-    def rates(self, workload: Workload, cluster: ClusterSpec) -> HostRates:
-        """Of one rank."""
-        return host_rates(workload, cluster, memory_bytes=self.host_memory_bytes)
 
 
 def instances_of(
@@ -64,7 +42,8 @@ def instances_of(
     b = options.least.batch
     if not base.may.parameters or b.zero_stage[idx] == 3:
         return [base]
-    gathered = 2.0 * float(options.least.block_params[idx]) * options.least.workload.compute_bytes
+    in_pieces = 2.0 * float(options.least.block_params[idx]) + float(options.least.root_params[idx])
+    gathered = in_pieces * options.least.workload.compute_bytes
     without = replace(base, may=replace(base.may, parameters=False))
     if b.dp[idx] * b.cp[idx] > 1:  # below zero 3 parameters stay gathered over the ranks
         return [without]
@@ -119,7 +98,7 @@ def _instance(options: OptionCosts, idx: int, request: OffloadRequest, recompute
         storage_cap_bytes=request.storage_bytes / cluster.largest_node,
         num_microbatches=int(least.batch.num_microbatches[idx]),
         gradients_accumulate=bool(least.batch.num_microbatches[idx] > 1),
-        streamable=is_block & (sizes["parameter_bytes"] > 0),
+        streamable=(is_block | (not least.model.tie_embeddings)) & (sizes["parameter_bytes"] > 0),
         host_update_s=sizes["parameter_bytes"] / workload.master_bytes * rates.update_s_per_param,
         device_update_s=options.under[none].update_s(*_trained(options, idx), idx),
         **sizes,

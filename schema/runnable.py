@@ -25,6 +25,8 @@ def _of_workload(workload: Workload | None) -> list[str]:
         reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
     if workload.adapters is not None:
         reasons.append("low-rank adapters beside a frozen model")
+    if workload.method == "zeroth-order":
+        reasons.append("zeroth-order training")
     if workload.optimizer == "muon":
         reasons.append("muon")
     return reasons
