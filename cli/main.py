@@ -6,11 +6,13 @@ import typer
 
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
+from .doctor import doctor
 from .engines import compare, export, import_configuration
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
+from .profile_app import profile_app
 from .validate import validate
 
 app = typer.Typer(
@@ -30,7 +32,9 @@ app.command()(compare)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
+app.command()(doctor)
 app.add_typer(experts_app, name="experts")
+app.add_typer(profile_app, name="profile")
 
 
 def main() -> None:

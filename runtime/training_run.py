@@ -168,6 +168,8 @@ class TrainingRun:
         )
         if model.loss_scale.is_dynamic:
             record["loss_scale"] = used_scale
+        if model.offload is not None:
+            record["offload"] = model.offload.report(model.module)
         self.writer.write(record)
 
     def _require_finite(self, loss: float, norm: float) -> None:

@@ -20,7 +20,9 @@ def parse_training(text: str) -> dict[str, Any]:
     if how == "full" and not colon:
         return {}
     if how == "zeroth-order" and not colon:
-        return {"method": "zeroth-order"}
+        raise ConfigError(
+            "zeroth-order training is not planned yet", help="--train lora:r=16 holds little more than the model"
+        )
     if how == "lora":
         return {"adapters": _adapters(rest)}
     raise ConfigError(
