@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
 import numpy as np
 
 from ..cost_models.layouts import LayoutBatch
+from ..cost_models.space_costs import SpaceCosts
 from ..schema.layout import SCHEDULES
 from ..schema.layout_facts import V_SCHEDULES
 from .deadline import Deadline
@@ -26,25 +28,30 @@ def with_orders(result: SearchResult, deadline: Deadline) -> SearchResult:
     """
     if not result.fitting or result.stopped_early:
         return result
-    best_s = result.fitting[0].estimate.step_time_s
-    found: list[Candidate] = []
-    finalists = [c for group in _groups(result) for c in {c.boundaries: c for c in group}.values()]
-    for candidate in finalists[:MAX_ORDERS]:
-        if deadline.is_over or candidate.bound_s >= best_s * (1 - REL_GAP):
-            break
-        made = synthesise(result.costs, candidate.idx, candidate.boundaries)
-        if made is not None and made.estimate.step_time_s < best_s * (1 - REL_GAP):
-            found.append(replace(candidate, estimate=made.estimate, order=made.order))
-            best_s = made.estimate.step_time_s
+    found = ordered(result.costs, result.fitting, result.fitting[0].estimate.step_time_s, deadline)
     result.fitting = sorted([*result.fitting, *found], key=lambda c: (c.estimate.step_time_s, c.idx))
-    result.bound_s = min(result.bound_s, best_s)
+    result.bound_s = min(result.bound_s, result.fitting[0].estimate.step_time_s)
     return result
 
 
-def _groups(result: SearchResult) -> list[list[Candidate]]:
+def ordered(costs: SpaceCosts, fitting: Iterable[Candidate], best_s: float, deadline: Deadline) -> list[Candidate]:
+    """Candidates with orders of their own, each faster than ``best_s`` and the one before."""
+    finalists = [c for group in _groups(costs.batch, fitting) for c in {c.boundaries: c for c in group}.values()]
+    found: list[Candidate] = []
+    for candidate in finalists[:MAX_ORDERS]:
+        if deadline.is_over or candidate.bound_s >= best_s * (1 - REL_GAP):
+            break
+        made = synthesise(costs, candidate.idx, candidate.boundaries)
+        if made is not None and made.estimate.step_time_s < best_s * (1 - REL_GAP):
+            found.append(replace(candidate, estimate=made.estimate, order=made.order))
+            best_s = made.estimate.step_time_s
+    return found
+
+
+def _groups(batch: LayoutBatch, fitting: Iterable[Candidate]) -> list[list[Candidate]]:
     """Candidates over a V that differ in the schedule alone, by their least bound."""
-    batch, groups = result.costs.batch, dict[tuple[float, ...], list[Candidate]]()
-    for candidate in result.fitting:
+    groups = dict[tuple[float, ...], list[Candidate]]()
+    for candidate in fitting:
         placed = candidate.nodes or candidate.part_of_stage
         if int(batch.schedule[candidate.idx]) in _OVER_A_V and not placed:
             groups.setdefault(_but_schedule(batch, candidate.idx), []).append(candidate)

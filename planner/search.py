@@ -361,8 +361,14 @@ def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> tuple[list[tuple[
     busy = costs.per_layer("busy_s", idx)
     both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]))
     if costs.batch.num_model_chunks[idx] > 1:
-        found = [chunk_split.solve(_chunk_instance(costs, idx, weights, cap_bytes)).boundaries for weights in both]
-        return [boundaries for boundaries in found if boundaries], 0.0
+        required = chunk_split.remembered(_required_bytes(costs, idx))
+        shape = shape_of(costs, idx)
+        instances = (
+            chunk_split.Instance(weights, _is_block(costs), shape.rank_of_stage, required, cap_bytes)
+            for weights in both
+        )
+        found = [chunk_split.solve(instance).boundaries for instance in instances]
+        return [boundaries for boundaries in dict.fromkeys(found) if boundaries], 0.0
     fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
     solved = [stage_split.solve(stage_split.Instance(weights, fits)) for weights in both]
     if solved[0].status is Status.INFEASIBLE:
@@ -370,14 +376,16 @@ def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> tuple[list[tuple[
     return [cut.boundaries for cut in solved], _split_bound_s(costs, idx, solved[0].objective_s, fits)
 
 
-def _chunk_instance(costs: SpaceCosts, idx: int, busy_s: NDArray[np.float64], cap_bytes: float) -> chunk_split.Instance:
+def _required_bytes(costs: SpaceCosts, idx: int) -> chunk_split.Required:
+    """Bytes that each rank of a layout requires, as a function of the boundaries of its stages."""
+
     def required_bytes(boundaries: NDArray[np.int64]) -> NDArray[np.float64]:
         contents = contents_between(costs, idx, boundaries[:, :-1], boundaries[:, 1:])
         _, parts = rank_memory_parts(costs, idx, contents)
         total = memory.total_bytes(parts)
         return np.asarray(memory.required_bytes(total, parts["parameters"], costs.workload, costs.cluster))
 
-    return chunk_split.Instance(busy_s, _is_block(costs), shape_of(costs, idx).rank_of_stage, required_bytes, cap_bytes)
+    return required_bytes
 
 
 def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:

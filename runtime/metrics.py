@@ -151,7 +151,8 @@ def summarise(
     }
     ratio = {
         name: measured[name] / predicted[name]
-        for name in ("step_time_s", "tokens_per_s", "peak_allocated_bytes", "peak_reserved_bytes")
+        for name in ("step_time_s", "tokens_per_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes")
+        if predicted[name]
     }
     return {"predicted": predicted, "measured": measured, "ratio": ratio}
 
