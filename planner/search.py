@@ -31,6 +31,7 @@ from .deadline import Deadline
 from .frontier import Frontier
 from .mixed import expand_on_parts, nodes_of
 from .rank_map import best_case, in_order, node_order
+from .replay_bounds import rank_fits, replayed_bound
 from .space import Space
 from .stage_choice import Layers, Stages, choose_stages
 
@@ -141,6 +142,8 @@ def search(
             if on_progress:
                 on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
             continue
+        if window.raise_first(min(incumbent, worse_than_s)):
+            continue
         if (candidate := window.expand_next(bound)) is not None:
             result.fitting.append(candidate)
             incumbent = min(incumbent, candidate.estimate.step_time_s)
@@ -199,15 +202,30 @@ class Window:
         self._costs, self._frontier = costs, frontier
         self._places: dict[int, int] = {}
         self._some = costs
+        self._raised: set[int] = set()
         self.rejected: list[int] = []
+
+    def raise_first(self, below_s: float) -> bool:
+        """Whether the bound of the layout with the least one was raised, once for each: by a replay, up to ``below_s``."""
+        row = self._frontier.first
+        if row in self._raised or np.isinf(below_s):
+            return False
+        self._raised.add(row)
+        some, at = self._costed(row)
+        return self._frontier.raise_first(replayed_bound(some, at, below_s=below_s).bound_s)
+
+    def _costed(self, row: int) -> tuple[SpaceCosts, int]:
+        """Costs that hold the frontier's first layout, and where; the next few are costed with it."""
+        if row not in self._places:
+            rows = self._frontier.upcoming(WINDOW)
+            self._some, self._places = self._costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+        return self._some, self._places[row]
 
     def expand_next(self, bound_s: float) -> Candidate | None:
         """The layout with the least bound, taken off the frontier; None if no split of it is within memory."""
-        if self._frontier.first not in self._places:
-            rows = self._frontier.upcoming(WINDOW)
-            self._some, self._places = self._costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+        some, at = self._costed(self._frontier.first)
         row = self._frontier.pop()
-        candidate = expand_fitting(self._some, self._places[row], bound_s=bound_s)
+        candidate = expand_fitting(some, at, bound_s=bound_s)
         if candidate is None:
             self.rejected.append(row)
             return None
@@ -290,7 +308,28 @@ def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> C
         return None
     estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    return Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
+    found = Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
+    return _as_replayed(costs, found)
+
+
+def _as_replayed(costs: SpaceCosts, found: Candidate) -> Candidate:
+    """The candidate, or the cut that a replay promises most of where that is faster; bounded by what no cut beats."""
+    idx, cap_bytes = found.idx, costs.cluster.memory_budget_bytes
+    if int(costs.batch.pp[idx]) == 1:
+        return found
+    in_chunks = costs.batch.num_model_chunks[idx] > 1
+    fits = rank_fits(costs, idx, cap_bytes=cap_bytes) if in_chunks else _stage_fits(costs, idx, cap_bytes=cap_bytes)
+    least = replayed_bound(costs, idx, below_s=found.estimate.step_time_s, fits=fits)
+    found = replace(found, bound_s=max(found.bound_s, min(least.bound_s, found.estimate.step_time_s)))
+    if not least.sizes:
+        return found
+    instance = _chunk_instance(costs, idx, costs.per_layer("busy_s", idx), cap_bytes)
+    boundaries = chunk_split.boundaries_of(instance, np.array([least.sizes]))
+    if in_chunks and np.any(instance.required_bytes(boundaries) > cap_bytes):
+        return found
+    cut = tuple(int(end) for end in boundaries[0])
+    estimate = estimate_step(costs, idx, cut)
+    return found if estimate.step_time_s >= found.estimate.step_time_s else replace(found, boundaries=cut, estimate=estimate)
 
 
 def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:
@@ -301,7 +340,14 @@ def _expand_with_choices(costs: SpaceCosts, idx: int, bound_s: float) -> Candida
     """The fastest of the answers for the pipeline alone and with what stages do once."""
     found = choose_stages(Layers(OptionCosts.of(costs), idx, costs.cluster.memory_budget_bytes))
     candidates = [_candidate(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in found]
-    return min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
+    best = min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
+    if best is None:
+        return None
+    if len(set(best.options)) == 1:
+        moved = _as_replayed(costs.by_option[best.options[0]], best)
+        best = replace(moved, bound_s=best.bound_s)
+    least = replayed_bound(costs, idx, below_s=best.estimate.step_time_s)
+    return replace(best, bound_s=min(max(best.bound_s, least.bound_s), best.estimate.step_time_s))
 
 
 def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> Candidate:
