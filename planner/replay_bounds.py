@@ -26,7 +26,7 @@ Fits = NDArray[np.bool_]
 
 
 class Replayed(NamedTuple):
-    """Seconds of a step that no split beats, and the blocks of each rank in the split they come from; empty where none is faster."""
+    """Seconds of a step that no split beats, and the blocks of each rank in the split they come from; empty if none is."""
 
     bound_s: float
     sizes: tuple[int, ...] = ()
@@ -69,7 +69,9 @@ def _instance(costs: SpaceCosts, idx: int, fits: Fits | None) -> split_bound.Ins
     is_mixed = b.recompute[idx] == MIXED
     by_kind = OptionCosts.of(costs).least_exposed_by_kind if is_mixed else costs.dp_exposed_by_kind
     exposed = np.array([values[idx] for values in by_kind])
-    trained, experts = (np.array([getattr(cost, n)[case] for cost in costs.inside]) for n in ("num_trained", "expert_params"))
+    trained, experts = (
+        np.array([getattr(cost, n)[case] for cost in costs.inside]) for n in ("num_trained", "expert_params")
+    )
     once = np.stack([exposed, costs.update_s(trained, experts, idx)])
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     fixed = np.zeros((3, shape.num_stages))
@@ -85,7 +87,14 @@ def _instance(costs: SpaceCosts, idx: int, fits: Fits | None) -> split_bound.Ins
     one = costs.select(row)
     least = np.array([_fullest_s(one, values) for values in once])
     return split_bound.Instance(
-        shape, seconds[:, of_block], kind_of_block, fixed, once[:, of_block], once_fixed, least, _of_blocks(fits, is_block)
+        shape,
+        seconds[:, of_block],
+        kind_of_block,
+        fixed,
+        once[:, of_block],
+        once_fixed,
+        least,
+        _of_blocks(fits, is_block),
     )
 
 

@@ -92,9 +92,9 @@ class SearchResult:
     bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     rejected: list[int] = field(default_factory=list)
 
-    def certificate(self, chosen: Candidate) -> SearchCertificate:
-        """How far from the best of the space ``chosen`` may be."""
-        objective = chosen.estimate.step_time_s
+    def certificate(self) -> SearchCertificate:
+        """How far from the best of the space the fastest layout that was found may be."""
+        objective = self.fitting[0].estimate.step_time_s
         return SearchCertificate(
             status="feasible" if self.stopped_early else "optimal",
             objective_s=objective,
@@ -329,7 +329,11 @@ def _as_replayed(costs: SpaceCosts, found: Candidate) -> Candidate:
         return found
     cut = tuple(int(end) for end in boundaries[0])
     estimate = estimate_step(costs, idx, cut)
-    return found if estimate.step_time_s >= found.estimate.step_time_s else replace(found, boundaries=cut, estimate=estimate)
+    return (
+        found
+        if estimate.step_time_s >= found.estimate.step_time_s
+        else replace(found, boundaries=cut, estimate=estimate)
+    )
 
 
 def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:

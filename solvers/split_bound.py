@@ -20,8 +20,9 @@ Constraints
 
 chain[p,r] depends on the split through y[r], through the work on ranks before r and on ranks behind it. With one chunk these are
 prefix and suffix sums over blocks, exact. With several chunks the least number of blocks that the chain's chunks of the other ranks
-can have, given before[r] and y[r], stands in (by dynamic programming over (C2) alone); the first blocks of the model are what a chain
-that begins at stage 0 passes, the last ones what one that ends at the last stage passes. A chunk holds kinds that its place allows.
+can have, given before[r] and y[r], stands in (by dynamic programming over (C2) alone); the first blocks of the model are what a
+chain that begins at stage 0 passes, the last ones what one that ends at the last stage passes. A chunk holds kinds that its place
+allows.
 So chain and once are never more than those of any split, and
 
     best[r+1][before + y] = min_y max(best[r][before], cost[r][before, y])
@@ -45,6 +46,7 @@ IntArray = NDArray[np.int64]
 
 MAX_PATHS = 48
 """Chains of a rank that are looked at: the longest ones with equal stages."""
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -106,7 +108,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Solution:
-    """Seconds that no split beats, and the blocks of each rank [R] that this comes from; none where nothing is below what was asked."""
+    """Seconds that no split beats, and the blocks of each rank [R] that this comes from; none if nothing is faster than asked."""
 
     bound_s: float
     sizes: tuple[int, ...]
@@ -187,7 +189,7 @@ _WAYS = (
     ("backward_to", 1, True),
     ("backward_again_from", 1, False),
 )
-"""Ways of a chain through other ranks: the stage it ends before or begins at, forward or backward, from the first stage on or not."""
+"""Ways of a chain through other ranks: the stage it ends before or begins at, forward or backward, from the front or not."""
 
 
 @lru_cache(maxsize=4096)
