@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers planner runtime cli -type f ! -name '*.pyc')
+SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers planner engines runtime cli -type f ! -name '*.pyc')
 
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36
@@ -27,7 +27,7 @@ test: $(VENV)/installed-test
 check: $(VENV)/installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(foreach folder,schema cost_models solvers planner,-p meshwright.$(folder))
+	$(BIN)/mypy $(foreach folder,schema cost_models solvers planner engines,-p meshwright.$(folder))
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo

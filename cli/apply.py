@@ -71,6 +71,13 @@ def apply(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="Folder of Hugging Face safetensors to start from.", show_default=False)
+    ] = None,
+    save_weights: Annotated[
+        str | None,
+        typer.Option(help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."),
+    ] = None,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
     nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
     node_rank: Annotated[
@@ -89,20 +96,22 @@ def apply(
         require_our_engine(loaded.workload)
         from ..runtime.launch import Rendezvous, launch
         from ..runtime.options import TrainOptions
-        from ..runtime.train import check_options
+        from ..runtime.train import prepare_options
         from ..runtime.worker import Job
 
         rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
         options = TrainOptions(
             steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
-            checkpoint_every=checkpoint_every, resume=resume,
+            checkpoint_every=checkpoint_every, resume=resume, weights=weights, save_weights=save_weights,
         )  # fmt: skip
         job = Job(plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, script=tuple(script or ()))
         if script:
-            _refuse_training_options(script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output)
+            _refuse_training_options(
+                script[0], data, checkpoint_dir, checkpoint_every, resume, weights, save_weights, metrics, json_output
+            )
             launch(loaded, job, rendezvous=rendezvous)
             return
-        check_options(loaded, options)
+        job = job.replace(options=prepare_options(loaded, options))
         with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
             launch(loaded, job.replace(report=str(report)), rendezvous=rendezvous)
 
@@ -112,8 +121,8 @@ def _refuse_training_options(script: str, *values: object) -> None:
         raise ConfigError(f"no such script: {script}")
     if any(values):
         raise ConfigError(
-            "--data, --checkpoint-dir, --checkpoint-every, --resume, --metrics and --json are for the built-in training; "
-            f"{script} does its own",
+            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --metrics and --json are for "
+            f"the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )
 
@@ -206,4 +215,37 @@ class _Screen:
             ("peak memory", "peak_reserved_bytes", format_bytes),
         ):
             table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
+            if key == "step_time_s":
+                _add_parts(table, predicted.get("parts_s", {}), measured.get("parts_s", {}))
         self._console.print(table)
+        for slow in measured.get("stragglers", ()):
+            self._console.print(_straggler_line(slow, measured["ranks"]), highlight=False, soft_wrap=True)
+
+
+_PARTS = {
+    "compute": "forward and backward",
+    "communication": "exposed communication",
+    "pipeline_wait": "waiting for stages",
+    "optimizer": "update",
+    "other": "clipping, loss, the rest",
+    "data": "data, beside the step",
+    "preempted": "of these without a core",
+}
+
+
+def _add_parts(table: Table, predicted: dict[str, float], measured: dict[str, float]) -> None:
+    """Rows of the busiest rank's parts; what takes less than a thousandth of a millisecond is left out."""
+    for name, title in _PARTS.items():
+        expected, found = predicted.get(name), measured.get(name)
+        if found is None or max(expected or 0.0, found) < 1e-6:
+            continue
+        ratio = f"{found / expected:.2f}" if expected else ""
+        table.add_row(f"  {title}", "" if expected is None else format_seconds(expected), format_seconds(found), ratio)
+
+
+def _straggler_line(slow: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
+    stage = next(rank["stage_idx"] for rank in ranks if rank["rank"] == slow["rank"])
+    return (
+        f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its peers, "
+        f"noise {100 * slow['noise']:.0f} %"
+    )

@@ -16,7 +16,7 @@ from .tables import MAX_STAGE_ROWS, TIME_TITLES, bar, cluster_title
 
 if TYPE_CHECKING:
     from ..planner.explanation import Comparison, Explanation, StageHeadroom, WhyNot
-    from ..schema import Plan
+    from ..schema import Layout, Plan
 
 MAX_COLUMNS = 4
 """Runner-ups side by side."""
@@ -32,7 +32,7 @@ def explanation_tables(plan: Plan, found: Explanation) -> Iterator[RenderableTyp
     if others:
         titles = [f"runner-up {i + 1}" for i in range(len(others))]
         shown = list(zip(titles, others[:MAX_COLUMNS], strict=False))
-        yield _side_by_side("runner-ups: difference to the plan", found, shown)
+        yield side_by_side("runner-ups: difference to the plan", found.layout, found.step_time_s, shown)
         yield Text("\n".join(f"  {name}: {other.reason}" for name, other in shown))
 
 
@@ -103,21 +103,21 @@ def _why_not(found: Explanation, answer: WhyNot) -> Iterator[RenderableType]:
     yield Text(f"why not {asked}: {verdict}", style="bold")
     yield Text("\n".join(f"  {reason}" for reason in answer.reasons))
     if answer.best is not None:
-        yield _side_by_side("line by line", found, [("with it", answer.best)])
+        yield side_by_side("line by line", found.layout, found.step_time_s, [("with it", answer.best)])
 
 
-def _side_by_side(title: str, found: Explanation, named: Sequence[tuple[str, Comparison]]) -> Table:
-    """One row a part, one column a layout: its figure less the plan's."""
+def side_by_side(title: str, layout: Layout, step_time_s: float, named: Sequence[tuple[str, Comparison]]) -> Table:
+    """The plan's layout and others, one row a part, one column a layout: its figure less the plan's."""
     others = [other for _, other in named]
     table = _table(title, 1 + len(others))
     table.add_row("", "[bold]plan", *(f"[bold]{name}" for name, _ in named))
-    names = [name for name in type(found.layout).model_fields if any(name == n for o in others for n, _, _ in o.fields)]
+    names = [name for name in type(layout).model_fields if any(name == n for o in others for n, _, _ in o.fields)]
     for name in names:
         theirs = ({n: value for n, _, value in other.fields}.get(name, "") for other in others)
-        table.add_row(f"  {name}", escape(str(getattr(found.layout, name))), *(escape(value) for value in theirs))
+        table.add_row(f"  {name}", escape(str(getattr(layout, name))), *(escape(value) for value in theirs))
     table.add_section()
     table.add_row(
-        "[bold]step time", format_seconds(found.step_time_s), *(f"{100 * o.slower_fraction:+.1f} %" for o in others)
+        "[bold]step time", format_seconds(step_time_s), *(f"{100 * o.slower_fraction:+.1f} %" for o in others)
     )
     _add_parts(table, [o.time_s for o in others], TIME_TITLES, format_seconds)
     table.add_section()

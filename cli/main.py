@@ -6,6 +6,7 @@ import typer
 
 from .apply import ApplyCommand, apply
 from .catalogue import devices, models
+from .engines import compare, export, import_configuration
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
@@ -23,6 +24,9 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
+app.command()(export)
+app.command("import")(import_configuration)
+app.command()(compare)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)

@@ -13,9 +13,11 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 from ..schema import ClusterSpec, Device, Workload
 from ..schema.cluster import GemmFit
 from ..schema.errors import ConfigError
+from ..schema.profile import MatmulPoint
 from ..schema.workload import Precision
 from .learned.attention import PROCESSORS, Silicon, kernel_name
 from .learned.gemm import GemmRates, Hardware, is_known, known_coefficients
+from .learned.measured import corrected_by
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -213,12 +215,13 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
     is_fp8 = workload.precision == "fp8"
-    gemm = None if is_cpu else gemm_rates(device, workload.precision, ratio.products)
+    points = cluster.profile.matmuls if cluster.profile is not None else ()
+    gemm = None if is_cpu else gemm_rates(device, workload.precision, ratio.products, points)
     fit = _cpu_fit(device) if gemm is None else gemm.coefficients
     slowed = ratio.products if gemm is None else gemm.sustained_ratio
     return DeviceRates(
         gemm=gemm,
-        full_gemm=gemm_rates(device, "bf16-mixed", ratio.products) if is_fp8 else gemm,
+        full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points) if is_fp8 else gemm,
         gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
         expert_by_expert=workload.engine != "fsdp2",  # Transformer Engine's GroupedLinear loops over streams
@@ -243,24 +246,32 @@ def _vector_flops_per_s(device: Device) -> float:
     return float(peak) * float(coefficients()["attention"]["misaligned_efficiency"])
 
 
-def gemm_rates(device: Device, precision: Precision, calibration: float = 1.0) -> GemmRates:
-    """Matrix products of an accelerator: coefficients measured on it, else those of its kind, on top of its data sheet."""
+def gemm_rates(
+    device: Device, precision: Precision, calibration: float = 1.0, points: tuple[MatmulPoint, ...] = ()
+) -> GemmRates:
+    """Matrix products of an accelerator: its data sheet, what is known of its kind, and ``points`` measured on it."""
     # Measured fp8 products hold the cast of their inputs (11 to 16 bytes an element); training's own is counted beside them.
     own, software, _ = known_coefficients(device.name, device.architecture)
-    if device.gemm is not None:
+    dtype = _dtype(device, "bf16-mixed" if precision == "fp8" else precision)
+    if device.gemm is not None and not any(point.dtype == dtype for point in points):
         fit = device.gemm
         own = own._replace(
             launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
         )
-    slowed = _sustained(device) * calibration
+    ratio = coefficients()[precision]["gemm_efficiency_ratio"] if precision == "nvfp4" else 1.0
     if precision == "fp8":
         # The bf16 product of the same shape with arithmetic that much faster, so that its residual stays in the trained range.
-        faster = peak_flops_per_s(device, "fp8") / peak_flops_per_s(device, "bf16-mixed")
-        faster *= coefficients()["fp8"]["gemm_efficiency_ratio"]
-        return GemmRates(own, gemm_hardware(device, "bf16-mixed"), software, 2.0, slowed * faster)
+        ratio = peak_flops_per_s(device, "fp8") / peak_flops_per_s(device, "bf16-mixed")
+        ratio *= coefficients()["fp8"]["gemm_efficiency_ratio"]
     element_bytes = {"nvfp4": 0.5, "fp32": 4.0}.get(precision, 2.0)
-    ratio = coefficients()[precision]["gemm_efficiency_ratio"] if precision == "nvfp4" else 1.0
-    return GemmRates(own, gemm_hardware(device, precision), software, element_bytes, slowed * ratio)
+    sheet = gemm_hardware(device, "bf16-mixed" if precision == "fp8" else precision)
+    rates = corrected_by(points, dtype, GemmRates(own, sheet, software, element_bytes))
+    return rates._replace(sustained_ratio=_sustained(device) * calibration * ratio)
+
+
+def _dtype(device: Device, precision: Precision) -> str:
+    """Of the products of a precision on a device; empty where it has no unit for it."""
+    return next((name for name in _PEAKS[precision] if getattr(device.peak_flops_per_s, name) is not None), "")
 
 
 def is_measured(device: Device) -> bool:

@@ -1,8 +1,8 @@
 """Ways through a pipeline's order that lead past one rank: what no split of the layers makes shorter, as counts.
 
 Every pass waits for the one before it on its rank and for its input, so a step takes as long as its longest chain of passes, and
-any chain is a lower bound. Those here enter the row of rank r with the first micro-batch, at its forward or its backward pass through
-one of the rank's stages s, follow the row, and leave it with the last micro-batch:
+any chain is a lower bound. Those here enter the row of rank r with the first micro-batch, at its forward or its backward pass
+through one of the rank's stages s, follow the row, and leave it with the last micro-batch:
 
     before   F(0) .. F(s-1)                      to its forward pass
              F(0) .. F(S-1), B(S-1) .. B(s+1)    to its backward pass

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,13 @@ _SAME = 1e-11
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A schedule and its numbers: ranks, model chunks on each and micro-batches."""
+    """A schedule and its numbers: ranks, model chunks on each, micro-batches; the synthesised one has an ``order`` of its own."""
 
     schedule: Schedule
     pp: int
     num_model_chunks: int
     num_microbatches: int
+    order: Order | None = None
 
     @property
     def num_stages(self) -> int:
@@ -46,7 +47,15 @@ class Shape:
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
         """Rank of each stage [S]."""
-        return placement(self.pp, self.num_model_chunks, "wave" if self.schedule in V_SCHEDULES else "loop")
+        if self.order is not None:
+            return self._rank_of_given
+        is_wave = self.schedule in V_SCHEDULES or (self.schedule == "synthesised" and self.num_model_chunks == 2)
+        return placement(self.pp, self.num_model_chunks, "wave" if is_wave else "loop")
+
+    @cached_property
+    def _rank_of_given(self) -> tuple[int, ...]:
+        holders = {action.stage: rank for rank, row in enumerate(self.order or ()) for action in row}
+        return tuple(holders[stage] for stage in range(self.num_stages))
 
     @property
     def splits_backward(self) -> bool:
@@ -86,6 +95,8 @@ def order_of(shape: Shape) -> Order:
     Raises:
         ConfigError: the schedule is not defined for these numbers.
     """
+    if shape.order is not None:
+        return shape.order
     pp, chunks, m = shape.pp, shape.num_model_chunks, shape.num_microbatches
     one: dict[Schedule, Callable[[int, int], Order]] = {
         "gpipe": orders.gpipe,
@@ -255,6 +266,8 @@ def makespan_s(shape: Shape, forward_s: FloatArray, backward_s: FloatArray, weig
     if shape.schedule == "gpipe" and shape.num_model_chunks == 1:
         backward_s = backward_s + weight_s  # identical jobs through a line of machines, there and back
         return float(sum(np.sum(way) + (m - 1) * np.max(way) for way in (forward_s, backward_s)))
+    if shape.order is not None:
+        return max(ends_s(program(shape), forward_s, backward_s, weight_s))
     q, reach, few = shape.period, shape.reach, shape.fewer_microbatches
     while few < m:
         short = program(shape.with_microbatches(few))
@@ -283,7 +296,7 @@ def held(shape: Shape) -> tuple[NDArray[np.float64], ...]:
     More than 4 pp micro-batches hold no more, but under gpipe.
     """
     saturated = 4 * shape.pp
-    if shape.schedule != "gpipe" and shape.num_microbatches > saturated:
+    if shape.order is None and shape.schedule != "gpipe" and shape.num_microbatches > saturated:
         return held(shape.with_microbatches(saturated))
     if shape.schedule == "gpipe":
         return (np.full((1, shape.num_model_chunks), float(shape.num_microbatches)),) * shape.pp

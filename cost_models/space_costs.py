@@ -20,6 +20,7 @@ from .layer_costs import LayerCost, inside_cost, with_data_parallel, with_least
 from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
 from .operators import Layer
 from .overlap import Pair, exposed_s, pair_of
+from .pipeline_simulation import Order
 from .setting import Setting
 from .vocabulary import VocabularyShare, vocabulary_share
 
@@ -43,6 +44,8 @@ class SpaceCosts:
     data, and ``like`` [N] says which case a layout is. Where layouts are mixed, the cases stand once for each of RECOMPUTES and
     then once with the least of them in everything; `by_option` has them as if all blocks did the same.
 
+    ``order`` is that of a synthesised schedule, of one layout alone.
+
     Of a mixed cluster these are the costs of ranks that are all as the weakest; ``parts`` has those on each of its parts, whose
     ``stage_links`` join stages.
     """
@@ -59,6 +62,7 @@ class SpaceCosts:
     working_of_option: FloatArray | None = None
     parts: tuple[SpaceCosts, ...] = ()
     links_of_whole: ClusterSpec | None = None
+    order: Order | None = None
 
     @classmethod
     def of(

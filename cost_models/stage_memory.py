@@ -81,19 +81,36 @@ def rank_memory_parts(
 
     Activations are those of the fullest moment of the schedule (pipeline_replay.held).
     """
-    b, shape = costs.batch, shape_of(costs, idx)
+    shape = shape_of(costs, idx)
     ranks = np.array(shape.rank_of_stage)
-    on_rank = ranks[:, None] == np.arange(shape.pp)
-
-    def summed(values: FloatArray) -> FloatArray:
-        return np.asarray(values @ on_rank)
-
     activations = np.asarray(contents.activation_bytes)
     peak = np.stack(
         [(activations[..., ranks == r] @ counts.T).max(axis=-1) for r, counts in enumerate(held(shape))], axis=-1
     )
-    kept = summed(activations)
-    whole = memory.StageContents(
+    whole = _of_ranks(costs, idx, contents)
+    kept = whole.activation_bytes
+    flight = np.divide(peak, kept, out=np.zeros_like(peak), where=kept > 0)
+    step = step_shape(costs.batch, flight, num_neighbours=_neighbours_of_ranks(costs, shape), at=idx)
+    return whole, memory.stage_memory(whole, step, costs.workload, costs.cluster)
+
+
+def rank_room_bytes(costs: SpaceCosts, idx: int, contents: memory.StageContents, *, cap_bytes: float) -> FloatArray:
+    """Activations that each rank [..., pp] of layout ``idx`` may hold at once, given the contents of its stages [..., S]."""
+    shape = shape_of(costs, idx)
+    whole, once = _of_ranks(costs, idx, contents), np.ones(shape.pp)
+    step = step_shape(costs.batch, once, num_neighbours=_neighbours_of_ranks(costs, shape), at=idx)
+    return np.asarray(memory.kept_room_bytes(whole, step, costs.workload, costs.cluster, cap_bytes=cap_bytes))
+
+
+def _of_ranks(costs: SpaceCosts, idx: int, contents: memory.StageContents) -> memory.StageContents:
+    """Contents of each rank [..., pp] given those of its stages [..., S]."""
+    shape = shape_of(costs, idx)
+    on_rank = np.array(shape.rank_of_stage)[:, None] == np.arange(shape.pp)
+
+    def summed(values: FloatArray) -> FloatArray:
+        return np.asarray(values @ on_rank)
+
+    return memory.StageContents(
         params=summed(contents.params),
         trained=summed(contents.trained),
         expert_params=summed(contents.expert_params),
@@ -101,20 +118,20 @@ def rank_memory_parts(
         frozen_bytes=summed(contents.frozen_bytes),
         root_params=np.minimum(summed(contents.root_params), costs.root_params[idx]),
         block_params=contents.block_params,
-        activation_bytes=kept,
+        activation_bytes=summed(np.asarray(contents.activation_bytes)),
         working_bytes=contents.working_bytes,
         logits=summed(contents.logits),
         boundary_bytes=contents.boundary_bytes,
     )
-    flight = np.divide(peak, kept, out=np.zeros_like(peak), where=kept > 0)
+
+
+def _neighbours_of_ranks(costs: SpaceCosts, shape: Shape) -> IntArray:
+    """Stages that each rank [pp] receives from; torch's stages have receive buffers of their own."""
     stages = np.arange(shape.num_stages)
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
-    if costs.workload.engine == "fsdp2":  # torch's stages have receive buffers of their own
-        of_rank = np.bincount(ranks, neighbours, shape.pp).astype(np.int64)
-    else:
-        of_rank = neighbours[: shape.pp]
-    step = step_shape(b, flight, num_neighbours=of_rank, at=idx)
-    return whole, memory.stage_memory(whole, step, costs.workload, costs.cluster)
+    if costs.workload.engine == "fsdp2":
+        return np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
+    return neighbours[: shape.pp]
 
 
 def shape_of(costs: SpaceCosts, idx: int) -> Shape:
@@ -125,6 +142,7 @@ def shape_of(costs: SpaceCosts, idx: int) -> Shape:
         pp=int(b.pp[idx]),
         num_model_chunks=int(b.num_model_chunks[idx]),
         num_microbatches=int(b.num_microbatches[idx]),
+        order=costs.order,
     )
 
 

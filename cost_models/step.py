@@ -43,7 +43,7 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
         contents, parts = rank_memory_parts(costs, idx, contents)
     else:
         parts = stage_memory_parts(costs, idx, contents, ranks)
-    passes = _pass_seconds(costs, idx, first, last)
+    passes = pass_seconds(costs, idx, first, last)
     breakdown_s = _time_breakdown(costs, idx, replace(shape, pp=num_ranks), passes, ranks, contents)
     breakdown_s = _with_vocabulary_s(costs, idx, breakdown_s)
     allocated = memory.total_bytes(parts)
@@ -76,7 +76,9 @@ class Passes(NamedTuple):
     parts: dict[str, FloatArray]
 
 
-def _pass_seconds(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> Passes:
+def pass_seconds(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> Passes:
+    """Passes of stages that hold layers ``first .. last - 1`` under layout ``idx``; a split vocabulary comes on top."""
+
     def between(values: FloatArray) -> FloatArray:
         return np.array([values[i:j].sum() for i, j in zip(first, last, strict=True)])
 

@@ -23,9 +23,11 @@ from ..schema.plan import Provenance
 from ..schema.rules import broken_rules, require_valid
 from ..schema.runnable import why_not_runnable
 from ..schema.workload import Precision
+from ..solvers.pipeline_csv import to_torch_csv
 from .choose import alternatives, choose
 from .deadline import Deadline
 from .expert_load import with_experts_placed, with_imbalance
+from .finalists import with_orders
 from .infeasible import explain_infeasible
 from .rank_map import device_of_rank
 from .request import Request, is_runnable
@@ -83,6 +85,8 @@ def plan(
         on_progress=on_progress,
         deadline=deadline,
     )
+    if "schedule" not in fixed:
+        result = with_orders(result, deadline)
     if not result.fitting:
         raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
     found = plan_of(result, fixed, runnable=runnable, top=top)
@@ -109,6 +113,7 @@ def plan_of(
         workload=workload,
         layout=layout,
         stages=_stages(model, chosen),
+        pipeline_order=tuple(to_torch_csv(chosen.order).splitlines()),
         rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
         search=result.certificate(),
@@ -189,6 +194,8 @@ def _notes(
         notes.append(
             f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler"
         )
+    if chosen.order:
+        notes.append("the order of passes was made for these stages and this memory (pipeline_order); it has no name")
     if cluster.is_mixed:
         notes.append(_note_on_parts(chosen))
     if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:

@@ -14,6 +14,7 @@ from ..schema.layout_facts import layout_facts
 from ..schema.rules import broken_rules, require_our_engine
 from ..schema.runnable import why_not_runnable
 from .deadline import Deadline
+from .finalists import with_orders
 from .search import OnProgress, SearchResult, search
 from .space import Space, build_space
 
@@ -63,7 +64,7 @@ class Request:
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
         """Expand the layouts best first, as far as they may be faster than ``worse_than_s``; raises like `space`."""
-        return search(
+        result = search(
             self.model,
             self.workload,
             self.cluster,
@@ -73,6 +74,7 @@ class Request:
             deadline=deadline,
             on_progress=on_progress,
         )
+        return result if "schedule" in self.fixed else with_orders(result, deadline)
 
 
 def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:

@@ -20,10 +20,14 @@ from ..cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch
 from ..cost_models.mixed_step import is_aligned
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.pipeline import lower_bound_s
+from ..cost_models.pipeline_simulation import Order
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.stage_memory import contents_between, rank_memory_parts, shape_of, stage_memory_parts
 from ..cost_models.step import estimate_step
 from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, SearchCertificate, Workload
+from ..schema.errors import ConfigError
+from ..schema.layout import SCHEDULES
+from ..schema.layout_facts import V_SCHEDULES
 from ..schema.model import Block
 from ..solvers import chunk_split, stage_split
 from ..solvers.status import Status
@@ -34,6 +38,7 @@ from .rank_map import best_case, in_order, node_order
 from .replay_bounds import rank_fits, replayed_bound
 from .space import Space
 from .stage_choice import Layers, Stages, choose_stages
+from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
@@ -57,7 +62,7 @@ class Candidate:
 
     ``options`` has an index into RECOMPUTES for each layer.
     ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
-    its parts each stage lies; empty: every rank is costed as the weakest.
+    its parts each stage lies; empty: every rank is costed as the weakest. ``order`` is that of a synthesised schedule.
     """
 
     idx: int
@@ -67,10 +72,13 @@ class Candidate:
     options: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     part_of_stage: tuple[int, ...] = ()
+    order: Order = ()
 
     def layout(self, batch: LayoutBatch) -> Layout:
-        """The layout as it came out: mixed only where blocks recompute differently."""
+        """The layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
         layout = batch.layout(self.idx)
+        if self.order:
+            layout = layout.replace(schedule="synthesised")
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 
@@ -78,6 +86,7 @@ class Candidate:
 class SearchResult:
     """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
 
+    ``any_order_s`` has the bound under any order of passes of each layout that was looked at; ``bound_s`` is about the named ones.
     ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
     ``rejected`` no split fits.
     """
@@ -91,6 +100,7 @@ class SearchResult:
     evaluated: int = 0
     bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     rejected: list[int] = field(default_factory=list)
+    any_order_s: dict[int, float] = field(default_factory=dict)
 
     def certificate(self) -> SearchCertificate:
         """How far from the best of the space the fastest layout that was found may be."""
@@ -150,7 +160,7 @@ def search(
         result.evaluated += 1
         if on_progress:
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
-    result.bound_bytes, result.rejected = frontier.bound_bytes, window.rejected
+    result.bound_bytes, result.rejected, result.any_order_s = frontier.bound_bytes, window.rejected, window.any_order_s
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
@@ -202,15 +212,17 @@ class Window:
         self._costs, self._frontier = costs, frontier
         self._places: dict[int, int] = {}
         self._some = costs
-        self._raised: set[int] = set()
         self.rejected: list[int] = []
+        self.any_order_s: dict[int, float] = {}
 
     def raise_first(self, below_s: float) -> bool:
         """Whether the bound of the layout with the least one was raised, once for each: by a replay, up to ``below_s``."""
         row = self._frontier.first
-        if row in self._raised or np.isinf(below_s):
+        if row in self.any_order_s:
             return False
-        self._raised.add(row)
+        self.any_order_s[row] = self._frontier.bound_s
+        if np.isinf(below_s):
+            return False
         some, at = self._costed(row)
         return self._frontier.raise_first(replayed_bound(some, at, below_s=below_s).bound_s)
 
@@ -259,6 +271,8 @@ def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:
         return found
     if costs.batch.recompute[idx] == MIXED:
         costs = costs.by_option[RECOMPUTES.index("full")]
+    if costs.batch.schedule[idx] == SYNTHESISED:
+        costs, idx = with_schedule(costs.select(np.array([idx])), LEANEST), 0
     boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0][0]
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
 
@@ -301,6 +315,8 @@ def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
 
 def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
+    if costs.batch.schedule[idx] == SYNTHESISED:
+        return _expand_synthesised(costs, idx, bound_s)
     if costs.batch.recompute[idx] == MIXED:
         return _expand_with_choices(costs, idx, bound_s)
     cuts, least_s = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
@@ -334,6 +350,30 @@ def _as_replayed(costs: SpaceCosts, found: Candidate) -> Candidate:
         if estimate.step_time_s >= found.estimate.step_time_s
         else replace(found, boundaries=cut, estimate=estimate)
     )
+
+
+def _expand_synthesised(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
+    """Stages as under the named schedules, with an order made for them.
+
+    Raises:
+        ConfigError: the layout has no V.
+    """
+    if costs.batch.num_model_chunks[idx] != 2 or costs.batch.pp[idx] == 1:
+        chunks, pp = int(costs.batch.num_model_chunks[idx]), int(costs.batch.pp[idx])
+        raise ConfigError(
+            f"an order is made for two model chunks a rank over a V, not for {chunks} with pp {pp}",
+            help="set num_model_chunks=2 with pp > 1, or name a schedule",
+        )
+    budget, row = costs.cluster.memory_budget_bytes, costs.select(np.array([idx]))
+    named = [with_schedule(row, SCHEDULES.index(name)) for name in V_SCHEDULES]
+    cuts = [cut for under in named for cut in _cuts(under, 0, cap_bytes=budget)[0]]
+    options = _same_for_all(costs, idx)
+    candidates = [
+        Candidate(idx, boundaries, made.estimate, bound_s, options, order=made.order)
+        for boundaries in dict.fromkeys(cuts)
+        if (made := synthesise(costs, idx, boundaries)) is not None
+    ]
+    return min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
 
 
 def _same_for_all(costs: SpaceCosts, idx: int) -> tuple[int, ...]:

@@ -385,6 +385,8 @@ def _with_sequence_and_schedule(c: Columns, workload: Workload, fixed: Mapping[s
     schedule = np.where(fills, SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
     if "schedule" in fixed:
         schedule = np.full_like(schedule, SCHEDULES.index(fixed["schedule"]))
+        # An order is made over a V (planner/synthesis.py), where the named schedules that it stands in for are defined.
+        possible &= (fixed["schedule"] != "synthesised") | ((c["num_model_chunks"] == 2) & (microbatches >= pp))
     if fixed.get("offload") == "parameters":
         possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
     c = c | {"sequence_parallel": sequence_parallel.astype(np.int64), "schedule": schedule}

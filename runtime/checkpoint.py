@@ -2,31 +2,22 @@
 
 torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are
 those of the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed
-when it is whole, so what is called ``step-...`` can always be loaded.
-
-Loading runs no code from the files. torch reads the index with plain ``pickle`` and non-tensor values with
-``torch.load(weights_only=False)``, and both would run whatever a forged file says: here the index goes through an
-unpickler that admits only the classes an index is made of, and no non-tensor values are stored at all (hyper-parameters
-come from the run's options, the step from a JSON file).
+when it is whole, so what is called ``step-...`` can always be loaded. Loading runs no code from the files
+(checkpoint_index.py).
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 import shutil
 import tempfile
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -38,7 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..schema import ConfigError, MeshwrightError, ModelSpec
-from ..schema.base import Document
+from ..schema.base import Document, Frozen
+from .checkpoint_index import SafeReader, TensorsOnly
 
 if TYPE_CHECKING:
     from .parallel_model import ParallelModel
@@ -51,35 +43,29 @@ _STEP_FOLDER = re.compile(r"step-(\d{8})")
 _TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-_INDEX_CLASSES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-}
 
-
-class CheckpointInfo(Document):
-    """What is known of a checkpoint without reading its tensors.
+class Progress(Frozen):
+    """How far a run is, beside its tensors.
 
     Attributes:
         step: steps done; the run goes on with ``step + 1``.
-        seed: of the data; another one would not continue the same stream.
+        seed: of the data; another one would not continue the same order.
+        samples: sequences seen; None in checkpoints of older versions.
+        data: fingerprint of the data; empty where it is not known.
+        loss_scale: under fp16-mixed, and the steps since it last changed.
     """
 
     step: int
-    seed: int
+    seed: int = 0
+    samples: int | None = None
+    data: str = ""
+    loss_scale: float | None = None
+    scale_steps: int = 0
+
+
+class CheckpointInfo(Progress, Document):
+    """What is known of a checkpoint without reading its tensors."""
+
     model: ModelSpec
 
 
@@ -107,26 +93,26 @@ def check_writable(root: str | Path) -> None:
 
 
 def save_checkpoint(
-    root: str | Path, model: ParallelModel, optimizer: torch.optim.Optimizer, *, step: int, seed: int
+    root: str | Path,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    *,
+    keep: int = KEPT_CHECKPOINTS,
 ) -> Path:
-    """Write a checkpoint and delete all but the newest `KEPT_CHECKPOINTS`; every rank calls it.
+    """Write a checkpoint and delete all but the newest ``keep``; every rank calls it.
 
     Raises:
         MeshwrightError: the folder cannot be written.
     """
-    root = Path(root)
-    folder, partial = root / f"step-{step:08d}", root / f".step-{step:08d}.partial"
-    is_first = dist.get_rank() == 0
-    if is_first:
-        _prepare(partial)
-    dist.barrier()
+    folder, partial = checkpoint_folders(root, progress.step)
+    prepare(partial)
     try:
-        save(_state(model, optimizer), storage_writer=FileSystemWriter(partial))
+        save(checkpoint_state(model, optimizer), storage_writer=FileSystemWriter(partial))
     except CheckpointException as error:
-        raise _describe(f"cannot write the checkpoint {folder}", error) from None
-    if is_first:
-        CheckpointInfo(step=step, seed=seed, model=model.plan.model).save(partial / _INFO_FILE)
-        _publish(partial, folder)
+        remove_partial(partial.parent)
+        raise describe(f"cannot write the checkpoint {folder}", error) from None
+    publish(partial, folder, CheckpointInfo(model=model.plan.model, **progress.model_dump()), keep=keep)
     dist.barrier()
     return folder
 
@@ -144,11 +130,11 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
             f"the checkpoint {folder} is of another model: {info.model.name} with {info.model.num_params} parameters; "
             f"the plan's is {model.plan.model.name} with {model.plan.model.num_params}",
         )
-    current, state = _current(model, optimizer), _state(model, optimizer)
+    current, state = _current(model, optimizer), checkpoint_state(model, optimizer)
     try:
-        load(state, storage_reader=SafeReader(folder), planner=_TensorsOnly())
+        load(state, storage_reader=SafeReader(folder), planner=TensorsOnly())
     except CheckpointException as error:
-        raise _describe(f"cannot read the checkpoint {folder}", error) from None
+        raise describe(f"cannot read the checkpoint {folder}", error) from None
     loaded = {
         part: {name: _loaded_value(name, value, state[part], model) for name, value in values.items()}
         for part, values in current.items()
@@ -166,7 +152,7 @@ def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
     }
 
 
-def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """What is stored of `_current`: the tensors, under the names of the model without a pipeline."""
     return {
         part: {_stored_name(name, model): value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -190,78 +176,55 @@ def _stored_name(name: str, model: ParallelModel) -> str:
     return name.replace(*_TIED_NAMES) if model.plan.model.tie_embeddings else name
 
 
-def _prepare(partial: Path) -> None:
+def checkpoint_folders(root: str | Path, step: int) -> tuple[Path, Path]:
+    """Where the checkpoint of a step is when it is whole, and until then."""
+    return Path(root) / f"step-{step:08d}", Path(root) / f".step-{step:08d}.partial"
+
+
+def prepare(partial: Path) -> None:
+    """Make an empty folder to write to; every rank calls it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        if dist.get_rank() == 0:
+            remove_partial(partial.parent)
+            partial.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"cannot write checkpoints to {partial.parent}: {error.strerror}") from None
+    dist.barrier()
 
 
-def _publish(partial: Path, folder: Path) -> None:
+def remove_partial(root: Path) -> None:
+    """Delete what saves that were cut short have left."""
+    for left in root.glob(".step-*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> None:
+    """Give a checkpoint that every rank has written its name, and delete all but the newest ``keep``; the first rank does it.
+
+    Raises:
+        MeshwrightError: the disk is full, or the folder is gone.
+    """
+    if dist.get_rank() != 0:
+        return
     try:
+        info.save(partial / _INFO_FILE)
         partial.rename(folder)
-        for old in list_checkpoints(folder.parent)[:-KEPT_CHECKPOINTS]:
+        for old in list_checkpoints(folder.parent)[:-keep]:
+            (old / _INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint
             shutil.rmtree(old)
     except OSError as error:
         raise MeshwrightError(f"cannot finish the checkpoint {folder}: {error.strerror}") from None
 
 
-def _describe(message: str, error: CheckpointException) -> MeshwrightError:
+def describe(message: str, error: CheckpointException) -> MeshwrightError:
     """The first rank's cause of a checkpoint that failed, as one of our errors."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, MeshwrightError):
         return cause
     lines = str(cause).strip().splitlines() or [""]
-    return MeshwrightError(message, details=(f"rank {rank}: {type(cause).__name__}: {lines[-1]}",))
-
-
-class SafeReader(FileSystemReader):
-    """Reads a checkpoint from files whose content is not trusted.
-
-    Raises:
-        ConfigError: the index is missing, damaged, names classes an index has no use for, or points outside the folder.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        super().__init__(folder)
-        self._index = _read_index(Path(folder))
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index; torch's own method would unpickle anything."""
-        if self._index.storage_meta is None:
-            self._index.storage_meta = StorageMeta()
-        self._index.storage_meta.load_id = self.load_id
-        return self._index
-
-
-class _TensorsOnly(DefaultLoadPlanner):
-    """Refuses non-tensor values: torch would unpickle them without restriction."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ConfigError(f"the checkpoint stores {read_item.dest_index.fqn!r} as a Python object, not as a tensor")
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if global_name in _INDEX_CLASSES.get(module_name, ()):
-            return super().find_class(module_name, global_name)
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return getattr(torch, global_name)
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
-
-
-def _read_index(folder: Path) -> Metadata:
-    path = folder / ".metadata"
-    try:
-        index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
-        names = [entry.relative_path for entry in index.storage_data.values()]
-        if not isinstance(index, Metadata) or any(PurePath(name).name != name for name in names):
-            raise pickle.UnpicklingError("it points outside its folder")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}", help="a checkpoint must be on storage that all nodes share"
-        ) from None
-    except Exception as error:  # a forged or damaged pickle can fail in any way
-        raise ConfigError(f"{path} is not the index of a checkpoint: {error}") from None
-    return index
+    details = (f"rank {rank}: {type(cause).__name__}: {lines[-1]}",)
+    return MeshwrightError(message, details=details, help="the checkpoints written before are whole")

@@ -68,9 +68,12 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, devic
             help="plan with --precision bf16-mixed",
         )
     positions = own_positions(mesh, plan).to(device)
+    if stage.model.embed_positions is not None:
+        stage.model.embed_positions.positions = positions
     for block in stage.model.layers.values():
         assert isinstance(block, DecoderBlock)
-        block.self_attn.rotary.positions = positions
+        if block.self_attn.rotary is not None:
+            block.self_attn.rotary.positions = positions
         block.self_attn.context = ContextRanks(mesh.exchange, mesh.ring)
 
 

@@ -1,9 +1,4 @@
-"""Byte-level training data: every text file under the given paths as one long stream of tokens 0..255.
-
-Sequence ``i`` of step ``s`` is ``seq_len + 1`` bytes of that stream, from a place that depends on (seed, s, i) and on
-nothing else: two layouts with the same global batch see the same sequences, and a run that resumes at step ``s`` needs no
-state.
-"""
+"""Byte-level training data: every text file under the given paths as one long stream of tokens 0..255."""
 
 from __future__ import annotations
 
@@ -17,7 +12,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from ..schema import ConfigError
 from ..schema.units import format_bytes
@@ -45,6 +39,19 @@ class TextCorpus:
     def num_bytes(self) -> int:
         """Length of the stream."""
         return self.ends[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        """A token is a byte."""
+        return self.num_bytes
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """Tokens ``start .. start + length - 1`` of the stream, uint8 [length]."""
+        return np.frombuffer(self.read(start, length), dtype=np.uint8)
+
+    def describe(self) -> str:
+        """Size, for messages."""
+        return f"{format_bytes(self.num_bytes)} in {len(self.files)} files"
 
     @property
     def fingerprint(self) -> str:
@@ -113,41 +120,3 @@ def _text_size(path: Path) -> int:
             return 0 if b"\0" in file.read(_SNIFF_BYTES) else os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-
-
-class TokenBatches:
-    """The part of every global batch that one data-parallel rank trains on.
-
-    Args:
-        corpus: where the bytes are from.
-        seq_len: tokens of a sequence; one more byte is read as the last target.
-        local_batch: sequences of one step on this data-parallel rank.
-        dp_rank: sequences ``dp_rank * local_batch .. + local_batch - 1`` of each global batch are this rank's.
-        seed: another seed reads other places of the stream.
-
-    Raises:
-        ConfigError: the stream is shorter than one sequence.
-    """
-
-    def __init__(self, corpus: TextCorpus, *, seq_len: int, local_batch: int, dp_rank: int, seed: int = 0) -> None:
-        if corpus.num_bytes <= seq_len:
-            raise ConfigError(
-                f"the data has {format_bytes(corpus.num_bytes)} in {len(corpus.files)} files; one sequence of "
-                f"{seq_len} tokens needs {seq_len + 1} bytes",
-                help="give more text with --data, or plan for a shorter sequence",
-            )
-        self._corpus = corpus
-        self._seq_len = seq_len
-        self._local_batch = local_batch
-        self._first = dp_rank * local_batch
-        self._seed = seed
-
-    def batch(self, step: int) -> torch.Tensor:
-        """Tokens of one step, int64 [local_batch, seq_len + 1]."""
-        rows = [self._sequence(step, self._first + row) for row in range(self._local_batch)]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-    def _sequence(self, step: int, idx: int) -> np.ndarray:
-        places = self._corpus.num_bytes - self._seq_len
-        start = int(np.random.default_rng((self._seed, step, idx)).integers(places))
-        return np.frombuffer(self._corpus.read(start, self._seq_len + 1), dtype=np.uint8)

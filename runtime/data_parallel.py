@@ -37,8 +37,6 @@ _DTYPES: dict[Precision, torch.dtype] = {
     "bf16-mixed": torch.bfloat16,
     "fp16-mixed": torch.float16,
 }
-FP16_LOSS_SCALE = 2.0**12
-"""By it the loss is multiplied under fp16-mixed, and gradients divided, so that small ones do not round to zero."""
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -53,11 +51,6 @@ def compute_dtype(plan: Plan) -> torch.dtype:
             f"precision {precision} cannot be executed by this version", help="plan with --precision bf16-mixed"
         )
     return _DTYPES[precision]
-
-
-def loss_scale(plan: Plan) -> float:
-    """What the loss is multiplied by for the backward pass; a power of two, so that it changes no digit of fp32 and bf16."""
-    return FP16_LOSS_SCALE if plan.workload.precision == "fp16-mixed" else 1.0
 
 
 def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
@@ -93,7 +86,8 @@ def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
         return []
     units: list[list[nn.Module]] = []
     if embedding is not None:
-        units.append([embedding])
+        positions = stage.model.embed_positions
+        units.append([embedding] if positions is None else [embedding, positions])
     if norm is not None and head is not None:
         units.append([norm, head])
     return units

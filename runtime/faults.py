@@ -52,6 +52,7 @@ class RankDeath:
         trace: traceback or the last lines of its log.
         payload: fields of a MeshwrightError.
         was_suspended: the launcher found it suspended and killed it.
+        was_hung: the launcher found that the other ranks waited for it, and killed it; ``trace`` says where it was.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class RankDeath:
     trace: tuple[str, ...] = ()
     payload: Mapping[str, Any] | None = None
     was_suspended: bool = False
+    was_hung: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -78,12 +80,15 @@ class RankDeath:
         return Kind.KILLED if self.exit_code < 0 else Kind.RAISED
 
 
-def explain(deaths: Iterable[RankDeath], *, world_size: int, ended_well: Sequence[int] = ()) -> MeshwrightError:
+def explain(
+    deaths: Iterable[RankDeath], *, world_size: int, ended_well: Sequence[int] = (), memory: str = ""
+) -> MeshwrightError:
     """The error of a job that failed: one rank, what happened to it, the last lines it wrote.
 
     Args:
         deaths: of the ranks of this node, those ended by the launcher included.
         ended_well: ranks of this node that had already ended without an error.
+        memory: predicted against available memory, for a rank that the kernel may have killed for want of it.
     """
     deaths = tuple(deaths)
     own = sorted((d for d in deaths if not d.ended_by_launcher), key=lambda d: (d.kind, d.time_s)) or list(deaths)
@@ -99,10 +104,12 @@ def explain(deaths: Iterable[RankDeath], *, world_size: int, ended_well: Sequenc
         return MeshwrightError(
             title, details=early, help="the cause is on another rank or node: see the messages there"
         )
-    details = tuple(cause.trace[-_TRACE_LINES:])
+    details = tuple(cause.trace[:_TRACE_LINES] if cause.was_hung else cause.trace[-_TRACE_LINES:])
     others = [d.rank for d in own[1:] if d.kind in (Kind.WAITED, Kind.LOST_PEER)]
     if others:
         details = (*details, f"rank {_listed(others)} then lost the connection to it")
+    if memory and cause.exit_code == -signal.SIGKILL and not (cause.was_suspended or cause.was_hung):
+        details = (*details, memory)
     return MeshwrightError(title, details=details, help=_advice(cause))
 
 
@@ -126,6 +133,10 @@ def _ending(death: RankDeath) -> str:
         return f"lost the connection to another rank{reported}"
     if death.was_suspended:
         return "was suspended (a stop signal?) and was killed"
+    if death.was_hung:
+        return (
+            "stopped making steps while the others waited for it, and was killed; it was here (innermost call first):"
+        )
     if death.exit_code < 0:
         return f"was killed by signal {-death.exit_code} ({_signal_name(-death.exit_code)})"
     return f"failed{reported}" if reported else f"ended with exit code {death.exit_code}"
@@ -136,6 +147,8 @@ def _signal_name(number: int) -> str:
 
 
 def _advice(death: RankDeath) -> str | None:
+    if death.was_hung:
+        return "is a file system it reads from gone? --hang-timeout-s 0 lets ranks take any time"
     if death.exit_code == -signal.SIGKILL and not death.was_suspended:
         return "someone killed it, or the kernel did for want of memory: see `dmesg | tail`"
     if "OutOfMemoryError" in death.error or "out of memory" in death.error.lower():

@@ -12,15 +12,13 @@ import os
 import signal
 import sys
 import tempfile
-import threading
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import psutil
+import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -32,13 +30,14 @@ from ..schema import ConfigError, MeshwrightError, NodeGroup, Plan
 from ..schema.errors import InterruptedRunError
 from .faults import RankDeath, explain
 from .machine import check_machine, local_group
+from .out_of_memory import memory_line
+from .progress import FOLDER_VARIABLE
+from .stopping import Stopping
+from .watch import Watch, watching
 from .worker import Job
 
 _SHUTDOWN_S = 5
 """How long ranks may take to end after a signal, before they are killed."""
-
-_SUSPENDED_S = 5.0
-"""How long a rank may be suspended (SIGSTOP) before the job is ended; its peers would wait for the collectives' timeout."""
 
 _LOG_TAIL_LINES = 200
 """Lines of a rank's log that are searched for the kind of its failure; fewer are shown."""
@@ -91,25 +90,30 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
     group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank)
     check_machine(plan, group)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, _agent_messages() as signalled, _own_signals():
-        job_path = Path(folder) / "job.json"
+        job_path, progress = Path(folder) / "job.json", Path(folder) / "progress"
         job.save(job_path)
+        progress.mkdir()
         redirects = Std.NONE if job.script else Std.ALL
-        config = _config(rendezvous, group.devices_per_node, DefaultLogsSpecs(f"{folder}/ranks", redirects=redirects))
-        run = elastic_launch(config, sys.executable)
-        suspended: set[int] = set()
+        logs = DefaultLogsSpecs(f"{folder}/ranks", redirects=redirects)
+        stopping = Stopping(job.grace_s, progress, has_checkpoints=_has_checkpoints(job))
+        run = elastic_launch(_config(rendezvous, group.devices_per_node, logs, stopping.agent_signals), sys.executable)
+        variables = {**_worker_environment(job, group), FOLDER_VARIABLE: str(progress)}
+        watch = Watch()
         try:
-            with environment(_worker_environment(job, group)), _no_suspended_ranks(suspended):
+            with environment(variables), watching(progress, watch, job.hang_timeout_s), stopping.listening():
                 run("-u", "-m", f"{__package__}.worker", str(job_path))
+            stopping.raise_if_stopped()
         except ChildFailedError as error:
             _end_process_groups(error.failures.values())
-            logs = Path(folder)
+            stopping.raise_if_stopped()
             deaths = [
-                _death(rank, failure, logs, by_launcher=failure.pid in signalled, suspended=failure.pid in suspended)
+                _death(rank, failure, Path(folder), watch, by_launcher=failure.pid in signalled)
                 for rank, failure in error.failures.items()
             ]
             ranks = range(plan.layout.world_size) if rendezvous.nnodes == 1 else ()
             ended_well = [rank for rank in ranks if rank not in error.failures]
-            raise explain(deaths, world_size=plan.layout.world_size, ended_well=ended_well) from None
+            memory = memory_line(plan, torch.device("cpu")) if group.device.vendor == "cpu" else ""
+            raise explain(deaths, world_size=plan.layout.world_size, ended_well=ended_well, memory=memory) from None
         except (SignalException, KeyboardInterrupt) as error:
             received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             raise InterruptedRunError(received) from None
@@ -117,14 +121,18 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
             raise _rendezvous_error(rendezvous, error) from None
 
 
-def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs) -> LaunchConfig:
+def _has_checkpoints(job: Job) -> bool:
+    return not job.script and job.options.checkpoint_dir is not None
+
+
+def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs, signals: str) -> LaunchConfig:
     is_static = rendezvous.node_rank is not None and rendezvous.nnodes > 1
     settings: dict[str, Any] = {"timeout": rendezvous.timeout_s}
     if is_static:
         settings["rank"] = rendezvous.node_rank
     elif rendezvous.nnodes > 1:
         settings["join_timeout"] = rendezvous.timeout_s
-    options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S}
+    options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S, "signals_to_handle": signals}
     known = {field.name for field in fields(LaunchConfig)}
     return LaunchConfig(
         min_nodes=rendezvous.nnodes,
@@ -187,38 +195,6 @@ def _agent_messages() -> Iterator[set[int]]:
         logger.removeHandler(handler)
 
 
-@contextlib.contextmanager
-def _no_suspended_ranks(killed: set[int]) -> Iterator[None]:
-    """Kill ranks that stay suspended, so that the agent ends the job; adds them to ``killed``."""
-    finished = threading.Event()
-    watcher = threading.Thread(target=_watch_suspended, args=(finished, killed), daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        watcher.join()
-
-
-def _watch_suspended(finished: threading.Event, killed: set[int]) -> None:
-    since: dict[psutil.Process, float] = {}
-    while not finished.wait(1.0):
-        now = time.monotonic()
-        stopped = [child for child in psutil.Process().children() if _is_suspended(child)]
-        since = {child: since.get(child, now) for child in stopped}
-        for child, start in since.items():
-            if now - start >= _SUSPENDED_S:
-                killed.add(child.pid)
-                child.kill()
-
-
-def _is_suspended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _end_process_groups(failures: Iterable[ProcessFailure]) -> None:
     """Kill what a dead rank had started; each rank leads a process group of its own."""
     for failure in failures:
@@ -226,11 +202,13 @@ def _end_process_groups(failures: Iterable[ProcessFailure]) -> None:
             os.killpg(failure.pid, signal.SIGKILL)
 
 
-def _death(rank: int, failure: ProcessFailure, folder: Path, *, by_launcher: bool, suspended: bool) -> RankDeath:
+def _death(rank: int, failure: ProcessFailure, folder: Path, watch: Watch, *, by_launcher: bool) -> RankDeath:
     message = failure.error_file_data.get("message")
     report = message if isinstance(message, dict) else {}
     extra = report.get("extraInfo", {})
     trace = extra.get("py_callstack", "").rstrip().splitlines() or _log_tail(folder, failure.local_rank)
+    if failure.pid in watch.hung:
+        trace = list(watch.hung[failure.pid])
     return RankDeath(
         rank=rank,
         exit_code=failure.exitcode,
@@ -239,7 +217,8 @@ def _death(rank: int, failure: ProcessFailure, folder: Path, *, by_launcher: boo
         error=report.get("message", ""),
         trace=tuple(trace[-_LOG_TAIL_LINES:]),
         payload=extra.get("meshwright"),
-        was_suspended=suspended,
+        was_suspended=failure.pid in watch.suspended,
+        was_hung=failure.pid in watch.hung,
     )
 
 

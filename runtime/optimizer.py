@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from .mesh import EXPERT_AXES
 from .models.init import local_tensor
+from .options import TrainOptions
 from .parallel_model import ParallelModel
 
 
@@ -41,20 +42,42 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
     Returns:
         The norm before scaling, the same on every rank.
     """
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    counted = [local_tensor(g) for name, g in gradients.items() if _is_counted(model, name, g)]
-    square = torch.zeros((), dtype=torch.float32, device=model.device)
-    if counted:
-        square = nn.utils.get_total_norm(counted).square().to(model.device)
-    if model.plan.layout.world_size > 1:
-        dist.all_reduce(square, group=model.mesh.loss_group)
+    square = local_square(model)
+    model.add_over_ranks(square)
     norm = square.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_tensor(g) for g in gradients.values()], scale)
+    scale_gradients(model, norm, max_norm)
     return norm.item()
 
 
-def _is_counted(model: ParallelModel, name: str, gradient: Tensor) -> bool:
+@torch.no_grad()
+def local_square(model: ParallelModel) -> Tensor:
+    """What this rank adds to the square of the norm of all gradients, fp32 []."""
+    counted = [local_tensor(p.grad) for name, p in model.named_parameters() if is_counted(model, name, p.grad)]
+    if not counted:
+        return torch.zeros((), dtype=torch.float32, device=model.device)
+    return nn.utils.get_total_norm(counted).square().to(model.device)
+
+
+@torch.no_grad()
+def scale_gradients(model: ParallelModel, norm: Tensor, max_norm: float) -> None:
+    """Multiply this rank's gradients so that a whole of the given norm [] has at most ``max_norm``; no wait for the device."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if scale.device.type == "cpu" and scale.item() == 1:
+        return
+    torch._foreach_mul_([local_tensor(p.grad) for p in model.parameters() if p.grad is not None], scale)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, options: TrainOptions, *, done: int) -> LambdaLR:
+    """The learning rate of step ``done + 1`` and those that follow."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = options.learning_rate
+    return LambdaLR(optimizer, lambda idx: options.learning_rate_factor(idx + 1), last_epoch=done - 1)
+
+
+def is_counted(model: ParallelModel, name: str, gradient: Tensor | None) -> bool:
+    """Whether this rank is the one that counts its part of a parameter (or of its gradient) among those that have a copy."""
+    if gradient is None:
+        return False
     mesh = model.mesh
     if mesh.pp is not None and model.plan.model.tie_embeddings and name == "lm_head.weight":
         return False  # the first stage counts the tied embedding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -17,28 +18,50 @@ class TrainOptions(Frozen):
 
     Attributes:
         steps: of the whole run, the ones before a resumed checkpoint included.
-        data: text files and folders; empty is the Python standard library's sources.
+        data: text files and folders, or token files; empty is the Python standard library's sources.
+        tokenizer: tokenizer.json that makes tokens of text; None: every byte is a token.
+        restart_data: a resumed run begins the order of the data anew, for data that are not those of the checkpoint.
         learning_rate: at its highest.
+        schedule: of the learning rate after the warm-up.
+        warmup_steps: None is a tenth of the steps.
         checkpoint_every: steps between checkpoints; there is one at the end as well.
+        keep_checkpoints: how many of the newest stay.
+        checkpoint_beside: write checkpoints beside the steps that follow.
         resume: go on from the newest checkpoint where there is one.
+        weights: folder of Hugging Face weights to start from; unset, initial ones.
+        save_weights: folder to write such weights to at the end.
+        compile_blocks: let torch.compile fuse the operators of each block.
+        router_bias_rate: by how much a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3).
     """
 
     steps: Count = 20
     data: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    restart_data: bool = False
     seed: NonNegativeInt = 0
     learning_rate: PositiveFloat = 3e-4
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt | None = None
     weight_decay: NonNegativeFloat = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: PositiveFloat = 1.0
     checkpoint_dir: str | None = None
     checkpoint_every: PositiveInt | None = None
+    keep_checkpoints: PositiveInt = 2
+    checkpoint_beside: bool = False
     resume: bool = Field(default=False)
+    weights: str | None = None
+    save_weights: str | None = None
+    compile_blocks: bool = False
+    router_bias_rate: NonNegativeFloat = 1e-3
 
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up over the first tenth of the steps, then a cosine down to a tenth; steps count from 1."""
-        warmup = max(1, round(self.steps * _WARMUP_FRACTION))
+    def learning_rate_factor(self, step: int) -> float:
+        """Of ``learning_rate``: a linear warm-up, then a cosine or a line down to a tenth, or 1; steps count from 1."""
+        warmup = self.warmup_steps if self.warmup_steps is not None else max(1, round(self.steps * _WARMUP_FRACTION))
         if step <= warmup:
-            return self.learning_rate * step / warmup
-        progress = (step - warmup) / max(1, self.steps - warmup)
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return self.learning_rate * (_FINAL_FRACTION + (1 - _FINAL_FRACTION) * cosine)
+            return step / warmup
+        progress = min(1.0, (step - warmup) / max(1, self.steps - warmup))
+        left = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}[
+            self.schedule
+        ]
+        return _FINAL_FRACTION + (1 - _FINAL_FRACTION) * left

@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from .context_parallel import own_positions
-from .data_parallel import before_backward, loss_scale
+from .data_parallel import before_backward
+from .loss_scale import LossScale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
-from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule
+from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
+from .step_parts import StepClock
 
 
 class ParallelModel:
@@ -28,6 +30,8 @@ class ParallelModel:
         module: this rank's layers, sharded: the whole model, one pipeline stage, or the layers of all its stages together (which
             the schedule runs stage by stage; this module then only holds them under their names).
         device: of this rank.
+        clock: where the seconds of a step go.
+        loss_scale: what the loss is multiplied by for the backward pass; whoever updates the parameters updates it as well.
     """
 
     def __init__(
@@ -36,13 +40,18 @@ class ParallelModel:
         mesh: ParallelMesh,
         module: Decoder,
         device: torch.device,
+        loss_scale: LossScale,
         schedule: Schedule | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.module = module
         self.device = device
+        self.loss_scale = loss_scale
         self._schedule = schedule
+        self.clock = StepClock(device, is_pipeline=schedule is not None)
+        if schedule is not None:
+            set_clock(schedule, self.clock)
         self._positions = own_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     @property
@@ -72,16 +81,27 @@ class ParallelModel:
         Raises:
             RuntimeMismatchError: the shape is not the plan's.
         """
+        share = self.backward(tokens)
+        self.add_over_ranks(share)
+        return share.item()
+
+    def backward(self, tokens: Tensor) -> Tensor:
+        """`forward_backward` without the last sum: what this rank adds to the mean loss, [] on the device."""
         tokens = self._checked(tokens).to(self.device)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if self._positions is not None:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         if self._schedule is not None:
-            loss = run_schedule(self._schedule, self.mesh, self.plan, inputs, targets)
+            loss = run_schedule(self._schedule, self.mesh, self.loss_scale.value, inputs, targets)
         else:
             loss = self._accumulate(inputs, targets)
         self._finish_gradients()
-        return self._global_mean(loss)
+        return self._share_of_mean(loss)
+
+    def add_over_ranks(self, values: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        if self.plan.layout.world_size > 1:
+            dist.all_reduce(values, group=self.mesh.loss_group)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients of this rank's layers by name; all ranks of a pipeline position must call it."""
@@ -101,12 +121,14 @@ class ParallelModel:
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """All micro-batches in a row; the mean loss [] of this rank's share."""
-        count, scale = self.plan.num_microbatches, loss_scale(self.plan)
+        count, scale = self.plan.num_microbatches, self.loss_scale.value
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             before_backward(self.module, self.plan, is_last=i == count - 1)
-            loss = self.module(x, y).sum() / count
-            (loss * scale).backward()
+            with self.clock.part("forward"):
+                loss = self.module(x, y).sum() / count
+            with self.clock.part("backward"):
+                (loss * scale).backward()
             total += loss.detach()
         return total
 
@@ -122,17 +144,14 @@ class ParallelModel:
                 and gradient.placements != parameter.placements
             ):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        if loss_scale(self.plan) != 1:
-            torch._foreach_mul_(self._local_gradients(), 1 / loss_scale(self.plan))
+        if self.loss_scale.value != 1:
+            torch._foreach_mul_(self._local_gradients(), 1 / self.loss_scale.value)
         reduce_tied_gradients(self.module, self.mesh)
 
     def _local_gradients(self) -> list[Tensor]:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
-    def _global_mean(self, loss: Tensor) -> float:
-        """Mean over the ranks that computed a loss: one of each tp group of the last stage, each of as many tokens."""
+    def _share_of_mean(self, loss: Tensor) -> Tensor:
+        """The mean is over the ranks that computed a loss: one of each tp group of the last stage, each of as many tokens."""
         counts = self.mesh.is_last_stage and self.mesh.tp_rank == 0
-        share = loss / self.mesh.data_degree if counts else torch.zeros_like(loss)
-        if self.plan.layout.world_size > 1:
-            dist.all_reduce(share, group=self.mesh.loss_group)
-        return share.item()
+        return loss / self.mesh.data_degree if counts else torch.zeros_like(loss)

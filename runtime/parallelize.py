@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,9 +12,12 @@ from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_runnable
+from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
+from .hf_weights import load_weights
+from .loss_scale import LossScale
 from .mesh import build_mesh
 from .models.decoder import Decoder
 from .models.init import init_weights
@@ -23,7 +28,13 @@ from .tensor_parallel import apply_tensor_parallel
 
 
 def parallelize(
-    model: nn.Module | None, plan: Plan, *, device: torch.device | None = None, seed: int = 0
+    model: nn.Module | None,
+    plan: Plan,
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    compile_blocks: bool = False,
 ) -> ParallelModel:
     """Spread a model over the running torch.distributed job as the plan says.
 
@@ -33,12 +44,17 @@ def parallelize(
         plan: its layout must have as many ranks as the default process group.
         device: of this rank; unset, the plan's kind of device (the current one).
         seed: of the initial weights.
+        weights: folder of Hugging Face safetensors to start from instead; each rank reads what it holds. They replace those of
+            ``model``.
+        compile_blocks: let torch.compile fuse the operators of each block.
 
     Raises:
-        ConfigError: the plan breaks a rule that layouts must satisfy.
+        ConfigError: the plan breaks a rule that layouts must satisfy, or the weights are damaged or of another model.
         RuntimeMismatchError: this version or this job cannot execute the plan, or the model is not the plan's.
     """
     _check(model, plan)
+    if compile_blocks:
+        require_compilable(plan)
     device = device or _default_device(plan)
     mesh = build_mesh(plan, device.type)
     module, stages = _take_over(model, plan), [plan.stages[idx] for idx in mesh.stage_idxs]
@@ -51,14 +67,19 @@ def parallelize(
         apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
         apply_recompute(part, stage.recompute_of)
+        if compile_blocks:
+            apply_compile(part)
         shard_data_parallel(part, mesh, plan)
         if model is None:
             part.to_empty(device=device)
             part.tie()
-    if model is None:
+    if weights is not None:
+        load_weights(module, plan.model, weights)
+    elif model is None:
         init_weights(module, seed)
-    schedule = build_schedule(parts, mesh, plan, device) if mesh.pp is not None else None
-    return ParallelModel(plan, mesh, module, device, schedule)
+    loss_scale = LossScale.of(plan)
+    schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
+    return ParallelModel(plan, mesh, module, device, loss_scale, schedule)
 
 
 def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:

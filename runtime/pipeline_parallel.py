@@ -27,26 +27,29 @@ from torch.distributed.pipelining.schedules import (
 
 from ..schema.plan import Plan
 from ..solvers.pipeline_csv import to_torch_csv
-from .data_parallel import compute_dtype, loss_scale
+from .data_parallel import compute_dtype
+from .loss_scale import LossScale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
 from .pipeline_order import pipeline_order
+from .step_parts import StepClock
 
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
 
 _OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def build_schedule(parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, device: torch.device) -> Schedule:
+def build_schedule(
+    parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, device: torch.device, loss_scale: LossScale
+) -> Schedule:
     """The schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
     stages = [_stage(part, idx, mesh, plan, device) for part, idx in zip(parts, mesh.stage_idxs, strict=True)]
     # scale_grads would divide after the reduction; dividing the loss keeps the arithmetic of the other layouts.
-    scale = loss_scale(plan) / plan.num_microbatches
     count = plan.num_microbatches
 
     def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
-        return loss.sum() * scale
+        return loss.sum() * (loss_scale.value / count)
 
     if plan.layout.schedule in _OF_ONE_STAGE and len(stages) == 1:
         _set_ranks(stages[0], _group_ranks(mesh))
@@ -56,7 +59,14 @@ def build_schedule(parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, dev
     return runtime
 
 
-def run_schedule(schedule: Schedule, mesh: ParallelMesh, plan: Plan, inputs: Tensor, targets: Tensor) -> Tensor:
+def set_clock(schedule: Schedule, clock: StepClock) -> None:
+    """Let the passes of a rank's stages tell a clock how long they take."""
+    stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+    for stage in stages:
+        stage.clock = clock  # type: ignore[union-attr]
+
+
+def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor) -> Tensor:
     """Forward and backward of all micro-batches; the mean loss [] on the rank of the last stage, zero elsewhere."""
     losses: list[Tensor] = []
     args = (inputs,) if mesh.is_first_stage else ()
@@ -65,7 +75,7 @@ def run_schedule(schedule: Schedule, mesh: ParallelMesh, plan: Plan, inputs: Ten
         return torch.zeros((), device=inputs.device)
     # The stage takes the loss itself; the schedule's own target only has to be there.
     schedule.step(*args, target=targets, losses=losses, targets=targets)
-    return torch.stack([loss.detach() for loss in losses]).sum() / loss_scale(plan)
+    return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
 
 def reduce_tied_gradients(module: Decoder, mesh: ParallelMesh) -> None:
@@ -90,14 +100,29 @@ def _gradient(module: torch.nn.Module) -> Tensor:
 
 
 class _Stage(PipelineStage):
-    """A stage whose split weight passes add up in the precision of the reduction, as whole backward passes do."""
+    """A stage whose split weight passes add up in the precision of the reduction, as whole backward passes do, and whose passes are
+    parts of the step.
+    """
+
+    clock: StepClock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass."""
+        with self.clock.part("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """One backward pass, or that of the activations alone."""
+        with self.clock.part("backward"):
+            super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """One weight pass; FSDP's own hooks, which would move its gradients to fp32, do not run in it."""
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)  # type: ignore[no-untyped-call]
-        for parameter in _sharded_parameters(self.submod):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+        with self.clock.part("backward"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)  # type: ignore[no-untyped-call]
+            for parameter in _sharded_parameters(self.submod):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:

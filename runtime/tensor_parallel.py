@@ -23,9 +23,11 @@ from .loss import VocabShard
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts
+from .models.gelu import GeluMLP
 from .models.init import local_tensor
 from .models.latent_attention import LatentSelfAttention
-from .models.norm import RMSNorm
+from .models.norm import LayerNorm, RMSNorm
+from .models.positions import PositionEmbedding
 from .models.swiglu import SwiGLU
 from .models.whole_linear import WholeLinear
 
@@ -44,6 +46,10 @@ def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Non
     shard = VocabShard(offset=width * mesh.tp_rank, group=mesh.tp.get_group())
     if stage.model.embed_tokens is not None:
         _split_embedding(stage.model.embed_tokens, mesh.tp, shard, hidden)
+    if stage.model.embed_positions is not None:
+        # Added to the tokens of this rank, which under sequence parallelism has a part of the sequence.
+        _replicate_norm(stage.model.embed_positions, mesh.tp, hidden)
+        stage.model.embed_positions.share = (mesh.tp_rank, mesh.tp.size()) if hidden.is_shard() else (0, 1)
     if stage.model.norm is not None and stage.lm_head is not None:
         _replicate_norm(stage.model.norm, mesh.tp, hidden)
         # The logits stay split: the loss works on this rank's columns.
@@ -59,7 +65,7 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
     by_heads = ("q_proj", "q_b_proj", "kv_b_proj") if is_latent else ("q_proj", "k_proj", "v_proj")
     plan |= {f"self_attn.{name}": ColwiseParallel() for name in by_heads if hasattr(block.self_attn, name)}
     _apply(block, tp, plan if is_latent else {"self_attn": to_region, **plan})
-    if isinstance(block.mlp, SwiGLU):
+    if isinstance(block.mlp, SwiGLU | GeluMLP):
         _split_feed_forward(block, "mlp", tp, hidden)
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         _replicate_norm(norm, tp, hidden)
@@ -86,10 +92,11 @@ def _split_latent(attention: LatentSelfAttention, tp: DeviceMesh, hidden: Placem
 def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Placement) -> None:
     plan: dict[str, ParallelStyle] = {
         name: PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),)),
-        f"{name}.gate_proj": ColwiseParallel(),
         f"{name}.up_proj": ColwiseParallel(),
         f"{name}.down_proj": RowwiseParallel(output_layouts=hidden),
     }
+    if isinstance(getattr(parent, name), SwiGLU):
+        plan[f"{name}.gate_proj"] = ColwiseParallel()
     _apply(parent, tp, plan)
 
 
@@ -126,7 +133,7 @@ def _apply(module: nn.Module, tp: DeviceMesh, plan: ParallelStyle | dict[str, Pa
     parallelize_module(module, tp, plan, src_data_rank=None)
 
 
-def _replicate_norm(norm: RMSNorm, tp: DeviceMesh, activations: Placement) -> None:
+def _replicate_norm(norm: RMSNorm | LayerNorm | PositionEmbedding, tp: DeviceMesh, activations: Placement) -> None:
     """A whole weight on every rank, whose gradient is a sum over ranks where each sees a part of the activations."""
     _replicate(norm, tp, Partial() if activations.is_shard() else Replicate())
 
@@ -137,6 +144,10 @@ def _split_norm(norm: RMSNorm, tp: DeviceMesh) -> None:
     norm.spread = tp
 
 
-def _replicate(module: RMSNorm | WholeLinear, tp: DeviceMesh, gradient: Placement) -> None:
-    module.weight = nn.Parameter(distribute_tensor(module.weight.data, tp, [Replicate()], src_data_rank=None))
+def _replicate(
+    module: RMSNorm | LayerNorm | PositionEmbedding | WholeLinear, tp: DeviceMesh, gradient: Placement
+) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        whole = distribute_tensor(parameter.data, tp, [Replicate()], src_data_rank=None)
+        setattr(module, name, nn.Parameter(whole))
     module.weight_grad = [gradient]

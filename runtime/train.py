@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
 import os
-import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..schema import ConfigError, MeshwrightError, Plan, RuntimeMismatchError
-from .checkpoint import check_writable, list_checkpoints, load_checkpoint, save_checkpoint
-from .data import BYTE_VOCAB_SIZE, TextCorpus, TokenBatches, find_text
+from ..schema import ConfigError, Plan, RuntimeMismatchError
+from .checkpoint import check_writable, list_checkpoints
+from .compiled import require_compilable
+from .data_source import open_data, tokenized
+from .hf_save import check_weights_target, save_weights
+from .hf_weights import check_weights
 from .machine import check_device
 from .memory import MemoryMeter
-from .metrics import MetricsWriter, RankPeak, StepRecord, summarise
-from .optimizer import build_optimizer, clip_gradients
+from .metrics import MetricsWriter
+from .optimizer import build_optimizer
 from .options import TrainOptions
-from .parallel_model import ParallelModel
+from .out_of_memory import naming_rank
 from .parallelize import parallelize
+from .samples import TokenBatches, TokenStream
+from .step_parts import waiting_timed
+from .training_run import TrainingRun, gather
 
-T = TypeVar("T")
 
-
-def check_options(plan: Plan, options: TrainOptions) -> TextCorpus:
-    """The corpus of a run, after everything about it that can be wrong was looked at; starts nothing.
+def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
+    """The options with text made into tokens, after everything about them that can be wrong was looked at; starts nothing.
 
     Raises:
-        ConfigError: no text, too little of it, a vocabulary without all bytes, or checkpoint options that contradict.
+        ConfigError: no data, too little of it, not those of the model's vocabulary, or options that contradict.
+        RuntimeMismatchError: the plan cannot be compiled.
     """
-    if plan.model.vocab_size < BYTE_VOCAB_SIZE:
-        raise ConfigError(
-            f"the data has {BYTE_VOCAB_SIZE} kinds of byte, {plan.model.name} a vocabulary of {plan.model.vocab_size}"
-        )
     if options.checkpoint_dir is None and (options.checkpoint_every or options.resume):
         raise ConfigError("--checkpoint-every and --resume need a folder", help="add --checkpoint-dir DIR")
     found = list_checkpoints(options.checkpoint_dir) if options.checkpoint_dir and not options.resume else ()
@@ -45,11 +45,26 @@ def check_options(plan: Plan, options: TrainOptions) -> TextCorpus:
             f"{options.checkpoint_dir} already holds {found[-1].name}",
             help="add --resume to go on from it, or give another --checkpoint-dir",
         )
+    if options.compile_blocks:
+        require_compilable(plan)
     if options.checkpoint_dir:
         check_writable(options.checkpoint_dir)
-    corpus = find_text(options.data)
-    TokenBatches(corpus, seq_len=plan.workload.seq_len, local_batch=1, dp_rank=0, seed=options.seed)
-    return corpus
+    check_weight_options(plan, options)
+    options = options.replace(data=tokenized(options.data, options.tokenizer), tokenizer=None)
+    _batches(plan, options, local_batch=1, dp_rank=0)
+    return options
+
+
+def check_weight_options(plan: Plan, options: TrainOptions) -> None:
+    """Look at the weights a run starts from and at the place of those it ends with.
+
+    Raises:
+        ConfigError: they are of another model or damaged, or the place cannot be written.
+    """
+    if options.weights:
+        check_weights(plan.model, options.weights)
+    if options.save_weights:
+        check_weights_target(plan.model, options.save_weights)
 
 
 def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0) -> None:
@@ -61,111 +76,70 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
 
     Raises:
         ConfigError, RuntimeMismatchError: the options, the data or this machine do not suit the plan.
-        MeshwrightError: the loss is no longer a number.
+        MeshwrightError: the loss is no longer a number, a checkpoint cannot be written, or there is no memory left.
     """
     device = _join(plan, timeout_s)
     meter = MemoryMeter(device)
-    corpus = check_options(plan, options)
-    if len(set(_gather(corpus.fingerprint))) > 1:
-        raise RuntimeMismatchError("the ranks found different data", help="give --data a folder that all nodes share")
-    model = parallelize(None, plan, device=device, seed=options.seed)
-    optimizer = build_optimizer(
-        model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas
-    )
-    is_reporter = dist.get_rank() == plan.rank_map[0]
-    run = _Run(model, optimizer, options, meter, MetricsWriter(report if is_reporter else None))
-    local_batch = plan.workload.global_batch_size // model.mesh.dp_degree
-    batches = TokenBatches(
-        corpus, seq_len=plan.workload.seq_len, local_batch=local_batch, dp_rank=model.mesh.dp_rank, seed=options.seed
-    )
-    for step in range(run.resume() + 1, options.steps + 1):
-        run.step(step, batches.batch(step).to(device))
-        run.checkpoint(step)
-    run.finish()
+    options = prepare_options(plan, options)
+    with naming_rank(plan, device):
+        model = parallelize(
+            None,
+            plan,
+            device=device,
+            seed=options.seed,
+            weights=options.weights,
+            compile_blocks=options.compile_blocks,
+        )
+        local_batch = plan.workload.global_batch_size // model.mesh.dp_degree
+        batches, data = _batches(plan, options, local_batch=local_batch, dp_rank=model.mesh.dp_rank)
+        if len(set(gather(data))) > 1:
+            raise RuntimeMismatchError(
+                "the ranks found different data", help="give --data a folder that all nodes share"
+            )
+        optimizer = build_optimizer(
+            model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas
+        )
+        is_reporter = dist.get_rank() == plan.rank_map[0]
+        writer = MetricsWriter(report if is_reporter else None)
+        run = TrainingRun(model, optimizer, options, meter, writer, data)
+        if options.checkpoint_dir is None:
+            _run_steps(run, batches)
+        else:
+            with run.stop.listening():
+                _run_steps(run, batches)
+        run.finish()
+        if options.save_weights and not run.is_stopped:
+            save_weights(model, options.save_weights, like=options.weights)
     dist.destroy_process_group()
 
 
-@dataclass(eq=False)
-class _Run:
-    """One rank's training run."""
+def _run_steps(run: TrainingRun, batches: TokenBatches) -> None:
+    with waiting_timed(run.model.clock):
+        for tokens in _in_advance(run, batches):
+            run.step(tokens.to(run.model.device))
+            run.checkpoint()
 
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
-    options: TrainOptions
-    meter: MemoryMeter
-    writer: MetricsWriter
-    step_times_s: list[float] = field(default_factory=list)
 
-    def resume(self) -> int:
-        """Steps already done: those of the newest checkpoint, or none."""
-        options = self.options
-        found = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
-        newest = _gather(str(found[-1]) if found else None)[0]
-        if newest is None:
-            return 0
-        self.meter.pause()
-        info = load_checkpoint(newest, self.model, self.optimizer)
-        self.meter.resume()
-        if info.seed != options.seed:
-            raise ConfigError(f"{newest} was trained with --seed {info.seed}, this run has {options.seed}")
-        if info.step >= options.steps:
-            raise ConfigError(f"{newest} has {info.step} steps done; --steps {options.steps} leaves none to do")
-        return info.step
+def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tensor]:
+    """Batches until the run is finished, each read while the one before is trained on."""
+    batch = run.model.plan.workload.global_batch_size
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
+        coming = reader.submit(batches.batch, run.samples)
+        while not run.is_finished:
+            with run.model.clock.part("data"):
+                tokens = coming.result()
+            coming = reader.submit(batches.batch, run.samples + batch)
+            yield tokens
 
-    def step(self, step: int, tokens: torch.Tensor) -> None:
-        """Forward, backward and update; the clock runs from the batch being there to the parameters being new."""
-        learning_rate = self.options.learning_rate_at(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        start_s = self._now_s()
-        loss = self.model.forward_backward(tokens)
-        grad_norm = clip_gradients(self.model, self.options.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        step_time_s = self._now_s() - start_s
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            raise MeshwrightError(
-                f"the loss is {loss} and the gradient norm {grad_norm} at step {step}",
-                help="use a lower --learning-rate",
-            )
-        self.step_times_s.append(step_time_s)
-        self.writer.write(
-            StepRecord(
-                step=step,
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=learning_rate,
-                step_time_s=step_time_s,
-                tokens_per_s=self.model.plan.workload.tokens_per_step / step_time_s,
-                peak_allocated_bytes=self.meter.peak_allocated_bytes(),
-            )
-        )
 
-    def checkpoint(self, step: int) -> None:
-        """Save where it is due; does not count in the measured memory."""
-        options = self.options
-        every = options.checkpoint_every or options.steps
-        if options.checkpoint_dir is None or (step % every and step != options.steps):
-            return
-        self.meter.pause()
-        save_checkpoint(options.checkpoint_dir, self.model, self.optimizer, step=step, seed=options.seed)
-        self.meter.resume()
-
-    def finish(self) -> None:
-        """Report the measurements of all ranks beside the prediction."""
-        peak = RankPeak(
-            rank=self.model.plan.rank_map.index(dist.get_rank()),
-            peak_allocated_bytes=self.meter.peak_allocated_bytes(),
-            peak_reserved_bytes=self.meter.peak_reserved_bytes(),
-        )
-        peaks = sorted(_gather(peak), key=lambda entry: entry["rank"])
-        self.writer.write(summarise(self.model.plan, self.step_times_s, peaks, memory_source=self.meter.source))
-        self.writer.close()
-
-    def _now_s(self) -> float:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+def _batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank: int) -> tuple[TokenBatches, str]:
+    """The sequences of one data-parallel rank, and what tells these data from others."""
+    vocab_size, seq_len = plan.model.vocab_size, plan.workload.seq_len
+    stream: TokenStream = open_data(options.data, vocab_size=vocab_size)
+    batches = TokenBatches(
+        stream, seq_len=seq_len, local_batch=local_batch, dp_rank=dp_rank, seed=options.seed, vocab_size=vocab_size
+    )
+    return batches, hashlib.sha256(f"{stream.fingerprint} {seq_len}".encode()).hexdigest()
 
 
 def _join(plan: Plan, timeout_s: float) -> torch.device:
@@ -183,10 +157,3 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
-
-
-def _gather(value: T) -> list[T]:
-    """One value of every rank, in the order of the processes."""
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

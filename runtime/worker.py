@@ -40,6 +40,8 @@ class Job(Document):
         options: of the built-in training; unused where there is a script.
         report: file that the reporting rank appends its metrics to.
         timeout_s: how long a collective may wait for a rank.
+        hang_timeout_s: no rank of a training run is taken for hung before this time without a step; 0: never.
+        grace_s: how long ranks may take for a last checkpoint after SIGTERM.
         script: a user's script and its arguments; empty for the built-in training.
     """
 
@@ -47,6 +49,8 @@ class Job(Document):
     options: TrainOptions = TrainOptions()
     report: str | None = None
     timeout_s: float = Field(default=600.0, gt=0, le=10**7)
+    hang_timeout_s: float = Field(default=10.0, ge=0)
+    grace_s: float = Field(default=25.0, ge=0)
     script: tuple[str, ...] = ()
 
 

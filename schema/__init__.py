@@ -15,6 +15,7 @@ from .errors import (
 from .layout import Layout
 from .model import ModelSpec
 from .offers import Offer
+from .offload import OffloadSchedule, OffloadWorth
 from .plan import Alternative, Estimate, Plan, SearchCertificate, Stage
 from .profile import Profile
 from .workload import Workload
@@ -36,6 +37,8 @@ __all__ = [
     "ModelSpec",
     "NodeGroup",
     "Offer",
+    "OffloadSchedule",
+    "OffloadWorth",
     "ParetoPoint",
     "Plan",
     "Profile",

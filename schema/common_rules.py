@@ -119,7 +119,10 @@ ENGINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "interleaved_microbatches",
-        lambda f: (f.num_model_chunks == 1) | ((f.pp > 1) & ((f.num_microbatches % f.pp == 0) | runs(f, *V_SCHEDULES))),
+        lambda f: (
+            (f.num_model_chunks == 1)
+            | ((f.pp > 1) & ((f.num_microbatches % f.pp == 0) | runs(f, *V_SCHEDULES, "synthesised")))
+        ),
         lambda f: (
             f"num_model_chunks {f.num_model_chunks} needs pp > 1 and micro-batches in multiples of it; there are "
             f"{f.num_microbatches} for pp {f.pp}"

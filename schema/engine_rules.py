@@ -99,7 +99,9 @@ VERSION_RULES: tuple[Rule, ...] = (
     Rule(
         "offload",
         lambda f: f.offloads == 0,
-        lambda f: "offloading to the host is predicted, but this version does not execute it",
+        lambda f: (
+            "offloading is executed as a plan's schedule says (offload=scheduled); other forms are predicted only"
+        ),
     ),
     Rule(
         "recompute_of_all_blocks",

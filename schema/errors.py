@@ -46,6 +46,10 @@ def _rebuild(kind: type[MeshwrightError], message: str, details: tuple[str, ...]
     return kind(message, details=details, help=help_)
 
 
+def _rebuild_interrupted(received: int, checkpoint_step: int | None) -> InterruptedRunError:
+    return InterruptedRunError(received, checkpoint_step=checkpoint_step)
+
+
 class ConfigError(MeshwrightError):
     """Bad input: a name, number, string or file that cannot mean anything."""
 
@@ -73,10 +77,15 @@ class RuntimeMismatchError(MeshwrightError):
 class InterruptedRunError(MeshwrightError):
     """A signal to the launcher ended the job."""
 
-    def __init__(self, received: int) -> None:
+    def __init__(self, received: int, *, checkpoint_step: int | None = None) -> None:
         number = signal.Signals(received)
-        super().__init__(f"interrupted by {number.name}; every rank of this node was stopped")
+        super().__init__(
+            f"interrupted by {number.name}; every rank of this node was stopped",
+            details=() if checkpoint_step is None else (f"the checkpoint of step {checkpoint_step} is whole",),
+            help=None if checkpoint_step is None else "go on from it with --resume",
+        )
         self.exit_code = 128 + number
+        self._checkpoint_step = checkpoint_step
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.exit_code - 128,)
+        return _rebuild_interrupted, (self.exit_code - 128, self._checkpoint_step)

@@ -13,7 +13,7 @@ from .errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
 LayoutRecompute = Literal["none", "selective", "full", "mixed"]
-Offload = Literal["none", "optimizer", "parameters"]
+Offload = Literal["none", "optimizer", "parameters", "scheduled"]
 Vocabulary = Literal["ends", "split"]
 Schedule = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "synthesised"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -49,7 +49,8 @@ class Layout(Frozen):
             of attention; full keeps the input of each block; mixed: each block as the stages of the plan say.
         recompute_fraction: part of each stage's blocks that recompute; the others keep everything.
         offload: what lies in the memory of the host instead of the device's: the optimizer states with the fp32 parameters, which
-            the host updates; and the parameters too, which come back for every pass.
+            the host updates; and the parameters too, which come back for every pass; scheduled: as the plan's offload schedule
+            says, layer by layer (schema/offload.py), for one pipeline stage.
         offload_fraction: part of the optimizer states that is offloaded; offloaded parameters are so as a whole.
         offload_activations: part of the kept activations that waits for the backward pass in the host's memory.
         offload_to: host memory or, beyond it, the node's storage.
@@ -89,6 +90,10 @@ class Layout(Frozen):
             raise ValueError("sequence_parallel needs tp > 1")
         if self.offload == "parameters" and (self.offload_fraction < 1 or self.zero_stage not in (0, 3)):
             raise ValueError("offload of parameters needs offload_fraction 1 and zero_stage 3 (or one rank)")
+        if self.offload == "scheduled" and (self.pp > 1 or self.offload_activations > 0 or self.offload_fraction < 1):
+            raise ValueError(
+                "offload=scheduled needs pp 1, and no offload_fraction nor offload_activations: its schedule has them by layer"
+            )
         return self
 
     @property

@@ -154,7 +154,7 @@ def layout_facts(
     return Facts(
         **{name: getattr(layout, name) for name in NUMBERS},
         sequence_parallel=int(layout.sequence_parallel),
-        offloads=int(layout.offload != "none" or layout.offload_activations > 0),
+        offloads=int(layout.offload not in ("none", "scheduled") or layout.offload_activations > 0),
         recomputes=int(layout.recompute != "none"),
         recompute_fraction=layout.recompute_fraction,
         schedule=SCHEDULES.index(layout.schedule),

@@ -11,6 +11,7 @@ from .cluster import ClusterSpec
 from .cost_summary import CostSummary, ParetoPoint
 from .layout import Layout, Recompute
 from .model import Block, ModelSpec, MoE
+from .offload import LayerOffload, OffloadSchedule
 from .workload import Workload
 
 
@@ -140,22 +141,39 @@ class Stage(Frozen):
 
     Attributes:
         recompute: of every block, unless ``layer_recompute`` has one for each layer (what has no block ignores it).
+        layer_offload: what of each layer's activations waits on the host (schema/offload.py), where any does: of blocks without
+            recompute what autograd saves, of blocks with full recompute their inputs. Selective recompute keeps its tensors where
+            torch's hooks do not see them.
     """
 
     first_layer_idx: NonNegativeInt
     num_layers: PositiveInt
     recompute: Recompute = "none"
     layer_recompute: tuple[Recompute, ...] = ()
+    layer_offload: tuple[LayerOffload, ...] = ()
 
     @model_validator(mode="after")
     def _one_for_each_layer(self) -> Self:
         if len(self.layer_recompute) not in (0, self.num_layers):
             raise ValueError(f"layer_recompute has {len(self.layer_recompute)} entries for {self.num_layers} layers")
+        if len(self.layer_offload) not in (0, self.num_layers):
+            raise ValueError(f"layer_offload has {len(self.layer_offload)} entries for {self.num_layers} layers")
+        needed: dict[LayerOffload, Recompute] = {"activations": "none", "boundary": "full"}
+        for idx, offload in zip(self.layer_idxs, self.layer_offload, strict=False):
+            if offload != "none" and self.recompute_of(idx) != needed[offload]:
+                raise ValueError(
+                    f"layer {idx} offloads its {offload}, which needs recompute {needed[offload]}; it has "
+                    f"{self.recompute_of(idx)}"
+                )
         return self
 
     def recompute_of(self, layer_idx: int) -> Recompute:
         """What is recomputed of a layer, given its index in ``ModelSpec.iter_layers()``."""
         return self.layer_recompute[layer_idx - self.first_layer_idx] if self.layer_recompute else self.recompute
+
+    def offload_of(self, layer_idx: int) -> LayerOffload:
+        """What of a layer's activations waits on the host, given its index in ``ModelSpec.iter_layers()``."""
+        return self.layer_offload[layer_idx - self.first_layer_idx] if self.layer_offload else "none"
 
     @property
     def layer_idxs(self) -> range:
@@ -246,6 +264,7 @@ class Plan(Document):
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (solvers/pipeline_csv.py); empty otherwise.
+        offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
         notes: what the reader should know about assumptions made.
         cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
         pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
@@ -262,6 +281,7 @@ class Plan(Document):
     alternatives: tuple[Alternative, ...] = ()
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
+    offload: OffloadSchedule | None = None
     notes: tuple[str, ...] = ()
     cost: CostSummary | None = None
     pareto: tuple[ParetoPoint, ...] = ()
@@ -299,7 +319,25 @@ class Plan(Document):
             raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
         layout.num_microbatches(self.workload.global_batch_size)
         self._check_slots()
+        self._check_offload()
         return self
+
+    def _check_offload(self) -> None:
+        if (self.layout.offload == "scheduled") != (self.offload is not None):
+            have = "no offload schedule" if self.offload is None else "an offload schedule"
+            raise ValueError(f"{have} with offload {self.layout.offload}: offload=scheduled and a schedule go together")
+        layers = list(self.model.iter_layers())
+        for stage in self.stages:
+            for idx in stage.layer_idxs:
+                if stage.offload_of(idx) == "none":
+                    continue
+                if self.offload is None or not isinstance(layers[idx], Block):
+                    why = "is no block" if self.offload is not None else "has no offload schedule to belong to"
+                    raise ValueError(f"layer_offload {stage.offload_of(idx)} of layer {idx}, which {why}")
+        if self.offload is not None:
+            beyond = max(self.offload.off_device_layers, default=0)
+            if beyond >= len(layers):
+                raise ValueError(f"the offload schedule names layer {beyond} of {len(layers)}")
 
     def _check_slots(self) -> None:
         if not self.expert_slots:

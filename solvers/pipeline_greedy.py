@@ -8,7 +8,8 @@ sequence of forward and backward passes from another order and only places the w
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,19 @@ def by_events(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -
     Raises:
         InfeasibleError: a rank cannot hold one micro-batch of all its stages.
     """
-    return _Events(pipeline, cap_bytes, rule).run()
+    return timed(pipeline, cap_bytes, rule)[0]
+
+
+def timed(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> tuple[Order, float]:
+    """`by_events` and the seconds until its last pass ends.
+
+    Raises:
+        InfeasibleError: a rank cannot hold one micro-batch of all its stages.
+    """
+    run = _Events(pipeline, cap_bytes, rule)
+    order = run.run()
+    assert not any(run.left), "a forward pass leaves room for its micro-batch to go on"
+    return order, max(run.free_at)
 
 
 def refilled(pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float) -> Order:
@@ -74,10 +87,14 @@ class _Events:
         ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
         self.stages = [pipeline.stages_of(rank) for rank in ranks]
         self.hop = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
-        self.room = [
-            sum(pipeline.held_bytes[later] for later in self.stages[pipeline.rank_of_stage[s]] if later > s)
-            for s in stages
-        ]
+        self.grown = [max(0.0, -freed) for freed in pipeline.backward_freed_bytes]
+        self.needed = [pipeline.held_bytes[s] + self._room(s) for s in stages]
+        self.seconds = {"F": pipeline.forward_s, "B": pipeline.backward_s, "W": pipeline.weight_s}
+        self.change = {
+            "F": pipeline.held_bytes,
+            "B": tuple(-freed for freed in pipeline.backward_freed_bytes),
+            "W": tuple(-freed for freed in pipeline.weight_freed_bytes),
+        }
         self.arrivals: dict[str, list[list[float]]] = {"F": [[] for _ in stages], "B": [[] for _ in stages]}
         self.arrivals["F"][0] = [0.0] * m
         self.done = {kind: [0] * pipeline.num_stages for kind in ("F", "B", "W")}
@@ -87,11 +104,16 @@ class _Events:
         self.queue = [(0.0, rank) for rank in ranks]
         self.free_at = [0.0] * pipeline.num_ranks
         for rank in ranks:
-            need = max((pipeline.held_bytes[s] + self.room[s] for s in self.stages[rank]), default=0.0)
+            need = max((self.needed[s] for s in self.stages[rank]), default=0.0)
             if need > cap_bytes[rank] + _SLACK:
                 raise InfeasibleError(
                     f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap_bytes[rank]:g}"
                 )
+
+    def _room(self, s: int) -> float:
+        """Bytes that a forward pass of a stage leaves free, so that its micro-batch can go on alone."""
+        here = self.stages[self.costs.rank_of_stage[s]]
+        return sum(self.costs.held_bytes[later] for later in here if later > s) + max(self.grown[one] for one in here)
 
     def run(self) -> Order:
         while self.queue:
@@ -100,36 +122,45 @@ class _Events:
                 self._decide(now, rank) if self.sequence is None else self._follow(now, rank, self.sequence[rank])
         return tuple(tuple(row) for row in self.rows)
 
-    def _waiting(self, rank: int, kind: str) -> Iterator[tuple[float, int]]:
-        """Arrival and stage of the next pass of each stage whose input is known to come."""
-        for s in self.stages[rank]:
-            arrivals, done = self.arrivals[kind][s], self.done[kind][s]
-            if done < len(arrivals):
-                yield arrivals[done], s
-
     def _decide(self, now: float, rank: int) -> None:
-        forward = list(self._waiting(rank, "F"))
-        backward = list(self._waiting(rank, "B"))
-        fits = [
-            s
-            for _, s in forward
-            if self.held[rank] + self.costs.held_bytes[s] + self.room[s] <= self.cap[rank] + _SLACK
-        ]
-        can_f = [s for at, s in forward if at <= now + _SLACK and s in fits]
-        can_b = [s for at, s in backward if at <= now + _SLACK]
-        can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
-        if can_b and (self.rule.prefer == "B" or not can_f):
-            self._run(now, rank, "B", max(can_b))
-        elif can_f:
-            self._run(now, rank, "F", max(can_f) if self.rule.deepest_first else min(can_f))
-        else:
-            coming = min(
-                (at for at, s in (*backward, *((at, s) for at, s in forward if s in fits))), default=float("inf")
-            )
-            if can_w and coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]:
-                self._run(now, rank, "W", can_w[-1])
-            elif coming < float("inf"):
-                heapq.heappush(self.queue, (max(coming, now), rank))
+        """The next pass of a rank, or when to ask again: each stage's next passes that have arrived, or are known to come."""
+        soon, left = now + _SLACK, self.cap[rank] + _SLACK - self.held[rank]
+        forward = backward = weight = -1
+        coming = math.inf
+        lacks_room = False
+        for s in self.stages[rank]:
+            at = self._next_at("F", s)
+            if self.needed[s] <= left and at <= soon:
+                forward = s if self.rule.deepest_first or forward < 0 else forward
+            elif self.needed[s] <= left and at < coming:
+                coming = at
+            at = self._next_at("B", s)
+            if at <= soon:
+                backward = s
+                lacks_room = lacks_room or self._has_no_room(rank, s)
+            elif at < coming:
+                coming = at
+            if self.done["W"][s] < self.done["B"][s]:
+                weight = s
+        if weight >= 0 and lacks_room:
+            self._run(now, rank, "W", weight)
+        elif backward >= 0 and (self.rule.prefer == "B" or forward < 0):
+            self._run(now, rank, "B", backward)
+        elif forward >= 0:
+            self._run(now, rank, "F", forward)
+        elif weight >= 0 and coming - now >= self.rule.fit * self.costs.weight_s[weight]:
+            self._run(now, rank, "W", weight)
+        elif coming < math.inf:
+            heapq.heappush(self.queue, (max(coming, now), rank))
+
+    def _next_at(self, kind: str, s: int) -> float:
+        """When the input of a stage's next pass arrives; infinite where that is not known."""
+        arrivals, done = self.arrivals[kind][s], self.done[kind][s]
+        return arrivals[done] if done < len(arrivals) else math.inf
+
+    def _has_no_room(self, rank: int, s: int) -> bool:
+        """Whether what a backward pass leaves for its weight pass is beyond the cap."""
+        return self.held[rank] + self.grown[s] > self.cap[rank] * (1 + _SLACK) + _SLACK
 
     def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
         """The next pass of a given sequence, or a weight pass before it."""
@@ -143,7 +174,8 @@ class _Events:
             s, kind, i = sequence[position]
             arrivals = self.arrivals[kind][s]
             coming = arrivals[i] if i < len(arrivals) else coming
-            blocked = kind == "F" and self.held[rank] + self.costs.held_bytes[s] > self.cap[rank] + _SLACK
+            more = self.costs.held_bytes[s] if kind == "F" else self.grown[s]
+            blocked = more > 0 and self.held[rank] + more > self.cap[rank] + _SLACK
         if coming <= now + _SLACK and not blocked:
             self._run(now, rank, kind, s)
         elif can_w and (blocked or coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]):
@@ -153,12 +185,8 @@ class _Events:
 
     def _run(self, now: float, rank: int, kind: Kind, s: int) -> None:
         costs, i = self.costs, self.done[kind][s]
-        end = now + {"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s}[kind][s]
-        self.held[rank] += {
-            "F": costs.held_bytes[s],
-            "B": -costs.backward_freed_bytes[s],
-            "W": -costs.weight_freed_bytes[s],
-        }[kind]
+        end = now + self.seconds[kind][s]
+        self.held[rank] += self.change[kind][s]
         self.done[kind][s] += 1
         self.left[rank] -= 1
         self.rows[rank].append(Action(s, kind, i))

@@ -32,11 +32,9 @@ Constraints
     (C5) slowest >= t_s
     (C6) once[q] >= sum_p FIXEDONCE x + sum_ko ONCE n, for every stage
 
-Three methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
+Two methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
 and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each part of (O) at its own least.
-stage_integer_program.py can close what is left between the two; the search does not call it yet. Source of the counts: layers of
-equal kind are interchangeable; of the
-spans: stage_split.py.
+Source of the counts: layers of equal kind are interchangeable; of the spans: stage_split.py.
 """
 
 from __future__ import annotations
@@ -106,7 +104,6 @@ class Solution:
 
 
 NOTHING = Solution(Status.INFEASIBLE, (), np.zeros((0, 0, 0), dtype=np.int64), float("inf"))
-UNKNOWN = Solution(Status.UNKNOWN, (), np.zeros((0, 0, 0), dtype=np.int64), float("inf"))
 
 
 class Front(NamedTuple):

@@ -208,7 +208,7 @@ def scored(rows: pd.DataFrame) -> tuple[dict[str, Any], dict[str, float]]:
         scores[title] = round(float(by_build[np.invert(fp8)].mean()), 4)
         scores[f"{title}, fp8"] = round(float(by_build[fp8].mean()), 4)
         scores.update({f"{title}: {device} {build}": round(float(v), 4) for (device, build), v in by_build.items()})
-    families = dict(_left_out_families(rows[~rows.software.map(is_fp8)]))
+    families = dict(_left_out_errors(rows[~rows.software.map(is_fp8)]))
     for number in (0, 10, 100):
         mine = {family: by_number[number] for family, by_number in families.items()}
         scores[f"family left out, {number} points"] = round(float(np.mean(list(mine.values()))), 4)
@@ -221,26 +221,39 @@ def scored(rows: pd.DataFrame) -> tuple[dict[str, Any], dict[str, float]]:
     return scores, {name: round(float(value), 3) for name, value in errors.items()}
 
 
-def _left_out_families(rows: pd.DataFrame) -> Iterator[tuple[str, dict[int, float]]]:
-    """Family -> number of points -> mean error over its devices and builds."""
+def left_out_families(
+    rows: pd.DataFrame,
+) -> Iterator[tuple[str, ResidualModel, dict[tuple[str, str], GemmRates]]]:
+    """Each family with the residual of all others, and for each of its (device, software) the rates that data sheet and the
+    others' coefficients give.
+    """
     rooflines = fit_rooflines(rows, np.ones(len(rows), dtype=bool))
     names, x, roofline = design(rows, rooflines)
     seconds, family_of = rows.seconds.to_numpy(), rows.family.to_numpy()
     for family in dict.fromkeys(FAMILIES.values()):
         others = family_of != family
         regressor = fit_residual(x[others], roofline[others], seconds[others])
-        residual = regressor.to_model(names, {})
-        errors: dict[int, list[float]] = {0: [], 10: [], 100: []}
-        for (device, software), at in rows[~others].groupby(["device", "software"]).indices.items():
-            part = rows[~others].iloc[at]
-            prior = _prior(rooflines, family, software)
-            for number, found in errors.items():
-                found.append(
-                    _error_with_points(
-                        part, residual, device_rates(device, software)._replace(coefficients=prior), number
-                    )
-                )
-        yield family, {number: float(np.mean(found)) for number, found in errors.items()}
+        mine = rows[~others].groupby(["device", "software"]).indices
+        priors = {
+            (device, software): device_rates(device, software)._replace(
+                coefficients=_prior(rooflines, family, software)
+            )
+            for device, software in mine
+        }
+        yield family, regressor.to_model(names, {}), priors
+
+
+def _left_out_errors(rows: pd.DataFrame) -> Iterator[tuple[str, dict[int, float]]]:
+    """Family -> number of points -> mean error over its devices and builds."""
+    for family, residual, priors in left_out_families(rows):
+        parts = rows[rows.family == family].groupby(["device", "software"])
+        yield (
+            family,
+            {
+                number: float(np.mean([_error_with_points(part, residual, priors[key], number) for key, part in parts]))
+                for number in (0, 10, 100)
+            },
+        )
 
 
 def _prior(rooflines: Rooflines, family: str, software: str) -> GemmCoefficients:

@@ -1,4 +1,4 @@
-"""A Llama-family decoder in plain PyTorch, built from a ModelSpec.
+"""A decoder of the Llama family or GPT-2 in plain PyTorch, built from a ModelSpec.
 
 Parameter names are those of transformers' Llama, so that Hugging Face checkpoints map one to one, and they stay the same on a
 pipeline stage, which simply lacks the other stages' layers.
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.errors import RuntimeMismatchError
-from ...schema.model import Block, DenseMLP, ModelSpec, SoftmaxAttention
+from ...schema.model import Block, DenseMLP, ModelSpec, MoE, SoftmaxAttention
 from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
 from .experts import MixtureOfExperts
+from .gelu import GeluMLP
 from .latent_attention import LatentSelfAttention
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm, build_norm
+from .positions import PositionEmbedding
 from .ring_attention import SequenceRanks
 from .rotary import Rotary, rotate
 from .swiglu import SwiGLU
@@ -35,7 +37,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head or grouped-query attention with rotary positions.
+    """Causal multi-head or grouped-query attention, with rotary positions but where the model has learned ones.
 
     Attributes:
         context: who attends where S is only this rank's part of the sequence.
@@ -44,7 +46,7 @@ class SelfAttention(nn.Module):
     context: SequenceRanks | None = None
 
     def __init__(
-        self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary, eps: float, kind: AttentionKind
+        self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary | None, eps: float, kind: AttentionKind
     ) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
@@ -63,8 +65,10 @@ class SelfAttention(nn.Module):
         """[B, S, D] to [B, S, D]."""
         query, key = self._normed(self.q_proj(hidden), self.q_norm), self._normed(self.k_proj(hidden), self.k_norm)
         query, key, value = (x.transpose(1, 2) for x in (query, key, self._heads(self.v_proj(hidden))))
-        cos, sin = self.rotary.tables(query.shape[2], query.device, query.dtype)
-        out = self._attend(rotate(query, cos, sin), rotate(key, cos, sin), value)
+        if self.rotary is not None:
+            cos, sin = self.rotary.tables(query.shape[2], query.device, query.dtype)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        out = self._attend(query, key, value)
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
 
@@ -94,18 +98,14 @@ class SelfAttention(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMSNorm and a residual."""
+    """Attention and feed-forward, each behind a norm and a residual."""
 
-    def __init__(self, model: ModelSpec, spec: Block, rotary: Rotary, kind: AttentionKind) -> None:
+    def __init__(self, model: ModelSpec, spec: Block, rotary: Rotary | None, kind: AttentionKind) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
+        self.input_layernorm = build_norm(spec.norm, model.hidden_dim, model.norm_eps)
         self.self_attn = _attention(model, spec, rotary, kind)
-        self.post_attention_layernorm = RMSNorm(model.hidden_dim, model.norm_eps)
-        self.mlp = (
-            SwiGLU(model.hidden_dim, spec.mlp)
-            if isinstance(spec.mlp, DenseMLP)
-            else MixtureOfExperts(model.hidden_dim, spec.mlp)
-        )
+        self.post_attention_layernorm = build_norm(spec.norm, model.hidden_dim, model.norm_eps)
+        self.mlp = _feed_forward(model.hidden_dim, spec.mlp)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
@@ -114,11 +114,18 @@ class DecoderBlock(nn.Module):
         return result
 
 
+def _feed_forward(hidden_dim: int, spec: DenseMLP | MoE) -> SwiGLU | GeluMLP | MixtureOfExperts:
+    if isinstance(spec, MoE):
+        return MixtureOfExperts(hidden_dim, spec)
+    return SwiGLU(hidden_dim, spec) if spec.gated else GeluMLP(hidden_dim, spec)
+
+
 def _attention(
-    model: ModelSpec, spec: Block, rotary: Rotary, kind: AttentionKind
+    model: ModelSpec, spec: Block, rotary: Rotary | None, kind: AttentionKind
 ) -> SelfAttention | LatentSelfAttention:
     if isinstance(spec.attention, SoftmaxAttention):
         return SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
+    assert rotary is not None
     return LatentSelfAttention(model.hidden_dim, spec.attention, rotary, is_flash=kind == "flash")
 
 
@@ -127,18 +134,21 @@ class DecoderTrunk(nn.Module):
 
     def __init__(self, spec: ModelSpec, kind: AttentionKind) -> None:
         super().__init__()
-        assert spec.rope is not None
         self.embed_tokens: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.hidden_dim)
+        learned = spec.embedding.num_positions
+        self.embed_positions = PositionEmbedding(learned, spec.hidden_dim) if learned else None
         blocks = [layer for layer in spec.iter_layers() if isinstance(layer, Block)]
-        rotaries = {dim: Rotary(spec.rope, dim) for dim in set(map(_rotated_dim, blocks))}
+        rotaries = {dim: Rotary(spec.rope, dim) if spec.rope else None for dim in set(map(_rotated_dim, blocks))}
         self.layers = nn.ModuleDict(
             {str(i): DecoderBlock(spec, block, rotaries[_rotated_dim(block)], kind) for i, block in enumerate(blocks)}
         )
-        self.norm: RMSNorm | None = RMSNorm(spec.hidden_dim, spec.norm_eps)
+        self.norm: RMSNorm | LayerNorm | None = build_norm(spec.head.norm, spec.hidden_dim, spec.norm_eps)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Tokens [B, S] (first stage) or hidden states [B, S, D] to hidden states [B, S, D]."""
         hidden = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
+        if self.embed_positions is not None:
+            hidden = self.embed_positions(hidden)
         for block in self.layers.values():
             hidden = block(hidden)
         return hidden if self.norm is None else self.norm(hidden)
@@ -193,7 +203,7 @@ class Decoder(nn.Module):
     def keep(self, layer_idxs: Collection[int]) -> None:
         """Drop all layers but these, counted as in ``ModelSpec.iter_layers``: 0 is the embedding, the last one the head."""
         if 0 not in layer_idxs:
-            self.model.embed_tokens = None
+            self.model.embed_tokens = self.model.embed_positions = None
         for name in list(self.model.layers):
             if int(name) + 1 not in layer_idxs:
                 del self.model.layers[name]

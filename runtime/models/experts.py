@@ -68,8 +68,11 @@ class Router(WholeLinear):
 
     Attributes:
         e_score_correction_bias: added to sigmoid scores for the choice alone (DeepSeek-V3, arXiv:2412.19437 section 2.1.2); kept as
-            it is loaded, zero in a new model.
+            it is loaded, zero in a new model, unless training moves it (router_balance.py).
+        load: tokens each expert was chosen for since somebody set it to zero; None: not counted.
     """
+
+    load: Tensor | None = None
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:
         super().__init__(hidden_dim, spec.num_experts)
@@ -194,6 +197,8 @@ class MixtureOfExperts(nn.Module):
         # Sorted by expert; a stable order keeps the sums of a run the same each time.
         order = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+        if self.gate.load is not None:
+            self.gate.load += counts
         if self.slots is not None:
             slot_of_row = self.slots.slot_of_rows(experts.flatten()[order], counts)
             counts = torch.bincount(slot_of_row, minlength=len(self.slots.experts))

@@ -47,18 +47,26 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of ``whole`` that this rank holds of ``like``.
+    """The part of ``whole`` that this rank holds of ``like``."""
+    return whole[local_region(like)]
 
-    Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard.
+
+def local_region(like: Tensor) -> tuple[slice, ...]:
+    """Where in a whole tensor this rank's part of it stands, one range a dimension.
+
+    Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard; each cut in parts of
+    equal width, rounded up, as torch.chunk makes them.
     """
+    region = [slice(0, size) for size in like.shape]
     if not isinstance(like, DTensor):
-        return whole
+        return tuple(region)
     mesh = like.device_mesh
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(like.placements[axis], "dim", None)  # strided shards are no Shard in every version; both have dim
         if dim is None:
             continue
-        chunks = whole.chunk(mesh.size(axis), dim=dim)
-        rank = mesh.get_local_rank(axis)
-        whole = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-    return whole
+        first, stop = region[dim].start, region[dim].stop
+        width = -(-(stop - first) // mesh.size(axis))
+        start = min(first + width * mesh.get_local_rank(axis), stop)
+        region[dim] = slice(start, min(start + width, stop))
+    return tuple(region)

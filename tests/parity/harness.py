@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
-from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint
+from meshwright.runtime.checkpoint import Progress, load_checkpoint, save_checkpoint
+from meshwright.runtime.hf_save import save_weights
 from meshwright.runtime.models.init import init_weights
 from meshwright.schema import Plan
 from torch import Tensor
@@ -38,6 +39,8 @@ class Case:
         own_model: hand a Decoder with weights to `parallelize` instead of letting it build one.
         saves: write a checkpoint after the first step.
         resumes: name of an earlier case of the group from whose checkpoint this one goes on.
+        weights: folder of Hugging Face weights to start from.
+        exports: write such weights to the folder ``NAME`` before the first step, in files of at most ``exports`` bytes.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Case:
     own_model: bool = False
     saves: bool = False
     resumes: str = ""
+    weights: str | None = None
+    exports: int = 0
 
 
 @dataclass
@@ -127,7 +132,9 @@ def train(case: Case, folder: Path) -> Outcome:
     if case.own_model:
         decoder = Decoder(plan.model)
         init_weights(decoder, SEED)
-    model = parallelize(decoder, plan, device=torch.device("cpu"), seed=SEED)
+    model = parallelize(decoder, plan, device=torch.device("cpu"), seed=SEED, weights=case.weights)
+    if case.exports:
+        save_weights(model, folder / case.name, max_file_bytes=case.exports)
     optimizer = build_optimizer(model, learning_rate=LEARNING_RATE)
     outcome = Outcome(stage=model.mesh.pp_rank)
     done = load_checkpoint(folder / case.resumes / "step-00000001", model, optimizer).step if case.resumes else 0
@@ -139,7 +146,7 @@ def train(case: Case, folder: Path) -> Outcome:
         outcome.norms.append(clip_gradients(model, MAX_NORM))
         optimizer.step()
         if step == 0 and case.saves:
-            save_checkpoint(folder / case.name, model, optimizer, step=1, seed=SEED)
+            save_checkpoint(folder / case.name, model, optimizer, Progress(step=1, seed=SEED))
     return outcome
 
 

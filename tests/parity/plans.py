@@ -79,6 +79,12 @@ def tiny_model(
     )
 
 
+def gpt2_model(*, num_blocks: int = 3) -> ModelSpec:
+    """Learned positions, LayerNorm and biases, a tied head."""
+    config = {"n_embd": 32, "n_layer": num_blocks, "n_head": 4, "n_positions": 24, "vocab_size": 97}
+    return ModelSpec.from_hf({"model_type": "gpt2", **config})
+
+
 def cpu_cluster(num_devices: int) -> ClusterSpec:
     """One node of CPU ranks."""
     device = Device(

@@ -18,7 +18,7 @@ from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, Plan, Workload
 from meshwright.schema.model import LatentAttention, MoE, Rope
 from meshwright.schema.plan import LayerSlots
-from plans import make_plan, tiny_model
+from plans import gpt2_model, make_plan, tiny_model
 
 LOSS_TOLERANCE = 1.5e-6
 GRADIENT_TOLERANCE = 5e-7
@@ -75,6 +75,7 @@ MODELS = {
             num_experts=6, top_k=3, ffn_dim=16, shared_ffn_dim=28, shared_gate=True, normalize=False, scale=1.5
         ),
     ),
+    "gpt2": gpt2_model(),
     # Names of their own, because their references have other workloads.
     "sgd": tiny_model(),
     "six": tiny_model(),
@@ -177,6 +178,11 @@ TWO = (
     Setup("ep, full", Layout(dp_shard=2, ep=2, recompute="full"), model="experts"),
     Setup("etp over data", Layout(dp_shard=2, etp=2, micro_batch_size=2), model="experts"),
     Setup("ep bf16", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="experts", workload=BF16),
+    Setup("gpt2, zero 3 selective", Layout(dp_shard=2, micro_batch_size=2, recompute="selective"), model="gpt2"),
+    Setup("gpt2, tp", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="gpt2"),
+    Setup("gpt2, tp sp", Layout(tp=2, micro_batch_size=4), model="gpt2"),
+    Setup("gpt2, pp", Layout(pp=2, micro_batch_size=2), model="gpt2"),
+    Setup("gpt2, cp", Layout(cp=2, micro_batch_size=2), model="gpt2"),
     Setup("pp bf16", Layout(pp=2, micro_batch_size=2), workload=BF16, model="tied"),
 )
 THREE = (
@@ -202,6 +208,7 @@ FOUR = (
     Setup("cp tp ep", Layout(cp=2, tp=2, ep=2), model="shared experts"),
     Setup("cp ep 4", Layout(cp=2, dp_shard=2, ep=4), model="experts"),
     Setup("chunks ep", Layout(pp=2, num_model_chunks=2, dp_shard=2, ep=2), model="five with experts"),
+    Setup("gpt2, cp tp", Layout(cp=2, tp=2), model="gpt2"),
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (

@@ -13,7 +13,7 @@ from meshwright.schema.offers import offers_from_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FOLDERS = ("schema", "profilers", "cost_models", "solvers", "planner", "runtime", "cli")
+FOLDERS = ("schema", "profilers", "cost_models", "solvers", "planner", "engines", "runtime", "cli")
 MODULES = {
     path.stem: path.relative_to(ROOT) for folder in ("cost_models", "solvers") for path in (ROOT / folder).glob("*.py")
 }
@@ -45,7 +45,8 @@ def test_name_in_method_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md", "docs/experts.md"]
+    "document",
+    ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md", "docs/experts.md", "docs/engines.md"],
 )
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()

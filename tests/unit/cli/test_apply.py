@@ -69,12 +69,42 @@ def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
     assert [record["step"] for record in records[:-1]] == list(range(1, 13))
     assert losses(records)[-1] < losses(records)[0] - 0.5
     assert set(records[0]) >= {"step", "loss", "grad_norm", "step_time_s", "tokens_per_s", "peak_allocated_bytes"}
+    parts_s = records[0]["parts_s"]
+    assert sum(parts_s.values()) - parts_s["data"] - parts_s["preempted"] == pytest.approx(
+        records[0]["step_time_s"], rel=1e-6
+    )
+    assert min(parts_s["forward"], parts_s["backward"], parts_s["optimizer"]) > 0
     assert records[-1]["predicted"]["step_time_s"] == plan.estimate.step_time_s
     assert (
         records[-1]["measured"]["peak_allocated_bytes"] == records[-1]["measured"]["ranks"][0]["peak_allocated_bytes"]
     )
     assert "step 12/12" in messages
     assert "measured / predicted" in messages
+
+
+@needs_two_cores
+@pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="processes cannot be pinned here")
+def test_rank_beside_busy_loops_is_named(tmp_path: Path) -> None:
+    """Three loops share the core of rank 1, which then has a quarter of it; rank 0 has the other core."""
+    metrics = tmp_path / "metrics.jsonl"
+    plan = saved(small_plan(Layout(dp_replicate=2), num_blocks=4), tmp_path)
+    process = start("--steps", "60", "--metrics", str(metrics), plan)
+    ranks = {int(rank.environ().get("RANK", -1)): rank for rank in training_ranks(process, metrics)}
+    cores = psutil.Process().cpu_affinity()
+    ranks[0].cpu_affinity(cores[:1])
+    ranks[1].cpu_affinity(cores[1:2])
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for loop in loops:
+            psutil.Process(loop.pid).cpu_affinity(cores[1:2])
+        code, _, messages = finish(process)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert code == 0, messages
+    assert [slow["rank"] for slow in read_lines(metrics)[-1]["measured"]["stragglers"]] == [1]
+    assert "slow: rank 1 (stage 0) computes" in messages
 
 
 @needs_two_cores
@@ -178,7 +208,7 @@ def test_options_end_at_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (small_plan(), ("--data", "/nowhere"), 2, "no such data file or folder: /nowhere"),
         (small_plan(), ("--resume",), 2, "--checkpoint-every and --resume need a folder"),
         (small_plan(), ("--nnodes", "2"), 2, "2 nodes need a place to meet"),
-        (small_plan(vocab_size=97), (), 2, "256 kinds of byte, tiny a vocabulary of 97"),
+        (small_plan(vocab_size=97), (), 2, "256 kinds of byte, the model a vocabulary of 97"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(
@@ -203,3 +233,28 @@ def test_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     code, message = in_process(saved(small_plan(), tmp_path), "--checkpoint-dir", str(folder.parent))
     assert code == 2
     assert "already holds step-00000005" in message
+
+
+def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    plan, folder = saved(small_plan(), tmp_path), tmp_path / "weights"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    code, messages = in_process(plan, "--weights", str(folder))
+    assert code == 2
+    assert "cannot read" in messages
+    code, messages = in_process(plan, "--save-weights", str(folder))
+    assert code == 2
+    assert "already exists" in messages
+
+
+def test_run_goes_on_from_the_weights_that_another_saved(tmp_path: Path) -> None:
+    plan, folder = saved(small_plan(), tmp_path), tmp_path / "weights"
+    code, output, messages = finish(
+        start("--steps", "3", "--learning-rate", "0.02", "--json", "--save-weights", str(folder), plan)
+    )
+    assert code == 0, messages
+    code, more, messages = finish(start("--steps", "1", "--json", "--weights", str(folder), plan))
+    assert code == 0, messages
+    first = losses([json.loads(line) for line in more.splitlines()])[0]
+    trained = losses([json.loads(line) for line in output.splitlines()])
+    assert first < trained[0] - 0.2  # the same first batch, after three updates

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshwright.runtime.data import TokenBatches, find_text
+from meshwright.runtime.data import find_text
+from meshwright.runtime.samples import TokenBatches
 from meshwright.schema import ConfigError
 
 
@@ -17,7 +18,7 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 def whole_batch(folder: Path, step: int, dp_degree: int, *, seed: int = 0) -> torch.Tensor:
     corpus = find_text([folder])
     parts = [
-        TokenBatches(corpus, seq_len=16, local_batch=4 // dp_degree, dp_rank=rank, seed=seed).batch(step)
+        TokenBatches(corpus, seq_len=16, local_batch=4 // dp_degree, dp_rank=rank, seed=seed).batch(4 * step)
         for rank in range(dp_degree)
     ]
     return torch.cat(parts)
@@ -77,7 +78,9 @@ def test_folder_without_text_is_refused(tmp_path: Path) -> None:
 
 def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     corpus = find_text([write(tmp_path, {"a": b"short"})])
-    with pytest.raises(ConfigError, match=r"the data has 5 B in 1 files; one sequence of 16 tokens needs 17 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"the data has 5 B in 1 files; one sequence of 16 tokens and its last target needs 17"
+    ):
         TokenBatches(corpus, seq_len=16, local_batch=1, dp_rank=0)
 
 

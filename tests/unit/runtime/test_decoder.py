@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from meshwright.runtime import Decoder
+from meshwright.runtime.hf_weights import load_weights
 from meshwright.runtime.models.init import init_weights, parameter_seed
 from meshwright.schema import ModelSpec, RuntimeMismatchError
 
@@ -69,6 +70,18 @@ CONFIGS = {
     "llama with biases, tied": transformers.LlamaConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
+    "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=40),
+    "gpt2 with its own width and gelu, untied": transformers.GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=24,
+        n_inner=56,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+        layer_norm_epsilon=1e-3,
+    ),
     "qwen2": transformers.Qwen2Config(**SIZES),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
     "mistral": transformers.MistralConfig(**SIZES, head_dim=16),
@@ -81,20 +94,8 @@ CONFIGS = {
 }
 
 
-def unfused(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers keeps gate and up of all experts in one tensor, and has another name for DeepSeek's shared expert."""
-    for theirs, tensor in state.items():
-        name = theirs.replace("shared_experts", "shared_expert")
-        if name.endswith("gate_up_proj"):
-            yield from zip(
-                (name.replace("gate_up", part) for part in ("gate", "up")), tensor.chunk(2, dim=1), strict=True
-            )
-        else:
-            yield name, tensor
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_agree_with_transformers(name: str) -> None:
+def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = CONFIGS[name]
     theirs = transformers.AutoModelForCausalLM.from_config(
@@ -107,7 +108,8 @@ def test_logits_agree_with_transformers(name: str) -> None:
             torch.nn.init.normal_(buffer, 0.0, 0.3)
     spec = ModelSpec.from_hf({**config.to_dict(), "architectures": [type(theirs).__name__]})
     ours = Decoder(spec)
-    ours.load_state_dict(dict(unfused(theirs.state_dict())))
+    theirs.save_pretrained(tmp_path)
+    load_weights(ours, spec, tmp_path)
     tokens = torch.randint(0, 97, (2, 24))
     with torch.no_grad():
         expected, actual = theirs(tokens).logits, ours(tokens)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.runtime import launch as launch_module
+from meshwright.runtime import watch
 from meshwright.runtime.faults import RankDeath, explain
 from meshwright.runtime.launch import Rendezvous, launch
 from meshwright.runtime.machine import is_same_chip, num_cores
@@ -99,7 +99,7 @@ time.sleep(60)
 
 
 def test_suspended_rank_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "_SUSPENDED_S", 0.5)
+    monkeypatch.setattr(watch, "SUSPENDED_S", 0.5)
     plan = small_plan()
     with pytest.raises(MeshwrightError, match="rank 0 of 1 was suspended"):
         launch(plan, script_job(tmp_path, plan, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"))

@@ -1,16 +1,25 @@
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from meshwright.runtime.metrics import MetricsWriter, RankPeak, follow, summarise
-from meshwright.schema import ConfigError
+from meshwright.runtime.metrics import MetricsWriter, RankRecord, follow, summarise
+from meshwright.runtime.step_parts import PARTS
+from meshwright.schema import ConfigError, Layout
 from small_jobs import small_plan
 
 
-def peaks(*sizes: int) -> list[RankPeak]:
+def peaks(*sizes: int, forward_s: Sequence[Sequence[float]] = ()) -> list[RankRecord]:
+    none = dict.fromkeys(PARTS, 0.0)
     return [
-        RankPeak(rank=rank, peak_allocated_bytes=size, peak_reserved_bytes=size + 1) for rank, size in enumerate(sizes)
+        RankRecord(
+            rank=rank,
+            peak_allocated_bytes=size,
+            peak_reserved_bytes=size + 1,
+            parts_s=[{**none, "forward": s, "optimizer": 0.1} for s in (forward_s[rank] if forward_s else ())],
+        )
+        for rank, size in enumerate(sizes)
     ]
 
 
@@ -26,6 +35,19 @@ def test_summary_leaves_out_warm_up_and_takes_the_fullest_rank() -> None:
 def test_summary_of_a_short_run_counts_every_step() -> None:
     measured = summarise(small_plan(), [1.0, 3.0], peaks(1), memory_source="resident-growth")["measured"]
     assert (measured["step_time_s"], measured["warmup_steps"]) == (2.0, 0)
+
+
+def test_summary_has_parts_of_the_busiest_rank_and_names_the_slow_one() -> None:
+    steps = [1.0 + 0.01 * (i % 3) for i in range(12)]
+    ranks = peaks(1, 1, forward_s=(steps, [1.5 * s for s in steps]))
+    plan = small_plan(Layout(dp_replicate=2))
+    result = summarise(plan, [2.0] * 12, ranks, memory_source="resident-growth")
+    assert result["measured"]["parts_s"]["compute"] == pytest.approx(1.5 * 1.01, rel=0.02)
+    assert sum(result["predicted"]["parts_s"].values()) == pytest.approx(plan.estimate.step_time_s)
+    (slow,) = result["measured"]["stragglers"]
+    assert slow["rank"] == 1
+    assert slow["slower_fraction"] == pytest.approx(1.6 / 1.1 - 1, rel=0.05)
+    assert [rank["parts_s"]["optimizer"] for rank in result["measured"]["ranks"]] == [0.1, 0.1]
 
 
 def test_follower_sees_every_line_as_it_is_written(tmp_path: Path) -> None:

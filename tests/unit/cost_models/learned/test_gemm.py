@@ -9,6 +9,7 @@ from meshwright.cost_models.learned import gemm
 from meshwright.cost_models.learned.fit import KINDS
 from meshwright.schema.catalogue import find_device
 from meshwright.schema.cluster_levels import catalogue_device
+from meshwright.schema.profile import MatmulPoint
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
 KNOWN = ("A100", "H100", "H200", "B200", "GB200", "L40S")
@@ -96,6 +97,26 @@ def test_calibration_follows_measured_points():
     assert errors[1] < 0.5 * errors[0]
     assert errors[2] < 0.06
     assert gemm.calibrate(m[:0], n[:0], k[:0], truth[:0], rates) is rates
+
+
+def test_a_profile_is_the_models_own_data_for_its_device():
+    """A GPU a third slower than its data sheet says: its points bring the rates there, in their own dtype only."""
+    device, rates = catalogue_device(*find_device("H100")), _rates("H100")._replace(sustained_ratio=1.0)
+    random = np.random.default_rng(1)
+    shapes = [tuple(int(size) for size in 2 ** random.integers(7, 14, 3)) for _ in range(60)]
+    points = tuple(
+        MatmulPoint(
+            dtype="bf16", m=m, n=n, k=k, time_s=1.5 * gemm.predict(*(np.array([float(x)]) for x in (m, n, k)), rates)[0]
+        )
+        for m, n, k in shapes
+    )
+    own = gemm_rates(device, "bf16-mixed", 1.0, points)
+    size = _square([3072.0])
+    short = own._replace(sustained_ratio=1.0)
+    assert gemm.predict(*size, short)[0] == pytest.approx(1.5 * gemm.predict(*size, rates)[0], rel=0.1)
+    assert own is not rates
+    assert gemm_rates(device, "bf16-mixed", 1.0, points).correction is own.correction  # found once for a profile
+    assert gemm_rates(device, "fp32", 1.0, points) == _rates("H100", "fp32")
 
 
 def test_artefact_says_where_it_comes_from():

@@ -1,0 +1,212 @@
+"""DeepSpeed: the JSON file that `deepspeed --deepspeed_config` and transformers' `deepspeed=` read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..schema.engine_rules import DEEPSPEED_RULES
+from ..schema.errors import ConfigError
+from ..schema.layout import Layout
+from ..schema.layout_facts import layout_facts
+from ..schema.model import Block, ModelSpec
+from ..schema.plan import Plan
+from ..schema.rules import broken_rules
+from . import limits
+from .documents import Exported, Imported, Limit, divided, require_expressible, whole
+from .launching import devices_per_node, num_nodes, placement_not_expressed, stages_not_expressed
+
+VERSION = "0.19"
+CONFIG = "ds_config.json"
+
+
+def _broken(plan: Plan) -> tuple[str, ...]:
+    facts = layout_facts(
+        plan.model, plan.workload, plan.layout, world_size=plan.cluster.num_devices, scaleup_domain=plan.layout.tp
+    )
+    return broken_rules(facts, DEEPSPEED_RULES)
+
+
+LIMITS = (
+    Limit(
+        "deepspeed_rules",
+        lambda p: not _broken(p),
+        lambda p: "; ".join(_broken(p)),
+        "plan again with --engine deepspeed",
+    ),
+    Limit(
+        "no_islands",
+        lambda p: p.layout.zero_stage != 3 or p.layout.dp_replicate == 1 or p.layout.optimizer_shard > 1,
+        lambda p: (
+            f"dp_replicate {p.layout.dp_replicate} under zero_stage 3: sharding within islands (MiCS) was removed in 0.19"
+        ),
+        "--fix dp_replicate=1",
+    ),
+    limits.FULL_TRAINING,
+    limits.one_recompute("plan again with --fix recompute=full"),
+    Limit(
+        "deepspeed_offload",
+        lambda p: p.layout.offload in ("none", "optimizer", "parameters") and not p.layout.offload_activations,
+        lambda p: (
+            f"offload={p.layout.offload} offload_activations={p.layout.offload_activations:g}: DeepSpeed moves optimizer "
+            "states and parameters"
+        ),
+        "--fix offload=none",
+    ),
+    Limit(
+        "deepspeed_precision",
+        lambda p: p.workload.precision in ("bf16-mixed", "fp16-mixed", "fp32"),
+        lambda p: f"precision {p.workload.precision} is not in DeepSpeed's configuration",
+        "plan again with --precision bf16-mixed",
+    ),
+)
+
+
+def export(plan: Plan) -> Exported:
+    """The plan as a configuration file.
+
+    Raises:
+        ConfigError: DeepSpeed cannot run it as it is.
+    """
+    require_expressible(plan, "deepspeed", VERSION, LIMITS)
+    layout, work = plan.layout, plan.workload
+    content: dict[str, Any] = {
+        "train_batch_size": work.global_batch_size,
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        **({"bf16": {"enabled": True}} if work.precision == "bf16-mixed" else {}),
+        **({"fp16": {"enabled": True}} if work.precision == "fp16-mixed" else {}),
+        "zero_optimization": _zero(plan),
+        **({"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}),
+        **({"sequence_parallel_size": layout.cp, "data_parallel_size": layout.dp} if layout.cp > 1 else {}),
+    }
+    nodes = num_nodes(plan)
+    hosts = f" --num_nodes {nodes} --hostfile hostfile" if nodes > 1 else ""
+    return Exported(
+        engine="deepspeed",
+        version=VERSION,
+        files=((CONFIG, json.dumps(content, indent=2) + "\n"),),
+        not_expressed=(*placement_not_expressed(plan), *_of_model_code(plan)),
+        to_set=("data, optimizer and learning rate: in the training script or under `optimizer` and `scheduler`",),
+        command=f"deepspeed --num_gpus {devices_per_node(plan)}{hosts} your_script.py --deepspeed_config {CONFIG}",
+    )
+
+
+def _of_model_code(plan: Plan) -> tuple[str, ...]:
+    """What DeepSpeed takes from the training script."""
+    layout, layers = plan.layout, tuple(plan.model.iter_layers())
+    lines = []
+    if layout.pp > 1:
+        blocks = [sum(isinstance(layers[idx], Block) for idx in stage.layer_idxs) for stage in plan.stages]
+        lines += [f"pp: PipelineModule(layers, num_stages={layout.pp})", *stages_not_expressed(plan, blocks)]
+    if layout.recompute != "none":
+        lines.append(f"recompute={layout.recompute}: model.gradient_checkpointing_enable() or deepspeed.checkpointing")
+    return tuple(lines)
+
+
+def _zero(plan: Plan) -> dict[str, Any]:
+    layout = plan.layout
+    zero: dict[str, Any] = {"stage": layout.zero_stage, "overlap_comm": plan.workload.overlap}
+    if layout.zero_stage == 3 and layout.optimizer_shard > 1:
+        zero["zero_hpz_partition_size"] = layout.dp_shard
+    target = {"device": "cpu" if layout.offload_to == "host" else "nvme", "pin_memory": True}
+    if layout.offload_to == "storage":
+        target["nvme_path"] = "/local_nvme"
+    if layout.offload != "none":
+        zero["offload_optimizer"] = target | {"ratio": layout.offload_fraction}
+    if layout.offload == "parameters":
+        zero["offload_param"] = dict(target)
+    return zero
+
+
+def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec | None) -> Imported:
+    """A configuration file of DeepSpeed.
+
+    Raises:
+        ConfigError: the number of devices is unknown, or the numbers do not fit together.
+    """
+    if num_devices is None:
+        raise ConfigError("the number of devices is not in the configuration", help="give --num-devices")
+    zero, tensor = (content.get(name) or {} for name in ("zero_optimization", "tensor_parallel"))
+    if not isinstance(zero, Mapping) or not isinstance(tensor, Mapping):
+        raise ConfigError("zero_optimization and tensor_parallel must be tables")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage = {stage!r}: must be 0, 1, 2 or 3")
+    tp = whole(tensor.get("autotp_size") or 1, "tensor_parallel.autotp_size")
+    cp = whole(content.get("sequence_parallel_size", 1), "sequence_parallel_size")
+    dp = divided(num_devices, tp=tp, cp=cp)
+    fields = {"tp": tp, "cp": cp, "cp_ulysses": cp, "sequence_parallel": False} | _sharding(zero, stage, dp, cp)
+    micro_batch, accumulated, batch = _batch(content, dp)
+    known = {
+        "zero_optimization", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "train_batch_size", "bf16",
+        "fp16", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    }  # fmt: skip
+    assumed = ["pp 1 and recompute none: DeepSpeed takes both from the training script"]
+    if accumulated is None:
+        assumed.append(f"micro_batch_size {micro_batch}")
+    return Imported(
+        engine="deepspeed",
+        layout=Layout(**fields, micro_batch_size=micro_batch, **_offload(zero)),
+        num_devices=num_devices,
+        global_batch_size=batch,
+        precision=_precision(content),
+        ignored=tuple(sorted(str(name) for name in content if name not in known)),
+        assumed=tuple(assumed),
+    )
+
+
+def _sharding(zero: Mapping[str, Any], stage: int, dp: int, cp: int) -> dict[str, Any]:
+    shard, fields = dp if stage else 1, {}
+    if island := zero.get("mics_shard_size", -1):
+        shard = whole(island, "mics_shard_size") if island != -1 else shard
+    hpz = whole(zero.get("zero_hpz_partition_size", 1), "zero_hpz_partition_size")
+    if hpz > 1:
+        shard, fields = hpz, {"gradient_shard": dp, "optimizer_shard": dp}
+    if dp % shard:
+        raise ConfigError(f"islands of {shard} ranks do not divide {dp} data-parallel ranks")
+    return fields | {
+        "dp_shard": shard,
+        "dp_replicate": dp // shard,
+        "zero_stage": stage if shard * cp > 1 else 0,
+    }
+
+
+def _batch(content: Mapping[str, Any], dp: int) -> tuple[int, int | None, int | None]:
+    """Micro-batch, accumulated micro-batches and global batch: any two of DeepSpeed's three settings give the third."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    micro, steps, batch = (
+        whole(content[name], name) if content.get(name) not in (None, "auto") else None for name in names
+    )
+    if micro is None and batch is not None:
+        micro = max(batch // (dp * (steps or 1)), 1)
+    if batch is None and micro is not None:
+        batch = micro * (steps or 1) * dp
+    if micro is not None and steps is not None and batch != micro * steps * dp:
+        raise ConfigError(f"train_batch_size {batch} is not {micro} x {steps} x {dp} data-parallel ranks")
+    return micro or 1, steps, batch
+
+
+def _precision(content: Mapping[str, Any]) -> str:
+    def enabled(name: str) -> bool:
+        section = content.get(name)
+        return isinstance(section, Mapping) and section.get("enabled") in (True, "auto")
+
+    return "bf16-mixed" if enabled("bf16") else "fp16-mixed" if enabled("fp16") else "fp32"
+
+
+def _offload(zero: Mapping[str, Any]) -> dict[str, Any]:
+    sections = {name: zero.get(f"offload_{name}") for name in ("param", "optimizer")}
+    used = {
+        name: section
+        for name, section in sections.items()
+        if isinstance(section, Mapping) and section.get("device") in ("cpu", "nvme")
+    }
+    if not used:
+        return {}
+    section = used.get("param") or used["optimizer"]
+    fields: dict[str, Any] = {"offload_to": "storage" if section["device"] == "nvme" else "host"}
+    if "param" in used:
+        return fields | {"offload": "parameters"}
+    return fields | {"offload": "optimizer", "offload_fraction": float(section.get("ratio", 1.0))}

@@ -1,0 +1,87 @@
+"""Whose configuration a file is, and what layout it stands for."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..schema.base import read_text
+from ..schema.errors import ConfigError
+from ..schema.model import ModelSpec
+from . import accelerate, deepspeed, megatron, nemo, torchtitan
+from .documents import ENGINES, Imported
+
+
+def read_configuration(
+    path: str | Path, *, engine: str | None = None, num_devices: int | None = None, model: ModelSpec | None = None
+) -> Imported:
+    """The layout of a configuration file; nothing of the file is run.
+
+    Args:
+        engine: whose it is; None finds out from its form and content.
+        num_devices: ranks of the job, where the file does not say.
+        model: needed where the file counts layers.
+
+    Raises:
+        ConfigError: it cannot be read, is of no engine known here, or its numbers do not fit together.
+    """
+    if engine is not None and engine not in ENGINES:
+        raise ConfigError(f"unknown engine {engine!r}", help=f"one of {', '.join(ENGINES)}")
+    text = read_text(path)
+    try:
+        return _read(Path(path), text, engine, num_devices, model)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
+
+
+def _read(path: Path, text: str, engine: str | None, num_devices: int | None, model: ModelSpec | None) -> Imported:
+    if path.suffix == ".py" and engine in (None, "torchtitan"):
+        return torchtitan.read_module(text, num_devices)
+    if path.suffix not in (".toml", ".json", ".yaml", ".yml"):
+        if engine not in (None, "megatron"):
+            raise ConfigError(f"not a configuration file of {engine}", help="its name ends in .toml, .json or .yaml")
+        return megatron.read(text, num_devices, model)
+    content = _parsed(path.suffix, text)
+    engine = engine or _engine_of(content)
+    if engine == "torchtitan":
+        return torchtitan.read(content, num_devices)
+    if engine == "deepspeed":
+        return deepspeed.read(content, num_devices, model)
+    if engine == "accelerate":
+        return accelerate.read(content, num_devices, model)
+    if engine == "nemo":
+        return nemo.read(content, num_devices, model)
+    raise ConfigError("no engine is recognised by its content", help=f"give --from: one of {', '.join(ENGINES)}")
+
+
+def _parsed(suffix: str, text: str) -> Mapping[str, Any]:
+    try:
+        content = (
+            tomllib.loads(text)
+            if suffix == ".toml"
+            else json.loads(text)
+            if suffix == ".json"
+            else yaml.safe_load(text)
+        )
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"not valid {suffix[1:]}: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError("holds no table of settings")
+    return content
+
+
+def _engine_of(content: Mapping[str, Any]) -> str | None:
+    if "distributed_type" in content or "fsdp_config" in content:
+        return "accelerate"
+    if "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content or "train_batch_size" in content:
+        return "deepspeed"
+    if "parallelism" in content:
+        return "torchtitan"
+    if isinstance(content.get("model"), Mapping) or "ddp" in content:
+        return "nemo"
+    return None

@@ -1,0 +1,68 @@
+"""What several engines cannot do, each with its reason."""
+
+from __future__ import annotations
+
+from .documents import Limit
+
+RUNNABLE_HELP = "plan again with --engine megatron (or deepspeed), or --fix what the engine has"
+
+
+def one_recompute(help_: str) -> Limit:
+    """The same recompute in every block."""
+    return Limit(
+        "recompute_of_all_blocks",
+        lambda p: p.layout.recompute != "mixed" and p.layout.recompute_fraction == 1,
+        lambda p: (
+            f"recompute={p.layout.recompute} of {p.layout.recompute_fraction:g}: the engine has one choice for all blocks"
+        ),
+        help_,
+    )
+
+
+NO_EXPERT_AXES = Limit(
+    "no_expert_axes",
+    lambda p: p.layout.ep == 1 and p.layout.etp == 1,
+    lambda p: f"ep {p.layout.ep}, etp {p.layout.etp}: the configuration has no expert parallelism",
+    "--fix ep=1,etp=1",
+)
+NO_PIPELINE = Limit(
+    "no_pipeline",
+    lambda p: p.layout.pp == 1,
+    lambda p: f"pp {p.layout.pp}: the configuration has no pipeline",
+    "--fix pp=1",
+)
+NO_ULYSSES = Limit(
+    "no_ulysses",
+    lambda p: p.layout.cp_ulysses == 1,
+    lambda p: f"cp_ulysses {p.layout.cp_ulysses}: context parallelism of the engine is a ring",
+    "--fix cp_ulysses=1",
+)
+NO_LEVELS = Limit(
+    "no_levels",
+    lambda p: p.layout.gradient_shard == 1 and p.layout.optimizer_shard == 1,
+    lambda p: (
+        f"gradient_shard {p.layout.gradient_shard}, optimizer_shard {p.layout.optimizer_shard}: every state is sharded alike"
+    ),
+    "--fix gradient_shard=1,optimizer_shard=1",
+)
+VOCABULARY_AT_ENDS = Limit(
+    "vocabulary_at_ends",
+    lambda p: p.layout.vocabulary == "ends",
+    lambda p: "vocabulary=split: the engine keeps embedding and head on the first and the last stage",
+    "--fix vocabulary=ends",
+)
+NO_OFFLOAD = Limit(
+    "no_offload",
+    lambda p: p.layout.offload == "none" and p.layout.offload_activations == 0,
+    lambda p: (
+        f"offload={p.layout.offload}, offload_activations={p.layout.offload_activations:g}: not in the configuration"
+    ),
+    "--fix offload=none",
+)
+FULL_TRAINING = Limit(
+    "full_training",
+    lambda p: p.workload.adapters is None,
+    lambda p: "the plan trains adapters: the engine's configuration of them is not written",
+    "plan again without adapters",
+)
+"""Adapters are set in the training script of each engine."""

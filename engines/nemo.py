@@ -1,0 +1,102 @@
+"""NeMo: the overrides of a Megatron Bridge recipe (NVIDIA-NeMo/Megatron-Bridge 0.3, ConfigContainer) as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from ..schema.errors import ConfigError
+from ..schema.model import ModelSpec
+from ..schema.plan import Plan
+from .documents import Exported, Imported, require_expressible, whole
+from .launching import placement_not_expressed, torchrun
+from .megatron_plan import LIMITS, layout_of, plan_settings, recompute_not_expressed
+
+VERSION = "Megatron Bridge 0.3"
+OVERRIDES = "overrides.yaml"
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": (
+        "seq_length", "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "context_parallel_size", "cp_comm_type",
+        "hierarchical_context_parallel_sizes", "expert_model_parallel_size", "expert_tensor_parallel_size",
+        "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+        "attention_dropout", "hidden_dropout",
+    ),
+    "train": ("micro_batch_size", "global_batch_size"),
+    "ddp": (
+        "use_distributed_optimizer", "num_distributed_optimizer_instances", "overlap_grad_reduce", "overlap_param_gather",
+    ),
+    "optimizer": ("optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction", "use_distributed_optimizer"),
+    "comm_overlap": ("tp_comm_overlap",),
+}  # fmt: skip
+"""Section of ConfigContainer -> its fields that a plan decides."""
+
+_PRECISION = {"bf16-mixed": "bf16_mixed", "fp16-mixed": "fp16_mixed", "fp8": "bf16_with_fp8_delayed_scaling_mixed"}
+"""Names of megatron/bridge/training/mixed_precision.py."""
+
+
+def export(plan: Plan) -> Exported:
+    """The plan as overrides of the model's own recipe.
+
+    Raises:
+        ConfigError: Megatron-Core cannot run it as it is, or the bridge has no name for its precision.
+    """
+    require_expressible(plan, "nemo", VERSION, LIMITS)
+    if plan.workload.precision not in _PRECISION:
+        raise ConfigError(f"precision {plan.workload.precision} has no recipe in {VERSION}", help="bf16-mixed or fp8")
+    settings = plan_settings(plan)
+    if chunks := settings.pop("num_virtual_stages_per_pipeline_rank", None):
+        settings["virtual_pipeline_model_parallel_size"] = chunks
+    content: dict[str, Any] = {
+        section: {name: settings[name] for name in names if name in settings} for section, names in SECTIONS.items()
+    }
+    content["dataset"] = {"sequence_length": plan.workload.seq_len}
+    content["mixed_precision"] = _PRECISION[plan.workload.precision]
+    if not content["comm_overlap"].get("tp_comm_overlap"):
+        del content["comm_overlap"]
+    head = f"# {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}\n"
+    return Exported(
+        engine="nemo",
+        version=VERSION,
+        files=((OVERRIDES, head + yaml.safe_dump(content, sort_keys=False)),),
+        not_expressed=(*placement_not_expressed(plan), *recompute_not_expressed(plan)),
+        to_set=("the recipe of the model (it holds the architecture), data, tokenizer, learning rate",),
+        command=f"{torchrun(plan)} your_recipe.py --config-file {OVERRIDES}",
+    )
+
+
+def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec | None) -> Imported:
+    """Overrides or a whole ConfigContainer.
+
+    Raises:
+        ConfigError: the number of devices is unknown, or the numbers do not fit together.
+    """
+    sections = {name: content.get(name) or {} for name in (*SECTIONS, "dataset")}
+    wrong = [name for name, section in sections.items() if not isinstance(section, Mapping)]
+    if wrong:
+        raise ConfigError(f"section {wrong[0]} is not a table")
+    settings: dict[str, Any] = {k: v for name in SECTIONS for k, v in sections[name].items() if v is not None}
+    if "virtual_pipeline_model_parallel_size" in settings:
+        settings["num_virtual_stages_per_pipeline_rank"] = settings["virtual_pipeline_model_parallel_size"]
+    if num_devices is None:
+        raise ConfigError("the number of devices is not in the configuration", help="give --num-devices")
+    layout, assumed = layout_of(settings, num_devices, model)
+    names = {value: name for name, value in _PRECISION.items()}
+    length = sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")
+    known = {name for fields in SECTIONS.values() for name in fields}
+    others = [f"{name}.{field}" for name in SECTIONS for field in sections[name] if field not in known]
+    return Imported(
+        engine="nemo",
+        layout=layout,
+        num_devices=num_devices,
+        global_batch_size=whole(settings["global_batch_size"], "global_batch_size")
+        if "global_batch_size" in settings
+        else None,
+        seq_len=whole(length, "sequence_length") if length else None,
+        precision=names.get(str(content.get("mixed_precision"))),
+        ignored=(*others, *(name for name in content if name not in (*SECTIONS, "dataset", "mixed_precision"))),
+        assumed=assumed,
+    )

@@ -1,0 +1,358 @@
+"""A plan as the configuration of an engine, and back."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_options import megatron_parser
+from meshwright.engines import export, read_configuration
+from meshwright.engines.documents import ENGINES, Exported
+from meshwright.schema import ConfigError, Layout, ModelSpec, Plan, Workload
+from meshwright.schema.plan import LayerSlots
+from plans import make_plan
+
+LLAMA = ModelSpec.named("llama-3.1-8b")
+DEEPSEEK = ModelSpec.named("deepseek-v3")
+
+
+def plan_of(layout: Layout, model: ModelSpec = LLAMA, **workload: Any) -> Plan:
+    """A plan with 16 micro-batches and even stages."""
+    batch = workload.pop("global_batch_size", 16 * layout.dp * layout.micro_batch_size)
+    return make_plan(model, layout, workload=Workload(seq_len=4096, global_batch_size=batch, **workload))
+
+
+def back(made: Exported, folder: Path, plan: Plan) -> Layout:
+    """What the written configuration is read as."""
+    path = made.write(folder)[0]
+    return read_configuration(path, num_devices=plan.cluster.num_devices, model=plan.model).layout
+
+
+MEGATRON = [
+    Layout(tp=8, pp=4, dp_shard=2, micro_batch_size=2, recompute="full"),
+    Layout(dp_replicate=4),
+    Layout(dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=False),
+    Layout(pp=4, num_model_chunks=2, dp_shard=2, recompute="selective"),
+    Layout(cp=4, cp_ulysses=2, dp_shard=2),
+    Layout(cp=4, cp_ulysses=4, tp=2),
+    Layout(cp=2, dp_replicate=2, zero_stage=1),
+    Layout(dp_shard=2, offload="optimizer", offload_fraction=0.5, zero_stage=1),
+    Layout(pp=2, recompute="full", recompute_fraction=0.5),
+]
+
+
+def keeps_states_whole(layout: Layout) -> Layout:
+    """Megatron shards optimizer states alone."""
+    return layout.replace(zero_stage=min(layout.zero_stage, 1))
+
+
+@pytest.mark.parametrize("engine", ["megatron", "nemo"])
+@pytest.mark.parametrize("layout", MEGATRON, ids=str)
+def test_megatron_and_back(engine: str, layout: Layout, tmp_path: Path) -> None:
+    plan = plan_of(keeps_states_whole(layout))
+    assert back(export(plan, engine), tmp_path, plan) == plan.layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, ep=4, dp_shard=8, zero_stage=1, pp=2),
+        Layout(tp=4, ep=1, dp_shard=2, zero_stage=1, pp=2),
+        Layout(tp=2, ep=2, etp=2, dp_shard=4, zero_stage=1),
+    ],
+    ids=str,
+)
+def test_experts_in_megatron_and_back(layout: Layout, tmp_path: Path) -> None:
+    plan = plan_of(layout, DEEPSEEK)
+    assert back(export(plan, "megatron"), tmp_path, plan) == layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=8, tp=2, recompute="full"),
+        Layout(dp_replicate=2, dp_shard=4, recompute="selective"),
+        Layout(dp_shard=2, cp=2, tp=2),
+        Layout(pp=4, dp_shard=2, micro_batch_size=2),
+        Layout(pp=4, num_model_chunks=2, dp_shard=2),
+        Layout(pp=2, num_model_chunks=2, schedule="zb-v"),
+        Layout(pp=2, num_model_chunks=2, schedule="zb-h1"),
+        Layout(pp=2, schedule="gpipe"),
+        Layout(dp_shard=8, offload="parameters"),
+    ],
+    ids=str,
+)
+def test_torchtitan_and_back(layout: Layout, tmp_path: Path) -> None:
+    plan = plan_of(layout)
+    made = export(plan, "torchtitan")
+    assert back(made, tmp_path, plan) == layout
+    (_, text), *rest = made.files
+    compile(text, "meshwright_plan.py", "exec")
+    assert not rest
+
+
+def test_torchtitan_takes_other_orders_as_a_table() -> None:
+    plan = plan_of(Layout(pp=2, schedule="zb-h1"))
+    made = export(plan, "torchtitan")
+    name, table = made.files[1]
+    assert f"pipeline_parallel_schedule_csv = '{name}'" in made.files[0][1]
+    assert table.splitlines()[0].startswith("0F0,") and len(table.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=8, tp=2, recompute="full"),
+        Layout(dp_replicate=2, dp_shard=4, zero_stage=2),
+        Layout(dp_replicate=8),
+        Layout(dp_shard=8, offload="parameters"),
+        Layout(dp_shard=4, cp=2),
+    ],
+    ids=str,
+)
+def test_accelerate_and_back(layout: Layout, tmp_path: Path) -> None:
+    plan = plan_of(layout)
+    assert back(export(plan, "accelerate"), tmp_path, plan) == layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=8, micro_batch_size=4),
+        Layout(dp_replicate=8),
+        Layout(dp_shard=4, tp=2, sequence_parallel=False, zero_stage=1),
+        Layout(dp_shard=8, zero_stage=2, offload="optimizer", offload_fraction=0.25),
+        Layout(dp_shard=8, offload="parameters", offload_to="storage"),
+        Layout(dp_replicate=2, dp_shard=4, gradient_shard=8, optimizer_shard=8),
+        Layout(dp_shard=4, cp=2, cp_ulysses=2),
+    ],
+    ids=str,
+)
+def test_deepspeed_and_back(layout: Layout, tmp_path: Path) -> None:
+    plan = plan_of(layout)
+    assert back(export(plan, "deepspeed"), tmp_path, plan) == layout
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "gpt2-xl",
+                                  "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v3", "smollm2-135m"])  # fmt: skip
+def test_every_option_is_megatrons(name: str, tmp_path: Path) -> None:
+    """The script as bash reads it, through a parser with Megatron's own options."""
+    model = ModelSpec.named(name)
+    layout = Layout(pp=2, dp_shard=2, recompute="selective", **({"ep": 2} if model.is_moe else {}))
+    workload = Workload(seq_len=1024, global_batch_size=32)
+    script = export(make_plan(model, layout, workload=workload), "megatron").files[0][1]
+    shown = re.sub(r"\ntorchrun.*", '\nprintf "%s\\\\0" "${MODEL_ARGS[@]}" "${PLAN_ARGS[@]}"', script)
+    words = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    found = megatron_parser().parse_args(words)
+    assert found.num_layers == model.num_blocks and found.hidden_size == model.hidden_dim
+    assert found.pipeline_model_parallel_size == 2 and found.untie_embeddings_and_output_weights != model.tie_embeddings
+    assert (found.num_experts is not None) == model.is_moe
+
+
+def test_uneven_stages_are_said() -> None:
+    layout = Layout(pp=2, dp_shard=2)
+    plan = make_plan(LLAMA, layout, workload=Workload(seq_len=1024, global_batch_size=32), blocks_per_stage=(17, 15))
+    script = export(plan, "megatron").files[0][1]
+    assert "--pipeline-model-parallel-layout 'Et*17|t*15L'" in script
+    module = export(plan, "torchtitan").files[0][1]
+    assert "'layers.16'], ['layers.17'" in module and "['tok_embeddings', 'layers.0'" in module
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine", "limit"),
+    [
+        (Layout(dp_shard=8), "megatron", "megatron_zero_stage"),
+        (Layout(pp=2, schedule="zb-h1"), "megatron", "schedule_of_engine"),
+        (Layout(pp=2, recompute="mixed"), "megatron", "leading_blocks_recompute"),
+        (Layout(pp=2), "accelerate", "no_pipeline"),
+        (Layout(cp=2, cp_ulysses=2), "accelerate", "no_ulysses"),
+        (Layout(dp_shard=2, recompute="selective"), "accelerate", "full_recompute_only"),
+        (Layout(dp_shard=4, pp=2, zero_stage=1, num_model_chunks=2), "deepspeed", "deepspeed_axes"),
+        (Layout(dp_replicate=2, dp_shard=4), "deepspeed", "no_islands"),
+        (Layout(dp_shard=2, cp=2, cp_ulysses=2), "torchtitan", "no_ulysses"),
+        (Layout(dp_shard=2, gradient_shard=4, optimizer_shard=4, dp_replicate=2), "torchtitan", "no_levels"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_refused_by_name(layout: Layout, engine: str, limit: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"[{limit}]")):
+        export(plan_of(layout), engine)
+
+
+def test_models_that_megatron_has_not_are_refused() -> None:
+    with pytest.raises(ConfigError, match="attention sinks"):
+        export(plan_of(Layout(), ModelSpec.named("gpt-oss-20b").replace(rope=None)), "megatron")
+    with pytest.raises(ConfigError, match="torchtitan_models"):
+        export(plan_of(Layout(), ModelSpec.named("mistral-7b")), "torchtitan")
+
+
+def test_placement_is_listed_and_not_dropped() -> None:
+    layout = Layout(ep=2, dp_shard=2, zero_stage=1)
+    model = ModelSpec.named("olmoe-1b-7b")
+    slots = LayerSlots(experts=tuple(range(64)), shares=(1.0,) * 64)
+    plan = make_plan(
+        model, layout, workload=Workload(seq_len=1024, global_batch_size=8), rank_map=(1, 0), expert_slots=(slots,) * 16
+    )
+    plan = plan.replace(model=ModelSpec.named("qwen3-30b-a3b").replace(layers=_experts_of(plan.model)))
+    listed = export(plan, "megatron").not_expressed
+    assert any(line.startswith("rank_map") for line in listed) and any(
+        line.startswith("expert_slots") for line in listed
+    )
+
+
+def _experts_of(model: ModelSpec) -> Any:
+    """The blocks of OLMoE with query and key norms of each head, which Megatron has."""
+    runs = []
+    for run in model.layers:
+        layer = run.layer
+        if layer.kind == "block":
+            layer = layer.replace(attention=layer.attention.replace(qk_norm="per_head"))
+        runs.append(run.replace(layer=layer))
+    return tuple(runs)
+
+
+@given(st.text(max_size=300))
+@settings(max_examples=20, deadline=None)
+def test_any_text_is_read_or_refused(text: str) -> None:
+    """No traceback, whatever the file holds."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix in (".sh", ".py", ".toml", ".json", ".yaml"):
+            path = Path(folder) / f"configuration{suffix}"
+            path.write_text(text, encoding="utf-8", errors="ignore")
+            for engine in (None, *ENGINES):
+                try:
+                    read_configuration(path, engine=engine, num_devices=8)
+                except ConfigError:
+                    continue
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 10**12) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "stage",
+        "offload_param",
+        "device",
+        "tensor_parallel",
+        "autotp_size",
+        "sequence_parallel_size",
+        "gradient_accumulation_steps",
+        "bf16",
+        "distributed_type",
+        "fsdp_config",
+        "parallelism_config",
+        "num_processes",
+        "parallelism_config_tp_size",
+        "model",
+        "ddp",
+        "train",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "cp_comm_type",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "parallelism",
+        "training",
+        "data_parallel_shard_degree",
+        "pipeline_parallel_degree",
+        "pipeline_parallel_schedule",
+        "activation_checkpoint",
+        "local_batch_size",
+        "optimizer",
+        "ratio",
+    ]
+)
+
+
+@given(st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES, max_size=4), max_size=6))
+@settings(max_examples=80, deadline=None)
+def test_any_values_are_read_or_refused(content: dict[str, Any]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "configuration.yaml"
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
+        for engine in (None, "torchtitan", "nemo", "deepspeed", "accelerate"):
+            try:
+                read_configuration(path, engine=engine, num_devices=8)
+            except ConfigError:
+                continue
+
+
+def test_a_users_script_is_read(tmp_path: Path) -> None:
+    """Variables, equals signs, comments and options of other things."""
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "TP=4; PP=2\nexport GBS=512 # sequences\n"
+        'ARGS="--tensor-model-parallel-size $TP"\n'
+        "torchrun --nproc_per_node=8 --nnodes 4 pretrain_gpt.py \\\n"
+        "  --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size=2 --sequence-parallel \\\n"
+        "  --micro-batch-size 1 --global-batch-size $GBS --bf16 --lr 3e-4 --use-distributed-optimizer\n"
+    )
+    found = read_configuration(path)
+    assert found.layout == Layout(tp=4, pp=2, dp_shard=4, zero_stage=1)
+    assert (found.global_batch_size, found.precision, found.num_devices) == (512, "bf16-mixed", 32)
+    assert "lr" in found.ignored
+
+
+def test_reading_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    (tmp_path / "a.sh").write_text(f"touch {shlex.quote(str(mark))}\n--tensor-model-parallel-size $(touch {mark})\n")
+    (tmp_path / "a.py").write_text(f"open({str(mark)!r}, 'w')\nconfig.parallelism.tensor_parallel_degree = 2\n")
+    (tmp_path / "a.yaml").write_text(f"model: !!python/object/apply:os.system ['touch {mark}']\n")
+    for name in ("a.sh", "a.py", "a.yaml"):
+        try:
+            read_configuration(tmp_path / name, num_devices=8)
+        except ConfigError:
+            continue
+    assert not mark.exists()
+
+
+def test_torchtitan_toml(tmp_path: Path) -> None:
+    path = tmp_path / "current.toml"
+    path.write_text(
+        "[training]\nlocal_batch_size = 2\nseq_len = 8192\n[parallelism]\ntensor_parallel_degree = 2\n"
+        "data_parallel_shard_degree = -1\n[activation_checkpoint]\nmode = 'full'\n[metrics]\nlog_freq = 1\n"
+    )
+    found = read_configuration(path, num_devices=16)
+    assert found.layout == Layout(tp=2, dp_shard=8, micro_batch_size=2, recompute="full")
+    assert found.global_batch_size == 16 and found.ignored == ("metrics",)
+    with pytest.raises(ConfigError, match="--num-devices"):
+        read_configuration(path)
+
+
+def test_commands(tmp_path: Path) -> None:
+    """export, import and compare as a user runs them."""
+    plan = tmp_path / "plan.json"
+    plan_of(Layout(dp_shard=4, tp=2, recompute="full"), precision="fp32").save(plan)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "meshwright.cli", *words], capture_output=True, text=True, cwd=tmp_path
+        )
+
+    made = run("export", "plan.json", "--to", "accelerate")
+    assert made.returncode == 0 and (tmp_path / "accelerate/accelerate.yaml").exists(), made.stderr
+    read = run("import", "accelerate/accelerate.yaml")
+    assert read.stdout.strip() == "dp_shard=4,tp=2,zero_stage=3,recompute=full"
+    beside = run("compare", "accelerate/accelerate.yaml", "plan.json", "--json")
+    assert beside.returncode == 0 and json.loads(beside.stdout)["fields"] == []
+    refused = run("export", "plan.json", "--to", "megatron")
+    assert refused.returncode == 2 and "megatron_zero_stage" in refused.stderr and not (tmp_path / "megatron").exists()

@@ -1,0 +1,77 @@
+"""Orders of passes made for a layout: within its memory, as long as the plan says, shorter than the named ones."""
+
+import numpy as np
+import pytest
+from meshwright.cost_models.bounds import lower_bounds
+from meshwright.cost_models.layouts import LayoutBatch
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.planner import plan
+from meshwright.planner.planning import estimate
+from meshwright.planner.synthesis import pipeline_of, room_bytes
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
+from meshwright.schema.layout_facts import V_SCHEDULES
+from meshwright.solvers.pipeline_csv import from_torch_csv
+from meshwright.solvers.pipeline_schedule import Instance, check
+
+SPEC, CLUSTER = ModelSpec.named("llama-3.1-70b"), ClusterSpec.parse("64xH100-SXM-80GB")
+WORKLOAD = Workload(seq_len=8192, global_batch_size=128)
+OVER_A_V = {"tp": 4, "cp": 2, "cp_ulysses": 1, "pp": 4, "dp_shard": 2, "num_model_chunks": 2, "micro_batch_size": 1}
+
+
+@pytest.fixture(scope="module")
+def ordered() -> Plan:
+    """The budget is between what v-half and zb-v hold."""
+    return plan(SPEC, CLUSTER, WORKLOAD, fixed={**OVER_A_V, "recompute": "none"}, runnable=True)
+
+
+def test_an_order_is_proposed_where_it_is_faster_than_every_named_one(ordered: Plan) -> None:
+    assert ordered.layout.schedule == "synthesised"
+    named = []
+    for schedule in V_SCHEDULES:
+        try:
+            found = plan(SPEC, CLUSTER, WORKLOAD, fixed={**OVER_A_V, "schedule": schedule}, runnable=True)
+        except InfeasibleError:
+            continue
+        assert not found.pipeline_order
+        named.append(found.estimate.step_time_s)
+    assert named
+    assert ordered.estimate.step_time_s < 0.99 * min(named)
+
+
+def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Plan) -> None:
+    batch = LayoutBatch.of([ordered.layout], WORKLOAD.global_batch_size)
+    costs = SpaceCosts.of(SPEC, WORKLOAD, CLUSTER, batch)
+    boundaries = (0, *(stage.first_layer_idx + stage.num_layers for stage in ordered.stages))
+    instance = Instance(pipeline_of(costs, boundaries), tuple(room_bytes(costs, boundaries)))
+    makespan_s = check(instance, from_torch_csv("\n".join(ordered.pipeline_order)))
+    parts = ordered.estimate.breakdown_s
+    assert makespan_s == pytest.approx(parts.total - parts.dp - parts.optimizer, rel=1e-9)  # sums in another order
+    assert ordered.estimate.fits
+
+
+def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: Plan) -> None:
+    layouts = [ordered.layout.replace(schedule=schedule) for schedule in (*V_SCHEDULES, "synthesised")]
+    costs = SpaceCosts.of(SPEC, WORKLOAD, CLUSTER, LayoutBatch.of(layouts, WORKLOAD.global_batch_size))
+    seconds, bytes_ = lower_bounds(costs)
+    assert np.all(seconds <= ordered.estimate.step_time_s)
+    assert bytes_.min() <= ordered.estimate.peak_allocated_bytes
+    assert ordered.search is not None
+    assert ordered.search.bound_s <= ordered.search.objective_s
+
+
+def test_a_plan_with_an_order_is_written_read_and_estimated_again(ordered: Plan) -> None:
+    assert Plan.model_validate_json(ordered.model_dump_json()) == ordered
+    again = estimate(SPEC, CLUSTER, WORKLOAD, ordered.layout)
+    assert again.step_time_s == pytest.approx(ordered.estimate.step_time_s, rel=1e-9)
+
+
+def test_a_fixed_schedule_is_kept_and_the_synthesised_one_can_be_asked_for() -> None:
+    found = plan(SPEC, CLUSTER, WORKLOAD, fixed={**OVER_A_V, "schedule": "synthesised"}, runnable=True)
+    assert found.layout.schedule == "synthesised"
+    assert len(found.pipeline_order) == 4
+
+
+def test_no_order_is_made_without_a_v(ordered: Plan) -> None:
+    one_stage = ordered.layout.replace(num_model_chunks=1)
+    with pytest.raises(ConfigError, match="two model chunks"):
+        estimate(SPEC, CLUSTER, WORKLOAD, one_stage)
