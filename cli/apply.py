@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -60,14 +61,37 @@ def apply(
     *,
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 20,
     data: Annotated[
-        list[str] | None, typer.Option(help="Text file or folder; repeatable. Default: Python's own sources.")
+        list[str] | None,
+        typer.Option(
+            help="Text file or folder, or token files (`meshwright tokens`); repeatable. Default: Python's own sources."
+        ),
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="tokenizer.json for text, or its folder. Default: bytes.")
+    ] = None,
+    restart_data: Annotated[
+        bool, typer.Option("--restart-data", help="With --resume: begin the order of other data anew.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
-    learning_rate: Annotated[float, typer.Option(help="At its highest: linear warm-up, then a cosine.")] = 3e-4,
+    learning_rate: Annotated[float, typer.Option(help="At its highest, after a linear warm-up.")] = 3e-4,
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant"], typer.Option(help="Of the learning rate, down to a tenth.")
+    ] = "cosine",
+    warmup_steps: Annotated[int | None, typer.Option(help="Default: a tenth of the steps.")] = None,
+    router_bias_rate: Annotated[
+        float, typer.Option(help="How far a step moves sigmoid routers towards even loads; 0: not at all.")
+    ] = 1e-3,
+    compile_blocks: Annotated[
+        bool, typer.Option("--compile", help="torch.compile each block, where the plan allows it.")
+    ] = False,
     checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints; shared by all nodes.")] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints. Default: one at the end.")
     ] = None,
+    keep_checkpoints: Annotated[int, typer.Option(help="How many of the newest stay.")] = 2,
+    checkpoint_beside: Annotated[
+        bool, typer.Option("--checkpoint-beside", help="Write checkpoints beside the next steps; takes host memory.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
@@ -86,6 +110,18 @@ def apply(
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT where the nodes meet.")] = None,
     rdzv_id: Annotated[str | None, typer.Option(help="Name of the job at that place.")] = None,
     collective_timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another.")] = 600.0,
+    hang_timeout_s: Annotated[
+        float, typer.Option(help="A rank that keeps others waiting longer (and for ten steps) is ended; 0: never.")
+    ] = 10.0,
+    grace_s: Annotated[
+        float, typer.Option(help="On SIGTERM: how long a step and a last checkpoint may take; 0: end at once.")
+    ] = 25.0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Go on from the last checkpoint so many times after a rank failed.")
+    ] = 0,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="Plan again where nodes or devices are not those of the plan.")
+    ] = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="One JSON object a step, and a last one, on stdout.")
     ] = False,
@@ -94,26 +130,39 @@ def apply(
     with exit_on_error():
         loaded = Plan.load(plan)
         require_our_engine(loaded.workload)
-        from ..runtime.launch import Rendezvous, launch
+        from ..runtime.launch import Rendezvous
         from ..runtime.options import TrainOptions
         from ..runtime.train import prepare_options
         from ..runtime.worker import Job
+        from .restarts import Restarts, run_job
 
         rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
         options = TrainOptions(
             steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
-            checkpoint_every=checkpoint_every, resume=resume, weights=weights, save_weights=save_weights,
+            checkpoint_every=checkpoint_every, resume=resume, tokenizer=tokenizer, restart_data=restart_data,
+            schedule=schedule, warmup_steps=warmup_steps, router_bias_rate=router_bias_rate, compile_blocks=compile_blocks,
+            keep_checkpoints=keep_checkpoints, checkpoint_beside=checkpoint_beside, weights=weights, save_weights=save_weights,
         )  # fmt: skip
-        job = Job(plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, script=tuple(script or ()))
+        job = Job(
+            plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, hang_timeout_s=hang_timeout_s,
+            grace_s=grace_s, script=tuple(script or ()),
+        )  # fmt: skip
+        run = functools.partial(
+            run_job, rendezvous=rendezvous, restarts=Restarts(max_restarts, replan),
+            say=functools.partial(typer.echo, err=True),
+        )  # fmt: skip
         if script:
             _refuse_training_options(
-                script[0], data, checkpoint_dir, checkpoint_every, resume, weights, save_weights, metrics, json_output
-            )
-            launch(loaded, job, rendezvous=rendezvous)
+                script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output, tokenizer,
+                compile_blocks, checkpoint_beside, restart_data, weights, save_weights,
+            )  # fmt: skip
+            run(loaded, job)
             return
+        if max_restarts and not checkpoint_dir:
+            raise ConfigError("--max-restarts goes on from a checkpoint", help="add --checkpoint-dir DIR")
         job = job.replace(options=prepare_options(loaded, options))
         with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
-            launch(loaded, job.replace(report=str(report)), rendezvous=rendezvous)
+            run(loaded, job.replace(report=str(report)))
 
 
 def _refuse_training_options(script: str, *values: object) -> None:

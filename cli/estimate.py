@@ -11,25 +11,30 @@ from .inputs import (
     AttentionOption,
     BatchOption,
     CalibrateOption,
-    ClusterOption,
+    ClusterOrProfileOption,
     EngineOption,
+    ForeignOption,
     JsonOption,
     ModelArgument,
     OptimizerOption,
     PrecisionOption,
+    ProfileOption,
     SeqLenOption,
+    read_cluster,
     read_inputs,
 )
 
 
 def estimate(
     model: ModelArgument,
-    cluster: ClusterOption,
     global_batch_size: BatchOption,
     seq_len: SeqLenOption,
     layout: Annotated[
         str, typer.Option(metavar="A=B,...", help="e.g. tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=full")
     ],
+    cluster: ClusterOrProfileOption = None,
+    profile: ProfileOption = None,
+    allow_foreign_profile: ForeignOption = False,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
@@ -47,7 +52,7 @@ def estimate(
         wanted = Layout.parse(layout)
         spec, machine, workload = read_inputs(
             model,
-            cluster,
+            read_cluster(cluster, profile, allow_foreign=allow_foreign_profile),
             global_batch_size=global_batch_size,
             seq_len=seq_len,
             precision=precision,

@@ -21,8 +21,12 @@ CLUSTER_HELP = (
     "local (this machine, measured) or local:RANKS."
 )
 ClusterOption = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP)]
+ClusterOrProfileOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP + " Needed unless --profile is given.")
+]
 ClusterOrOffersOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP + " Needed unless --offers is given.")
+    str | None,
+    typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP + " Needed unless --offers or --profile is given."),
 ]
 BatchOption = Annotated[
     int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")
@@ -47,7 +51,48 @@ CalibrateOption = Annotated[
         help="Measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.",
     ),
 ]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="What `meshwright profile` measured: the cluster, or with --cluster its devices."
+    ),
+]
+ForeignOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-foreign-profile", help="Use a profile of other hardware or software, or one that was edited."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table.")]
+
+
+def read_cluster(cluster: str | None, profile: Path | None, *, allow_foreign: bool) -> str | ClusterSpec:
+    """The cluster that was typed, that a profile describes, or that was typed with devices as a profile measured them.
+
+    Raises:
+        ConfigError: neither is given.
+        ProfileError: the profile is not of this machine or not of this cluster's devices.
+    """
+    from ..schema import ClusterSpec, ConfigError
+    from .progress import reading_cluster
+
+    if profile is None:
+        if allow_foreign:
+            raise ConfigError("--allow-foreign-profile is for --profile")
+        if cluster is None:
+            raise ConfigError("no cluster is given", help="add --cluster or --profile")
+        return cluster
+    from ..profilers.profiled_cluster import of_these_devices, profiled_cluster
+    from ..profilers.trusted import load_profile
+
+    found, problems = load_profile(profile, allow_foreign=allow_foreign)
+    for problem in problems:
+        typer.echo(f"foreign profile {profile}: {problem}", err=True)
+    measured = profiled_cluster(found)
+    if cluster is None:
+        return measured
+    with reading_cluster(cluster):
+        return of_these_devices(ClusterSpec.parse(cluster), measured)
 
 
 def read_inputs(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import typer
 
 from .apply import ApplyCommand, apply
+from .calibrate import calibrate
 from .catalogue import devices, models
+from .doctor import doctor
 from .engines import compare, export, import_configuration
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain
 from .plan import plan
+from .profile_app import profile_app
+from .tokens import tokens
 from .validate import validate
 
 app = typer.Typer(
@@ -24,13 +28,17 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
 app.command(cls=ApplyCommand)(apply)
+app.command()(tokens)
 app.command()(export)
 app.command("import")(import_configuration)
 app.command()(compare)
+app.command()(calibrate)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)
+app.command()(doctor)
 app.add_typer(experts_app, name="experts")
+app.add_typer(profile_app, name="profile")
 
 
 def main() -> None:

@@ -14,11 +14,14 @@ from .inputs import (
     CalibrateOption,
     ClusterOrOffersOption,
     EngineOption,
+    ForeignOption,
     JsonOption,
     ModelArgument,
     OptimizerOption,
     PrecisionOption,
+    ProfileOption,
     SeqLenOption,
+    read_cluster,
     read_inputs,
 )
 
@@ -28,6 +31,8 @@ def plan(
     global_batch_size: BatchOption,
     seq_len: SeqLenOption,
     cluster: ClusterOrOffersOption = None,
+    profile: ProfileOption = None,
+    allow_foreign_profile: ForeignOption = False,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
@@ -105,10 +110,14 @@ def plan(
         is_cost = objective == "cost"
         if not is_cost:
             require_cost(offers=offers, min_tokens_per_s=min_tokens_per_s, tokens=tokens, deadline_h=deadline_h)
-        rentable = read_offers(cluster, offers, calibrate=calibrate)
+        if profile is not None and offers is not None:
+            raise ConfigError("--profile is of one machine, not of offers of several", help="use --cluster")
+        rentable = () if profile is not None else read_offers(cluster, offers, calibrate=calibrate)
         inputs = read_inputs(
             model,
-            common_cluster(rentable) if rentable else str(cluster),
+            common_cluster(rentable)
+            if rentable
+            else read_cluster(cluster, profile, allow_foreign=allow_foreign_profile),
             global_batch_size=global_batch_size,
             seq_len=seq_len,
             precision=precision,

@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 from ..schema import ClusterSpec, Workload
 from ..schema.model import Block, MTPHead
 from .adapters import with_adapters
-from .coefficients import device_rates
+from .coefficients import device_rates, host_costs
 from .compute import OperatorTime, operator_time
 from .context import Added, context_parallel
 from .data_parallel import LayerParams, data_parallel_s
 from .engines import is_megatron
 from .experts import expert_parallel_s, expert_params, routed_part, token_share
-from .host_dispatch import compute_s
+from .host_dispatch import compute_s, waiting_s
 from .host_memory import host_link_bytes_per_s
 from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
+from .measured_layers import as_measured
 from .operators import FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 from .parameters import frozen_bytes, tp_params, trained_params
 from .saved_bytes import activation_bytes
@@ -142,7 +143,8 @@ def inside_cost(layer: Layer, setting: Setting) -> LayerCost:
 def _inside(layer: Layer, setting: Setting) -> LayerCost:
     hidden_dim, batch, workload, cluster = setting.hidden_dim, setting.batch, setting.workload, setting.cluster
     operators, none = _operators(layer, setting), np.zeros(len(batch))
-    times, cp_s = _with_context(layer, operators, _operator_times(operators, setting), setting)
+    alone = as_measured(_operator_times(operators, setting), layer, setting, partial(_alone_s, operators))
+    times, cp_s = _with_context(layer, operators, alone, setting)
     tp_s = tensor_parallel_s(layer, setting)
     hidden = hidden_s(operators, times, setting)
     tp_s = (tp_s[0] - hidden[0], tp_s[1] - hidden[1])
@@ -176,6 +178,17 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
         activation_bytes=kept * (1 - batch.offload_activations),
         working_bytes=working,
     )
+
+
+def _alone_s(operators: tuple[Operator, ...], setting: Setting) -> tuple[FloatArray, FloatArray]:
+    """Forward and backward seconds of a layer's operators on one rank with their dispatch, no communication and no sharding."""
+    host, times = host_costs(setting.cluster, setting.workload), _operator_times(operators, setting)
+    found = []
+    for seconds, dispatches in (("forward_s", "forward_dispatches"), ("backward_s", "backward_dispatches")):
+        device = sum((getattr(time, seconds) for time in times), start=np.zeros(len(setting.batch)))
+        dispatch = host.operator_s * sum(getattr(time, dispatches) for time in times)
+        found.append(device + (dispatch if host.adds else waiting_s(device, dispatch, host.overlap_norm)))
+    return found[0], found[1]
 
 
 def with_least(cost: LayerCost, num_options: int) -> LayerCost:

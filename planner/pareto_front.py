@@ -33,6 +33,7 @@ from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ModelSpec, ParetoPoint, Workload
 from ..schema.layout import check_fields
 from .deadline import Deadline
+from .finalists import ordered
 from .frontier import BLOCK
 from .request import is_runnable
 from .search import REL_GAP, WINDOW, Candidate, OnProgress, bounding_costs, expand_fitting
@@ -76,6 +77,8 @@ def pareto(
     points: list[ParetoPoint] = []
     cap = budget
     while cap > 0 and not deadline.is_over and (found := queue.fastest(cap, on_progress)) is not None:
+        if not points and "schedule" not in (fixed or {}):
+            found = queue.with_orders(found)
         points.append(_point(queue.costs, found, cap))
         cap = found.candidate.estimate.required_bytes - step
     return tuple(
@@ -126,6 +129,14 @@ class Queue:
             heapq.heappush(self._again, entry)
         return None if best is None else Fastest(best, float(bound_s))
 
+    def with_orders(self, found: Fastest) -> Fastest:
+        """The same or a faster one with an order of its own; on the whole budget only, orders take longer than splits."""
+        best_s = found.candidate.estimate.step_time_s
+        faster = ordered(self.costs, self._splits.values(), best_s, self._deadline)
+        if not faster:
+            return found
+        return Fastest(faster[-1], min(found.bound_s, faster[-1].estimate.step_time_s))
+
     @property
     def _first_s(self) -> float:
         """The least bound of all that wait: layouts not looked at yet, in order, and those that come again."""
@@ -140,7 +151,7 @@ class Queue:
         if row not in self._costed:
             rows = self._order[self._next : self._next + WINDOW]
             some = self.costs.select(rows)
-            some.by_kind  # noqa: B018 - worked out once, for every cap
+            work_out(some)
             self._costed |= {int(r): (some, place) for place, r in enumerate(rows)}
         self._next += 1
         return row
@@ -157,6 +168,13 @@ class Queue:
             return None
         self._splits[row] = replace(split, idx=row)
         return self._splits[row]
+
+
+def work_out(costs: SpaceCosts) -> None:
+    """Evaluate what does not depend on the budget once, for every cap (`SpaceCosts.with_budget` hands it on)."""
+    for each in (costs, *(costs.by_option if costs.batch.is_mixed else ())):
+        each.by_kind  # noqa: B018
+        each.dp_exposed_by_kind  # noqa: B018
 
 
 def _bounds(costs: SpaceCosts, deadline: Deadline) -> tuple[IntArray, FloatArray, FloatArray]:

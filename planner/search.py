@@ -63,6 +63,7 @@ class Candidate:
     ``options`` has an index into RECOMPUTES for each layer.
     ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
     its parts each stage lies; empty: every rank is costed as the weakest. ``order`` is that of a synthesised schedule.
+    Under no order of passes a split is faster than ``any_order_s``, under the named one than ``bound_s``.
     """
 
     idx: int
@@ -73,6 +74,7 @@ class Candidate:
     nodes: tuple[int, ...] = ()
     part_of_stage: tuple[int, ...] = ()
     order: Order = ()
+    any_order_s: float = 0.0
 
     def layout(self, batch: LayoutBatch) -> Layout:
         """The layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
@@ -221,7 +223,7 @@ class Window:
         if row in self.any_order_s:
             return False
         self.any_order_s[row] = self._frontier.bound_s
-        if np.isinf(below_s):
+        if np.isinf(below_s) or self._costs.cluster.bandwidth_matrix is not None:  # ranks may lie on better nodes
             return False
         some, at = self._costed(row)
         return self._frontier.raise_first(replayed_bound(some, at, below_s=below_s).bound_s)
@@ -238,10 +240,11 @@ class Window:
         some, at = self._costed(self._frontier.first)
         row = self._frontier.pop()
         candidate = expand_fitting(some, at, bound_s=bound_s)
+        any_order_s = self.any_order_s.get(row, bound_s)
         if candidate is None:
             self.rejected.append(row)
             return None
-        return replace(candidate, idx=row)
+        return replace(candidate, idx=row, any_order_s=any_order_s)
 
 
 def nearest_misses(rejected: list[int], frontier: Frontier, incumbent_s: float, wanted: int = 3) -> list[int]:
@@ -336,12 +339,15 @@ def _as_replayed(costs: SpaceCosts, found: Candidate) -> Candidate:
     in_chunks = costs.batch.num_model_chunks[idx] > 1
     fits = rank_fits(costs, idx, cap_bytes=cap_bytes) if in_chunks else _stage_fits(costs, idx, cap_bytes=cap_bytes)
     least = replayed_bound(costs, idx, below_s=found.estimate.step_time_s, fits=fits)
-    found = replace(found, bound_s=max(found.bound_s, min(least.bound_s, found.estimate.step_time_s)))
+    raised_s = max(found.bound_s, min(least.bound_s, found.estimate.step_time_s))
+    found = replace(found, bound_s=raised_s, any_order_s=found.bound_s)
     if not least.sizes:
         return found
-    instance = _chunk_instance(costs, idx, costs.per_layer("busy_s", idx), cap_bytes)
+    required = _required_bytes(costs, idx)
+    ranks = shape_of(costs, idx).rank_of_stage
+    instance = chunk_split.Instance(costs.per_layer("busy_s", idx), _is_block(costs), ranks, required, cap_bytes)
     boundaries = chunk_split.boundaries_of(instance, np.array([least.sizes]))
-    if in_chunks and np.any(instance.required_bytes(boundaries) > cap_bytes):
+    if in_chunks and np.any(required(boundaries) > cap_bytes):
         return found
     cut = tuple(int(end) for end in boundaries[0])
     estimate = estimate_step(costs, idx, cut)
@@ -415,8 +421,14 @@ def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> tuple[list[tuple[
     busy = costs.per_layer("busy_s", idx)
     both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]))
     if costs.batch.num_model_chunks[idx] > 1:
-        found = [chunk_split.solve(_chunk_instance(costs, idx, weights, cap_bytes)).boundaries for weights in both]
-        return [boundaries for boundaries in found if boundaries], 0.0
+        required = chunk_split.remembered(_required_bytes(costs, idx))
+        shape = shape_of(costs, idx)
+        instances = (
+            chunk_split.Instance(weights, _is_block(costs), shape.rank_of_stage, required, cap_bytes)
+            for weights in both
+        )
+        found = [chunk_split.solve(instance).boundaries for instance in instances]
+        return [boundaries for boundaries in dict.fromkeys(found) if boundaries], 0.0
     fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
     solved = [stage_split.solve(stage_split.Instance(weights, fits)) for weights in both]
     if solved[0].status is Status.INFEASIBLE:
@@ -424,14 +436,16 @@ def _cuts(costs: SpaceCosts, idx: int, *, cap_bytes: float) -> tuple[list[tuple[
     return [cut.boundaries for cut in solved], _split_bound_s(costs, idx, solved[0].objective_s, fits)
 
 
-def _chunk_instance(costs: SpaceCosts, idx: int, busy_s: NDArray[np.float64], cap_bytes: float) -> chunk_split.Instance:
+def _required_bytes(costs: SpaceCosts, idx: int) -> chunk_split.Required:
+    """Bytes that each rank of a layout requires, as a function of the boundaries of its stages."""
+
     def required_bytes(boundaries: NDArray[np.int64]) -> NDArray[np.float64]:
         contents = contents_between(costs, idx, boundaries[:, :-1], boundaries[:, 1:])
         _, parts = rank_memory_parts(costs, idx, contents)
         total = memory.total_bytes(parts)
         return np.asarray(memory.required_bytes(total, parts["parameters"], costs.workload, costs.cluster))
 
-    return chunk_split.Instance(busy_s, _is_block(costs), shape_of(costs, idx).rank_of_stage, required_bytes, cap_bytes)
+    return required_bytes
 
 
 def _split_bound_s(costs: SpaceCosts, idx: int, slowest_s: float, fits: NDArray[np.bool_]) -> float:

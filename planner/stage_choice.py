@@ -153,9 +153,9 @@ class Layers:
         """(O) of the best split with one option for all; infinite where none fits."""
         found = []
         for option, fits in enumerate(self.fits):
-            split = stage_split.solve(stage_split.Instance(self.busy_s[option], fits))
-            if split.boundaries:
-                ends = np.array(split.boundaries)
+            boundaries = stage_split.a_fastest_split(stage_split.Instance(self.busy_s[option], fits))
+            if boundaries:
+                ends = np.array(boundaries)
                 parts = (self.busy_s[option], self.exposed_s[option], self.update_s)
                 busy, exposed, update = (np.diff(_prefix(values)[ends]) for values in parts)
                 stage_s = busy + self.transfer_s
@@ -328,13 +328,16 @@ def choose_stages(layers: Layers) -> list[Stages]:
     best: dict[float, Stages] = {}
     bound_s, worth_s = np.inf, [np.inf]
     for program in programs(layers, worth_s):
+        least_s = lower_bound_s(program.instance, layers.least_weights) + layers.constant_s
+        bound_s = min(bound_s, least_s)
+        if least_s >= worth_s[-1]:
+            continue
         for once_weight in (0.0, 1 / sum(layers.weights)):
             solution = solve(program.instance, once_weight=once_weight)
             if solution.boundaries:
                 stages = _stages(layers, program, solution)
                 worth_s.append(min(worth_s[-1], stages.objective_s))
                 best[once_weight] = min(best.get(once_weight, stages), stages, key=lambda found: found.objective_s)
-        bound_s = min(bound_s, lower_bound_s(program.instance, layers.least_weights) + layers.constant_s)
     # A program that was not worth solving has no answer below this one.
     bound_s = min(bound_s, worth_s[-1])
     return list({stages.boundaries: stages._replace(bound_s=bound_s) for stages in best.values()}.values())

@@ -25,6 +25,8 @@ def require_compilable(plan: Plan) -> None:
         reasons.append("ring and exchange of context parallelism are not traced")
     if plan.layout.tp > 1:
         reasons.append("torch 2.13 does not trace the DTensor hooks of tensor parallelism in place")
+    if any(stage.offload_of(idx) != "none" for stage in plan.stages for idx in stage.layer_idxs):
+        reasons.append("what a compiled block keeps is not what the offload schedule moves")
     if plan.cluster.weakest_device.vendor == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         reasons.append("on a CPU torch.compile needs a C++ compiler (g++), and there is none")
     if reasons:

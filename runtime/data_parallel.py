@@ -23,7 +23,7 @@ import warnings
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
@@ -31,6 +31,7 @@ from ..schema.workload import Precision
 from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
+from .offload import layer_of
 
 _DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -57,7 +58,8 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place."""
     dtype = compute_dtype(plan)
     has_copies = mesh.expert_mesh is not None and plan.layout.expert_copies > 1
-    if mesh.data_degree == 1 and dtype == torch.float32 and not has_copies:
+    streamed = _streamed(plan)
+    if mesh.data_degree == 1 and dtype == torch.float32 and not has_copies and not streamed:
         return
     if mesh.tp is not None:
         # Tensor-parallel modules return views of DTensors; nothing here changes an activation in place before its hooks ran.
@@ -66,17 +68,52 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     reshard = plan.layout.zero_stage == 3
     placement = expert_placement(stage, mesh)
-    for block in stage.model.layers.values():
+    for name, block in stage.model.layers.items():
+        streams = int(name) + 1 in streamed
         fully_shard(
-            block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
+            block,
+            mesh=mesh.fsdp,
+            mp_policy=policy,
+            reshard_after_forward=reshard or streams,
+            shard_placement_fn=placement,
+            offload_policy=_offload_policy(streams=streams),
         )
     for modules in _outer_units(stage):
         # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
         keep = stage.lm_head in modules
-        fully_shard(modules, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and not keep)
+        streams = (plan.model.num_layers - 1 if keep else 0) in streamed
+        fully_shard(
+            modules,
+            mesh=mesh.fsdp,
+            mp_policy=policy,
+            reshard_after_forward=(reshard or streams) and not keep,
+            offload_policy=_offload_policy(streams=streams),
+        )
     # The root owns what is left (all of embedding, norm and head when tied: two units may not share a parameter), and a
     # pipeline stage must be called through a sharded module.
-    fully_shard(stage, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(
+        stage,
+        mesh=mesh.fsdp,
+        mp_policy=policy,
+        reshard_after_forward=reshard,
+        offload_policy=_offload_policy(streams=0 in streamed and not _outer_units(stage)),
+    )
+
+
+def materialise(stage: Decoder, plan: Plan, device: torch.device) -> None:
+    """Memory without contents for a stage on the meta device; streamed parameters get theirs on the host."""
+    streamed = _streamed(plan)
+    on_host = {id(p) for name, p in stage.named_parameters() if layer_of(name, plan.model) in streamed}
+    stage._apply(lambda tensor: torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else device))
+
+
+def _streamed(plan: Plan) -> frozenset[int]:
+    """Layers whose parameters live on the host."""
+    return frozenset() if plan.offload is None else frozenset(plan.offload.streamed_parameter_layers)
+
+
+def _offload_policy(*, streams: bool) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if streams else OffloadPolicy()
 
 
 def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
@@ -99,3 +136,8 @@ def before_backward(stage: Decoder, plan: Plan, *, is_last: bool) -> None:
         stage.set_is_last_backward(is_last)
         stage.set_requires_gradient_sync(is_last)
         stage.set_reshard_after_backward(is_last)
+        for name, block in stage.model.layers.items():
+            if int(name) + 1 in _streamed(plan):  # leaves after every pass, and so do its gradients
+                assert isinstance(block, FSDPModule)
+                block.set_requires_gradient_sync(True)
+                block.set_reshard_after_backward(True)

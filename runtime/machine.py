@@ -8,7 +8,7 @@ import re
 import psutil
 import torch
 
-from ..profilers.machine import num_cores
+from ..profilers.machine import available_memory, num_cores
 from ..schema import NodeGroup, Plan, RuntimeMismatchError
 from ..schema.units import format_bytes
 
@@ -52,6 +52,7 @@ def check_machine(plan: Plan, group: NodeGroup) -> None:
         RuntimeMismatchError: with the numbers on both sides.
     """
     planned = f"{group.devices_per_node} x {group.device.name}"
+    _check_host_memory(plan)
     if group.device.vendor == "cpu":
         _check_host(plan, group)
         return
@@ -112,6 +113,19 @@ def _words(name: str) -> list[str]:
     """Lower-case words of a GPU's name; ``RTX4090`` is ``rtx 4090``, sizes in GB are left out."""
     words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx", "rtx "))
     return [word for word in words if word and not re.fullmatch(r"\d+gb", word)]
+
+
+def _check_host_memory(plan: Plan) -> None:
+    """What the offload schedule puts on the host must be free there, beside what the ranks themselves take."""
+    needed = 0 if plan.offload is None else plan.offload.host_bytes
+    available = available_memory()
+    if needed > available:
+        raise RuntimeMismatchError(
+            f"the plan's offload schedule needs {format_bytes(needed)} of each node's host memory; "
+            f"{format_bytes(needed - available)} are missing",
+            details=(f"{format_bytes(available)} are available on this machine",),
+            help="free host memory, or plan again with --host-memory-gib",
+        )
 
 
 def _check_host(plan: Plan, group: NodeGroup) -> None:

@@ -21,6 +21,22 @@ WARMUP_STEPS = 2
 """Steps at the start of a run that do not count in the measured step time: allocators and caches fill in them."""
 
 
+class OffloadRecord(TypedDict):
+    """What one rank moved between its device, its host and its drive in a step, bytes, beside what the plan predicts.
+
+    ``host_bytes``: of the host's memory that this rank's offloading holds.
+    """
+
+    to_host_bytes: int
+    to_device_bytes: int
+    read_bytes: int
+    stored_bytes: int
+    planned_to_host_bytes: int
+    planned_to_device_bytes: int
+    host_bytes: int
+    warnings: list[str]
+
+
 class StepRecord(TypedDict):
     """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank, ``parts_s`` where the seconds of the step
     went.
@@ -39,6 +55,7 @@ class StepRecord(TypedDict):
     peak_allocated_bytes: int
     parts_s: dict[Part, float]
     loss_scale: NotRequired[float]
+    offload: NotRequired[OffloadRecord]
 
 
 KEPT_STEPS = 256
@@ -134,7 +151,8 @@ def summarise(
     }
     ratio = {
         name: measured[name] / predicted[name]
-        for name in ("step_time_s", "tokens_per_s", "peak_allocated_bytes", "peak_reserved_bytes")
+        for name in ("step_time_s", "tokens_per_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes")
+        if predicted[name]
     }
     return {"predicted": predicted, "measured": measured, "ratio": ratio}
 

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from .mesh import EXPERT_AXES
 from .models.init import local_tensor
+from .offload_optimizer import OffloadedAdamW
 from .options import TrainOptions
 from .parallel_model import ParallelModel
 
@@ -29,6 +30,10 @@ def build_optimizer(
     if model.plan.workload.optimizer == "sgd":
         # DTensor has no fused SGD, and the foreach one would hold a decayed copy of all gradients.
         return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
+    if model.offload is not None:
+        placements, folder = model.offload.placements(model.module), model.offload.schedule.storage_path
+        copies = model.offload.copies
+        return OffloadedAdamW(groups, placements, copies, learning_rate=learning_rate, betas=betas, folder=folder)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
@@ -64,7 +69,11 @@ def scale_gradients(model: ParallelModel, norm: Tensor, max_norm: float) -> None
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1:
         return
-    torch._foreach_mul_([local_tensor(p.grad) for p in model.parameters() if p.grad is not None], scale)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in (local_tensor(p.grad) for p in model.parameters() if p.grad is not None):
+        by_device.setdefault(gradient.device, []).append(gradient)  # those of streamed parameters are on the host
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, scale.to(device))
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, options: TrainOptions, *, done: int) -> LambdaLR:

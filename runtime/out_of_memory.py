@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 from collections.abc import Iterator
 
 import psutil
@@ -38,9 +39,16 @@ def _describe(plan: Plan, device: torch.device, said: list[str]) -> MeshwrightEr
     rank = plan.rank_map.index(dist.get_rank())
     return MeshwrightError(
         f"rank {rank} of {plan.layout.world_size} is out of memory on {device}",
-        details=(*said, memory_line(plan, device)),
+        details=(*said, memory_line(plan, device), *_limit()),
         help=HELP,
     )
+
+
+def _limit() -> tuple[str, ...]:
+    """The process's own limit, where there is one (ulimit -v, -d)."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    return (f"the process may take {format_bytes(min(finite))} (ulimit)",) if finite else ()
 
 
 def memory_line(plan: Plan, device: torch.device) -> str:
@@ -53,8 +61,8 @@ def memory_line(plan: Plan, device: torch.device) -> str:
             f"predicted peak {predicted}; the device has {format_bytes(total)}, of which this rank holds {format_bytes(own)} and "
             f"{format_bytes(free)} are free"
         )
-    memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    memory = psutil.virtual_memory()
     return (
-        f"predicted peak {predicted} a rank; this machine has {format_bytes(memory.total)}, of which this rank holds "
-        f"{format_bytes(own)} and {format_bytes(memory.available)} are free"
+        f"predicted peak {predicted} a rank; this machine has {format_bytes(memory.total)}, of which "
+        f"{format_bytes(memory.available)} are free now"
     )

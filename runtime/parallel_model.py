@@ -17,6 +17,7 @@ from .loss_scale import LossScale
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.init import local_tensor
+from .offload import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
 from .step_parts import StepClock
 
@@ -32,6 +33,7 @@ class ParallelModel:
         device: of this rank.
         clock: where the seconds of a step go.
         loss_scale: what the loss is multiplied by for the backward pass; whoever updates the parameters updates it as well.
+        offload: its traffic with the host; None where the plan has no offload schedule.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class ParallelModel:
         device: torch.device,
         loss_scale: LossScale,
         schedule: Schedule | None = None,
+        offload: HostOffload | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.module = module
         self.device = device
         self.loss_scale = loss_scale
+        self.offload = offload
         self._schedule = schedule
         self.clock = StepClock(device, is_pipeline=schedule is not None)
         if schedule is not None:

@@ -11,16 +11,17 @@ from torch import nn
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
-from ..schema.runnable import why_not_runnable
+from ..schema.runnable import why_not_offloadable, why_not_runnable
 from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
-from .data_parallel import compute_dtype, shard_data_parallel
+from .data_parallel import compute_dtype, materialise, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
 from .hf_weights import load_weights
 from .loss_scale import LossScale
 from .mesh import build_mesh
 from .models.decoder import Decoder
 from .models.init import init_weights
+from .offload import HostOffload
 from .parallel_model import ParallelModel
 from .pipeline_parallel import build_schedule
 from .recompute import apply_recompute
@@ -61,6 +62,7 @@ def parallelize(
     module.keep({idx for stage in stages for idx in stage.layer_idxs})
     if model is not None:
         module.to(device, torch.float32)
+    offload = HostOffload(plan, device) if plan.offload is not None else None
     parts = [module] if len(stages) == 1 else [module.part(stage.layer_idxs) for stage in stages]
     for part, stage in zip(parts, stages, strict=True):
         apply_tensor_parallel(part, mesh, plan)
@@ -69,17 +71,19 @@ def parallelize(
         apply_recompute(part, stage.recompute_of)
         if compile_blocks:
             apply_compile(part)
+        if offload is not None:
+            offload.apply_activations(part, stage)
         shard_data_parallel(part, mesh, plan)
         if model is None:
-            part.to_empty(device=device)
+            materialise(part, plan, device)
             part.tie()
     if weights is not None:
         load_weights(module, plan.model, weights)
     elif model is None:
-        init_weights(module, seed)
+        init_weights(module, seed, device)
     loss_scale = LossScale.of(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
-    return ParallelModel(plan, mesh, module, device, loss_scale, schedule)
+    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload)
 
 
 def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:
@@ -108,7 +112,7 @@ def _check(model: nn.Module | None, plan: Plan) -> None:
     if model is not None and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
     require_our_engine(plan.workload)
-    lacking = why_not_runnable(plan.model, plan.workload)
+    lacking = why_not_runnable(plan.model, plan.workload) + why_not_offloadable(plan)
     if lacking:
         raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
     compute_dtype(plan)

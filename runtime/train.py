@@ -100,7 +100,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
             model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas
         )
         is_reporter = dist.get_rank() == plan.rank_map[0]
-        writer = MetricsWriter(report if is_reporter else None)
+        writer = MetricsWriter(report if is_reporter else None, append=True)  # after what ranks wrote before a restart
         run = TrainingRun(model, optimizer, options, meter, writer, data)
         if options.checkpoint_dir is None:
             _run_steps(run, batches)
@@ -146,7 +146,7 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     """Enter the job's process group; this rank's device."""
     cluster = plan.cluster
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    backend = cluster.weakest_device.backend
+    backend = _backend(plan)
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         dist.init_process_group(backend, timeout=timeout)
@@ -157,3 +157,10 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
+
+
+def _backend(plan: Plan) -> str:
+    """Streamed parameters and their gradients are reduced and counted on the host."""
+    backend = plan.cluster.weakest_device.backend
+    streams = plan.offload is not None and plan.offload.streamed_parameter_layers
+    return f"cpu:gloo,cuda:{backend}" if streams and backend != "gloo" else backend

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -76,6 +77,8 @@ class TrainingRun:
     def __post_init__(self) -> None:
         options = self.options
         self._steps = self.resume()
+        # A step that overflows moves the schedule on and not the parameters.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
         self._scheduler = build_scheduler(self.optimizer, options, done=self._steps)
         self._balance = RouterBalance(self.model, options.router_bias_rate)
         self._progress = ProgressFile()
@@ -168,6 +171,8 @@ class TrainingRun:
         )
         if model.loss_scale.is_dynamic:
             record["loss_scale"] = used_scale
+        if model.offload is not None:
+            record["offload"] = model.offload.report(model.module)
         self.writer.write(record)
 
     def _require_finite(self, loss: float, norm: float) -> None:

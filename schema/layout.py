@@ -50,7 +50,7 @@ class Layout(Frozen):
         recompute_fraction: part of each stage's blocks that recompute; the others keep everything.
         offload: what lies in the memory of the host instead of the device's: the optimizer states with the fp32 parameters, which
             the host updates; and the parameters too, which come back for every pass; scheduled: as the plan's offload schedule
-            says, layer by layer (schema/offload.py), for one pipeline stage.
+            says, layer by layer (schema/offload.py).
         offload_fraction: part of the optimizer states that is offloaded; offloaded parameters are so as a whole.
         offload_activations: part of the kept activations that waits for the backward pass in the host's memory.
         offload_to: host memory or, beyond it, the node's storage.
@@ -90,9 +90,9 @@ class Layout(Frozen):
             raise ValueError("sequence_parallel needs tp > 1")
         if self.offload == "parameters" and (self.offload_fraction < 1 or self.zero_stage not in (0, 3)):
             raise ValueError("offload of parameters needs offload_fraction 1 and zero_stage 3 (or one rank)")
-        if self.offload == "scheduled" and (self.pp > 1 or self.offload_activations > 0 or self.offload_fraction < 1):
+        if self.offload == "scheduled" and (self.offload_activations > 0 or self.offload_fraction < 1):
             raise ValueError(
-                "offload=scheduled needs pp 1, and no offload_fraction nor offload_activations: its schedule has them by layer"
+                "offload=scheduled needs no offload_fraction nor offload_activations: its schedule has them by layer"
             )
         return self
 

@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from .base import Document, Frozen
+from .calibration import Calibration
 from .profile_points import (
     AllocatorMemory,
     AttentionPoint,
@@ -124,6 +125,7 @@ class Profile(Document):
         parts: what was measured in which time; empty in a profile that only describes ``--cluster local``.
         node_bandwidth_bytes_per_s: node x node: what one device of a node gets to its counterpart while the others send as well.
         slow: what the report names.
+        calibration: what runs of `apply` on the machine say about the model's rates (`meshwright calibrate`).
         content_sha256: of everything else; empty in a profile of an older version, or in one that is not finished.
     """
 
@@ -153,6 +155,7 @@ class Profile(Document):
     overlaps: tuple[OverlapPoint, ...] = ()
     ranks: tuple[RankReport, ...] = ()
     slow: tuple[Slow, ...] = ()
+    calibration: Calibration = Calibration()
     content_sha256: str = ""
 
     def computed_sha256(self) -> str:

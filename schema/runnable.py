@@ -1,8 +1,13 @@
-"""What the runtime of this version lacks for a model or a workload; what it lacks for a layout stands in rules.py."""
+"""What the runtime of this version lacks for a model, a workload or an offload schedule; for a layout it stands in rules.py."""
 
 from __future__ import annotations
 
+import os
+
+from .layout_facts import SPLIT_SCHEDULES
 from .model import Block, ModelSpec, MoE, SoftmaxAttention
+from .offload import OffloadSchedule
+from .plan import Plan
 from .workload import Workload
 
 
@@ -15,6 +20,49 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
     for block, _ in model.block_runs:
         reasons += [*_of_attention(block, workload, rotated=model.rope is not None), *_of_block(block)]
     return tuple(dict.fromkeys(reasons))
+
+
+def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
+    """``reason [name]`` of everything in a plan's offload schedule that the installed torch or this version cannot execute."""
+    schedule = plan.offload
+    if schedule is None:
+        return ()
+    reasons = [*_of_states(plan, schedule), *_of_streamed_parameters(plan, schedule)]
+    return tuple(dict.fromkeys(reasons))
+
+
+def _of_states(plan: Plan, schedule: OffloadSchedule) -> list[str]:
+    reasons: list[str] = []
+    optimizer, away = plan.workload.optimizer, schedule.host_optimizer_layers + schedule.streamed_optimizer_layers
+    if optimizer != "adamw" and away + schedule.storage_optimizer_layers:
+        reasons.append(f"states of {optimizer} away from the device, where AdamW's can be   [offload_optimizer]")
+    if schedule.storage_optimizer_layers and not hasattr(os, "posix_fallocate"):
+        reasons.append(
+            "states in a file on a system that cannot reserve its space (posix_fallocate)   [offload_storage]"
+        )
+    return reasons
+
+
+def _of_streamed_parameters(plan: Plan, schedule: OffloadSchedule) -> list[str]:
+    streamed, layout, reasons = {*schedule.streamed_parameter_layers}, plan.layout, []
+    if not streamed:
+        return []
+    if layout.zero_stage not in (0, 3):
+        reasons.append(
+            f"streamed parameters under zero_stage {layout.zero_stage}, which gathers them once a step: they would never leave; "
+            "use zero_stage 3   [streamed_parameters_zero_stage]"
+        )
+    if layout.pp > 1 and layout.schedule in SPLIT_SCHEDULES:
+        reasons.append(
+            f"streamed parameters under schedule {layout.schedule}: between a backward pass and its weight pass they must stay "
+            "gathered   [streamed_parameters_split_backward]"
+        )
+    ends = {0, plan.model.num_layers - 1}
+    if plan.model.tie_embeddings and len(streamed & ends) == 1:
+        reasons.append(
+            "the embedding or the head streamed without the other, which has the same parameter   [streamed_parameters_tied]"
+        )
+    return reasons
 
 
 def _of_workload(workload: Workload | None) -> list[str]:

@@ -102,6 +102,12 @@ def solve(instance: Instance) -> Solution:
     return Solution(Status.OPTIMAL, boundaries, float(slowest), time.perf_counter() - start)
 
 
+def a_fastest_split(instance: Instance) -> tuple[int, ...]:
+    """Boundaries of a split with the least (O), even or not; empty where there is none."""
+    slowest, boundaries = _dynamic_program(instance.fits, instance.span_s, np.maximum)
+    return boundaries if np.isfinite(slowest) else ()
+
+
 def least_slowest_s(instance: Instance) -> float:
     """(O) alone: infinite when there is no split."""
     return _dynamic_program(instance.fits, instance.span_s, np.maximum)[0]

@@ -34,5 +34,6 @@ def corrected_by(points: tuple[MatmulPoint, ...], dtype: str, rates: GemmRates) 
             dtype=np.float64,
         )
         # The points are kept with the answer, so that no other object gets their id.
-        _found[key] = points, calibrate(*mine.T, rates) if len(mine) else rates
+        m, n, k, seconds = mine.reshape(-1, 4).T
+        _found[key] = points, calibrate(m, n, k, seconds, rates) if len(mine) else rates
     return _found[key][1]

@@ -13,11 +13,14 @@ STD = 0.02
 
 
 @torch.no_grad()
-def init_weights(module: nn.Module, seed: int) -> None:
+def init_weights(module: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases and buffers 0.
 
     Each weight comes from a generator of its own on its device, and a shard is cut from the whole tensor; only one whole
     tensor exists at a time. CPU and CUDA generators differ, so equal weights need equal device types.
+
+    Args:
+        device: of the generators, where parameters lie elsewhere; unset, each parameter's own.
     """
     for buffer in module.buffers():
         buffer.zero_()
@@ -29,8 +32,9 @@ def init_weights(module: nn.Module, seed: int) -> None:
             continue
         # A tied head that stands alone on the last pipeline stage must start as the embedding does.
         source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
-        generator = torch.Generator(parameter.device).manual_seed(parameter_seed(seed, source))
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        where = device or parameter.device
+        generator = torch.Generator(where).manual_seed(parameter_seed(seed, source))
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
         whole.normal_(0.0, STD, generator=generator)
         local_tensor(parameter).copy_(local_part(whole, parameter))
 

@@ -33,6 +33,11 @@ class Rotary:
         rope = self.rope
         return 1.0 if rope.mscale_all_dim is None else _mscale(rope.factor, rope.mscale_all_dim) ** 2
 
+    @property
+    def made_tables(self) -> tuple[Tensor, ...]:
+        """The tables as they were last asked for; they live on."""
+        return self._tables or ()
+
     def tables(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cos and sin [S, C] in ``dtype``; the angles are computed in fp32."""
         key = (seq_len, device, dtype)

@@ -82,29 +82,36 @@ def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
     assert "measured / predicted" in messages
 
 
+BUSY_RANK = """
+import os, sys, time
+import torch
+from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.train import train
+from meshwright.schema import Plan
+
+def busy(*_):
+    end = time.thread_time() + 0.005
+    while time.thread_time() < end:
+        pass
+
+if os.environ["RANK"] == "1":
+    torch.nn.modules.module.register_module_forward_pre_hook(busy)
+train(Plan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=9), report=sys.argv[1])
+"""
+
+
 @needs_two_cores
-@pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="processes cannot be pinned here")
-def test_rank_beside_busy_loops_is_named(tmp_path: Path) -> None:
-    """Three loops share the core of rank 1, which then has a quarter of it; rank 0 has the other core."""
-    metrics = tmp_path / "metrics.jsonl"
-    plan = saved(small_plan(Layout(dp_replicate=2), num_blocks=4), tmp_path)
-    process = start("--steps", "60", "--metrics", str(metrics), plan)
-    ranks = {int(rank.environ().get("RANK", -1)): rank for rank in training_ranks(process, metrics)}
-    cores = psutil.Process().cpu_affinity()
-    ranks[0].cpu_affinity(cores[:1])
-    ranks[1].cpu_affinity(cores[1:2])
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
-    try:
-        for loop in loops:
-            psutil.Process(loop.pid).cpu_affinity(cores[1:2])
-        code, _, messages = finish(process)
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+def test_rank_with_busy_loops_is_named(tmp_path: Path) -> None:
+    """Every module of rank 1 first burns 5 ms of its core, some ten times what the modules themselves take."""
+    report, script = tmp_path / "report.jsonl", tmp_path / "busy.py"
+    script.write_text(BUSY_RANK)
+    code, _, messages = finish(start(saved(small_plan(Layout(dp_replicate=2)), tmp_path), str(script), str(report)))
     assert code == 0, messages
-    assert [slow["rank"] for slow in read_lines(metrics)[-1]["measured"]["stragglers"]] == [1]
-    assert "slow: rank 1 (stage 0) computes" in messages
+    measured = read_lines(report)[-1]["measured"]
+    assert [slow["rank"] for slow in measured["stragglers"]] == [1]
+    waiting, busy = (rank["parts_s"] for rank in measured["ranks"])
+    assert busy["forward"] > 2 * waiting["forward"]
+    assert waiting["communication"] > busy["forward"] / 2
 
 
 @needs_two_cores

@@ -71,5 +71,5 @@ def test_a_plan_and_its_schedule_go_together(planned: Plan) -> None:
         _scheduled(planned, OffloadSchedule(), {0: "activations"})
     with pytest.raises(ConfigError, match="names layer 99"):
         _scheduled(planned, OffloadSchedule(host_optimizer_layers=(99,)))
-    with pytest.raises(ConfigError, match="pp 1"):
-        Layout(pp=2, offload="scheduled")
+    with pytest.raises(ConfigError, match="has them by layer"):
+        Layout(offload="scheduled", offload_activations=0.5)

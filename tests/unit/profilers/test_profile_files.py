@@ -1,0 +1,123 @@
+"""Profiles are trusted, joined and compared: what was measured here is used, everything else says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from meshwright.profilers.machine import identify
+from meshwright.profilers.profile_merge import merged
+from meshwright.profilers.profile_summary import compare, summary
+from meshwright.profilers.profiled_cluster import of_these_devices, profiled_cluster
+from meshwright.profilers.trusted import differences, load_profile
+from meshwright.schema import ConfigError
+from meshwright.schema.errors import ProfileError
+from meshwright.schema.profile import CollectivePoint, MatmulPoint, Profile
+from meshwright.schema.profile_points import HostCopyPoint
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+
+
+def profile(*, num_nodes: int = 1, rate: float = 1e9, **fields: object) -> Profile:
+    """Two ranks a node; a link of ``rate`` inside, a tenth of it between nodes."""
+    machine = identify(2).replace(num_devices=2 * num_nodes, num_nodes=num_nodes)
+    points = [
+        CollectivePoint(
+            op=op, group_size=2 * nodes, num_nodes=nodes, size_bytes=size, time_s=1e-4 + nodes**3 * size / rate
+        )
+        for op in OPS
+        for size in (2**18, 2**23)
+        for nodes in range(1, num_nodes + 1)
+    ]
+    matmuls = [MatmulPoint(dtype="fp32", m=s, n=s, k=s, time_s=1e-5 + 2 * s**3 / 8e10) for s in (64, 256, 1024)]
+    known = {
+        "machine": machine, "created": "2026-01-01T00:00:00", "duration_s": 9.0, "memory_bandwidth_bytes_per_s": 1e10,
+        "device_memory_bytes": 2**32, "matmuls": tuple(matmuls), "collectives": tuple(points),
+    }  # fmt: skip
+    return Profile(**{**known, **fields}).sealed()
+
+
+def test_own_profile_is_trusted_and_an_edited_or_foreign_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    assert load_profile(path)[1] == ()
+    edited = json.loads(path.read_text())
+    edited["machine"]["device"] = "NVIDIA H200"
+    path.write_text(json.dumps(edited))
+    with pytest.raises(ProfileError, match="cannot be trusted") as refused:
+        load_profile(path)
+    assert "hash differs" in str(refused.value)
+    assert "device: measured on NVIDIA H200, here is" in str(refused.value)
+    assert refused.value.exit_code == 2
+    assert len(load_profile(path, allow_foreign=True)[1]) == 2
+
+
+def test_another_version_of_the_software_is_named() -> None:
+    other = identify(2).replace(torch="1.0", python="3.1")
+    assert [line.split(":")[0] for line in differences(other)] == ["torch", "python"]
+    assert differences(identify(2)) == ()
+
+
+def test_more_ranks_than_this_machine_carries_are_a_difference_and_no_crash() -> None:
+    assert "cannot be what was measured" in differences(identify(1).replace(num_devices=10**6))[0]
+
+
+def test_merging_takes_every_point_once_and_the_median_of_those_measured_twice() -> None:
+    first = profile()
+    slower = [point.replace(time_s=3 * point.time_s) for point in first.matmuls[:2]]
+    extra = MatmulPoint(dtype="bf16", m=64, n=64, k=64, time_s=1.0)
+    second = profile(matmuls=(*slower, extra), created="2026-02-01T00:00:00")
+    joined = merged([second, first])
+    assert joined.created == second.created
+    assert not joined.is_altered
+    assert len(joined.matmuls) == len(first.matmuls) + 1
+    assert joined.matmuls[0].time_s == pytest.approx(2 * first.matmuls[0].time_s)
+    assert joined.matmuls[2] == first.matmuls[2]
+    assert merged([first, first]).matmuls == first.matmuls
+
+
+def test_profiles_of_unlike_machines_or_altered_ones_are_not_merged() -> None:
+    first = profile()
+    with pytest.raises(ProfileError, match="different machines"):
+        merged([first, profile(machine=first.machine.replace(torch="1.0"))])
+    with pytest.raises(ProfileError, match="hash differs"):
+        merged([first, first.replace(duration_s=1.0)])
+    with pytest.raises(ConfigError, match="nothing to merge"):
+        merged([first])
+
+
+def test_comparison_has_machines_rates_and_ratios_of_common_points() -> None:
+    first, second = profile(), profile(rate=2e9)
+    found = compare(first, second.replace(machine=second.machine.replace(torch="1.0")))
+    assert found["machine"] == {"torch": [first.machine.torch, "1.0"]}
+    assert found["points"]["matmuls"] == {"both": 3, "first": 0, "second": 0, "ratio": 1.0}
+    assert found["points"]["collectives"]["ratio"] < 1
+    assert summary(first)["memory_bandwidth_bytes_per_s"] == 1e10
+
+
+def test_cluster_of_two_nodes_has_both_links_the_matrix_and_the_hosts_link() -> None:
+    matrix = ((0.0, 1e9), (2e9, 0.0))
+    copies = tuple(
+        HostCopyPoint(direction=way, host_memory="pinned", size_bytes=2**26, time_s=2**26 / rate)
+        for way, rate in (("to_device", 2e10), ("to_host", 1e10))
+    )
+    cluster = profiled_cluster(profile(num_nodes=2, node_bandwidth_bytes_per_s=matrix, host_copies=copies))
+    assert [level.domain_size for level in cluster.levels] == [2, 4]
+    inside, outside = (level.link.bandwidth_bytes_per_s for level in cluster.levels)
+    assert outside < inside
+    assert cluster.bandwidth_matrix == matrix
+    assert cluster.groups[0].host_link_bytes_per_s == pytest.approx(1e10)
+    assert {point.num_nodes for point in cluster.levels[0].link.measured} == {1}
+
+
+def test_larger_cluster_of_the_measured_devices_takes_their_rates() -> None:
+    measured = profiled_cluster(profile())
+    larger = profiled_cluster(profile(num_nodes=2, memory_bandwidth_bytes_per_s=5e9))
+    planned = of_these_devices(larger, measured)
+    assert planned.groups[0].device.memory_bandwidth_bytes_per_s == 1e10
+    assert planned.num_devices == 4
+    assert planned.levels[0].link == measured.levels[0].link
+    other = larger.replace(groups=(larger.groups[0].replace(device=larger.groups[0].device.replace(name="other")),))
+    with pytest.raises(ProfileError, match="the cluster has other"):
+        of_these_devices(other, measured)
