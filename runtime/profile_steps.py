@@ -23,7 +23,7 @@ from .traced_memory import layer_memory, step_memory
 if TYPE_CHECKING:
     from ..profilers.timing import Bench, Points
 
-NUM_SHAPES = 500
+NUM_SHAPES = 300
 """Products measured at most: beyond some hundred, more do not help."""
 
 _FEWEST_SHAPES = 8
@@ -70,18 +70,20 @@ def choose_shapes(
     from ..cost_models.learned.gemm import GemmRates, Hardware, known_coefficients
     from ..cost_models.learned.informative import candidates, most_informative
 
-    processors, cache = 1, float(_CACHE_BYTES)
-    if bench.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(bench.device)
-        processors, cache = properties.multi_processor_count, float(properties.L2_cache_size)
-    coefficients, software, _ = known_coefficients("", "")
-    hardware = Hardware(flops_per_s / coefficients.compute_efficiency, bandwidth_bytes_per_s, processors, cache)
-    rates = GemmRates(coefficients, hardware, software, 2.0 if bf16 else 4.0)
-    most_s = max(1e-4, bench.remaining_s() * _SHAPE_PART / _CALLS)
-    m, n, k = candidates(rates, seed=0, most_s=most_s, most_bytes=bench.free_bytes() / 16)
     count = min(NUM_SHAPES, max(_FEWEST_SHAPES, int(bench.remaining_s() / (2 * bench.sample_s))))
-    chosen = most_informative(m, n, k, rates, count) if len(m) else []
-    shapes = [[int(m[i]), int(n[i]), int(k[i])] for i in chosen]
+    most_s = max(1e-4, bench.remaining_s() * _SHAPE_PART / _CALLS)
+    shapes: list[list[int]] = []
+    if dist.get_rank() == 0:
+        processors, cache = 1, float(_CACHE_BYTES)
+        if bench.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(bench.device)
+            processors, cache = properties.multi_processor_count, float(properties.L2_cache_size)
+        coefficients, software, _ = known_coefficients("", "")
+        hardware = Hardware(flops_per_s / coefficients.compute_efficiency, bandwidth_bytes_per_s, processors, cache)
+        rates = GemmRates(coefficients, hardware, software, 2.0 if bf16 else 4.0)
+        m, n, k = candidates(rates, seed=0, most_s=most_s, most_bytes=bench.free_bytes() / 16)
+        chosen = most_informative(m, n, k, rates, count) if len(m) else []
+        shapes = [[int(m[i]), int(n[i]), int(k[i])] for i in chosen]
     return [(a, b, c) for a, b, c in bench.gather(shapes)[0]]
 
 

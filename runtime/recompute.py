@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..schema.layout import Recompute
 from .models.decoder import Decoder
 from .models.experts import Experts, MixtureOfExperts
+from .models.init import ADAPTER_UP
 from .models.ring_attention import RING_ATTENTION
 from .models.whole_linear import WholeLinear
 
@@ -62,6 +63,7 @@ def _count_products(block: nn.Module) -> int:
     if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
         return _NO_LAST
     single = sum(isinstance(module, nn.Linear | WholeLinear) for module in modules)
+    single += 2 * sum(hasattr(module, ADAPTER_UP) for module in modules)
     return single + 3 * sum(isinstance(module, Experts) for module in modules)
 
 
