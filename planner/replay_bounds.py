@@ -61,10 +61,9 @@ def _instance(costs: SpaceCosts, idx: int, fits: Fits | None) -> split_bound.Ins
     except ConfigError:  # the step has a closed form, whose bound is as good
         return None
     case = costs.like[idx]
-    total, forward, weight = (
-        np.array([values(cost)[case] for cost in costs.inside])
-        for values in (lambda c: c.busy_s, lambda c: c.forward_s + c.comm_forward_s, lambda c: c.weight_s)
-    )
+    total = np.array([cost.busy_s[case] for cost in costs.inside])
+    forward = np.array([cost.forward_s[case] + cost.comm_forward_s[case] for cost in costs.inside])
+    weight = np.array([cost.weight_s[case] for cost in costs.inside])
     seconds = np.stack([forward, total - forward - weight, weight])
     is_mixed = b.recompute[idx] == MIXED
     by_kind = OptionCosts.of(costs).least_exposed_by_kind if is_mixed else costs.dp_exposed_by_kind

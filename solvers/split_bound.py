@@ -64,7 +64,7 @@ class Instance:
     @property
     def num_blocks(self) -> int:
         """N."""
-        return self.seconds.shape[1]
+        return int(self.seconds.shape[1])
 
     @cached_property
     def stages_of_rank(self) -> IntArray:
@@ -161,7 +161,7 @@ def sizes_below(instance: Instance, below_s: float) -> IntArray:
     lightest = np.cumsum(np.sort(instance.seconds.sum(axis=0)))
     sizes = np.arange(fewest, n - others * fewest + 1)
     sizes = sizes[shape.num_microbatches * lightest[sizes - 1] + instance.least_once_s.sum() <= below_s]
-    return sizes[sizes >= n - others * sizes[-1]] if len(sizes) else sizes
+    return np.asarray(sizes[sizes >= n - others * sizes[-1]] if len(sizes) else sizes)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _places(shape: Shape, n: int, least: int, most: int, rank: int) -> _Places:
         own = _in_chunks(sizes, shape.num_model_chunks, int((ranks == rank).sum()))
         fewer = fewest[lower // rank if rank else 0][rank][before]
         more = fewest[upper // later if later else 0][later][np.minimum(behind, n)]
-        return np.minimum(fewer + own + more, n)
+        return np.asarray(np.minimum(fewer + own + more, n))
 
     ways, ranges = [], []
     for name, _, from_front in _WAYS:
