@@ -24,6 +24,7 @@ from .inputs import (
     read_cluster,
     read_inputs,
 )
+from .report import HtmlOption, TraceOption, write_report
 
 
 def plan(
@@ -83,6 +84,8 @@ def plan(
             help="Measured tokens of each expert (docs/experts.md): decide ep and places.",
         ),
     ] = None,
+    report: HtmlOption = None,
+    trace: TraceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
@@ -164,6 +167,7 @@ def plan(
                 show(cost_table(found.cost, found.workload.tokens_per_step))
             if found.pareto:
                 show(pareto_table(found.pareto))
+        write_report(found, report, trace)
         then = f"next: meshwright apply {out}" if engine == "fsdp2" else f"it is for {engine}, not for meshwright apply"
         typer.echo(f"wrote {out}; {then}", err=True)
         if deadline.is_stopped:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,12 +91,12 @@ class SearchResult:
 
     ``any_order_s`` has the bound under any order of passes of each layout that was looked at; ``bound_s`` is about the named ones.
     ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
-    ``rejected`` no split fits.
+    ``rejected`` no split fits; ``nearest_misses`` are those, and others that were never expanded, that lack the least memory.
     """
 
     costs: SpaceCosts
     fitting: list[Candidate] = field(default_factory=list)
-    too_large: list[Candidate] = field(default_factory=list)
+    nearest_misses: list[int] = field(default_factory=list)
     bound_s: float = 0.0
     search_s: float = 0.0
     stopped_early: bool = False
@@ -103,6 +104,18 @@ class SearchResult:
     bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     rejected: list[int] = field(default_factory=list)
     any_order_s: dict[int, float] = field(default_factory=dict)
+    go_on: Callable[[int, Deadline], None] | None = field(default=None, repr=False)
+
+    def add_runner_ups(self, wanted: int, deadline: Deadline) -> None:
+        """Expand ``wanted`` more combinations of degrees for comparison, after the search."""
+        if self.go_on is not None:
+            self.go_on(wanted, deadline)
+            self.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
+
+    @cached_property
+    def too_large(self) -> list[Candidate]:
+        """The nearest misses with the stages that they would have: expanded where somebody asks."""
+        return [expand_row(self.costs, row) for row in self.nearest_misses]
 
     def certificate(self) -> SearchCertificate:
         """How far from the best of the space the fastest layout that was found may be."""
@@ -166,9 +179,10 @@ def search(
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
-        _expand_runner_ups(result, frontier, window, runner_ups, deadline)
+        result.go_on = partial(_expand_runner_ups, result, frontier, window)
+        result.go_on(runner_ups, deadline)
     if not deadline.is_over:
-        result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
+        result.nearest_misses = nearest_misses(window.rejected, frontier, incumbent)
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result
