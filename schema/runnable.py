@@ -13,6 +13,8 @@ from .workload import Workload
 
 def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
     """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
+    if model.traced_len is not None:
+        return ("a model traced from code, which has a training loop of its own", *_of_workload(workload))
     reasons = [*_of_workload(workload), *_of_model(model)]
     learned = model.embedding.num_positions
     if workload is not None and 0 < learned < workload.seq_len:
