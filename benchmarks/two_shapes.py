@@ -19,6 +19,11 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from meshwright.planner import plan
+from meshwright.profilers.local import measure_local
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
+from meshwright.schema.layout import parse_assignments
+
 WARMUP_STEPS = 2
 TOLERANCE = 0.05
 COMMON = {
@@ -49,65 +54,57 @@ LAYOUTS = {
 CLI = (sys.executable, "-m", "meshwright.cli")
 
 
-def make_plan(shape: str, fixed: str, out: Path) -> dict | str:
-    """The plan of a shape with some fields kept, as JSON; or why there is none."""
+def make_plan(shape: str, fixed: str, cluster: ClusterSpec) -> Plan | None:
+    """The plan of a shape with some fields kept; None where nothing has them."""
     sizes, batch, seq_len = SHAPES[shape]
-    config = out.with_suffix(".config.json")
-    config.write_text(json.dumps({**COMMON, **sizes}))
-    workload = [
-        "--global-batch-size",
-        str(batch),
-        "--seq-len",
-        str(seq_len),
-        "--optimizer",
-        "sgd",
-        "--precision",
-        "fp32",
-    ]
-    command = [*CLI, "plan", str(config), "--cluster", "local", *workload, "--out", str(out)]
-    done = subprocess.run([*command, *(["--fix", fixed] if fixed else [])], capture_output=True, text=True)
-    return done.stderr.strip() if done.returncode else json.loads(out.read_text())
+    model = ModelSpec.from_hf({**COMMON, **sizes})
+    workload = Workload(seq_len=seq_len, global_batch_size=batch, precision="fp32", optimizer="sgd")
+    try:
+        return plan(model, cluster, workload, fixed=parse_assignments(fixed), runnable=True)
+    except (ConfigError, InfeasibleError):
+        return None
 
 
-def measure(plan: Path, steps: int) -> float:
+def measure(path: Path, steps: int) -> float:
     """Median seconds of a step."""
-    done = subprocess.run([*CLI, "apply", str(plan), "--steps", str(steps), "--json"], capture_output=True, text=True)
+    done = subprocess.run([*CLI, "apply", str(path), "--steps", str(steps), "--json"], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     return statistics.median([r["step_time_s"] for r in records if "step" in r][WARMUP_STEPS:])
 
 
-def run_shape(shape: str, folder: Path, rounds: int, steps: int) -> dict:
+def run_shape(shape: str, folder: Path, cluster: ClusterSpec, rounds: int, steps: int) -> dict:
     """Plan, measure every layout, compare."""
-    chosen = make_plan(shape, "", folder / "chosen.json")
-    if isinstance(chosen, str):
-        raise SystemExit(chosen)
+    chosen = make_plan(shape, "", cluster)
+    if chosen is None:
+        raise SystemExit(f"no plan for {shape}")
     plans = {"the plan's choice": chosen}
     for name, fixed in LAYOUTS.items():
-        found = make_plan(shape, fixed, folder / f"{name.replace(' ', '-')}.json")
-        if not isinstance(found, str) and found["layout"] != chosen["layout"]:
+        found = make_plan(shape, fixed, cluster)
+        if found is not None and found.layout != chosen.layout:
             plans[name] = found
-    files = {name: folder / (f"{name.replace(' ', '-')}.json" if name in LAYOUTS else "chosen.json") for name in plans}
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     for turn in range(rounds):
         for name in list(plans) if turn % 2 else reversed(list(plans)):
-            seconds[name].append(measure(files[name], steps))
+            path = folder / "plan.json"
+            plans[name].save(path)
+            seconds[name].append(measure(path, steps))
             print(shape, turn, name, f"{seconds[name][-1] * 1e3:.1f} ms", flush=True)
     return report(plans, seconds)
 
 
-def report(plans: dict[str, dict], seconds: dict[str, list[float]]) -> dict:
+def report(plans: dict[str, Plan], seconds: dict[str, list[float]]) -> dict:
     """Medians, predictions, and the verdict."""
     rows = {
         name: {
-            "layout": {key: value for key, value in plan["layout"].items() if value not in (1, "none", False, None)},
-            "predicted_s": plan["estimate"]["step_time_s"],
+            "layout": str(found.layout),
+            "predicted_s": found.estimate.step_time_s,
             "measured_s": statistics.median(seconds[name]),
             "least_s": min(seconds[name]),
             "largest_s": max(seconds[name]),
         }
-        for name, plan in plans.items()
+        for name, found in plans.items()
     }
     best = min(rows, key=lambda name: rows[name]["measured_s"])
     excess = rows["the plan's choice"]["measured_s"] / rows[best]["measured_s"] - 1
@@ -117,10 +114,10 @@ def report(plans: dict[str, dict], seconds: dict[str, list[float]]) -> dict:
 def main(out: str, rounds: str = "3", steps: str = "12") -> None:
     """Both shapes; the result is written after each."""
     setup = {"torch": version("torch"), "python": platform.python_version(), "rounds": int(rounds), "steps": int(steps)}
-    results = {}
+    results, cluster = {}, measure_local(2)
     for shape in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            results[shape] = run_shape(shape, Path(folder), int(rounds), int(steps))
+            results[shape] = run_shape(shape, Path(folder), cluster, int(rounds), int(steps))
         Path(out).write_text(json.dumps({**setup, "shapes": results}, indent=1) + "\n")
         print(
             shape, "right" if results[shape]["is_right"] else "wrong", json.dumps(results[shape]["fastest"]), flush=True

@@ -46,7 +46,15 @@ def test_name_in_method_exists(name: str) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "docs/method.md", "docs/cluster.md", "docs/accuracy.md", "docs/experts.md", "docs/engines.md"],
+    [
+        "README.md",
+        "docs/method.md",
+        "docs/cluster.md",
+        "docs/accuracy.md",
+        "docs/experts.md",
+        "docs/engines.md",
+        "docs/training.md",
+    ],
 )
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
