@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .apply import ApplyCommand, apply
+from .calibrate import calibrate
 from .catalogue import devices, models
 from .doctor import doctor
 from .engines import compare, export, import_configuration
@@ -13,6 +14,7 @@ from .experts import experts_app
 from .explain import explain
 from .plan import plan
 from .profile_app import profile_app
+from .report import report
 from .tokens import tokens
 from .validate import validate
 
@@ -26,11 +28,13 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
+app.command()(report)
 app.command(cls=ApplyCommand)(apply)
 app.command()(tokens)
 app.command()(export)
 app.command("import")(import_configuration)
 app.command()(compare)
+app.command()(calibrate)
 app.command()(validate)
 app.command()(models)
 app.command()(devices)

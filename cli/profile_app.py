@@ -9,10 +9,12 @@ import typer
 
 from .errors import exit_on_error
 from .inputs import JsonOption
+from .profile import measure
 
 profile_app = typer.Typer(
-    help="Measurements of a machine: take them, show, compare and join them.", no_args_is_help=True
+    help="Measure this machine, or show, compare and join measurements.", invoke_without_command=True
 )
+profile_app.callback()(measure)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A profile.", show_default=False)]
 

@@ -4,10 +4,10 @@ A layout is aligned with the parts when the ranks of a stage fill every part wit
 k_g = devices / stage_ranks stages, one after the other, with the costs of its own device and links; what joins stages are the links
 of the whole cluster.
 
-    T = (m - 1 / v) max_s t_s + sum_s t_s / v + max_s exposed_s + edges + max_s update_s       (cost_models/pipeline.py)
+    T = replay of the stages' passes + max_s exposed_s + edges + max_s update_s       (cost_models/pipeline_replay.py)
 
-with t_s, exposed_s and update_s of stage s on its part, and the edges of the part that has the most. Layouts that are not aligned
-are costed as if every rank were the weakest.
+with the passes, exposed_s and update_s of stage s on its part, and the edges of the part that has the most. Layouts that are not
+aligned are costed as if every rank were the weakest.
 
 Bounds hold for every order of the parts and every split of the layers. With b_gk the seconds of a layer of kind k on part g,
 n_k layers of it and W_g = sum_k n_k b_gk, no slowest stage is below
@@ -30,7 +30,8 @@ from ..schema.model import Block
 from ..schema.plan import StageEstimate, TimeBreakdown
 from . import bounds, memory, stage_memory, step
 from .layouts import RECOMPUTES, FloatArray, IntArray
-from .pipeline import pipelined_s
+from .pipeline import single_stages_s
+from .pipeline_replay import makespan_s
 from .space_costs import SpaceCosts
 
 _PASSES = {
@@ -46,7 +47,7 @@ _FORWARD = ("forward_s", "tp_forward_s", "cp_forward_s", "ep_forward_s")
 def is_aligned(costs: SpaceCosts) -> NDArray[np.bool_]:
     """Whether every stage of a layout lies on one part of the cluster [N]; never where all nodes are alike.
 
-    Other schedules than those of the closed form, model chunks and a vocabulary split over all stages are costed as the weakest.
+    Other schedules than gpipe and 1f1b, model chunks and a vocabulary split over all stages are costed as the weakest.
     """
     b = costs.batch
     aligned = np.isin(b.schedule, [SCHEDULES.index(name) for name in ("gpipe", "1f1b")])
@@ -116,8 +117,8 @@ def _pipeline_bound(costs: SpaceCosts, *, transfers: bool) -> FloatArray:
     transfer = np.min([2 * part.transfer_s for part in costs.parts], axis=0) if transfers else np.zeros(len(b))
     slowest = least_fullest(costs, busy) + transfer
     total = sum(n * np.min(values, axis=0) for n, values in zip(costs.counts, zip(*busy, strict=True), strict=True))
-    rounds = b.num_microbatches - 1 / b.num_model_chunks
-    return np.asarray(rounds * slowest + (total + b.pp * transfer) / b.num_model_chunks)
+    is_gpipe = b.schedule == SCHEDULES.index("gpipe")
+    return np.asarray(single_stages_s(b.num_microbatches, b.pp, is_gpipe, total + b.pp * transfer, slowest))
 
 
 def least_fullest(costs: SpaceCosts, by_part: Sequence[Sequence[FloatArray]]) -> FloatArray:
@@ -219,7 +220,7 @@ def _time(
     def stage_sums(name: str) -> FloatArray:
         return held(per_stage(costs, part_of_stage, lambda part: part.per_layer(name, idx)))
 
-    m, chunks = int(costs.batch.num_microbatches[idx]), int(costs.batch.num_model_chunks[idx])
+    m = int(costs.batch.num_microbatches[idx])
     sums = {name: stage_sums(name) for names in _PASSES.values() for name in names}
     transfer = transfer_of_stages(costs, idx, part_of_stage)
     busy = sum(sums.values(), start=np.zeros(len(part_of_stage))) + transfer
@@ -230,11 +231,13 @@ def _time(
         lambda part: part.update_s(part.per_layer("num_trained", idx), part.per_layer("expert_params", idx), idx),
     )
     forward = sum((sums[name] for name in _FORWARD), start=np.zeros(len(busy)))
+    each_way, none = transfer / 2, np.zeros(len(busy))
+    replayed_s = makespan_s(stage_memory.shape_of(costs, idx), forward + each_way, busy - forward - each_way, none)
     breakdown = TimeBreakdown(
         **{part: m * float(sum(sums[name][slowest] for name in names)) for part, names in _PASSES.items()},
         dp=float(np.max(held(exposed_of_stages(costs, idx, part_of_stage)))) + edges_s(costs, idx),
         pp=m * float(transfer[slowest]),
-        bubble=max(0.0, float(pipelined_s(busy, m, chunks) - m * busy[slowest])),
+        bubble=step.waiting_s(replayed_s, m * float(busy[slowest])),
         optimizer=float(np.max(held(update))),
     )
     return breakdown, forward, busy - transfer - forward

@@ -90,11 +90,24 @@ def lower_bound_s(work: Work) -> Array:
     bound = np.where(work.runs("synthesised"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
     bound = np.where((v > 1) & work.runs("gpipe", "1f1b"), np.maximum(bound, _there_and_back(work)), bound)
     bound = np.maximum(m * slowest, bound)
-    bound = np.where(single & work.runs("gpipe"), whole + (m - 1) * slowest, bound)
-    few = np.maximum(whole + (m - 1) / 2 * slowest, np.where(m == pp, 2 * pp / (pp + 1) * whole, 0.0))
-    one_f_one_b = np.where(m > pp, 2 * whole + (m - pp - 1) * slowest, np.maximum(few, m * slowest))
-    bound = np.where(single & work.runs("1f1b"), one_f_one_b, bound)
+    plain = single_stages_s(m, pp, work.runs("gpipe"), whole, slowest)
+    bound = np.where(single & work.runs("gpipe", "1f1b"), plain, bound)
     return np.where(single & work.runs("zb-h1"), np.maximum(bound, _deferred(work)), bound)
+
+
+def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, whole_s: Array, slowest_s: Array) -> Array:
+    """Seconds that no split into one stage a rank is below, under gpipe or 1f1b [N], whatever the devices of the stages.
+
+    Args:
+        num_microbatches, pp: m and the number of stages.
+        is_gpipe: where not, it is 1f1b.
+        whole_s: of one micro-batch in all stages at least, transfers included.
+        slowest_s: of one micro-batch in the slowest stage at least.
+    """
+    m = num_microbatches
+    few = np.maximum(whole_s + (m - 1) / 2 * slowest_s, np.where(m == pp, 2 * pp / (pp + 1) * whole_s, 0.0))
+    one_f_one_b = np.where(m > pp, 2 * whole_s + (m - pp - 1) * slowest_s, np.maximum(few, m * slowest_s))
+    return np.where(is_gpipe, whole_s + (m - 1) * slowest_s, one_f_one_b)
 
 
 def _in_turn(work: Work) -> Array:

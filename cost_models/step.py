@@ -115,12 +115,12 @@ def _time_breakdown(
         **parts,
         dp=float(np.max(on_ranks(passes.exposed))) + float(costs.dp_edges_s[idx]),
         pp=m * transfer,
-        bubble=_waiting_s(step_s(shape, passes, transfer), m * float(busy[slowest])),
+        bubble=waiting_s(step_s(shape, passes, transfer), m * float(busy[slowest])),
         optimizer=float(np.max(costs.update_s(contents.trained, contents.expert_params, idx))),
     )
 
 
-def _waiting_s(step_s: float, busy_s: float) -> float:
+def waiting_s(step_s: float, busy_s: float) -> float:
     """What a step has beyond the work of its slowest rank; nothing where only rounding is between them."""
     return 0.0 if math.isclose(step_s, busy_s, rel_tol=1e-12) else max(0.0, step_s - busy_s)
 

@@ -107,7 +107,7 @@ def measured_runs(rows: Sequence[RunRow]) -> list[MeasuredRun]:
 def calibrate(runs: Sequence[MeasuredRun]) -> Calibration:
     """The ratios that a few runs on one kind of device give, as far as they help on runs left out in turn."""
     timed = [run for run in runs if run.step_time_s is not None]
-    memory = _memory_ratios(runs)
+    memory = memory_ratios(runs)
     shares = _Shares.of(timed, np.zeros(len(PRIORS)))
     timed = [timed[idx] for idx in shares.known]
     if not timed:
@@ -206,7 +206,7 @@ def _left_out(shares: _Shares, target: FloatArray) -> FloatArray:
     return found
 
 
-def _memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
+def memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     """Ratio of the activations and constant overhead: measured - predicted = (ratio - 1) * activations + overhead."""
     with_memory = [run for run in runs if run.allocated_bytes or run.reserved_bytes]
     pairs = [

@@ -26,6 +26,7 @@ from ..cost_models.mixed_step import (
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import Estimate
 from ..schema.cluster_parts import arranged
+from ..schema.layout import SCHEDULES
 from ..schema.model import Block
 from ..solvers import stage_split
 
@@ -49,8 +50,8 @@ class OnParts:
 def expand_on_parts(costs: SpaceCosts, idx: int, stage_fits: StageFits) -> OnParts | None:
     """The fastest order of the parts and split of the layers that fits; None where none does.
 
-    For each order two splits are tried, as where nodes are alike (search.expand): the best for the pipeline alone, and the best
-    with what a stage adds to the step once.
+    For each order three splits are tried: the best for the pipeline alone by its closed form, the best with what a stage adds to
+    the step once, and the one with the least bound on the replay.
     """
     if costs.cluster.bandwidth_matrix is not None:  # every order has links of its own between the stages
         costs, idx = costs.select(np.array([idx])), 0
@@ -107,17 +108,31 @@ def _splits(
     costs: SpaceCosts, idx: int, part_of_stage: IntArray, fits: NDArray[np.bool_]
 ) -> tuple[list[tuple[int, ...]], float]:
     """Boundaries worth costing in this order of the parts, and what no split in it is faster than; none where none fits."""
-    m, v = int(costs.batch.num_microbatches[idx]), int(costs.batch.num_model_chunks[idx])
+    m = int(costs.batch.num_microbatches[idx])
     busy, transfer = busy_of_stages(costs, idx, part_of_stage), transfer_of_stages(costs, idx, part_of_stage)
     exposed, update = exposed_of_stages(costs, idx, part_of_stage), _updates(costs, idx, part_of_stage)
-    rounds = float(m * v - 1)
-    even = stage_split.solve(stage_split.Instance(busy, fits, transfer, rounds))
+    even = stage_split.solve(stage_split.Instance(busy, fits, transfer, m - 1.0))
     if not even.boundaries:
         return [], np.inf
-    once = stage_split.solve(stage_split.Instance(busy + (exposed + update) / m, fits, transfer, rounds))
+    once = stage_split.solve(stage_split.Instance(busy + (exposed + update) / m, fits, transfer, m - 1.0))
+    replayed_s, balanced = _least_replay(costs, idx, stage_split.Instance(busy, fits, transfer, m - 1.0))
     least = (stage_split.least_slowest_s(stage_split.Instance(values, fits)) for values in (exposed, update))
-    bound_s = even.objective_s / v + edges_s(costs, idx) + sum(least)
-    return list(dict.fromkeys((even.boundaries, once.boundaries))), bound_s
+    bound_s = replayed_s + edges_s(costs, idx) + sum(least)
+    return list(dict.fromkeys((even.boundaries, once.boundaries, *balanced))), bound_s
+
+
+def _least_replay(costs: SpaceCosts, idx: int, instance: stage_split.Instance) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds that the replay of no split is below (`pipeline.single_stages_s`, with the least of its terms), and the splits."""
+    m, pp = int(costs.batch.num_microbatches[idx]), instance.num_stages
+    if SCHEDULES[costs.batch.schedule[idx]] == "gpipe":
+        return stage_split.solve(instance).objective_s, []
+    times, rounds = (2.0, (m - pp - 1) / 2) if m > pp else (1.0, (m - 1) / 2)
+    balanced = stage_split.solve(replace(instance, rounds=rounds))
+    shortest = stage_split.solve(replace(instance, rounds=0.0))
+    least_s = max(times * balanced.objective_s, m * stage_split.least_slowest_s(instance))
+    if m == pp:
+        least_s = max(least_s, 2 * pp / (pp + 1) * shortest.objective_s)
+    return least_s, [balanced.boundaries]
 
 
 def _updates(costs: SpaceCosts, idx: int, part_of_stage: IntArray) -> FloatArray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,18 +87,30 @@ class SearchResult:
     """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
 
     ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
-    ``rejected`` no split fits.
+    ``rejected`` no split fits; ``nearest_misses`` are those, and others that were never expanded, that lack the least memory.
     """
 
     costs: SpaceCosts
     fitting: list[Candidate] = field(default_factory=list)
-    too_large: list[Candidate] = field(default_factory=list)
+    nearest_misses: list[int] = field(default_factory=list)
     bound_s: float = 0.0
     search_s: float = 0.0
     stopped_early: bool = False
     evaluated: int = 0
     bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     rejected: list[int] = field(default_factory=list)
+    go_on: Callable[[int, Deadline], None] | None = field(default=None, repr=False)
+
+    def add_runner_ups(self, wanted: int, deadline: Deadline) -> None:
+        """Expand ``wanted`` more combinations of degrees for comparison, after the search."""
+        if self.go_on is not None:
+            self.go_on(wanted, deadline)
+            self.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
+
+    @cached_property
+    def too_large(self) -> list[Candidate]:
+        """The nearest misses with the stages that they would have: expanded where somebody asks."""
+        return [expand_row(self.costs, row) for row in self.nearest_misses]
 
     def certificate(self, chosen: Candidate) -> SearchCertificate:
         """How far from the best of the space ``chosen`` may be."""
@@ -159,9 +172,10 @@ def search(
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
-        _expand_runner_ups(result, frontier, window, runner_ups, deadline)
+        result.go_on = partial(_expand_runner_ups, result, frontier, window)
+        result.go_on(runner_ups, deadline)
     if not deadline.is_over:
-        result.too_large = [expand_row(costs, row) for row in nearest_misses(window.rejected, frontier, incumbent)]
+        result.nearest_misses = nearest_misses(window.rejected, frontier, incumbent)
     result.fitting.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
     result.search_s = time.perf_counter() - start
     return result

@@ -1,4 +1,4 @@
-"""Matrix products and memory bandwidth of one device: measuring them, and the roofline through the measurements.
+"""Matrix products of one device: measuring them, and the roofline through the measurements.
 
 The roofline is that of ``schema.cluster.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk
 FLOPs, B the bytes of both operands and the result, P the best rate measured in the same dtype and W the measured memory
@@ -7,7 +7,7 @@ bandwidth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -64,14 +64,17 @@ USEFUL_RATIO = 0.5
 WEIGHT_RING_BYTES = 64 * MIB
 """Successive calls take turns among weights of so many bytes, as the layers of a model do: no cache keeps them."""
 
-STREAM_BYTES = 128 * MIB
-"""Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
+_CALLS = 5
+"""Of one product, at least: what a shape is expected to cost before it is measured."""
 
 
 def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """Fields of MatmulPoint for each product of each layer in each dtype that the device runs at a useful speed."""
+    """Fields of MatmulPoint for each product of each layer in each dtype that the device runs at a useful speed.
+
+    The first layer is measured in any case.
+    """
     points: list[dict[str, Any]] = []
-    dtypes = _supported_dtypes(bench.device)
+    dtypes = supported_dtypes(bench.device)
     for i, layer in enumerate(layers):
         for dtype in dtypes:
             if i == 0 or bench.has_time():
@@ -82,7 +85,27 @@ def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any
     return points
 
 
-def _supported_dtypes(device: torch.device) -> list[str]:
+def measure_shapes(
+    bench: Bench, shapes: Iterable[tuple[int, int, int]], dtype: str, flops_per_s: float
+) -> list[dict[str, Any]]:
+    """Fields of MatmulPoint of chosen shapes (m, n, k), in their order, until the time is over.
+
+    Forward products, as the learned model is of those; of every fourth shape the two backward products as well.
+    """
+    points: list[dict[str, Any]] = []
+    for i, (m, n, k) in enumerate(shapes):
+        forward_only = i % 4 != 3
+        expected_s = _CALLS * (1 if forward_only else 3) * 2 * m * n * k / flops_per_s
+        num_bytes = 2 * WEIGHT_RING_BYTES + 2 * DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
+        if bench.has_memory(num_bytes) and bench.has_time(expected_s):
+            points += _measure_layer(bench, Layer(m, k, n, forward_only=forward_only), dtype)
+        if not bench.has_time():
+            break
+    return points
+
+
+def supported_dtypes(device: torch.device) -> list[str]:
+    """Formats to measure products in, fp32 first."""
     import torch
 
     if device.type == "cpu":
@@ -93,10 +116,18 @@ def _supported_dtypes(device: torch.device) -> list[str]:
     return ["fp32", "tf32", "fp16", "bf16"] if ampere else ["fp32", "fp16"]
 
 
+def torch_dtype(dtype: str) -> torch.dtype:
+    """Of the tensors of a format; tf32 is how fp32 ones are multiplied."""
+    import torch
+
+    return {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+
+
 def _measure_layer(bench: Bench, layer: Layer, dtype: str) -> list[dict[str, Any]]:
     import torch
 
-    kind = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    kind = torch_dtype(dtype)
+    bench.say(f"{dtype} product {layer.m} x {layer.n} x {layer.k}")
     m, k, n, forward_only = layer
 
     def random(*shape: int) -> torch.Tensor:
@@ -106,29 +137,19 @@ def _measure_layer(bench: Bench, layer: Layer, dtype: str) -> list[dict[str, Any
     copies = max(1, min(16, WEIGHT_RING_BYTES // (weight.numel() * weight.element_size())))
     weights = [weight.clone() for _ in range(copies)]
     turn = iter(range(10**9))
-    products: list[tuple[tuple[int, int, int], Callable[[], Any]]] = [
-        ((m, n, k), lambda: tokens @ weights[next(turn) % copies].t()),
-        ((m, k, n), lambda: grad @ weights[next(turn) % copies]),
-        ((n, k, m), lambda: grad.t() @ tokens),
+    products: list[tuple[str, tuple[int, int, int], Callable[[], Any]]] = [
+        ("forward", (m, n, k), lambda: tokens @ weights[next(turn) % copies].t()),
+        ("input_gradient", (m, k, n), lambda: grad @ weights[next(turn) % copies]),
+        ("weight_gradient", (n, k, m), lambda: grad.t() @ tokens),
     ]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     points = [
-        {"dtype": dtype, "m": rows, "n": columns, "k": inner, "time_s": bench.median_s(call)}
-        for (rows, columns, inner), call in products[: 1 if forward_only else 3]
+        {"dtype": dtype, "m": rows, "n": columns, "k": inner, "which": which, **bench.measure(call).fields()}
+        for which, (rows, columns, inner), call in products[: 1 if forward_only else 3]
     ]
     torch.set_float32_matmul_precision(precision)
     return points
-
-
-def measure_memory_bandwidth(bench: Bench, memory_bytes: int) -> float:
-    """Bytes read and written per second by elementwise operations out of cache: ``c = a + b`` and ``c *= s``."""
-    import torch
-
-    size = int(min(STREAM_BYTES, max(64 * MIB, memory_bytes // 16)))
-    a, b, c = (torch.ones(size // 4, device=bench.device) for _ in range(3))
-    seconds = bench.median_s(lambda: torch.add(a, b, out=c)) + bench.median_s(lambda: c.mul_(1.0))
-    return 5 * size / seconds
 
 
 def peak_flops(points: Sequence[MatmulPoint]) -> PeakFlops:

@@ -14,69 +14,90 @@ import numpy as np
 from ..schema.cluster import CollectiveLatency, Link, LinkEfficiency
 from ..schema.errors import ProfileError
 from ..schema.profile import CollectiveOp, CollectivePoint
-from ..schema.units import KIB, MIB
+from ..schema.units import KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from .groups import Group
     from .timing import Bench
 
 OPS: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 SIZES = (256 * KIB, 8 * MIB, 16 * KIB, 2 * MIB, 32 * MIB)
 """Bytes; a middle and a large one first, so that a slow machine has enough for a line."""
 
+ALL_SIZES = (*SIZES, KIB, 128 * MIB, 64 * KIB, 512 * MIB, 4 * KIB, 1 * MIB, 256 * MIB)
+"""From 1 KiB to where curves are straight; two large ones pin the tail, fits below 16 MiB are wrong above it."""
 
-def measure_collectives(bench: Bench, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
-    """Fields of CollectivePoint for each operation and size; ``time_s`` is None on a rank that had no partner (p2p).
+_BUFFERS = 3
+"""Full buffers that a collective holds at most: input, output, and one of the library's."""
 
-    The functional forms are measured, which DTensor uses: their new output buffer is part of the time, as in training.
+_CALLS = 5
+"""Of one operation, at least."""
+
+
+def measure_collectives(bench: Bench, group: Group, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+    """Fields of CollectivePoint for each operation and size; ``time_s`` is None on a rank that took no part.
+
+    The functional forms are measured, which DTensor uses: their new output buffer is part of the time, as in training. Two sizes
+    of each operation are measured in any case in the group of all ranks; of a larger size only what fits into time and memory.
     """
-    import torch.distributed as dist
-
-    group_size = dist.get_world_size()
     points: list[dict[str, Any]] = []
+    slowest: dict[CollectiveOp, tuple[int, float]] = {}
     for i, size in enumerate(sizes):
-        count = max(1, size // 4 // group_size) * group_size
-        calls = _calls(bench.device, count)
+        count = max(1, size // 4 // group.size) * group.size
+        if not bench.has_memory(_BUFFERS * 4 * count):
+            continue
+        calls = _calls(bench.device, count, group)
         for op in OPS:
-            if i >= 2 and not bench.has_time():
-                return points
-            seconds = bench.median_s(calls[op])
-            paired = op != "p2p" or dist.get_rank() ^ 1 < group_size
+            known_size, known_s = slowest.get(op, (size, 0.0))
+            expected_s = _CALLS * known_s * max(1.0, size / known_size)
+            is_needed = group.is_world and i < 2
+            if not is_needed and not bench.has_time(expected_s):
+                continue
+            bench.say(f"{op} of {format_bytes(size)} over {group.size} ranks")
+            timing = bench.measure(calls[op])
+            took_part = group.member and (op != "p2p" or group.rank ^ 1 < group.size)
             # one rank sends and then receives: a message takes half of it
-            time_s = (seconds / 2 if op == "p2p" else seconds) if paired else None
-            points.append({"op": op, "group_size": group_size, "size_bytes": 4 * count, "time_s": time_s})
+            seconds = timing.time_s / 2 if op == "p2p" else timing.time_s
+            measured = {"time_s": seconds if took_part else None, "spread": timing.spread}
+            points.append({"op": op, "size_bytes": 4 * count, **group.fields(), **measured})
+            if size >= known_size:
+                slowest[op] = size, bench.agree(seconds)
     return points
 
 
-def _calls(device: torch.device, count: int) -> dict[CollectiveOp, Callable[[], Any]]:
+def _calls(device: torch.device, count: int, group: Group) -> dict[CollectiveOp, Callable[[], Any]]:
     import torch
     import torch.distributed as dist
 
+    if not group.member:
+        return dict.fromkeys(OPS, _nothing)
     functional, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
-    size, rank = dist.get_world_size(), dist.get_rank()
-    world = dist.group.WORLD
-    assert world is not None, "measured inside an initialised process group"
-    group = world.group_name
+    size, name = group.size, group.process_group.group_name
     full, part = torch.zeros(count, device=device), torch.zeros(count // size, device=device)
-    splits, partner = [count // size] * size, rank ^ 1
+    splits, partner = [count // size] * size, group.rank ^ 1
 
     def ping_pong() -> None:
         if partner >= size:
             return
-        for sender in sorted((rank, partner)):
-            if sender == rank:
-                dist.send(full, partner)
+        for sender in sorted((group.rank, partner)):
+            if sender == group.rank:
+                dist.send(full, group.ranks[partner], group.process_group)
             else:
-                dist.recv(full, partner)
+                dist.recv(full, group.ranks[partner], group.process_group)
 
     return {
-        "all_reduce": lambda: wait(functional.all_reduce(full, "sum", group)),
-        "all_gather": lambda: wait(functional.all_gather_into_tensor(part, size, group)),
-        "reduce_scatter": lambda: wait(functional.reduce_scatter_tensor(full, "sum", size, group)),
-        "all_to_all": lambda: wait(functional.all_to_all_single(full, splits, splits, group)),
+        "all_reduce": lambda: wait(functional.all_reduce(full, "sum", name)),
+        "all_gather": lambda: wait(functional.all_gather_into_tensor(part, size, name)),
+        "reduce_scatter": lambda: wait(functional.reduce_scatter_tensor(full, "sum", size, name)),
+        "all_to_all": lambda: wait(functional.all_to_all_single(full, splits, splits, name)),
         "p2p": ping_pong,
     }
+
+
+def _nothing() -> None:
+    """What ranks outside of the group do."""
 
 
 def bus_factor(op: CollectiveOp, group_size: int) -> float:

@@ -8,43 +8,33 @@ another down: they share memory bandwidth, caches, cores and the clock. What is 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
-import signal
-import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from ..schema.base import read_json
 from ..schema.catalogue import find_device
 from ..schema.cluster import DEFAULT_RESERVED_BYTES, ClusterSpec, Device, LinkLevel, NodeGroup
 from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import Machine, Profile
 from ..schema.units import GIB, format_seconds
 from .compute import fit_gemm, peak_flops
+from .launching import launch_ranks
 from .links import fit_link, unused_link
 from .machine import (
     available_memory,
     busy_fraction,
     check_memory,
-    cpu_rank_environment,
-    environment,
     identify,
     num_cores,
 )
-from .worker import Task
+from .task import Task
 
-METHOD_VERSION = 2
+METHOD_VERSION = 3
 """Raised when measurements of an older method must not be used any more."""
 
 CPU_RESERVED_BYTES = GIB // 2
@@ -147,105 +137,26 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
     """Measure this machine now.
 
     Args:
-        effort: fields of ``worker.Task`` other than their defaults, to spend less or more time.
+        effort: fields of ``task.Task`` other than their defaults, to spend less or more time.
 
     Raises:
         ConfigError: too little memory is free.
         ProfileError: a rank failed.
     """
-    ranks, memory, start = machine.num_devices, available_memory(), time.perf_counter()
-    check_memory(memory, ranks)
+    ranks, start = machine.num_devices, time.perf_counter()
+    check_memory(available_memory(), ranks)
     say(f"measuring {machine.device} with {ranks} {'rank' if ranks == 1 else 'ranks'}: about ten seconds, once")
     if (busy := busy_fraction()) > MAX_BUSY_FRACTION:
         say(f"other work uses {100 * busy:.0f} % of the cores: the figures will be too low, and are not kept")
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        task = Task(
-            folder=folder,
-            launcher_pid=os.getpid(),
-            backend=machine.backend,
-            threads=max(1, num_cores() // ranks),
-            memory_bytes=memory // ranks,
-            **effort,
-        )
-        received = _launch(task, ranks)
-        results = [] if received else [read_json(Path(folder) / f"rank{rank}.json") for rank in range(ranks)]
-    if received is not None:
-        signal.raise_signal(received)
-        raise ProfileError(f"measuring this machine was ended by {signal.Signals(received).name}")
-    duration = time.perf_counter() - start
-    say(f"measured in {format_seconds(duration)}")
-    return Profile(
-        machine=machine,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        duration_s=duration,
+    task = Task(
+        backend=machine.backend,
+        threads=max(1, num_cores() // ranks),
         foreign_load_fraction=min(busy, 1.0),
-        memory_bandwidth_bytes_per_s=median(result["memory_bandwidth_bytes_per_s"] for result in results),
-        device_memory_bytes=min(result["device_memory_bytes"] for result in results),
-        matmuls=_merged([result["matmuls"] for result in results]),
-        collectives=_merged([result["collectives"] for result in results]),
+        **effort,
     )
-
-
-def _merged(by_rank: list[list[dict[str, Any]]]) -> tuple[dict[str, Any], ...]:
-    """The same points from every rank: the median over the ranks that have a time."""
-    merged = []
-    for points in zip(*by_rank, strict=True):
-        times = [point["time_s"] for point in points if point["time_s"] is not None]
-        merged.append({**points[0], "time_s": median(times)})
-    return tuple(merged)
-
-
-def _launch(task: Task, ranks: int) -> signal.Signals | None:
-    """Run one worker a rank; a signal ends the ranks and is returned, to do what it would have done without us.
-
-    Raises:
-        ProfileError: a rank failed.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # a look-up of this machine's name can take seconds, or fail
-        max_restarts=0,
-        monitor_interval=0.05,
-        logs_specs=DefaultLogsSpecs(log_dir=task.folder, redirects=Std.ALL),
-    )
-    arguments = ("-m", f"{__package__}.worker", json.dumps(asdict(task)))
-    try:
-        memory = cpu_rank_environment() if task.backend == "gloo" else {}
-        with _signals_restored(config.signals_to_handle.split(",")), environment(memory):
-            elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        lines = str(failure.message).strip().splitlines() or ["no message"]
-        details = (f"rank {rank} ended with exit code {failure.exitcode}", *(line.strip() for line in lines[-3:]))
-        raise ProfileError("measuring this machine failed", details=details) from None
-    except SignalException as signalled:
-        return signalled.sigval
-    return None
-
-
-@contextmanager
-def _signals_restored(names: list[str]) -> Iterator[None]:
-    """Undo what the elastic agent does to a process that lives on: its signal handlers and its environment variable."""
-    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
-    variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-        if variable is not None:
-            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = variable
+    profile = launch_ranks(f"{__package__}.worker", task, ranks)
+    say(f"measured in {format_seconds(time.perf_counter() - start)}")
+    return profile.replace(machine=machine)
 
 
 # --- cache --------------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
-from ..schema.errors import ConfigError
+from ..schema.errors import ConfigError, MeshwrightError
 from ..schema.profile import Machine
 from ..schema.units import GIB, format_bytes
 
@@ -78,6 +78,21 @@ def check_memory(memory_bytes: int, num_ranks: int) -> None:
         )
 
 
+def require_free_memory(memory_bytes: int, num_ranks: int | None) -> None:
+    """Refuse to begin while memory is nearly full; a condition of the moment, unlike `check_memory` of what the machine has.
+
+    Raises:
+        MeshwrightError: too little for the ranks.
+    """
+    ranks = num_ranks or 1
+    if memory_bytes // ranks < MIN_MEMORY_PER_RANK:
+        raise MeshwrightError(
+            f"memory is nearly full: {format_bytes(memory_bytes)} of host memory are free, measuring with {ranks} "
+            f"{'rank' if ranks == 1 else 'ranks'} needs {format_bytes(ranks * MIN_MEMORY_PER_RANK)}",
+            help="end what uses the memory" + ("" if ranks == 1 else ", or measure with fewer ranks (--ranks)"),
+        )
+
+
 def busy_fraction() -> float:
     """Share of the machine's cores that other work uses now, 0..1, watched for a fifth of a second."""
     return float(psutil.cpu_percent(interval=0.2)) / 100
@@ -101,18 +116,26 @@ def visible_gpus() -> tuple[tuple[str, ...], str]:
     return tuple(rows[i][1] for i in indices), rows[0][2] if rows else ""
 
 
-def _nvidia_smi() -> list[list[str]]:
-    """Rows of (uuid, name, driver); none where there is no driver."""
+def gpu_state() -> dict[str, float]:
+    """Clocks and power limit of the first GPU as it runs now, as fields of a Provenance; nothing without nvidia-smi."""
+    query = {"clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "power_limit_w": "power.limit"}
+    rows = _nvidia_smi(tuple(query.values()), units=False)
+    numbers = zip(query, rows[0], strict=True) if rows else ()
+    return {name: float(text) for name, text in numbers if re.fullmatch(r"[0-9.]+", text) and float(text) > 0}
+
+
+def _nvidia_smi(fields: Sequence[str] = ("uuid", "name", "driver_version"), *, units: bool = True) -> list[list[str]]:
+    """One row of fields for each GPU; none where there is no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    command = [program, "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
+    command = [program, f"--query-gpu={','.join(fields)}", f"--format=csv,noheader{'' if units else ',nounits'}"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):  # a leftover program without its driver means: no GPU here
         return []
     rows = [[field.strip() for field in line.split(",")] for line in answer.stdout.splitlines()]
-    return [row for row in rows if len(row) == 3]
+    return [row for row in rows if len(row) == len(fields)]
 
 
 def _visible_indices(visible: str | None, uuids: list[str]) -> list[int]:

@@ -32,6 +32,7 @@ from ..schema import ConfigError, MeshwrightError, ModelSpec
 from ..schema.base import Document, Frozen
 from ..schema.units import format_bytes
 from .checkpoint_index import SafeReader, TensorsOnly
+from .models.init import is_adapter
 
 if TYPE_CHECKING:
     from .parallel_model import ParallelModel
@@ -141,15 +142,18 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
         part: {name: _loaded_value(name, value, state[part], model) for name, value in values.items()}
         for part, values in current.items()
     }
-    set_model_state_dict(model.model_part, loaded["model"])
+    set_model_state_dict(model.model_part, loaded["model"], options=StateDictOptions(strict=False))
     set_optimizer_state_dict(model.model_part, optimizer, loaded["optimizer"], options=_FLAT)
     return info
 
 
 def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Parameters, optimizer states and hyper-parameters of this rank by name."""
+    values = get_model_state_dict(model.model_part)
+    if model.plan.workload.adapters is not None:  # the frozen model is where it came from
+        values = {name: value for name, value in values.items() if is_adapter(name)}
     return {
-        "model": get_model_state_dict(model.model_part),
+        "model": values,
         "optimizer": get_optimizer_state_dict(model.model_part, optimizer, options=_FLAT),
     }
 

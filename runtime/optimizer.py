@@ -21,7 +21,7 @@ def build_optimizer(
 
     The parameters of one model are either all plain or all DTensors on one mesh, so that the fused update applies.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},

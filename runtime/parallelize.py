@@ -12,6 +12,7 @@ from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_offloadable, why_not_runnable
+from .adapters import apply_adapters
 from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, materialise, shard_data_parallel
@@ -68,6 +69,7 @@ def parallelize(
         apply_tensor_parallel(part, mesh, plan)
         apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
+        apply_adapters(part, plan)
         apply_recompute(part, stage.recompute_of)
         if compile_blocks:
             apply_compile(part)
@@ -79,8 +81,11 @@ def parallelize(
             part.tie()
     if weights is not None:
         load_weights(module, plan.model, weights)
+        init_weights(module, seed, device, adapters_only=True)
     elif model is None:
         init_weights(module, seed, device)
+    else:
+        init_weights(module, seed, device, adapters_only=True)
     loss_scale = LossScale.of(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
     return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload)

@@ -83,6 +83,8 @@ def reduce_tied_gradients(module: Decoder, mesh: ParallelMesh) -> None:
     embedding, head = module.model.embed_tokens, module.lm_head
     if not module.spec.tie_embeddings or mesh.pp is None:
         return
+    if not any(owner.weight.requires_grad for owner in (embedding, head) if owner is not None):
+        return  # frozen
     if embedding is not None and head is not None:  # the ends of a V lie on one rank
         total = local_tensor(_gradient(embedding)).add_(local_tensor(_gradient(head)))
         local_tensor(_gradient(head)).copy_(total)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..schema.layout import Recompute
 from .models.decoder import Decoder
 from .models.experts import Experts, MixtureOfExperts
+from .models.init import ADAPTER_UP
 from .models.ring_attention import RING_ATTENTION
 from .models.whole_linear import WholeLinear
 
@@ -40,13 +41,17 @@ def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) ->
     a recomputation does not gather parameters once more.
     """
     for name, block in stage.model.layers.items():
-        recompute = recompute_of(int(name) + 1)  # the embedding is layer 0
-        if recompute == "none":
-            continue
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if recompute == "selective":
-            options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+        recomputing(block, recompute_of(int(name) + 1))  # the embedding is layer 0
+
+
+def recomputing(block: nn.Module, recompute: Recompute) -> None:
+    """Checkpoint one block, in place."""
+    if recompute == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if recompute == "selective":
+        options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
+    block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
 _NO_LAST = -1
@@ -58,6 +63,7 @@ def _count_products(block: nn.Module) -> int:
     if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
         return _NO_LAST
     single = sum(isinstance(module, nn.Linear | WholeLinear) for module in modules)
+    single += 2 * sum(hasattr(module, ADAPTER_UP) for module in modules)
     return single + 3 * sum(isinstance(module, Experts) for module in modules)
 
 

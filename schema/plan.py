@@ -35,6 +35,7 @@ class TimeBreakdown(Frozen):
         pp: exposed transfers between stages.
         bubble: waiting for other stages while the pipeline fills and drains.
         optimizer: the update of the parameters.
+        offload: waiting for copies from and to the host.
     """
 
     compute: NonNegativeFloat
@@ -46,6 +47,7 @@ class TimeBreakdown(Frozen):
     pp: NonNegativeFloat
     bubble: NonNegativeFloat
     optimizer: NonNegativeFloat
+    offload: NonNegativeFloat = 0.0
 
     @property
     def total(self) -> float:
@@ -60,6 +62,7 @@ class TimeBreakdown(Frozen):
             + self.pp
             + self.bubble
             + self.optimizer
+            + self.offload
         )
 
 

@@ -79,7 +79,7 @@ class ElementwisePoint(Timed):
         traffic_bytes: read and written if each operand crosses memory once.
     """
 
-    op: Literal["add", "copy", "rms_norm", "silu_mul", "softmax"]
+    op: Literal["add", "scale", "copy", "rms_norm", "silu_mul", "softmax"]
     dtype: PointDtype
     num_elements: PositiveInt
     traffic_bytes: PositiveInt

@@ -281,6 +281,12 @@ def correction_of(columns: Mapping[str, FloatArray], correction: Correction | No
     return np.asarray(_kernel(_scaled(columns), correction.centres) @ correction.weights)
 
 
+def correction_kernel(columns: Mapping[str, FloatArray]) -> FloatArray:
+    """Covariance of log-residuals between shapes, before any is measured on a device [N, N]."""
+    scaled = _scaled(columns)
+    return _kernel(scaled, scaled)
+
+
 def _scaled(columns: Mapping[str, FloatArray]) -> FloatArray:
     return np.stack([columns[name] / scale for name, scale in _SCALES.items()], axis=1)
 

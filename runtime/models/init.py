@@ -8,12 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+ADAPTER_DOWN, ADAPTER_UP = "lora_A", "lora_B"
+"""Names of the two parameters of a low-rank adapter beside a product's own."""
+
 STD = 0.02
 """Standard deviation of all weights. Source: ``initializer_range`` of the published Llama, Qwen and Mistral configs."""
 
 
 @torch.no_grad()
-def init_weights(module: nn.Module, seed: int, device: torch.device | None = None) -> None:
+def init_weights(
+    module: nn.Module, seed: int, device: torch.device | None = None, *, adapters_only: bool = False
+) -> None:
     """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases and buffers 0.
 
     Each weight comes from a generator of its own on its device, and a shard is cut from the whole tensor; only one whole
@@ -21,11 +26,17 @@ def init_weights(module: nn.Module, seed: int, device: torch.device | None = Non
 
     Args:
         device: of the generators, where parameters lie elsewhere; unset, each parameter's own.
+        adapters_only: everything else has its values already.
     """
-    for buffer in module.buffers():
+    for buffer in () if adapters_only else module.buffers():
         buffer.zero_()
     tied = getattr(getattr(module, "spec", None), "tie_embeddings", False)
     for name, parameter in module.named_parameters():
+        if adapters_only and not is_adapter(name):
+            continue
+        if name.endswith(f".{ADAPTER_UP}"):
+            local_tensor(parameter).zero_()
+            continue
         if parameter.ndim == 1:
             value = 0.0 if name.endswith("bias") else 1.0
             local_tensor(parameter).fill_(value)
@@ -37,6 +48,11 @@ def init_weights(module: nn.Module, seed: int, device: torch.device | None = Non
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
         whole.normal_(0.0, STD, generator=generator)
         local_tensor(parameter).copy_(local_part(whole, parameter))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a decoder belongs to a low-rank adapter."""
+    return name.endswith((f".{ADAPTER_DOWN}", f".{ADAPTER_UP}"))
 
 
 def parameter_seed(seed: int, name: str) -> int:

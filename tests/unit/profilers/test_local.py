@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.profilers import compute, links, local, machine, timing
+from meshwright.profilers import compute, links, local, machine
 from meshwright.profilers.local import cluster_from_profile, measure_local, measure_profile
 from meshwright.schema import ClusterSpec, ConfigError, Profile, ProfileError
 from meshwright.schema.profile import CollectivePoint, MatmulPoint
@@ -306,16 +306,6 @@ def test_roofline_through_exact_times_is_found():
     assert fit.launch_s == pytest.approx(5e-6, rel=0.05)  # steps of the finer grid: 1.25 %
     assert fit.compute_efficiency * peak == pytest.approx(0.9e11, rel=0.03)
     assert fit.memory_efficiency == pytest.approx(0.7, rel=0.03)
-
-
-def test_quietest_keeps_each_points_shortest_time():
-    first = [{"n": 1, "time_s": 3.0}, {"n": 1, "time_s": 1.0}, {"n": 2, "time_s": None}]
-    second = [{"n": 1, "time_s": 2.0}, {"n": 1, "time_s": 5.0}]
-    assert timing.quietest([first, second]) == [
-        {"n": 1, "time_s": 2.0},
-        {"n": 1, "time_s": 1.0},
-        {"n": 2, "time_s": None},
-    ]
 
 
 def test_single_rank_has_a_link_that_is_never_used(profile):

@@ -1,0 +1,170 @@
+"""``meshwright profile``: measure this machine, or as one rank of a job all its nodes, within a time budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .errors import exit_on_error
+
+if TYPE_CHECKING:
+    from ..profilers.task import Progress, Task
+    from ..schema import Profile
+
+
+def measure(
+    context: typer.Context,
+    *,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Measure the real layers of this model as well.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(metavar="N", help="Tokens of one sequence, for the layers.")] = 4096,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch, for the layers.")] = 1,
+    budget_s: Annotated[float, typer.Option(help="Seconds for everything, start-up included.")] = 120.0,
+    out: Annotated[Path, typer.Option(help="Where the profile goes; written after every part.")] = Path("profile.json"),
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes on this machine. Default: one a GPU, without GPUs one a core.")
+    ] = None,
+    parts: Annotated[
+        str | None, typer.Option(help="Some of compute,memory,layers,links,host,storage,overlap. Default: all.")
+    ] = None,
+    nvme: Annotated[Path | None, typer.Option(metavar="PATH", help="Folder on the storage to measure.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the parts that the file at --out has.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="The profile as JSON on stdout.")] = False,
+) -> None:
+    """Measure this machine, or under torchrun or srun every node of the job, one rank a device."""
+    if context.invoked_subcommand is not None:
+        return
+    started_at = time.time()
+    with exit_on_error():
+        task = _task(
+            model, seq_len, micro_batch_size, budget_s=budget_s, out=out, parts=parts, nvme=nvme, resume=resume
+        )
+        found = _measure(task, ranks, started_at)
+        if found is None:
+            return
+        if json_output:
+            typer.echo(found.model_dump_json(indent=2))
+            return
+        from .profile_tables import show_profile
+
+        show_profile(found)
+        typer.echo(f"profile in {out}", err=True)
+
+
+def _task(
+    model: str | None,
+    seq_len: int,
+    micro_batch_size: int,
+    *,
+    budget_s: float,
+    out: Path,
+    parts: str | None,
+    nvme: Path | None,
+    resume: bool,
+) -> Task:
+    """What to measure, after everything about it that can be wrong was looked at."""
+    from ..profilers.machine import visible_gpus
+    from ..profilers.storage import check_folder
+    from ..profilers.task import ALL_PARTS, Task
+    from ..schema import ConfigError, ModelSpec
+    from ..schema.runnable import why_not_runnable
+
+    if not budget_s > 0:
+        raise ConfigError(f"--budget-s {budget_s:g}: must be positive")
+    if seq_len < 1 or micro_batch_size < 1:
+        raise ConfigError(f"--seq-len {seq_len} and --micro-batch-size {micro_batch_size} must be positive")
+    wanted = ALL_PARTS if parts is None else tuple(part.strip() for part in parts.split(","))
+    if unknown := [part for part in wanted if part not in ALL_PARTS]:
+        raise ConfigError(f"--parts: no part is called {unknown[0]!r}", help=f"parts are {', '.join(ALL_PARTS)}")
+    if not out.resolve().parent.is_dir():
+        raise ConfigError(f"--out {out}: no such folder")
+    if out.exists() and not resume and not _is_profile(out):
+        raise ConfigError(f"--out {out} is there and no profile", help="give another name")
+    spec = ModelSpec.resolve(model) if model is not None else None
+    if spec is not None and (lacking := why_not_runnable(spec)):
+        raise ConfigError(f"the layers of {spec.name} cannot be measured: this version cannot run it", details=lacking)
+    if nvme is not None:
+        check_folder(str(nvme))
+    return Task(
+        backend="nccl" if visible_gpus()[0] else "gloo",
+        parts=tuple(part for part in ALL_PARTS if part in wanted or part == "compute"),  # all others build on it
+        is_thorough=True,
+        num_rounds=1,
+        budget_s=budget_s,
+        sample_s=min(0.1, max(0.005, budget_s / 2400)),
+        model=spec.model_dump_json() if spec else "",
+        seq_len=seq_len,
+        micro_batch_size=micro_batch_size,
+        storage_path=str(nvme.resolve()) if nvme else "",
+        out=str(out.resolve()),
+        resume=resume,
+    )
+
+
+def _is_profile(path: Path) -> bool:
+    from ..schema import ConfigError, Profile
+
+    try:
+        Profile.load(path)
+    except ConfigError:
+        return False
+    return True
+
+
+def _measure(task: Task, ranks: int | None, started_at: float) -> Profile | None:
+    """The profile; None on ranks of a job that are not the first."""
+    from dataclasses import replace
+
+    from ..profilers.launching import launch_ranks
+    from ..profilers.machine import available_memory, busy_fraction, identify, require_free_memory
+
+    in_job = _is_rank()
+    if in_job:
+        from ..runtime.profile_worker import measure_as_rank
+
+        with _progress(quiet=False) as tell:
+            return measure_as_rank(replace(task, started_at=started_at), tell)
+    require_free_memory(available_memory(), ranks)
+    machine = identify(ranks)
+    task = replace(task, started_at=started_at, foreign_load_fraction=min(1.0, busy_fraction()))
+    with _progress(quiet=False) as tell:
+        return launch_ranks("meshwright.runtime.profile_worker", task, machine.num_devices, on_progress=tell)
+
+
+def _is_rank() -> bool:
+    """Whether torchrun or Slurm started this process as one rank of a job."""
+    import os
+
+    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """A bar of the budget with what is being measured; on ranks of a job only the first one is told anything."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.fields[part]:>8}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    number = bar.add_task("starting the ranks", total=1.0, part="")
+
+    def tell(progress: Progress) -> None:
+        bar.start()
+        done = min(1.0, progress.elapsed_s / progress.budget_s)
+        bar.update(number, completed=done, description=progress.what, part=progress.part)
+
+    try:
+        yield tell
+    finally:
+        bar.stop()

@@ -1,0 +1,48 @@
+"""One rank of `meshwright profile`: ``python -m meshwright.runtime.profile_worker TASK.json``, or torchrun's or Slurm's process.
+
+The command starts such processes itself, or is one where torchrun or srun started it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ..profilers.rank import Tell, run_rank
+from ..profilers.task import Task
+from ..profilers.worker import serve
+from ..schema.profile import Profile
+from .profile_steps import steps_with_model
+
+
+def is_rank() -> bool:
+    """Whether torchrun or Slurm started this process as one rank of a job."""
+    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def measure_as_rank(task: Task, tell: Tell) -> Profile | None:
+    """Measure as this rank of a running job; the first rank returns the profile."""
+    _take_names_from_slurm()
+    return run_rank(task, steps_with_model, tell)
+
+
+def _take_names_from_slurm() -> None:
+    """Torchrun's variables from srun's, where there are none: the first host of the list is the meeting place."""
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    for ours, theirs in names.items():
+        if theirs in os.environ:
+            os.environ.setdefault(ours, os.environ[theirs])
+    if "SLURM_JOB_ID" in os.environ:
+        hosts = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", "localhost"))
+        os.environ.setdefault("MASTER_ADDR", first_host(hosts))
+        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
+
+
+def first_host(hosts: str) -> str:
+    """First name of Slurm's list: ``gpu[07-09,12],cpu1`` begins with gpu07."""
+    name, bracket, rest = hosts.partition(",")[0].partition("[")
+    return name + rest.rstrip("]").split("-")[0] if bracket else name
+
+
+if __name__ == "__main__":
+    serve(Task.load(sys.argv[1]), steps_with_model)
