@@ -13,6 +13,8 @@ from .workload import Workload
 
 def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
     """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
+    if model.traced_len is not None:
+        return ("a model traced from code, which has a training loop of its own", *_of_workload(workload))
     reasons = [*_of_workload(workload), *_of_model(model)]
     learned = model.embedding.num_positions
     if workload is not None and 0 < learned < workload.seq_len:
@@ -21,6 +23,11 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
         reasons += [*_of_attention(block, workload, rotated=model.rope is not None), *_of_block(block)]
         reasons += _of_adapters(block, workload)
     return tuple(dict.fromkeys(reasons))
+
+
+def why_not_trainable(workload: Workload) -> tuple[str, ...]:
+    """What the runtime lacks for a workload, whatever the model."""
+    return tuple(_of_workload(workload))
 
 
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
@@ -72,6 +79,8 @@ def _of_workload(workload: Workload | None) -> list[str]:
     reasons: list[str] = []
     if workload.precision in ("fp8", "nvfp4", "bf16"):
         reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
+    if workload.method == "zeroth-order":
+        reasons.append("zeroth-order training")
     if workload.adapters is not None and workload.adapters.frozen != "16-bit":
         reasons.append(f"adapters beside a model frozen in {workload.adapters.frozen}")
     if workload.adapters is not None and workload.adapters.dropout:
