@@ -12,6 +12,7 @@ from .models.init import local_tensor
 from .offload_optimizer import OffloadedAdamW
 from .options import TrainOptions
 from .parallel_model import ParallelModel
+from .zeroth_order import ZerothOrderSGD
 
 
 def build_optimizer(
@@ -32,6 +33,8 @@ def build_optimizer(
         for is_spread in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
+    if model.plan.workload.method == "zeroth-order":
+        return ZerothOrderSGD(model, groups, learning_rate=learning_rate)
     if model.plan.workload.optimizer == "sgd":
         # DTensor has no fused SGD, and the foreach one would hold a decayed copy of all gradients.
         return torch.optim.SGD(groups, lr=learning_rate, foreach=False)

@@ -19,6 +19,7 @@ from .models.init import local_tensor
 from .offload import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
 from .step_parts import StepClock
+from .zeroth_order import drop_gathered
 
 
 def _own_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -111,6 +112,22 @@ class ParallelModel:
             loss = self._accumulate(inputs, targets)
         self._finish_gradients()
         return self._share_of_mean(loss)
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor) -> Tensor:
+        """What this rank adds to the mean loss over the global batch, [] on the device, without gradients; not of a pipeline."""
+        assert self._schedule is None
+        tokens = self._checked(tokens).to(self.device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self._positions is not None:
+            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
+        count = self.plan.num_microbatches
+        total = torch.zeros((), device=self.device)
+        for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+            with self.clock.part("forward"):
+                total += self._loss_fn(self.module, x, y).sum() / count
+        drop_gathered(self.module)
+        return self._share_of_mean(total)
 
     def add_over_ranks(self, values: Tensor) -> None:
         """Sum over all ranks, in place."""

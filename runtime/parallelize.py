@@ -114,6 +114,18 @@ def _default_device(plan: Plan) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def _not_of_foreign(plan: Plan) -> tuple[str, ...]:
+    """What is done to a Decoder only."""
+    lacking = {
+        "an offload schedule": plan.offload is not None,
+        "adapters": plan.workload.adapters is not None,
+        "zeroth-order training": plan.workload.method == "zeroth-order",
+    }
+    return tuple(
+        f"{name} for a module that is no Decoder   [foreign_module]" for name, wanted in lacking.items() if wanted
+    )
+
+
 def _check(model: nn.Module | None, plan: Plan) -> None:
     # Name and source say where a spec is from, not what it is.
     is_own = model is None or isinstance(model, Decoder)
@@ -121,7 +133,7 @@ def _check(model: nn.Module | None, plan: Plan) -> None:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
     require_our_engine(plan.workload)
     lacking = why_not_runnable(plan.model, plan.workload) if is_own else why_not_trainable(plan.workload)
-    lacking += why_not_offloadable(plan)
+    lacking += why_not_offloadable(plan) + (() if is_own else _not_of_foreign(plan))
     if lacking:
         raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
     compute_dtype(plan)

@@ -29,6 +29,7 @@ from .progress import FOLDER_VARIABLE, ProgressFile
 from .router_balance import RouterBalance
 from .step_parts import Part
 from .stopping import STOPPED_FILE
+from .zeroth_order import ZerothOrderSGD
 
 T = TypeVar("T")
 
@@ -134,7 +135,7 @@ class TrainingRun:
         """Forward, backward and update; the clock runs from the batch being there to the parameters being new."""
         model, options = self.model, self.options
         start_s = self._now_s()
-        share = model.backward(tokens)
+        share = self._losses(tokens)
         asked = torch.full_like(share, float(self.stop.received))
         sums = torch.stack((share.float(), local_square(model), asked.float()))
         model.add_over_ranks(sums)
@@ -174,6 +175,13 @@ class TrainingRun:
         if model.offload is not None:
             record["offload"] = model.offload.report(model.module)
         self.writer.write(record)
+
+    def _losses(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the mean loss, after what the optimizer needs to know of the batch was found out."""
+        if not isinstance(self.optimizer, ZerothOrderSGD):
+            return self.model.backward(tokens)
+        self.optimizer.num_steps = self._steps
+        return self.optimizer.losses(tokens)
 
     def _require_finite(self, loss: float, norm: float) -> None:
         scale = self.model.loss_scale

@@ -33,6 +33,9 @@ def why_not_trainable(workload: Workload) -> tuple[str, ...]:
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
     """``reason [name]`` of everything in a plan's offload schedule that the installed torch or this version cannot execute."""
     schedule = plan.offload
+    is_zeroth, layout = plan.workload.method == "zeroth-order", plan.layout
+    if is_zeroth and (layout.pp > 1 or schedule is not None):
+        return ("zeroth-order training over a pipeline, or with an offload schedule   [zeroth_order]",)
     if schedule is None:
         return ()
     reasons = [*_of_states(plan, schedule), *_of_streamed_parameters(plan, schedule)]
@@ -79,8 +82,6 @@ def _of_workload(workload: Workload | None) -> list[str]:
     reasons: list[str] = []
     if workload.precision in ("fp8", "nvfp4", "bf16"):
         reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
-    if workload.method == "zeroth-order":
-        reasons.append("zeroth-order training")
     if workload.adapters is not None and workload.adapters.frozen != "16-bit":
         reasons.append(f"adapters beside a model frozen in {workload.adapters.frozen}")
     if workload.adapters is not None and workload.adapters.dropout:

@@ -22,6 +22,7 @@ from meshwright.runtime import Decoder, build_optimizer, clip_gradients, paralle
 from meshwright.runtime.checkpoint import Progress, load_checkpoint, save_checkpoint
 from meshwright.runtime.hf_save import save_weights
 from meshwright.runtime.models.init import init_weights
+from meshwright.runtime.zeroth_order import ZerothOrderSGD
 from meshwright.schema import Plan
 from torch import Tensor, nn
 
@@ -146,6 +147,12 @@ def train(case: Case, folder: Path) -> Outcome:
     done = load_checkpoint(folder / case.resumes / "step-00000001", model, optimizer).step if case.resumes else 0
     for step in range(done, case.num_steps):
         optimizer.zero_grad()
+        if isinstance(optimizer, ZerothOrderSGD):
+            loss = optimizer.losses(local_tokens(plan, model.mesh.dp_rank, step))
+            model.add_over_ranks(loss)
+            outcome.losses.append(loss.item())
+            optimizer.step()
+            continue
         outcome.losses.append(model.forward_backward(local_tokens(plan, model.mesh.dp_rank, step)))
         if step == 0:
             outcome.gradients = model.full_gradients()

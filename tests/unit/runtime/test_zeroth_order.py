@@ -1,0 +1,67 @@
+"""Zeroth-order training: the slope along a random direction is the gradient's, and every layout takes the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshwright.runtime import build_optimizer, parallelize
+from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.zeroth_order import ZerothOrderSGD
+from meshwright.schema import Layout, Plan, RuntimeMismatchError
+from small_jobs import losses, small_plan, train_here
+
+
+def zeroth(layout: Layout | None = None) -> Plan:
+    plan = small_plan(layout or Layout(micro_batch_size=2))
+    return plan.replace(workload=plan.workload.replace(method="zeroth-order"))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_slope_is_the_gradient_along_the_direction() -> None:
+    plan = zeroth()
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    model = parallelize(None, plan)
+    optimizer = build_optimizer(model, learning_rate=1e-4)
+    assert isinstance(optimizer, ZerothOrderSGD)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss = model.forward_backward(tokens)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    halfway = optimizer.losses(tokens).item()
+    moved = {name: (p - before[name]).abs().max().item() for name, p in model.named_parameters()}
+    assert max(moved.values()) < 1e-6  # there and back, but for rounding
+    assert abs(halfway - loss) < 1e-3
+    optimizer.param_groups[0]["weight_decay"] = optimizer.param_groups[1]["weight_decay"] = 0.0
+    optimizer.step()
+    changes = {name: (p.detach() - before[name]).double() for name, p in model.named_parameters()}
+    square = sum((change**2).sum() for change in changes.values())
+    # change = -lr g z, so |change| / |z| is lr g, and |z| is the root of the number of parameters.
+    count = sum(change.numel() for change in changes.values())
+    slope = (square / count).sqrt().item() / 1e-4
+    along = sum((gradients[name].double() * change).sum() for name, change in changes.items())
+    directional = abs(along.item()) / (square / count).sqrt().item()
+    assert directional == pytest.approx(slope, rel=0.02)  # third derivatives, and rounding of two losses over 2e-3
+
+
+def test_a_run_trains_without_a_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backwards: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *_: backwards.append(1))
+    records = train_here(monkeypatch, zeroth(), TrainOptions(steps=3, learning_rate=1e-5), tmp_path / "run.jsonl")
+    assert len(losses(records)) == 3
+    assert len(backwards) <= 1  # the memory meter's own, before the first step
+
+
+def test_pipelines_are_refused() -> None:
+    with pytest.raises(RuntimeMismatchError) as error:
+        parallelize(None, zeroth(Layout(pp=2)))
+    assert any("[zeroth_order]" in detail for detail in error.value.details)
