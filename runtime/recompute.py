@@ -40,17 +40,13 @@ def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) ->
     a recomputation does not gather parameters once more.
     """
     for name, block in stage.model.layers.items():
-        recomputing(block, recompute_of(int(name) + 1))  # the embedding is layer 0
-
-
-def recomputing(block: nn.Module, recompute: Recompute) -> None:
-    """Checkpoint one block, in place."""
-    if recompute == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if recompute == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
-    block.forward = functools.partial(checkpoint, block.forward, **options)
+        recompute = recompute_of(int(name) + 1)  # the embedding is layer 0
+        if recompute == "none":
+            continue
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if recompute == "selective":
+            options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
+        block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
 _NO_LAST = -1
