@@ -102,6 +102,9 @@ def apply(
         str | None,
         typer.Option(help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."),
     ] = None,
+    save_adapters: Annotated[
+        str | None, typer.Option(help="Folder for trained adapters at the end, as peft reads them.", show_default=False)
+    ] = None,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
     nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
     node_rank: Annotated[
@@ -142,6 +145,7 @@ def apply(
             checkpoint_every=checkpoint_every, resume=resume, tokenizer=tokenizer, restart_data=restart_data,
             schedule=schedule, warmup_steps=warmup_steps, router_bias_rate=router_bias_rate, compile_blocks=compile_blocks,
             keep_checkpoints=keep_checkpoints, checkpoint_beside=checkpoint_beside, weights=weights, save_weights=save_weights,
+            save_adapters=save_adapters,
         )  # fmt: skip
         job = Job(
             plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, hang_timeout_s=hang_timeout_s,
@@ -155,6 +159,7 @@ def apply(
             _refuse_training_options(
                 script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output, tokenizer,
                 compile_blocks, checkpoint_beside, restart_data, weights, save_weights,
+                save_adapters,
             )  # fmt: skip
             run(loaded, job)
             return
@@ -170,8 +175,8 @@ def _refuse_training_options(script: str, *values: object) -> None:
         raise ConfigError(f"no such script: {script}")
     if any(values):
         raise ConfigError(
-            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --metrics and --json are for "
-            f"the built-in training; {script} does its own",
+            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --save-adapters, --metrics and "
+            f"--json are for the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )
 

@@ -14,6 +14,7 @@ from .experts import experts_app
 from .explain import explain
 from .plan import plan
 from .profile_app import profile_app
+from .report import report
 from .tokens import tokens
 from .validate import validate
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(estimate)
 app.command()(explain)
+app.command()(report)
 app.command(cls=ApplyCommand)(apply)
 app.command()(tokens)
 app.command()(export)

@@ -15,15 +15,22 @@ from .inputs import (
     ClusterOrOffersOption,
     EngineOption,
     ForeignOption,
+    HostMemoryOption,
     JsonOption,
     ModelArgument,
+    NvmeOption,
+    NvmeSizeOption,
+    OffloadOption,
     OptimizerOption,
     PrecisionOption,
     ProfileOption,
     SeqLenOption,
+    TrainOption,
+    offload_request,
     read_cluster,
     read_inputs,
 )
+from .report import HtmlOption, TraceOption, write_report
 
 
 def plan(
@@ -83,6 +90,13 @@ def plan(
             help="Measured tokens of each expert (docs/experts.md): decide ep and places.",
         ),
     ] = None,
+    offload: OffloadOption = "none",
+    host_memory_gib: HostMemoryOption = None,
+    nvme: NvmeOption = None,
+    nvme_gib: NvmeSizeOption = None,
+    train: TrainOption = "full",
+    report: HtmlOption = None,
+    trace: TraceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
@@ -125,8 +139,12 @@ def plan(
             attention=attention,
             engine=engine,
             calibrate=calibrate,
+            train=train,
         )
         loads = None if expert_load is None else read_loads([expert_load])
+        request = offload_request(offload, host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
+        if request is not None and (is_cost or pareto):
+            raise ConfigError("--offload is for the fastest plan on one cluster, not for --objective cost or --pareto")
         if is_cost and loads is not None:
             raise ConfigError("--expert-load is for one cluster, not for --objective cost")
         deadline = Deadline(time_limit_s)
@@ -152,7 +170,7 @@ def plan(
                     **common,
                 )
             else:
-                found = make_plan(*inputs, top=top, expert_load=loads, **common)
+                found = make_plan(*inputs, top=top, expert_load=loads, offload=request, **common)
             if pareto and not is_cost:
                 found = found.replace(pareto=pareto_front(*inputs[:2], found.workload, **common))
         found.save(out)
@@ -164,6 +182,7 @@ def plan(
                 show(cost_table(found.cost, found.workload.tokens_per_step))
             if found.pareto:
                 show(pareto_table(found.pareto))
+        write_report(found, report, trace)
         then = f"next: meshwright apply {out}" if engine == "fsdp2" else f"it is for {engine}, not for meshwright apply"
         typer.echo(f"wrote {out}; {then}", err=True)
         if deadline.is_stopped:

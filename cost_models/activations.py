@@ -70,6 +70,10 @@ class Kernels:
 @cache
 def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, how: Kernels) -> Saved:
     """What ``layer`` keeps per token from its forward to its backward pass (logits are counted apart)."""
+    if not isinstance(layer, MTPHead) and (traced := layer.traced) is not None:
+        kept = {"none": traced.saved_elements, "selective": traced.selective_elements, "full": traced.full_elements}
+        elements = kept[recompute] if isinstance(layer, Block) else traced.saved_elements
+        return Saved(whole=elements / traced.seq_len)
     if isinstance(layer, Embedding):
         return Saved()
     if isinstance(layer, Head):

@@ -56,7 +56,7 @@ def operator_time(
     if isinstance(op, Gemm):
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
-        rows = tokens * op.rows_per_token
+        rows = np.asarray(tokens * op.rows_per_token, dtype=np.float64)
         if op.head_dim is not None:
             return _score_product_s(rows, n, k, op.head_dim, rates, compute_bytes)
         used = rates if op.quantized else rates._replace(gemm=rates.full_gemm)

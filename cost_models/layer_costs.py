@@ -253,6 +253,9 @@ def _operator_times(operators: tuple[Operator, ...], setting: Setting) -> list[O
 
 def context_of_attention(block: Block, setting: Setting) -> Added:
     """What context parallelism adds to a block with fused attention."""
+    if block.traced is not None:  # context parallelism is not planned for it
+        nothing = np.zeros(len(setting.batch))
+        return Added(*(nothing for _ in Added._fields))
     operators = _operators(block, setting)
     at = next(idx for idx, op in enumerate(operators) if isinstance(op, FusedAttention))
     alone = _operator_times(operators[at : at + 1], setting)[0]
@@ -264,7 +267,7 @@ def _with_context(
 ) -> tuple[list[OperatorTime], tuple[FloatArray, FloatArray]]:
     """Attention's time with what context parallelism adds to it, and its exposed communication in both passes."""
     batch, block = setting.batch, layer.block if isinstance(layer, MTPHead) else layer
-    if not isinstance(block, Block) or np.all(batch.cp == 1):
+    if not isinstance(block, Block) or block.traced is not None or np.all(batch.cp == 1):
         return times, (np.zeros(len(batch)), np.zeros(len(batch)))
     at = next(idx for idx, op in enumerate(operators) if isinstance(op, FusedAttention))
     alone = times[at]

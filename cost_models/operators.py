@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..schema.model import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from ..schema.traced import Traced
 from ..schema.workload import Engine, Fusion
 from .coefficients import coefficients, remembered
 from .kernels import DROPOUT, EngineKernels, Passes, added, kernels_of
@@ -37,7 +38,7 @@ class Gemm:
     n: int
     k: int
     shard: Shard
-    rows_per_token: int = 1
+    rows_per_token: float = 1
     num_matrices: int = 1
     routed: bool = False
     frozen: bool = False
@@ -132,6 +133,8 @@ def layer_operators(
     ``unfused`` attention computes and stores whole [heads, seq, seq] scores.
     """
     kernels = kernels_of(engine, fusion)
+    if not isinstance(layer, MTPHead) and layer.traced is not None:
+        return traced_operators(layer.traced)
     if isinstance(layer, Embedding):
         return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
     if isinstance(layer, Head):
@@ -150,6 +153,29 @@ def layer_operators(
     if unfused is not None:
         attention = tuple(part for op in attention for part in _unfused(op, seq_len, unfused))
     return (*norms, *attention, *_mlp(layer.mlp, hidden_dim, kernels), residuals)
+
+
+def traced_operators(traced: Traced) -> tuple[Operator, ...]:
+    """The operators counted of a layer, none of them split; rows are fractions of one for each token of the sequence."""
+    each = 1 / traced.seq_len
+    products = tuple(
+        Gemm(f"product_{i}", p.n, p.k, "none", p.rows * each)
+        for i, p in enumerate(traced.products)
+        for _ in range(p.count)
+    )
+    attentions = tuple(
+        FusedAttention(
+            "attention", a.num_heads, a.head_dim, a.v_head_dim, a.context * a.query_len * each, traced.seq_len, a.kv_len,
+            a.num_kv_heads,
+        )
+        for a in traced.attentions
+        for _ in range(a.count)
+    )  # fmt: skip
+    rest = Elementwise(
+        "others", traced.forward_elements * each, traced.backward_elements * each, traced.forward_kernels,
+        traced.backward_kernels, "none",
+    )  # fmt: skip
+    return (*products, *attentions, rest)
 
 
 def _unfused(op: Operator, seq_len: int, softmax: Softmax) -> tuple[Operator, ...]:

@@ -24,7 +24,7 @@ def recompute_s(
         full = times
         cheap = [time for op, time in zip(operators, times, strict=True) if _is_repeated_core(op, workload)]
     else:
-        last_product = max(idx for idx, op in enumerate(operators) if isinstance(op, Gemm))
+        last_product = max((idx for idx, op in enumerate(operators) if isinstance(op, Gemm)), default=-1)
         full = [time for idx, time in enumerate(times) if idx != last_product]
         cheap = [time for op, time in zip(operators, times, strict=True) if not _is_kept(op)]
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]

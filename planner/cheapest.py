@@ -25,87 +25,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from ..cost_models.coefficients import peak_flops_per_s
-from ..cost_models.operators import model_flops_per_token
-from ..cost_models.space_costs import SpaceCosts
-from ..schema import (
-    ClusterSpec,
-    ConfigError,
-    CostSummary,
-    InfeasibleError,
-    ModelSpec,
-    Offer,
-    Plan,
-    SizeTried,
-    SolverLimitError,
-    Workload,
-)
-from ..schema.cost_summary import Outcome
+from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, Plan, SolverLimitError, Workload
 from ..schema.layout import check_fields
 from .deadline import Deadline
-from .frontier import Frontier
+from .finalists import with_orders
 from .planning import plan, plan_of
 from .request import is_runnable
-from .search import REL_GAP, OnProgress, SearchResult, bounding_costs, search
-from .space import Space, build_space
-
-SHARE_OF_BOUNDS = 0.5
-"""Part of a time limit after which no further size is bounded, so that those that are can be searched."""
-
-HOUR_S = 3600.0
+from .search import REL_GAP, OnProgress
+from .size_front import mark_front, summary_of
+from .sizes import Size, SizesRequest, bound_all, bound_size, search_size, sizes_of
 
 ROUNDING = 1e-9
 """Of a floor that is a rate some plan has: its step time comes back with another last digit."""
-
-
-@dataclass
-class Size:
-    """One number of nodes of one offer, and what is known of it; ``place`` counts sizes in the order of the offers."""
-
-    place: int
-    offer: str
-    cluster: ClusterSpec
-    price_per_hour: float
-    peak_s: float
-    outcome: Outcome = "not examined"
-    reason: str = ""
-    layouts: int = 0
-    bound_s: float | None = None
-    step_time_s: float | None = None
-    is_stopped: bool = False
-    result: SearchResult | None = field(default=None, repr=False)
-
-    @property
-    def least_s(self) -> float:
-        """Seconds that no step of this size beats, as far as is known."""
-        return self.peak_s if self.bound_s is None else self.bound_s
-
-    def usd(self, step_time_s: float) -> float:
-        """USD of a step of so many seconds."""
-        return self.price_per_hour / HOUR_S * step_time_s
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is trained, the floor of (C1) as the slowest step allowed, and when to stop."""
-
-    model: ModelSpec
-    workload: Workload
-    fixed: Mapping[str, Any]
-    runnable: bool
-    slowest_s: float
-    top: int
-    deadline: Deadline
-    on_progress: OnProgress | None = field(default=None, repr=False)
-
-    def space_of(self, size: Size) -> Space:
-        """Layouts of a size."""
-        return build_space(
-            self.model, self.workload, size.cluster, self.fixed, runnable=self.runnable, deadline=self.deadline
-        )
 
 
 def cheapest(
@@ -144,7 +78,7 @@ def cheapest(
     if deadline_s is not None and tokens is None:
         raise ConfigError("a deadline needs the number of tokens to train", help="add --tokens, e.g. --tokens 1e12")
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
-    request = Request(
+    request = SizesRequest(
         model=model,
         workload=workload,
         fixed=check_fields(fixed or {}),
@@ -154,76 +88,25 @@ def cheapest(
         deadline=deadline or Deadline(time_limit_s),
         on_progress=on_progress,
     )
-    sizes = _sizes(offers, model, workload)
-    _bound_all(sizes, request)
+    sizes = sizes_of(offers, model, workload)
+    bound_all(sizes, request)
     best = _cheapest_size(sizes, request)
     if best is None:
         raise _none_reaches(sizes, request, floor)
     if front:
-        _mark_front(sizes, request)
+        mark_front(sizes, request)
     best.outcome, best.reason = "chosen", ""
     assert best.result is not None
+    best.result.add_runner_ups(top, request.deadline)
+    if "schedule" not in request.fixed:
+        best.result = with_orders(best.result, request.deadline)
     slowest_s = min(request.slowest_s, _next_s(best, sizes))
     found = plan_of(best.result, request.fixed, runnable=request.runnable, top=top, slowest_s=slowest_s)
-    summary = _summary(found, best, sizes, floor=floor, tokens=tokens)
+    summary = summary_of(found, best, sizes, floor=floor, tokens=tokens)
     return found.replace(cost=summary.replace(search_s=time.perf_counter() - started))
 
 
-def _sizes(offers: Sequence[Offer], model: ModelSpec, workload: Workload) -> list[Size]:
-    """Every size of every offer, with the seconds that a step takes where every device works at its peak rate."""
-    layers = tuple((run.layer, run.count) for run in model.layers)
-    is_frozen = workload.adapters is not None
-    flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen)
-    sizes: list[Size] = []
-    for offer in offers:
-        for num_nodes in offer.sizes:
-            cluster = offer.of_size(num_nodes)
-            rate = sum(
-                group.num_devices * peak_flops_per_s(group.device, workload.precision) for group in cluster.groups
-            )
-            price = cluster.price_per_hour
-            if price is None:
-                raise ConfigError(f"offer {offer.name} has no price", help="state price_per_device_hour (USD)")
-            peak_s = flops * workload.tokens_per_step / rate
-            sizes.append(Size(len(sizes), offer.name, cluster, price, peak_s))
-    return sizes
-
-
-def _bound_all(sizes: Sequence[Size], request: Request) -> None:
-    """A bound on the fastest step of each size that the floor does not rule out at peak rates."""
-    for size in sizes:
-        if size.peak_s > request.slowest_s:
-            size.outcome, size.reason = "too slow", "even at the peak rate of every device"
-        elif request.deadline.left_s <= (1 - SHARE_OF_BOUNDS) * request.deadline.limit_s:
-            size.reason = "the time limit came first"
-        else:
-            _bound(size, request)
-
-
-def _bound(size: Size, request: Request) -> None:
-    """The least of the bounds of all layouts of a size that may fit."""
-    try:
-        space = request.space_of(size)
-        size.layouts = len(space.batch)
-        costs = SpaceCosts.of(request.model, request.workload, size.cluster, space.batch)
-        frontier = Frontier(bounding_costs(costs))
-    except ConfigError as error:
-        size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
-        return
-    except SolverLimitError:
-        size.reason = "the time limit came first"
-        return
-    while not frontier.is_ready and math.isfinite(frontier.bound_s):
-        frontier.bound_block()
-    if math.isinf(frontier.bound_s):
-        size.outcome, size.reason = "does not fit", "in no layout"
-        return
-    size.bound_s = frontier.bound_s
-    if size.bound_s > request.slowest_s:
-        size.outcome, size.reason = "too slow", "by its bound"
-
-
-def _cheapest_size(sizes: Iterable[Size], request: Request) -> Size | None:
+def _cheapest_size(sizes: Iterable[Size], request: SizesRequest) -> Size | None:
     """(O) over the sizes that were bounded, best first; None where none reaches the floor."""
     best: Size | None = None
     least_usd = math.inf
@@ -232,7 +115,7 @@ def _cheapest_size(sizes: Iterable[Size], request: Request) -> Size | None:
             size.outcome, size.reason = "dearer", "by its bound"
             continue
         limit_s = min(request.slowest_s, least_usd / size.usd(1.0))
-        if not _search(size, request, limit_s) or size.step_time_s is None:
+        if not search_size(size, request, limit_s) or size.step_time_s is None:
             continue
         is_better = size.step_time_s <= request.slowest_s and size.usd(size.step_time_s) < least_usd
         loser = best if is_better else size
@@ -250,70 +133,13 @@ def _open(sizes: Iterable[Size]) -> list[Size]:
     return [size for size in sizes if size.bound_s is not None and size.outcome == "not examined"]
 
 
-def _search(size: Size, request: Request, limit_s: float) -> bool:
-    """The fastest layout of a size that beats ``limit_s``; False, and why, where there is none."""
-    just_above = limit_s * (1 + 2 * REL_GAP)
-    try:
-        result = search(
-            request.model,
-            request.workload,
-            size.cluster,
-            request.space_of(size),
-            time_limit_s=request.deadline.limit_s,
-            runner_ups=request.top,
-            worse_than_s=just_above,
-            on_progress=request.on_progress,
-            deadline=request.deadline,
-        )
-    except SolverLimitError:
-        size.reason = "the time limit came first"
-        return False
-    size.bound_s = max(size.least_s, min(result.bound_s, just_above))
-    size.is_stopped = result.stopped_early
-    if result.fitting:
-        size.step_time_s = result.fitting[0].estimate.step_time_s
-        size.result = result
-        return True
-    if result.stopped_early:
-        size.reason = "the time limit came first"
-    elif math.isinf(result.bound_s):
-        size.outcome, size.reason = "does not fit", "in no layout"
-    else:
-        size.outcome = "too slow" if limit_s == request.slowest_s else "dearer"
-        size.reason = "no layout that fits is faster"
-    return False
-
-
 def _next_s(best: Size, sizes: Iterable[Size]) -> float:
     """Step time beyond which the cheapest size is dearer than the next one: no simpler layout is worth that."""
     others = (size for size in sizes if size is not best and size.outcome in ("dearer", "on the front"))
     return min((s.usd(s.step_time_s) for s in others if s.step_time_s), default=math.inf) / best.usd(1.0)
 
 
-def _mark_front(sizes: Sequence[Size], request: Request) -> None:
-    """Search every size that may be neither slower nor dearer than each other one, and mark those that are not."""
-    for size in sorted(sizes, key=lambda size: (size.least_s, size.place)):
-        may_be = size.bound_s is not None and size.outcome in ("not examined", "dearer") and size.step_time_s is None
-        if may_be and not any(_beats(other, size.least_s, size.usd(size.least_s)) for other in sizes):
-            _search(size, request, request.slowest_s)
-            size.result = None
-    for size in sizes:
-        reaches = size.step_time_s is not None and size.step_time_s <= request.slowest_s
-        if reaches and not any(_beats(other, size.step_time_s, size.usd(size.step_time_s or 0.0)) for other in sizes):
-            size.outcome, size.reason = "on the front", ""
-        elif reaches:
-            size.outcome, size.reason = "dearer", "and slower than another"
-
-
-def _beats(other: Size, step_time_s: float | None, usd: float) -> bool:
-    """Whether a size that was searched is at least as fast and as cheap, and better in one of the two."""
-    if other.step_time_s is None or step_time_s is None:
-        return False
-    time_s, price = other.step_time_s, other.usd(other.step_time_s)
-    return time_s <= step_time_s and price <= usd and (time_s < step_time_s or price < usd)
-
-
-def _none_reaches(sizes: Sequence[Size], request: Request, floor: float) -> Exception:
+def _none_reaches(sizes: Sequence[Size], request: SizesRequest, floor: float) -> Exception:
     """Why no size is left: a time limit, memory, or the floor with the fastest that was found."""
     if any(size.outcome == "not examined" for size in sizes):
         return SolverLimitError(
@@ -336,60 +162,16 @@ def _none_reaches(sizes: Sequence[Size], request: Request, floor: float) -> Exce
     )
 
 
-def _fastest(sizes: Iterable[Size], request: Request) -> Size | None:
+def _fastest(sizes: Iterable[Size], request: SizesRequest) -> Size | None:
     """The size with the fastest step, whatever it costs; None where nothing fits."""
     best: Size | None = None
     least_s = math.inf
     unlimited = replace(request, slowest_s=math.inf)
     for size in sorted((s for s in sizes if s.outcome == "too slow"), key=lambda s: (s.least_s, s.place)):
         if size.bound_s is None:
-            _bound(size, unlimited)
-        if size.bound_s is None or size.bound_s >= least_s or not _search(size, unlimited, least_s):
+            bound_size(size, unlimited)
+        if size.bound_s is None or size.bound_s >= least_s or not search_size(size, unlimited, least_s):
             continue
         if size.step_time_s is not None and size.step_time_s < least_s:
             best, least_s = size, size.step_time_s
     return best
-
-
-def _summary(found: Plan, best: Size, sizes: Sequence[Size], *, floor: float, tokens: float | None) -> CostSummary:
-    """The certificate: the price of the plan, and the least that any size that reaches the floor may cost."""
-    per_step, tokens_per_step = best.usd(found.estimate.step_time_s), found.workload.tokens_per_step
-    reach = [size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined")]
-    bound = min([per_step, *(size.usd(size.least_s) for size in reach)])
-    hours = None if tokens is None else tokens / tokens_per_step * found.estimate.step_time_s / HOUR_S
-    is_whole = not any(size.is_stopped or size.outcome == "not examined" for size in sizes)
-    return CostSummary(
-        offer=best.offer,
-        num_nodes=best.cluster.num_nodes,
-        price_per_hour=best.price_per_hour,
-        usd_per_step=per_step,
-        usd_per_million_tokens=1e6 * per_step / tokens_per_step,
-        usd_per_billion_tokens=1e9 * per_step / tokens_per_step,
-        min_tokens_per_s=floor,
-        tokens=tokens,
-        hours=hours,
-        total=None if hours is None else hours * best.price_per_hour,
-        status="optimal" if is_whole else "feasible",
-        bound_usd_per_million_tokens=1e6 * bound / tokens_per_step,
-        gap=(per_step - bound) / per_step,
-        search_s=0.0,
-        sizes=tuple(_tried(size, tokens_per_step) for size in sizes),
-    )
-
-
-def _tried(size: Size, tokens_per_step: int) -> SizeTried:
-    """What became of a size, for the plan."""
-    known_s = size.step_time_s or size.bound_s
-    return SizeTried(
-        offer=size.offer,
-        num_nodes=size.cluster.num_nodes,
-        num_devices=size.cluster.num_devices,
-        price_per_hour=size.price_per_hour,
-        outcome=size.outcome,
-        reason=size.reason,
-        layouts=size.layouts,
-        bound_s=size.bound_s,
-        step_time_s=size.step_time_s,
-        usd_per_million_tokens=known_s and 1e6 * size.usd(known_s) / tokens_per_step,
-        is_bound=size.step_time_s is None and size.bound_s is not None,
-    )

@@ -1,0 +1,5 @@
+"""Measuring machines, and counting models that no catalogue has."""
+
+from .modules import profile_module
+
+__all__ = ["profile_module"]

@@ -31,7 +31,7 @@ from ..schema.hf_export import hf_config
 from ..schema.units import GB, format_bytes
 from .hf_names import TIED_HEAD, pieces_of, pieces_of_model
 from .hf_weights import INDEX_FILE, SINGLE_FILE, blocks, decoder_shapes
-from .models.init import local_region, local_tensor
+from .models.init import is_adapter, local_region, local_tensor
 from .optimizer import is_counted
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.d
     tensors = (*model.module.named_parameters(), *model.module.named_buffers())
     try:
         for name, tensor in tensors:
-            if (spec.tie_embeddings and name == TIED_HEAD) or not is_counted(model, name, tensor):
+            if is_adapter(name) or (spec.tie_embeddings and name == TIED_HEAD) or not is_counted(model, name, tensor):
                 continue
             region, local = local_region(tensor), local_tensor(tensor)
             for piece in pieces_of(name, tuple(tensor.shape), spec):

@@ -24,7 +24,7 @@ from ..schema.base import read_json
 from ..schema.units import MIB
 from .hf_names import TIED_HEAD, Piece, may_be_left, pieces_of, pieces_of_model, without_prefix
 from .models.decoder import Decoder
-from .models.init import local_region, local_tensor
+from .models.init import is_adapter, local_region, local_tensor
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -140,6 +140,8 @@ def read_pieces(stored: StoredWeights, wanted: list[tuple[str, Piece, Tensor]]) 
 def _tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[Tensor, tuple[Piece, ...]]]:
     """Tensors of this rank with the pieces they are made of; a tied projection alone on its stage is the embedding."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_adapter(name):
+            continue
         source = "model.embed_tokens.weight" if spec.tie_embeddings and name == TIED_HEAD else name
         yield tensor, pieces_of(source, tuple(tensor.shape), spec)
 

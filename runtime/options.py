@@ -29,7 +29,8 @@ class TrainOptions(Frozen):
         checkpoint_beside: write checkpoints beside the steps that follow.
         resume: go on from the newest checkpoint where there is one.
         weights: folder of Hugging Face weights to start from; unset, initial ones.
-        save_weights: folder to write such weights to at the end.
+        save_weights: folder to write such weights to at the end; adapters are merged into them.
+        save_adapters: folder to write low-rank adapters to at the end, as peft reads them.
         compile_blocks: let torch.compile fuse the operators of each block.
         router_bias_rate: by how much a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3).
     """
@@ -52,6 +53,7 @@ class TrainOptions(Frozen):
     resume: bool = Field(default=False)
     weights: str | None = None
     save_weights: str | None = None
+    save_adapters: str | None = None
     compile_blocks: bool = False
     router_bias_rate: NonNegativeFloat = 1e-3
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..schema.layout import Recompute
-from .models.decoder import Decoder
+from .models.decoder import Decoder, DecoderBlock
 from .models.experts import Experts, MixtureOfExperts
+from .models.init import ADAPTER_UP
 from .models.ring_attention import RING_ATTENTION
 from .models.whole_linear import WholeLinear
 
@@ -40,13 +41,18 @@ def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) ->
     a recomputation does not gather parameters once more.
     """
     for name, block in stage.model.layers.items():
-        recompute = recompute_of(int(name) + 1)  # the embedding is layer 0
-        if recompute == "none":
-            continue
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if recompute == "selective":
-            options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+        recomputing(block, recompute_of(int(name) + 1))  # the embedding is layer 0
+
+
+def recomputing(block: nn.Module, recompute: Recompute) -> None:
+    """Checkpoint one block, in place."""
+    if recompute == "none":
+        return
+    # Ours draw no random numbers; others may drop out.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not isinstance(block, DecoderBlock)}
+    if recompute == "selective":
+        options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
+    block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
 _NO_LAST = -1
@@ -54,10 +60,13 @@ _NO_LAST = -1
 
 def _count_products(block: nn.Module) -> int:
     """Products of a block whose last one need not be kept; the weights of a token's experts need what the experts put out."""
+    if not isinstance(block, DecoderBlock):
+        return _NO_LAST  # whatever its products are for
     modules = list(block.modules())
     if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
         return _NO_LAST
     single = sum(isinstance(module, nn.Linear | WholeLinear) for module in modules)
+    single += 2 * sum(hasattr(module, ADAPTER_UP) for module in modules)
     return single + 3 * sum(isinstance(module, Experts) for module in modules)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..schema import ConfigError, Plan, RuntimeMismatchError
+from .adapters import merge_adapters, save_adapters
 from .checkpoint import check_writable, list_checkpoints
 from .compiled import require_compilable
 from .data_source import open_data, tokenized
@@ -61,6 +62,8 @@ def check_weight_options(plan: Plan, options: TrainOptions) -> None:
     Raises:
         ConfigError: they are of another model or damaged, or the place cannot be written.
     """
+    if options.save_adapters and plan.workload.adapters is None:
+        raise ConfigError("--save-adapters, but the plan trains no adapters", help="plan with --train lora:r=16")
     if options.weights:
         check_weights(plan.model, options.weights)
     if options.save_weights:
@@ -108,7 +111,11 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
             with run.stop.listening():
                 _run_steps(run, batches)
         run.finish()
+        if options.save_adapters and not run.is_stopped:
+            save_adapters(model, options.save_adapters)
         if options.save_weights and not run.is_stopped:
+            if plan.workload.adapters is not None:
+                merge_adapters(model)
             save_weights(model, options.save_weights, like=options.weights)
     dist.destroy_process_group()
 

@@ -37,6 +37,19 @@ def _shards_are_nested(f: Facts) -> Any:
 
 ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
+        "traced_blocks_whole",
+        lambda f: (f.traced_len == 0) | ((f.tp == 1) & (f.cp == 1) & (f.ep == 1)),
+        lambda f: (
+            f"tp {f.tp}, cp {f.cp}, ep {f.ep}: the blocks were traced from code, which says what they cost and not how their "
+            "matrices, sequences or experts may be split; data and pipeline parallelism, sharding and recompute are planned"
+        ),
+    ),
+    Rule(
+        "traced_length",
+        lambda f: (f.tp > 0) & ((f.traced_len == 0) | (f.traced_len == f.seq_len)),
+        lambda f: f"the model was traced with sequences of {f.traced_len} tokens, the workload has {f.seq_len}",
+    ),
+    Rule(
         "world_size",
         lambda f: f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp == f.world_size,
         lambda f: (

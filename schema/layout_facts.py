@@ -53,6 +53,7 @@ class Facts:
     vocabulary_is_split: IntLike = 0
     predicts_further_tokens: bool = False
     latent_attention: bool = False
+    traced_len: int = 0
 
     @property
     def stage_ranks(self) -> IntLike:
@@ -144,6 +145,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "predicts_further_tokens": any(run.layer.kind == "mtp" for run in model.layers),
         "latent_attention": any(isinstance(block.attention, LatentAttention) for block in blocks),
+        "traced_len": model.traced_len or 0,
     }
 
 

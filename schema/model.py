@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from .base import Frozen
+from .base import Frozen, read_json
+from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -201,15 +202,19 @@ FeedForward = Annotated[DenseMLP | MoE, Field(discriminator="kind")]
 
 
 class Embedding(Frozen):
-    """Token embedding [V,D], with learned positions [num_positions,D] where the model has them."""
+    """Token embedding [V,D], with learned positions [num_positions,D] where the model has them.
+
+    ``traced``: of a model outside the catalogue everything before its blocks; the sizes are then stand-ins.
+    """
 
     kind: Literal["embedding"] = "embedding"
     vocab_size: PositiveInt
     num_positions: NonNegativeInt = 0
+    traced: Traced | None = None
 
     def num_params(self, hidden_dim: int) -> int:
         """Parameters."""
-        return (self.vocab_size + self.num_positions) * hidden_dim
+        return self.traced.num_params if self.traced else (self.vocab_size + self.num_positions) * hidden_dim
 
 
 class Block(Frozen):
@@ -218,6 +223,7 @@ class Block(Frozen):
     Attributes:
         num_norms: norms over D in the block: 2 (before each part), 4 (before and after each part, Gemma-2), 1 (shared).
         parallel_residual: attention and feed-forward read the same input (GPT-NeoX).
+        traced: what was counted of a block outside the catalogue; attention and feed-forward are then stand-ins.
     """
 
     kind: Literal["block"] = "block"
@@ -227,6 +233,7 @@ class Block(Frozen):
     norm_bias: bool = False
     num_norms: Literal[1, 2, 4] = 2
     parallel_residual: bool = False
+    traced: Traced | None = None
 
     def num_norm_params(self, hidden_dim: int) -> int:
         """Parameters of the norms over D."""
@@ -234,18 +241,25 @@ class Block(Frozen):
 
     def num_params(self, hidden_dim: int) -> int:
         """Parameters."""
+        if self.traced:
+            return self.traced.num_params
         return (
             self.attention.num_params(hidden_dim) + self.mlp.num_params(hidden_dim) + self.num_norm_params(hidden_dim)
         )
 
     def num_active_params(self, hidden_dim: int) -> int:
         """Parameters one token goes through."""
+        if self.traced:
+            return self.traced.num_params
         attention = self.attention.num_params(hidden_dim)
         return attention + self.mlp.num_active_params(hidden_dim) + self.num_norm_params(hidden_dim)
 
 
 class Head(Frozen):
-    """Final norm and output projection [D,V]; a tied projection has no parameters of its own."""
+    """Final norm and output projection [D,V]; a tied projection has no parameters of its own.
+
+    ``traced``: of a model outside the catalogue everything after its blocks; the sizes are then stand-ins.
+    """
 
     kind: Literal["head"] = "head"
     vocab_size: PositiveInt
@@ -253,9 +267,12 @@ class Head(Frozen):
     norm: NormKind = "rmsnorm"
     norm_bias: bool = False
     bias: bool = False
+    traced: Traced | None = None
 
     def num_params(self, hidden_dim: int) -> int:
         """Parameters this layer owns."""
+        if self.traced:
+            return self.traced.num_params
         projection = 0 if self.tied else hidden_dim * self.vocab_size
         return projection + self.bias * self.vocab_size + (1 + self.norm_bias) * hidden_dim
 
@@ -367,6 +384,12 @@ class ModelSpec(Frozen):
                 yield run.layer
 
     @property
+    def traced_len(self) -> int | None:
+        """Tokens of the sequences that a traced model was counted for; None for a model of known layers."""
+        layers = (run.layer for run in self.layers if not isinstance(run.layer, MTPHead))
+        return next((layer.traced.seq_len for layer in layers if layer.traced), None)
+
+    @property
     def num_layers(self) -> int:
         """All layers: embedding, blocks, head, MTP heads."""
         return sum(run.count for run in self.layers)
@@ -425,8 +448,11 @@ class ModelSpec(Frozen):
 
     @classmethod
     def resolve(cls, text: str) -> Self:
-        """What a user types for MODEL: a catalogue name, a ``config.json``, or a folder that holds one."""
+        """What a user types for MODEL: a catalogue name, a ``config.json``, a folder that holds one, or a saved ModelSpec."""
         # os.path.exists, because Path.exists raises for names that no file can have (too long, NUL).
         if os.path.exists(text) or text.endswith(".json") or "/" in text:  # noqa: PTH110
+            data = read_json(text) if text.endswith(".json") else None
+            if isinstance(data, dict) and {"layers", "architecture", "hidden_dim"} <= data.keys():
+                return cls(**data)  # what `profilers.profile_module` made of a model outside the catalogue
             return cls.from_hf(text)
         return cls.named(text)

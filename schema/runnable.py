@@ -13,13 +13,21 @@ from .workload import Workload
 
 def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
     """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
+    if model.traced_len is not None:
+        return ("a model traced from code, which has a training loop of its own", *_of_workload(workload))
     reasons = [*_of_workload(workload), *_of_model(model)]
     learned = model.embedding.num_positions
     if workload is not None and 0 < learned < workload.seq_len:
         reasons.append(f"a sequence length of {workload.seq_len} beyond the {learned} learned positions")
     for block, _ in model.block_runs:
         reasons += [*_of_attention(block, workload, rotated=model.rope is not None), *_of_block(block)]
+        reasons += _of_adapters(block, workload)
     return tuple(dict.fromkeys(reasons))
+
+
+def why_not_trainable(workload: Workload) -> tuple[str, ...]:
+    """What the runtime lacks for a workload, whatever the model."""
+    return tuple(_of_workload(workload))
 
 
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
@@ -71,8 +79,12 @@ def _of_workload(workload: Workload | None) -> list[str]:
     reasons: list[str] = []
     if workload.precision in ("fp8", "nvfp4", "bf16"):
         reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
-    if workload.adapters is not None:
-        reasons.append("low-rank adapters beside a frozen model")
+    if workload.method == "zeroth-order":
+        reasons.append("zeroth-order training")
+    if workload.adapters is not None and workload.adapters.frozen != "16-bit":
+        reasons.append(f"adapters beside a model frozen in {workload.adapters.frozen}")
+    if workload.adapters is not None and workload.adapters.dropout:
+        reasons.append("adapters with dropout")
     if workload.optimizer == "muon":
         reasons.append("muon")
     return reasons
@@ -104,6 +116,16 @@ def _of_attention(block: Block, workload: Workload | None, *, rotated: bool) -> 
         reasons.append("attention sinks, soft caps, partial rotary or query/key norms without weights")
     if workload is not None and attention.window is not None and attention.window < workload.seq_len:
         reasons.append(f"an attention window of {attention.window} below the sequence length {workload.seq_len}")
+    return reasons
+
+
+def _of_adapters(block: Block, workload: Workload | None) -> list[str]:
+    targets = () if workload is None or workload.adapters is None else workload.adapters.targets
+    reasons: list[str] = []
+    if not isinstance(block.attention, SoftmaxAttention) and {"qkv", "out"} & {*targets}:
+        reasons.append("adapters beside the products of latent attention")
+    if isinstance(block.mlp, MoE) and "mlp" in targets:
+        reasons.append("adapters beside the products of experts")
     return reasons
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from meshwright.schema import (
@@ -18,6 +19,7 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
+from meshwright.schema.layout import Recompute
 from meshwright.schema.model import (
     Block,
     DenseMLP,
@@ -29,6 +31,7 @@ from meshwright.schema.model import (
     Rope,
     SoftmaxAttention,
 )
+from meshwright.schema.offload import LayerOffload, OffloadSchedule
 from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
 
 
@@ -135,6 +138,23 @@ def make_plan(
         pipeline_order=pipeline_order,
         provenance=Provenance(meshwright="test", created="2026-01-01T00:00:00Z", inputs_sha256="0" * 64),
     )
+
+
+def with_offload(plan: Plan, schedule: OffloadSchedule, offloads: Sequence[LayerOffload]) -> tuple[Plan, Plan]:
+    """A plan with the recompute that these offloads need (one for each layer), without them and with them."""
+    needed: dict[LayerOffload, Recompute] = {"none": "none", "activations": "none", "boundary": "full"}
+    mixes = "boundary" in offloads
+    fields = {name: getattr(plan, name) for name in Plan.model_fields}
+    layout = plan.layout.replace(recompute="mixed") if mixes else plan.layout
+    stages = tuple(
+        stage.replace(layer_recompute=tuple(needed[offloads[idx]] for idx in stage.layer_idxs) if mixes else ())
+        for stage in plan.stages
+    )
+    offloading = tuple(
+        stage.replace(layer_offload=tuple(offloads[idx] for idx in stage.layer_idxs)) for stage in stages
+    )
+    scheduled = {"layout": layout.replace(offload="scheduled"), "stages": offloading, "offload": schedule}
+    return plan.replace(layout=layout, stages=stages), Plan(**{**fields, **scheduled})
 
 
 def _stages(blocks: tuple[int, ...], layout: Layout) -> tuple[Stage, ...]:

@@ -11,7 +11,7 @@ from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, ModelSpec, OffloadSchedule, Plan, Workload
 from meshwright.schema.model import MoE
 from meshwright.schema.offload import LayerOffload
-from plans import make_plan, tiny_model
+from plans import make_plan, tiny_model, with_offload
 
 WORKLOAD = Workload(seq_len=16, global_batch_size=8, precision="fp32")
 BF16 = WORKLOAD.replace(precision="bf16-mixed")
@@ -24,7 +24,7 @@ STATES = OffloadSchedule(host_optimizer_layers=(0, 2), streamed_optimizer_layers
 
 @dataclass(frozen=True)
 class Setup:
-    """A layout, and what it offloads."""
+    """A layout, and what it offloads; ``resumes``: from its checkpoint without offload, and from one without it with it."""
 
     name: str
     layout: Layout
@@ -32,36 +32,14 @@ class Setup:
     offloads: tuple[LayerOffload, ...] = IN_TURN
     model: ModelSpec = PLAIN
     workload: Workload = WORKLOAD
+    resumes: bool = False
 
     def plans(self, folder: Path) -> tuple[Plan, Plan]:
         """Without and with the offload, both with the recompute that the offload needs."""
-        needed = {"none": "none", "activations": "none", "boundary": "full"}
-        mixes = "boundary" in self.offloads
-        layout = self.layout.replace(recompute="mixed") if mixes else self.layout
-        without = make_plan(self.model, layout, workload=self.workload)
-        stages = tuple(
-            stage.replace(
-                layer_recompute=tuple(needed[self.offloads[idx]] for idx in stage.layer_idxs) if mixes else (),
-                recompute="none",
-            )
-            for stage in without.stages
-        )
-        without = without.replace(stages=stages)
         schedule = self.schedule
         if schedule.storage_optimizer_layers:
             schedule = schedule.replace(storage_path=str(folder / "states"))
-        offloading = tuple(
-            stage.replace(layer_offload=tuple(self.offloads[idx] for idx in stage.layer_idxs)) for stage in stages
-        )
-        with_ = Plan(
-            **{
-                **{name: getattr(without, name) for name in Plan.model_fields},
-                "layout": layout.replace(offload="scheduled"),
-                "stages": offloading,
-                "offload": schedule,
-            }
-        )
-        return without, with_
+        return with_offload(make_plan(self.model, self.layout, workload=self.workload), schedule, self.offloads)
 
 
 STORED = OffloadSchedule(
@@ -78,15 +56,15 @@ ONE = (
     Setup("plain", Layout(micro_batch_size=2)),
     Setup("experts", Layout(micro_batch_size=4), model=EXPERTS),
     Setup("bf16", Layout(micro_batch_size=4), workload=BF16),
-    Setup("stored", Layout(micro_batch_size=4), STORED),
+    Setup("stored", Layout(micro_batch_size=4), STORED, resumes=True),
     Setup("streamed", Layout(micro_batch_size=4), STREAMED),
 )
 TWO = (
     Setup("zero 3", Layout(dp_shard=2, micro_batch_size=2)),
-    Setup("zero 3 streamed bf16", Layout(dp_shard=2, micro_batch_size=2), STREAMED, workload=BF16),
+    Setup("zero 3 streamed bf16", Layout(dp_shard=2, micro_batch_size=2), STREAMED, workload=BF16, resumes=True),
     Setup("zero 1", Layout(dp_shard=2, zero_stage=1, micro_batch_size=2), STORED, model=TIED),
     Setup("tp", Layout(tp=2, micro_batch_size=4), STORED),
-    Setup("1f1b", Layout(pp=2, micro_batch_size=2), STORED, model=TIED),
+    Setup("1f1b", Layout(pp=2, micro_batch_size=2), STORED, model=TIED, resumes=True),
     Setup(
         "zero bubble",
         Layout(pp=2, micro_batch_size=2, schedule="zb-h1"),
@@ -110,7 +88,15 @@ def test_offload_changes_no_bit(setups: tuple[Setup, ...], tmp_path: Path) -> No
     cases = []
     for setup in setups:
         without, with_ = setup.plans(tmp_path)
-        cases += [Case(f"{setup.name}, without", without), Case(setup.name, with_)]
+        cases += [
+            Case(f"{setup.name}, without", without, saves=setup.resumes),
+            Case(setup.name, with_, saves=setup.resumes),
+        ]
+        if setup.resumes:
+            cases += [
+                Case(f"{setup.name}, goes on without", without, resumes=setup.name),
+                Case(f"{setup.name}, goes on with", with_, resumes=f"{setup.name}, without"),
+            ]
     outcomes = run_group(setups[0].layout.world_size, cases, tmp_path)
     problems = [
         f"{setup.name}: {problem}"
@@ -118,6 +104,12 @@ def test_offload_changes_no_bit(setups: tuple[Setup, ...], tmp_path: Path) -> No
         for found, expected in zip(outcomes[setup.name], outcomes[f"{setup.name}, without"], strict=True)
         for problem in differences(found, expected)
     ]
+    for setup in filter(lambda setup: setup.resumes, setups):
+        whole = outcomes[setup.name][0].losses
+        for how in ("without", "with"):
+            later = outcomes[f"{setup.name}, goes on {how}"][0].losses
+            if later != whole[1:]:
+                problems.append(f"{setup.name}: goes on {how} offload to losses {later}, expected {whole[1:]}")
     assert not problems, "\n".join(problems)
 
 

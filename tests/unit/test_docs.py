@@ -57,6 +57,8 @@ def test_name_in_method_exists(name: str) -> None:
         "docs/experts.md",
         "docs/engines.md",
         "docs/profile.md",
+        "docs/training.md",
+        "docs/report.md",
     ],
 )
 def test_files_named_in_documents_exist(document: str) -> None:

@@ -1,0 +1,136 @@
+"""The step of a plan as the cost model sees it: which rank of a pipeline runs which pass when, and what follows the last one.
+
+The passes are those that the estimate is made of (cost_models/step.py), replayed in the order of the plan's schedule
+(cost_models/pipeline_simulation.py), so the last slice ends when the estimate says the step does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..cost_models.layouts import RECOMPUTES, LayoutBatch
+from ..cost_models.option_costs import OptionCosts
+from ..cost_models.pipeline_replay import Shape, order_of
+from ..cost_models.pipeline_simulation import Order, Pipeline, Timeline, simulate
+from ..cost_models.space_costs import SpaceCosts
+from ..cost_models.stage_memory import shape_of
+from ..cost_models.step import Passes, pass_seconds
+from ..schema import Plan
+from ..schema.errors import ConfigError
+from ..solvers.pipeline_csv import from_torch_csv
+from .worth import as_placed
+
+Stream = Literal["compute", "communication", "optimizer"]
+
+
+class Slice(NamedTuple):
+    """Something one rank of the pipeline does, from ``start_s`` for ``seconds``.
+
+    ``stage`` and ``micro_batch`` are -1 of what is done once a step.
+    """
+
+    rank: int
+    stream: Stream
+    kind: str
+    start_s: float
+    seconds: float
+    stage: int = -1
+    micro_batch: int = -1
+
+
+class StepTimeline(NamedTuple):
+    """All slices of a step, and the ranks of the job that each rank of the pipeline stands for."""
+
+    slices: tuple[Slice, ...]
+    ranks: tuple[range, ...]
+    step_time_s: float
+
+
+def timeline(plan: Plan) -> StepTimeline:
+    """Replay the step of a plan.
+
+    Raises:
+        ConfigError: the plan is for a mixed cluster, whose step is not replayed; or its schedule has no order for these numbers.
+    """
+    if plan.cluster.parts:
+        raise ConfigError(
+            f"{plan.cluster.name} has several kinds of nodes: its step is costed by a closed form and has no timeline"
+        )
+    costs = costs_of(plan)
+    shape = shape_of(costs, 0)
+    if plan.pipeline_order:
+        shape = replace(shape, order=from_torch_csv("\n".join(plan.pipeline_order)))
+    passes = _passes(plan, costs)
+    each_way = float(costs.transfer_s[0]) / shape.num_model_chunks if shape.pp > 1 else 0.0
+    order = order_of(shape)
+    times = simulate(_pipeline(shape, passes, each_way), order)
+    slices = [*_passes_of(times, order), *_once(plan, shape.pp, times.makespan_s)]
+    size = plan.layout.stage_ranks
+    ranks = tuple(range(r * size, (r + 1) * size) for r in range(shape.pp))
+    return StepTimeline(tuple(slices), ranks, max(s.start_s + s.seconds for s in slices))
+
+
+def costs_of(plan: Plan) -> SpaceCosts:
+    """Costs of the plan's layout (row 0), each layer with the recompute that its stage gives it."""
+    batch = LayoutBatch.of([plan.layout], plan.workload.global_batch_size)
+    costs = SpaceCosts.of(plan.model, plan.workload, as_placed(plan, plan.cluster), batch)
+    if plan.layout.recompute != "mixed":
+        return costs
+    options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
+    return OptionCosts.of(costs).assigned(0, options)
+
+
+def _passes(plan: Plan, costs: SpaceCosts) -> Passes:
+    """Seconds of one micro-batch in each stage."""
+    first = np.array([stage.first_layer_idx for stage in plan.stages])
+    return pass_seconds(costs, 0, first, first + np.array([stage.num_layers for stage in plan.stages]))
+
+
+def _pipeline(shape: Shape, passes: Passes, each_way_s: float) -> Pipeline:
+    """Both ranks wait for a transfer, so it is part of the passes (`cost_models.step.step_s`)."""
+    stages = range(shape.num_stages)
+    ones = tuple(1.0 for _ in stages)
+    return Pipeline(
+        num_microbatches=shape.num_microbatches,
+        rank_of_stage=shape.rank_of_stage,
+        forward_s=tuple(float(passes.forward[s]) + each_way_s for s in stages),
+        backward_s=tuple(float(passes.backward[s] - passes.weight[s]) + each_way_s for s in stages),
+        weight_s=tuple(float(passes.weight[s]) for s in stages),
+        transfer_s=(0.0,) * (shape.num_stages - 1),
+        held_bytes=ones,
+        backward_freed_bytes=(0.0,) * shape.num_stages,
+        weight_freed_bytes=ones,
+    )
+
+
+def _passes_of(times: Timeline, order: Order) -> list[Slice]:
+    begin = min(float(start[0]) for start in times.start_s)
+    return [
+        Slice(rank, "compute", action.kind, float(start) - begin, float(end - start), action.stage, action.micro_batch)
+        for rank, row in enumerate(order)
+        for action, start, end in zip(row, times.start_s[rank], times.end_s[rank], strict=True)
+    ]
+
+
+def _once(plan: Plan, pp: int, end_s: float) -> list[Slice]:
+    """What the estimate adds to the passes: communication over data that nothing hides, and the update."""
+    parts = plan.estimate.breakdown_s
+    of_vocabulary = parts.total - end_s - parts.dp - parts.optimizer
+    slices: list[Slice] = []
+    once: list[tuple[Stream, str, float]] = [
+        (
+            "communication",
+            "vocabulary split over the stages",
+            of_vocabulary if plan.layout.vocabulary == "split" else 0.0,
+        ),
+        ("communication", "data-parallel communication that nothing hides", parts.dp),
+        ("optimizer", "optimizer", parts.optimizer),
+    ]
+    for stream, name, seconds in once:
+        if seconds > 0:
+            slices += [Slice(rank, stream, name, end_s, seconds) for rank in range(pp)]
+            end_s += seconds
+    return slices
