@@ -20,6 +20,7 @@ from .inputs import (
     PrecisionOption,
     ProfileOption,
     SeqLenOption,
+    TrainOption,
     read_cluster,
     read_inputs,
 )
@@ -40,6 +41,7 @@ def estimate(
     attention: AttentionOption = "flash",
     engine: EngineOption = "fsdp2",
     calibrate: CalibrateOption = None,
+    train: TrainOption = "full",
     json: JsonOption = False,
 ) -> None:
     """Predict step time and memory of one layout, whether it fits or not."""
@@ -60,6 +62,7 @@ def estimate(
             attention=attention,
             engine=engine,
             calibrate=calibrate,
+            train=train,
         )
         found = make_estimate(spec, machine, workload, wanted)
         if json:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
+    from ..planner.offload_request import OffloadRequest
     from ..schema import ClusterSpec, ModelSpec, Workload
 
 ModelArgument = Annotated[
@@ -49,6 +50,37 @@ CalibrateOption = Annotated[
     typer.Option(
         metavar="RUNS.csv",
         help="Measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.",
+    ),
+]
+OffloadOption = Annotated[
+    Literal["none", "auto", "activations", "optimizer", "params"],
+    typer.Option(
+        help="What may lie on the host: nothing, whatever is fastest, or of one kind only (docs/offload.md). The default is none: "
+        "what the host has is not known of most clusters."
+    ),
+]
+HostMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="G", min=0, help="For --offload: memory of one node that may be used. Default: as the cluster says."
+    ),
+]
+NvmeOption = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="For --offload: a folder on each node's drives that may hold optimizer states."),
+]
+NvmeSizeOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="G", min=0, help="For --nvme: what may be written there. Default: what is free on this machine."
+    ),
+]
+TrainOption = Annotated[
+    str,
+    typer.Option(
+        metavar="HOW",
+        help="full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters beside a frozen model; zeroth-order: two "
+        "forward passes and no backward pass.",
     ),
 ]
 ProfileOption = Annotated[
@@ -106,6 +138,7 @@ def read_inputs(
     attention: str,
     engine: str = "fsdp2",
     calibrate: Path | None = None,
+    train: str = "full",
 ) -> tuple[ModelSpec, ClusterSpec, Workload]:
     """Parse what the user typed.
 
@@ -132,6 +165,8 @@ def read_inputs(
 
         machine = machine.replace(calibration=calibration_from_file(calibrate, machine))
         typer.echo(f"calibration of {machine.weakest_device.name}: {machine.calibration}", err=True)
+    from ..schema.training import parse_training
+
     workload = Workload(
         seq_len=seq_len,
         global_batch_size=global_batch_size,
@@ -139,5 +174,46 @@ def read_inputs(
         optimizer=optimizer,  # type: ignore[arg-type]
         attention=attention,  # type: ignore[arg-type]
         engine=engine,  # type: ignore[arg-type]
+        **parse_training(train),
     )
     return spec, machine, workload
+
+
+def offload_request(
+    kinds: str, *, host_memory_gib: float | None, nvme: Path | None, nvme_gib: float | None
+) -> OffloadRequest | None:
+    """What the user lets leave the devices; None without --offload.
+
+    Raises:
+        ConfigError: an option without the one that it belongs to, or a folder of unknown size.
+    """
+    from ..schema import ConfigError
+
+    if kinds == "none":
+        given = {"--host-memory-gib": host_memory_gib, "--nvme": nvme, "--nvme-gib": nvme_gib}
+        alone = [name for name, value in given.items() if value is not None]
+        if alone:
+            raise ConfigError(f"{', '.join(alone)} without --offload", help="add --offload auto")
+        return None
+    if nvme is None and nvme_gib is not None:
+        raise ConfigError("--nvme-gib without --nvme", help="say which folder: --nvme PATH")
+    from ..planner.offload_request import OffloadRequest
+
+    return OffloadRequest(
+        kinds=kinds,  # type: ignore[arg-type]
+        host_memory_bytes=None if host_memory_gib is None else host_memory_gib * 2**30,
+        storage_path=None if nvme is None else str(nvme),
+        storage_bytes=0.0 if nvme is None else _free_bytes(nvme, nvme_gib),
+    )
+
+
+def _free_bytes(path: Path, size_gib: float | None) -> float:
+    import shutil
+
+    from ..schema import ConfigError
+
+    if size_gib is not None:
+        return size_gib * 2**30
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder of this machine", help="say what may be written there: --nvme-gib G")
+    return float(shutil.disk_usage(path).free)

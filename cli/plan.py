@@ -15,12 +15,18 @@ from .inputs import (
     ClusterOrOffersOption,
     EngineOption,
     ForeignOption,
+    HostMemoryOption,
     JsonOption,
     ModelArgument,
+    NvmeOption,
+    NvmeSizeOption,
+    OffloadOption,
     OptimizerOption,
     PrecisionOption,
     ProfileOption,
     SeqLenOption,
+    TrainOption,
+    offload_request,
     read_cluster,
     read_inputs,
 )
@@ -84,6 +90,11 @@ def plan(
             help="Measured tokens of each expert (docs/experts.md): decide ep and places.",
         ),
     ] = None,
+    offload: OffloadOption = "none",
+    host_memory_gib: HostMemoryOption = None,
+    nvme: NvmeOption = None,
+    nvme_gib: NvmeSizeOption = None,
+    train: TrainOption = "full",
     report: HtmlOption = None,
     trace: TraceOption = None,
     json: JsonOption = False,
@@ -128,8 +139,12 @@ def plan(
             attention=attention,
             engine=engine,
             calibrate=calibrate,
+            train=train,
         )
         loads = None if expert_load is None else read_loads([expert_load])
+        request = offload_request(offload, host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
+        if request is not None and (is_cost or pareto):
+            raise ConfigError("--offload is for the fastest plan on one cluster, not for --objective cost or --pareto")
         if is_cost and loads is not None:
             raise ConfigError("--expert-load is for one cluster, not for --objective cost")
         deadline = Deadline(time_limit_s)
@@ -155,7 +170,7 @@ def plan(
                     **common,
                 )
             else:
-                found = make_plan(*inputs, top=top, expert_load=loads, **common)
+                found = make_plan(*inputs, top=top, expert_load=loads, offload=request, **common)
             if pareto and not is_cost:
                 found = found.replace(pareto=pareto_front(*inputs[:2], found.workload, **common))
         found.save(out)

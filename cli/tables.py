@@ -15,7 +15,7 @@ from ..schema.layout_facts import V_SCHEDULES
 from ..schema.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, Plan, Stage, Workload
+    from ..schema import ClusterSpec, Estimate, Layout, ModelSpec, OffloadSchedule, Plan, Stage, Workload
 
 BAR_WIDTH = 20
 MAX_STAGE_ROWS = 16
@@ -31,6 +31,7 @@ TIME_TITLES = {
     "pp": "stage transfers",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "offload": "waiting for the host",
 }
 
 
@@ -45,6 +46,8 @@ def plan_table(plan: Plan) -> Table:
     """Everything a reader needs to judge a plan."""
     table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
     _add_stages(table, plan)
+    if plan.offload is not None:
+        _add_offload(table, plan, plan.offload)
     if plan.search:
         table.add_section()
         search = plan.search
@@ -52,7 +55,8 @@ def plan_table(plan: Plan) -> Table:
             "[bold]search",
             search.status,
             f"gap {100 * search.gap:.2g} %",
-            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds, {format_seconds(search.search_s)}",
+            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds, {format_seconds(search.search_s)}"
+            + (f"; simpler for {100 * plan.price_of_simplicity:.2g} % of time" if plan.price_of_simplicity > 0 else ""),
         )
     if plan.alternatives:
         table.add_section()
@@ -138,6 +142,52 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
         if size:
             share = size / estimate.budget_bytes
             table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", bar(share))
+
+
+def _add_offload(table: Table, plan: Plan, schedule: OffloadSchedule) -> None:
+    """What lies where, what moves, and what a little more of each resource would save."""
+    table.add_section()
+    per_step = (
+        f"{format_bytes(schedule.to_host_bytes)} down, {format_bytes(schedule.to_device_bytes)} up a step and rank"
+    )
+    table.add_row("[bold]offload", format_bytes(schedule.host_bytes), "a node", per_step)
+    stage = plan.stages[0]
+    for name, title in (("activations", "activations of"), ("boundary", "inputs of recomputed")):
+        count = sum(stage.offload_of(idx) == name for idx in stage.layer_idxs)
+        if count:
+            table.add_row(f"  {title}", f"{count} blocks", "", f"{schedule.prefetch_layers} ahead on the way back")
+    for layers, what in (
+        (schedule.host_optimizer_layers, "updated by the host"),
+        (schedule.streamed_optimizer_layers, "states streamed to the device"),
+        (schedule.streamed_parameter_layers, "parameters live on the host"),
+        (schedule.storage_optimizer_layers, f"states in {schedule.storage_path}"),
+    ):
+        if layers:
+            table.add_row(f"  {what}", f"{len(layers)} layers", "", escape(_ranges(layers)))
+    worth = schedule.worth
+    table.add_row(
+        "  1 GiB more of each device", f"-{format_seconds(worth.device_s_per_gib)}", "", "saved a step, at the margin"
+    )
+    both = worth.to_host_s_per_gb_per_s + worth.to_device_s_per_gb_per_s
+    table.add_row("  1 GB/s more both ways", f"-{format_seconds(both)}", "", "")
+    gap = f"gap {100 * schedule.gap:.2g} %"
+    table.add_row(
+        "  schedule",
+        format_seconds(schedule.simulated_s),
+        gap,
+        f"at least {format_seconds(schedule.bound_s)} with this layout",
+    )
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """``0-3, 7``."""
+    runs: list[list[int]] = []
+    for idx in layers:
+        if runs and runs[-1][-1] == idx - 1:
+            runs[-1].append(idx)
+        else:
+            runs.append([idx])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _add_stages(table: Table, plan: Plan) -> None:

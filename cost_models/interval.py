@@ -30,7 +30,7 @@ MIN_LOG_WIDTH = 0.03
 def time_shares(parts: TimeBreakdown) -> dict[str, float]:
     """Shares of a step time, summing to one; keys as in coefficients.toml."""
     total = parts.total
-    kernels = parts.compute + parts.recompute + parts.optimizer
+    kernels = parts.compute + parts.recompute + parts.optimizer + parts.offload
     return {
         "kernels": kernels / total,
         "tp": parts.tp / total,

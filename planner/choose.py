@@ -24,6 +24,7 @@ _PART_TITLES = {
     "pp": "stage transfers",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer update",
+    "offload": "waiting for the host",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..schema import MeshwrightError, Plan
+from ..schema import ConfigError, MeshwrightError, Plan
 from ..schema.common_rules import ENGINE_RULES
 from ..schema.layout import check_fields
 from ..schema.rules import require_valid
@@ -49,6 +49,11 @@ def explain(
         ConfigError: a field of ``why_not`` is unknown or out of range, or the plan breaks a rule that holds for any engine.
     """
     wanted = check_fields(why_not or {})
+    if plan.offload is not None:
+        raise ConfigError(
+            "explain does not cover plans with an offload schedule",
+            help="the plan itself says what binds: offload.worth, and the time that its breakdown waits for the host",
+        )
     require_valid(
         plan.model,
         plan.workload,

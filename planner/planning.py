@@ -13,7 +13,18 @@ from typing import Any
 from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import RECOMPUTES, LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
-from ..schema import ClusterSpec, ConfigError, Estimate, Layout, ModelSpec, Plan, Stage, Workload
+from ..schema import (
+    Alternative,
+    ClusterSpec,
+    ConfigError,
+    Estimate,
+    InfeasibleError,
+    Layout,
+    ModelSpec,
+    Plan,
+    Stage,
+    Workload,
+)
 from ..schema.common_rules import ENGINE_RULES
 from ..schema.engine_rules import RULES_OF_ENGINE, VERSION_RULES
 from ..schema.layout import Recompute, check_fields, format_assignments
@@ -22,13 +33,15 @@ from ..schema.model import Block
 from ..schema.plan import Provenance
 from ..schema.rules import broken_rules, require_valid
 from ..schema.runnable import why_not_runnable
+from ..schema.units import format_bytes
 from ..schema.workload import Precision
 from ..solvers.pipeline_csv import to_torch_csv
-from .choose import alternatives, choose
+from .choose import alternatives, choose, why_slower
 from .deadline import Deadline
 from .expert_load import with_experts_placed, with_imbalance
 from .finalists import with_orders
 from .infeasible import explain_infeasible
+from .offload_request import OffloadRequest
 from .rank_map import device_of_rank
 from .request import Request, is_runnable
 from .search import Candidate, OnProgress, SearchResult, expand, search
@@ -47,6 +60,7 @@ def plan(
     on_progress: OnProgress | None = None,
     deadline: Deadline | None = None,
     expert_load: Any = None,
+    offload: OffloadRequest | None = None,
 ) -> Plan:
     """The fastest layout that fits, with a certificate and its runner-ups.
 
@@ -61,6 +75,8 @@ def plan(
         deadline: stands in for ``time_limit_s`` where somebody may end the search before (`Deadline.stop`).
         expert_load: tokens of each expert [layers with experts, experts], several workloads in front; what their imbalance
             costs enters the choice of ep, and the plan says where experts stand.
+        offload: what may lie on the host (docs/offload.md): layouts with an offload schedule are searched too, and the fastest of
+            all is taken. Without it nothing is offloaded, because what the host has is not known of most clusters.
 
     Raises:
         ConfigError: the input rules out every layout (a degree that does not divide, a precision the device lacks).
@@ -74,6 +90,11 @@ def plan(
     deadline = deadline or Deadline(time_limit_s)
     if expert_load is not None:
         workload = with_imbalance(model, cluster, workload, expert_load)
+    if fixed.get("offload") == "scheduled":
+        fixed, offload = (
+            {name: value for name, value in fixed.items() if name != "offload"},
+            offload or OffloadRequest(),
+        )
     space = build_space(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     result = search(
         model,
@@ -87,10 +108,81 @@ def plan(
     )
     if "schedule" not in fixed:
         result = with_orders(result, deadline)
-    if not result.fitting:
+    offloads = offload is not None and offload.kinds != "none"
+    if not result.fitting and not offloads:
         raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
-    found = plan_of(result, fixed, runnable=runnable, top=top)
+    found = plan_of(result, fixed, runnable=runnable, top=top) if result.fitting else None
+    if offload is not None and offloads:
+        found = _with_offload(found, result, fixed, offload, runnable=runnable, deadline=deadline)
+    assert found is not None
     return found if expert_load is None else with_experts_placed(found, expert_load)
+
+
+def _with_offload(
+    found: Plan | None,
+    result: SearchResult,
+    fixed: Mapping[str, Any],
+    request: OffloadRequest,
+    *,
+    runnable: bool,
+    deadline: Deadline,
+) -> Plan:
+    """The plan, or one with an offload schedule where that is faster or nothing else fits; ``found`` is its first runner-up."""
+    from .offload import search_offload  # its solver is not needed without
+
+    costs = result.costs
+    model, cluster, workload = costs.model, costs.cluster, costs.workload
+    slowest_s = found.estimate.step_time_s if found is not None else math.inf
+    try:
+        better = search_offload(
+            model,
+            cluster,
+            workload,
+            request=request,
+            fixed=fixed,
+            runnable=runnable,
+            deadline=deadline,
+            worse_than_s=slowest_s,
+        )
+    except InfeasibleError:
+        if found is None:
+            raise
+        better = None
+    if better is None or better.estimate.step_time_s >= slowest_s:
+        assert found is not None
+        return found.replace(notes=(*found.notes, "no offload schedule that was found is faster"))
+    notes = []
+    if request.rates(workload, cluster).memory_bytes == math.inf:
+        held = format_bytes(better.schedule.host_bytes)
+        notes.append(
+            f"the host's memory is not known: each node needs {held} for what is offloaded (--host-memory-gib)"
+        )
+    if lacking := why_not_runnable(model, workload):
+        notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
+    runner_ups = () if found is None else found.alternatives
+    if found is not None:
+        slower = why_slower(found.estimate, better.estimate)
+        first = Alternative(
+            layout=found.layout,
+            step_time_s=found.estimate.step_time_s,
+            peak_reserved_bytes=found.estimate.peak_reserved_bytes,
+            reason=slower,
+        )
+        runner_ups = (first, *runner_ups)
+    return Plan(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        layout=better.layout,
+        stages=(better.stage,),
+        rank_map=device_of_rank(cluster, ()),
+        estimate=better.estimate,
+        search=better.certificate,
+        alternatives=runner_ups,
+        offload=better.schedule,
+        notes=tuple(notes),
+        provenance=_provenance(model, cluster, workload, {**fixed, "offload": "scheduled"}, runnable=runnable),
+    )
 
 
 def plan_of(
@@ -116,7 +208,7 @@ def plan_of(
         pipeline_order=tuple(to_torch_csv(chosen.order).splitlines()),
         rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
-        search=result.certificate(chosen),
+        search=result.certificate(),
         alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),
@@ -140,6 +232,10 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout:
         scaleup_domain=cluster.scaleup_domain,
         rules=ENGINE_RULES,
     )
+    if layout.offload == "scheduled":
+        from .offload import offloaded_layout
+
+        return offloaded_layout(model, cluster, workload, layout, OffloadRequest()).estimate
     batch = LayoutBatch.of([layout], workload.global_batch_size)
     return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate
 

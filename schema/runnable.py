@@ -25,6 +25,11 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
     return tuple(dict.fromkeys(reasons))
 
 
+def why_not_trainable(workload: Workload) -> tuple[str, ...]:
+    """What the runtime lacks for a workload, whatever the model."""
+    return tuple(_of_workload(workload))
+
+
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
     """``reason [name]`` of everything in a plan's offload schedule that the installed torch or this version cannot execute."""
     schedule = plan.offload
@@ -74,6 +79,8 @@ def _of_workload(workload: Workload | None) -> list[str]:
     reasons: list[str] = []
     if workload.precision in ("fp8", "nvfp4", "bf16"):
         reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
+    if workload.method == "zeroth-order":
+        reasons.append("zeroth-order training")
     if workload.adapters is not None and workload.adapters.frozen != "16-bit":
         reasons.append(f"adapters beside a model frozen in {workload.adapters.frozen}")
     if workload.adapters is not None and workload.adapters.dropout:

@@ -1,4 +1,4 @@
-"""The only file that names a solver: HiGHS and CBC through PuLP, CP-SAT through OR-tools.
+"""The only file that names a solver: HiGHS (also by itself) and CBC through PuLP, CP-SAT through OR-tools.
 
 Both come back with the same `Outcome`, whose status tells an answer with proof from one without and from none at all. PuLP's own
 `status` does not: it says Optimal for the incumbent of a stopped search. `sol_status` does, and only it is read here.
@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from .linear_program import LinearAnswer, LinearProgram
 from .status import Status
 
 if TYPE_CHECKING:
@@ -114,6 +115,41 @@ def _highs_bound(problem: pulp.LpProblem, objective: float | None) -> float | No
         return None
     signed = -bound if problem.sense == pulp.LpMaximize else bound
     return signed + float(problem.objective.constant)
+
+
+def solve_rows(program: LinearProgram, *, time_limit_s: float = math.inf) -> tuple[Status, LinearAnswer | None]:
+    """Solve a linear program by HiGHS directly (importing pulp takes longer than most of them)."""
+    import highspy
+    import numpy as np
+
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(program.cost), len(program.lower)
+    model.col_cost_, model.col_lower_, model.col_upper_ = program.cost, program.least, program.most
+    model.row_lower_, model.row_upper_ = program.lower, program.upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    starts, rows, values = program.by_column()
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = (
+        starts.astype(np.int32),
+        rows.astype(np.int32),
+        values,
+    )
+    solver = highspy.Highs()
+    solver.silent()
+    solver.setOptionValue("threads", 1)
+    if math.isfinite(time_limit_s):
+        solver.setOptionValue("time_limit", time_limit_s)
+    solver.passModel(model)
+    solver.run()
+    said = solver.getModelStatus()
+    if said in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return Status.INFEASIBLE, None
+    if said != highspy.HighsModelStatus.kOptimal:
+        return Status.UNKNOWN, None
+    found = solver.getSolution()
+    answer = LinearAnswer(
+        float(solver.getInfo().objective_function_value), np.array(found.col_value), np.array(found.row_dual)
+    )
+    return Status.OPTIMAL, answer
 
 
 def new_constraint_program() -> cp_model.CpModel:

@@ -1,0 +1,272 @@
+"""A step as a runtime executes it: whole copies on streams of their own, events between them, a window of blocks ahead.
+
+Each of the streams compute, to_host, to_device, host (its processors) and storage works on one job at a time, the first of its list
+whose conditions hold; jobs are not interrupted. Copies of both directions at once share (1 + DUPLEX) of one rate; compute beside a
+copy loses the instance's share of it. `check` compares what comes out with the definition: every copy after what makes its bytes,
+every pass after what it reads, device and host memory within their caps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from .linear_program import FloatArray
+from .offload_instance import Choice, Instance
+
+COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = range(5)
+_LEAST_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work of one stream; ``after`` are jobs that end before it starts, ``begun`` ones that have at least started."""
+
+    stream: int
+    seconds: float
+    after: tuple[int, ...] = ()
+    begun: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Seconds of a step and of its parts; the most bytes on the device, in a micro-batch and in the update; what lies elsewhere and
+    what moves in a step, bytes.
+    """
+
+    step_s: float
+    microbatch_s: float
+    update_s: float
+    microbatch_bytes: float
+    update_bytes: float
+    host_bytes: float
+    storage_bytes: float
+    to_host_bytes: float
+    to_device_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """The larger of the two phases."""
+        return max(self.microbatch_bytes, self.update_bytes)
+
+
+def simulate(instance: Instance, choice: Choice, *, prefetch: int = 1) -> Simulated:
+    """Run one micro-batch and the update; micro-batches repeat."""
+    jobs, of = _microbatch_jobs(instance, choice, prefetch)
+    start, end = run(jobs, instance)
+    update_jobs = _update_jobs(instance, choice)
+    update_s = float(run(update_jobs, instance)[1].max(initial=0.0)) if update_jobs else 0.0
+    microbatch_s = float(end.max(initial=0.0))
+    m = instance.num_microbatches
+    moved, p = choice.of(instance.moved_bytes), choice.parameters
+    streamed, host = instance.state_bytes[choice.streamed_optimizer].sum(), choice.host_optimizer
+    gradients, masters = instance.gradient_bytes, instance.parameter_bytes
+    on_storage = float(instance.state_bytes[choice.storage].sum())
+    away = choice.parameters | choice.host_optimizer
+    on_host = (masters + gradients + instance.state_bytes)[away].sum() + streamed + moved.sum() - on_storage
+    return Simulated(
+        step_s=m * microbatch_s + update_s,
+        microbatch_s=microbatch_s,
+        update_s=update_s,
+        microbatch_bytes=_peak_bytes(instance, choice, of, start, end),
+        update_bytes=_update_bytes(instance, choice),
+        host_bytes=float(on_host),
+        storage_bytes=on_storage,
+        to_host_bytes=float(m * (moved.sum() + gradients[p].sum()) + gradients[host].sum() + streamed),
+        to_device_bytes=float(m * (moved.sum() + 2 * masters[p].sum()) + masters[host].sum() + streamed),
+    )
+
+
+def run(jobs: list[Job], instance: Instance) -> tuple[FloatArray, FloatArray]:
+    """Start and end of each job [J]; of the jobs of a stream whose conditions hold the first of the list is taken."""
+    start, end = np.full(len(jobs), np.inf), np.full(len(jobs), np.inf)
+    missing = [len(job.after) + len(job.begun) for job in jobs]
+    enables: list[tuple[list[int], list[int]]] = [([], []) for _ in jobs]  # by its start, by its end
+    for idx, job in enumerate(jobs):
+        for other in job.begun:
+            enables[other][0].append(idx)
+        for other in job.after:
+            enables[other][1].append(idx)
+    ready: list[list[int]] = [[] for _ in range(5)]
+    for idx, job in enumerate(jobs):
+        if not missing[idx]:
+            heappush(ready[job.stream], idx)
+
+    def release(freed: list[int]) -> None:
+        for idx in freed:
+            missing[idx] -= 1
+            if not missing[idx]:
+                heappush(ready[jobs[idx].stream], idx)
+
+    active: dict[int, list[float]] = {}  # stream -> [job, seconds left]
+    now, done = 0.0, 0
+    while done < len(jobs):
+        idle = [stream for stream in range(5) if stream not in active]
+        while any(ready[stream] for stream in idle):
+            stream = next(stream for stream in idle if ready[stream])
+            first = heappop(ready[stream])
+            idle.remove(stream)
+            start[first], active[stream] = now, [first, jobs[first].seconds]
+            release(enables[first][0])
+        assert active, "a job waits for one that never runs"
+        rates = {stream: _rate(stream, active, instance) for stream in active}
+        step = min(left / rates[stream] for stream, (_, left) in active.items())
+        now += step
+        for stream in list(active):
+            active[stream][1] -= step * rates[stream]
+            if active[stream][1] <= 1e-12 * max(now, 1e-9):
+                last = int(active.pop(stream)[0])
+                end[last], done = now, done + 1
+                release(enables[last][1])
+    return start, end
+
+
+def _rate(stream: int, active: dict[int, list[float]], instance: Instance) -> float:
+    links = instance.links
+    if stream == COMPUTE:
+        lost = links.compute_lost_to_host * (TO_HOST in active) + links.compute_lost_to_device * (TO_DEVICE in active)
+        return max(1.0 - lost, _LEAST_RATE)
+    if stream in (TO_HOST, TO_DEVICE) and TO_HOST in active and TO_DEVICE in active:
+        return (1.0 + links.duplex) / 2
+    return 1.0
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Jobs of each layer: passes [L]; copies where there are some."""
+
+    forward: list[int]
+    backward: list[int]
+    down: dict[int, int]
+    up: dict[int, int]
+
+
+def _microbatch_jobs(i: Instance, choice: Choice, prefetch: int) -> tuple[list[Job], _Places]:
+    """Passes in order; activations leave after a layer's forward pass and come back in a window before its backward pass."""
+    size, links = i.num_layers, i.links
+    moved, repeated = choice.of(i.moved_bytes), choice.of(i.repeated_s)
+    # Numbers of the passes are known beforehand: forward 0..L-1, backward L..2L-1 from the last layer on.
+    forward, backward = list(range(size)), [2 * size - 1 - idx for idx in range(size)]
+    again = i.backward_s + repeated
+    jobs = [Job(COMPUTE, float(i.forward_s[idx]), (forward[idx - 1],) if idx else ()) for idx in range(size)]
+    jobs += [Job(COMPUTE, float(again[idx]), (backward[idx] - 1,)) for idx in reversed(range(size))]
+    down, up, needs = dict[int, int](), dict[int, int](), dict[int, int]()
+    for idx in map(int, np.flatnonzero(moved > 0)):
+        down[idx] = len(jobs)
+        jobs.append(Job(TO_HOST, float(moved[idx] / links.to_host_bytes_per_s), (forward[idx],)))
+    passes = [(idx, forward[idx], False) for idx in range(size)]
+    passes += [(idx, backward[idx], True) for idx in reversed(range(size))]
+    users: list[int] = []  # passes that wait for a copy up, in order
+    for idx, place, is_backward in passes:
+        bytes_ = i.parameter_bytes[idx] * choice.parameters[idx] + is_backward * moved[idx]
+        if bytes_ <= 0:
+            continue
+        opens = (users[-prefetch],) if len(users) >= prefetch else ()
+        after = (forward[-1], *((down[idx],) if idx in down else ())) if is_backward else ()
+        needs[place] = len(jobs)
+        if is_backward:
+            up[idx] = len(jobs)
+        jobs.append(Job(TO_DEVICE, float(bytes_ / links.to_device_bytes_per_s), after, opens))
+        users.append(place)
+    for place, copy in needs.items():
+        jobs[place] = Job(COMPUTE, jobs[place].seconds, (*jobs[place].after, copy))
+    gradients_s = i.gradient_bytes / links.to_host_bytes_per_s
+    streamed = [int(idx) for idx in reversed(np.flatnonzero(choice.parameters))]
+    jobs += [Job(TO_HOST, float(gradients_s[idx]), (backward[idx],)) for idx in streamed]
+    return jobs, _Places(forward, backward, down, up)
+
+
+def _peak_bytes(i: Instance, choice: Choice, of: _Places, start: FloatArray, end: FloatArray) -> float:
+    """Most bytes on the device while micro-batches run: what is there all the time, and changes at starts and ends of jobs."""
+    moved, kept, working = choice.of(i.moved_bytes), choice.of(i.kept_bytes), choice.of(i.working_bytes)
+    leaves = i.parameter_bytes + i.copy_bytes + i.state_bytes * 1.0
+    gone = np.where(choice.parameters, leaves, 0.0).sum()
+    gone += i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
+    gradients = np.where(choice.parameters, 0.0, i.gradient_bytes)
+    fixed = i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
+    if i.gradients_accumulate:
+        fixed -= i.gradient_bytes[choice.parameters].sum()
+    changes: list[tuple[float, int, float]] = []
+    for idx in range(i.num_layers):
+        first, last = of.forward[idx], of.backward[idx]
+        changes += [(start[first], 1, kept[idx] + moved[idx]), (end[last], 0, -kept[idx] - moved[idx])]
+        if idx in of.down:
+            changes += [(end[of.down[idx]], 0, -moved[idx]), (start[of.up[idx]], 1, moved[idx])]
+        if not i.gradients_accumulate:
+            changes.append((start[last], 1, gradients[idx]))
+    turn = end[of.forward[-1]]
+    changes += [(turn, 1, i.turn_bytes), (end[of.backward[-1]], 0, -i.turn_bytes)]
+    held = np.cumsum([change for _, _, change in sorted(changes)])
+    return float(fixed + max(held.max(initial=0.0), 0.0))
+
+
+def _update_bytes(i: Instance, choice: Choice) -> float:
+    """Bytes on the device while parameters are updated."""
+    there = ~choice.parameters
+    states = i.state_bytes[there & ~choice.host_optimizer & ~choice.streamed_optimizer].sum()
+    streamed = i.state_bytes[choice.streamed_optimizer]
+    working = choice.of(i.working_bytes).max(initial=0.0)
+    static = (i.parameter_bytes + i.gradient_bytes)[there].sum() + states
+    return float(static + 2 * streamed.max(initial=0.0) + i.fixed_bytes + working + i.update_bytes)
+
+
+def _update_jobs(i: Instance, choice: Choice) -> list[Job]:
+    """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down, two of them at a time."""
+    links, jobs = i.links, list[Job]()
+
+    def add(stream: int, seconds: float, *after: int) -> int:
+        jobs.append(Job(stream, float(seconds), after))
+        return len(jobs) - 1
+
+    for idx in np.flatnonzero(choice.host_optimizer | choice.parameters):
+        before: tuple[int, ...] = ()
+        if not choice.parameters[idx]:
+            before = (add(TO_HOST, i.gradient_bytes[idx] / links.to_host_bytes_per_s),)
+        updated = add(HOST, i.host_update_s[idx], *before, *_read(i, choice, int(idx), add))
+        if not choice.parameters[idx]:
+            add(TO_DEVICE, i.parameter_bytes[idx] / links.to_device_bytes_per_s, updated)
+        _write(i, choice, int(idx), add, updated)
+    gone: list[int] = []
+    for idx in np.flatnonzero(choice.streamed_optimizer):
+        read = _read(i, choice, int(idx), add)
+        buffer = (gone[-2],) if len(gone) > 1 else ()
+        up = add(TO_DEVICE, i.state_bytes[idx] / links.to_device_bytes_per_s, *read, *buffer)
+        updated = add(COMPUTE, i.device_update_s[idx], up)
+        gone.append(add(TO_HOST, i.state_bytes[idx] / links.to_host_bytes_per_s, updated))
+        _write(i, choice, int(idx), add, gone[-1])
+    there = ~(choice.parameters | choice.host_optimizer | choice.streamed_optimizer)
+    for idx in np.flatnonzero(there & (i.device_update_s > 0)):
+        add(COMPUTE, i.device_update_s[idx])
+    return jobs
+
+
+def _read(i: Instance, choice: Choice, idx: int, add: Callable[..., int]) -> tuple[int, ...]:
+    if not choice.storage[idx]:
+        return ()
+    return (add(STORAGE, i.state_bytes[idx] / i.links.read_bytes_per_s),)
+
+
+def _write(i: Instance, choice: Choice, idx: int, add: Callable[..., int], updated: int) -> None:
+    if choice.storage[idx]:
+        add(STORAGE, i.state_bytes[idx] / i.links.write_bytes_per_s, updated)
+
+
+def check(instance: Instance, choice: Choice, simulated: Simulated) -> list[str]:
+    """What is wrong with a choice, by the labels of offload_instance.py; empty when nothing is."""
+    wrong = []
+    rows = np.arange(instance.num_layers)
+    if not instance.allowed[choice.option, rows].all():
+        wrong.append("C1: a layer has an option that is not allowed")
+    places = choice.host_optimizer * 1 + choice.streamed_optimizer + choice.parameters
+    if (places > 1).any() or (choice.storage & ~(choice.host_optimizer | choice.streamed_optimizer)).any():
+        wrong.append("C1: states of a layer lie in two places")
+    if simulated.peak_bytes > instance.cap_bytes * (1 + 1e-9):
+        wrong.append(f"C6: {simulated.peak_bytes:.0f} bytes on a device with {instance.cap_bytes:.0f}")
+    if simulated.host_bytes > instance.host_cap_bytes * (1 + 1e-9):
+        wrong.append(f"C7: {simulated.host_bytes:.0f} bytes on a host with {instance.host_cap_bytes:.0f}")
+    if simulated.storage_bytes > instance.storage_cap_bytes * (1 + 1e-9):
+        wrong.append(f"C8: {simulated.storage_bytes:.0f} bytes on storage with {instance.storage_cap_bytes:.0f}")
+    return wrong

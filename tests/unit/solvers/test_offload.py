@@ -1,0 +1,192 @@
+"""Offload schedules against brute force, laws, a timeline by hand, and the definition."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshwright.solvers import offload, offload_count, offload_fluid
+from meshwright.solvers.offload_instance import OPTIONS, Allowed, Choice, Instance, Links
+from meshwright.solvers.offload_simulation import check, simulate
+from meshwright.solvers.status import Status
+
+KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY = range(len(OPTIONS))
+
+
+def instance(num_blocks: int = 4, *, cap_share: float = 0.6, seed: int | None = None, **changes: Any) -> Instance:
+    """Blocks of 1 s forward and 2 s backward with 10 GB kept, between an embedding and a head; links of 10 GB/s."""
+    size = num_blocks + 2
+    scale = np.ones(size) if seed is None else np.random.default_rng(seed).uniform(0.7, 1.3, size)
+    is_block = np.ones(size)
+    is_block[[0, -1]] = 0.0
+    kept = np.zeros((5, size))
+    kept[[KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY]] = (
+        np.array([10e9, 6e9, 1e9, 10e9, 1e9])[:, None] * scale * is_block
+    )
+    moves = np.array([0, 0, 0, 1, 1])[:, None]
+    forward = np.where(is_block, scale, 0.2)
+    states = np.where(is_block, 8e9 * scale, 4e9)
+    whole = Instance(
+        forward_s=forward,
+        backward_s=2 * forward,
+        kind=np.arange(size) if seed is not None else np.array([0, *[1] * num_blocks, 2]),
+        allowed=np.where(is_block, True, np.arange(5)[:, None] == KEEP),
+        repeated_s=np.array([0, 0.1, 0.8, 0, 0.8])[:, None] * forward * is_block,
+        kept_bytes=kept * (1 - moves),
+        moved_bytes=kept * moves,
+        working_bytes=np.array([1e9, 2e9, 4e9, 1e9, 4e9])[:, None] * is_block,
+        parameter_bytes=states / 2,
+        copy_bytes=0 * states,
+        streamable=np.ones(size, dtype=bool),
+        gradient_bytes=states / 2,
+        state_bytes=states,
+        device_update_s=states / 8e9 * 0.02,
+        host_update_s=states / 8e9 * 0.5,
+        links=Links(to_host_bytes_per_s=10e9, to_device_bytes_per_s=10e9, duplex=0.5),
+        may=Allowed(),
+        fixed_bytes=2e9,
+        turn_bytes=1e9,
+        update_bytes=0.0,
+        cap_bytes=1e15,
+    )
+    whole = replace(whole, **changes)
+    most = whole.resident_bytes + whole.kept_bytes[KEEP].sum() + whole.gradient_bytes.sum() + 5e9
+    return whole.with_cap(cap_share * float(most))
+
+
+def choice_of(problem: Instance, option: tuple[int, ...], **masks: Any) -> Choice:
+    """Options of the blocks; the ends keep."""
+    none = np.zeros(problem.num_layers, dtype=bool)
+    names = ("host_optimizer", "streamed_optimizer", "parameters", "storage")
+    return Choice(option=np.array([KEEP, *option, KEEP]), **{name: masks.get(name, none) for name in names})
+
+
+def test_no_choice_of_whole_layers_beats_the_bound_and_few_beat_the_answer() -> None:
+    problem = instance(3, cap_share=0.7, may=Allowed(host_optimizer=False, parameters=False))
+    ends = (False, False), (True, True)
+    blocks = itertools.product([False, True], repeat=3)
+    streams = [np.array([first, *mask, last]) for mask, (first, last) in itertools.product(blocks, ends)]
+    times = []
+    for option in itertools.product(range(5), repeat=3):
+        for mask in streams:
+            choice = choice_of(problem, option, streamed_optimizer=mask)
+            simulated = simulate(problem, choice)
+            if not check(problem, choice, simulated):
+                times.append(simulated.step_s)
+    found = offload.solve(problem)
+    assert found.simulated is not None and found.choice is not None
+    assert found.bound_s <= min(times) * (1 + 1e-9)
+    assert offload_count.lower_bound_s(problem) <= found.bound_s * (1 + 1e-9)
+    # Rounding three blocks is a heuristic: within a tenth of the best of all 2,000 choices.
+    assert min(times) * (1 - 1e-9) <= found.simulated.step_s <= 1.1 * min(times)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    blocks=st.integers(3, 7),
+    seed=st.integers(0, 99),
+    share=st.floats(0.45, 0.95),
+    microbatches=st.sampled_from([1, 4]),
+    lost=st.sampled_from([0.0, 0.3]),
+)
+def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microbatches: int, lost: float) -> None:
+    links = Links(
+        to_host_bytes_per_s=10e9,
+        to_device_bytes_per_s=12e9,
+        duplex=0.4,
+        compute_lost_to_host=lost,
+        compute_lost_to_device=lost / 2,
+    )
+    problem = instance(
+        blocks,
+        cap_share=share,
+        seed=seed,
+        num_microbatches=microbatches,
+        gradients_accumulate=microbatches > 1,
+        links=links,
+    )
+    status, fluid = offload_fluid.solve(problem)
+    counted = offload_count.lower_bound_s(problem)
+    if fluid is None:
+        assert status is Status.INFEASIBLE
+        return
+    assert counted <= fluid.objective_s * (1 + 1e-6)
+    # More memory, a faster link: never a higher bound.
+    for better in (
+        problem.with_cap(1.1 * problem.cap_bytes),
+        replace(problem, links=replace(links, to_host_bytes_per_s=13e9)),
+        replace(problem, links=replace(links, duplex=0.8)),
+    ):
+        eased = offload_fluid.solve(better)[1]
+        assert eased is not None and eased.objective_s <= fluid.objective_s * (1 + 1e-6)
+    found = offload.solve(problem)
+    if found.choice is not None and found.simulated is not None:
+        again = simulate(problem, found.choice, prefetch=found.prefetch)
+        assert again == found.simulated and not check(problem, found.choice, again)
+        assert fluid.objective_s <= again.step_s * (1 + 1e-6)
+        assert found.bound_s == pytest.approx(fluid.objective_s)
+
+
+def test_worth_is_what_a_little_more_saves() -> None:
+    problem = instance(5, cap_share=0.5, seed=3)
+    fluid = offload_fluid.solve(problem)[1]
+    assert fluid is not None and fluid.worth.device_s_per_byte > 0
+    more, step = 1e6, 1e5
+    roomier = offload_fluid.solve(problem.with_cap(problem.cap_bytes + more))[1]
+    links = replace(problem.links, to_host_bytes_per_s=10e9 + step, to_device_bytes_per_s=10e9 + step)
+    faster = offload_fluid.solve(replace(problem, links=links))[1]
+    assert roomier is not None and faster is not None
+    # Differences of two optima over steps this small carry the solver's own tolerance.
+    assert (fluid.objective_s - roomier.objective_s) / more == pytest.approx(fluid.worth.device_s_per_byte, rel=0.02)
+    both = fluid.worth.to_host_s2_per_byte + fluid.worth.to_device_s2_per_byte
+    assert (fluid.objective_s - faster.objective_s) / step == pytest.approx(both, rel=0.02)
+
+
+def test_a_timeline_by_hand() -> None:
+    problem = instance(2, cap_share=1.0, gradients_accumulate=True)
+    # One block of two leaves (1 s) while the next runs forward, and comes back while that one runs backward: hidden.
+    hidden = simulate(problem, choice_of(problem, (ACTIVATIONS, KEEP)))
+    passes = float(problem.forward_s.sum() + problem.backward_s.sum())
+    assert hidden.microbatch_s == pytest.approx(passes)
+    # The last block leaves and comes back, 1 s each, while the head runs for 0.6 s.
+    exposed = simulate(problem, choice_of(problem, (KEEP, ACTIVATIONS)))
+    assert exposed.microbatch_s == pytest.approx(passes + 2.0 - 0.6)
+    assert exposed.to_host_bytes == exposed.to_device_bytes == 10e9
+    full = simulate(problem, choice_of(problem, (FULL, FULL)))
+    assert full.microbatch_s == pytest.approx(passes + 1.6)
+    kept = simulate(problem, choice_of(problem, (KEEP, KEEP)))
+    assert kept.microbatch_bytes - full.microbatch_bytes == pytest.approx(15e9)  # 2 x (10 - 1) GB less 3 GB in use
+
+
+def test_updates_on_host_device_and_storage() -> None:
+    links = Links(to_host_bytes_per_s=10e9, to_device_bytes_per_s=10e9, read_bytes_per_s=4e9, write_bytes_per_s=2e9)
+    problem = instance(2, cap_share=1.0, links=links, storage_cap_bytes=1e12)
+    none = np.zeros(4, dtype=bool)
+    block = np.array([False, True, False, False])
+    on_device = simulate(problem, choice_of(problem, (KEEP, KEEP)))
+    assert on_device.update_s == pytest.approx(problem.device_update_s.sum())
+    host = simulate(problem, choice_of(problem, (KEEP, KEEP), host_optimizer=block))
+    assert host.update_s == pytest.approx(0.4 + 0.5 + 0.4)  # gradient down, update, parameters up
+    assert host.host_bytes == pytest.approx(16e9)
+    streamed = simulate(problem, choice_of(problem, (KEEP, KEEP), streamed_optimizer=block))
+    assert streamed.to_host_bytes == streamed.to_device_bytes == 8e9
+    stored = simulate(problem, choice_of(problem, (KEEP, KEEP), host_optimizer=block, storage=block))
+    assert stored.update_s == pytest.approx(2.0 + 0.5 + 4.0)  # read, update, write
+    assert (stored.storage_bytes, stored.host_bytes) == (8e9, pytest.approx(8e9))
+    assert check(problem, choice_of(problem, (KEEP, KEEP), storage=~none), stored) != []
+
+
+def test_what_does_not_fit_is_infeasible_and_says_what_the_host_needs() -> None:
+    problem = instance(4, cap_share=0.4)
+    needed = offload_count.least_host_bytes(problem)
+    assert np.isfinite(needed)
+    short = replace(problem, host_cap_bytes=0.9 * needed)
+    assert offload_count.lower_bound_s(short) == np.inf
+    assert offload.solve(short).status is Status.INFEASIBLE
+    assert offload_count.lower_bound_s(replace(problem, host_cap_bytes=1.1 * needed)) < np.inf
+    assert offload.solve(problem.with_cap(1e9)).choice is None
