@@ -157,7 +157,8 @@ def measure(case: Case) -> dict[str, Any]:
             "evaluated": best.search.evaluated,
             "status": best.search.status,
             "gap": round(best.search.gap, 6),
-            "step_time_s": round(best.search.objective_s, 4),
+            "price_of_simplicity": round(best.price_of_simplicity, 6),
+            "step_time_s": round(best.estimate.step_time_s, 4),
             "layout": str(best.layout),
         }
     return {

@@ -39,11 +39,11 @@ def time_bounds(costs: SpaceCosts) -> FloatArray:
             bound[rows] = time_bounds(costs.select(rows))
         return bound
     updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
-    always = costs.dp_edges_s + _fullest_stage(costs, updates) + _vocabulary_bound_s(costs)
+    always = costs.dp_edges_s + fullest_stage(costs, updates) + _vocabulary_bound_s(costs)
     exposed = OptionCosts.of(costs).least_exposed_by_kind if mixed.any() else costs.dp_exposed_by_kind
     bound = (
         lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), 2 * costs.transfer_s))
-        + _fullest_stage(costs, exposed)
+        + fullest_stage(costs, exposed)
         + always
     )
     return np.asarray(np.maximum(bound, _with_recompute(costs) + always) if mixed.any() else bound)
@@ -118,7 +118,7 @@ def pipeline_work(costs: SpaceCosts, slowest_s: FloatArray, transfer_s: FloatArr
     )
 
 
-def _fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArray:
+def fullest_stage(costs: SpaceCosts, by_kind: Sequence[FloatArray]) -> FloatArray:
     """What the stage with the most of it has at least [N], given a layer of each kind [K] of [N].
 
     The mean of all stages, or the blocks of a kind: some stage holds ceil(n / pp) of n.
@@ -137,7 +137,7 @@ def slowest_stage_s(costs: SpaceCosts) -> FloatArray:
     Some stage has the mean, or ceil(n / pp) of n blocks of a kind; or the rank with the head has j blocks beside it and another one
     ceil((n - j) / (pp - 1)), at the j where the larger of both is least.
     """
-    of_kinds = _fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
+    of_kinds = fullest_stage(costs, [cost.busy_s[costs.like] for cost in costs.inside])
     b, last_block = costs.batch, max(i for i, k in enumerate(costs.kind_of_layer) if isinstance(costs.kinds[k], Block))
     block = np.min(
         [c.busy_s for c, kind in zip(costs.inside, costs.kinds, strict=True) if isinstance(kind, Block)], axis=0

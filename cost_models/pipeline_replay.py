@@ -72,6 +72,13 @@ class Shape:
         """A pass waits for none that is this many micro-batches away, or more."""
         return (1 if self.schedule == "1f1b" and self.num_model_chunks == 1 else 2) * self.pp + 1
 
+    @property
+    def fewer_microbatches(self) -> int:
+        """So few that one window of the middle is in the order, and as many as here but for whole periods; or all of them."""
+        few = 3 * self.reach + self.period
+        few += (self.num_microbatches - few) % self.period
+        return min(few, self.num_microbatches)
+
     def with_microbatches(self, num_microbatches: int) -> Shape:
         """The same for another number of micro-batches."""
         return Shape(
@@ -261,9 +268,7 @@ def makespan_s(shape: Shape, forward_s: FloatArray, backward_s: FloatArray, weig
         return float(sum(np.sum(way) + (m - 1) * np.max(way) for way in (forward_s, backward_s)))
     if shape.order is not None:
         return max(ends_s(program(shape), forward_s, backward_s, weight_s))
-    q, reach = shape.period, shape.reach
-    few = 3 * reach + q
-    few += (m - few) % q
+    q, reach, few = shape.period, shape.reach, shape.fewer_microbatches
     while few < m:
         short = program(shape.with_microbatches(few))
         ends = np.array(ends_s(short, forward_s, backward_s, weight_s))

@@ -67,6 +67,15 @@ class Frontier:
         self._rows, self._bound_s = self._rows[1:], self._bound_s[1:]
         return row
 
+    def raise_first(self, bound_s: float) -> bool:
+        """Whether a better bound of the first layout is larger than the one it had; it waits for its turn under the larger one."""
+        if bound_s <= self._first_s:
+            return False
+        row = self.pop()
+        at = int(np.searchsorted(self._bound_s, bound_s, side="right"))
+        self._rows, self._bound_s = np.insert(self._rows, at, row), np.insert(self._bound_s, at, bound_s)
+        return True
+
     def nearest_misses(self, incumbent_s: float, wanted: int) -> list[int]:
         """Of the layouts that would be faster and that memory alone excluded, those that lack the least."""
         faster = np.flatnonzero(

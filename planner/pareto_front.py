@@ -133,7 +133,9 @@ class Queue:
         """The same or a faster one with an order of its own; on the whole budget only, orders take longer than splits."""
         best_s = found.candidate.estimate.step_time_s
         faster = ordered(self.costs, self._splits.values(), best_s, self._deadline)
-        return replace(found, candidate=faster[-1]) if faster else found
+        if not faster:
+            return found
+        return Fastest(faster[-1], min(found.bound_s, faster[-1].estimate.step_time_s))
 
     @property
     def _first_s(self) -> float:

@@ -208,7 +208,7 @@ def plan_of(
         pipeline_order=tuple(to_torch_csv(chosen.order).splitlines()),
         rank_map=device_of_rank(cluster, chosen.nodes),
         estimate=chosen.estimate,
-        search=result.certificate(chosen),
+        search=result.certificate(),
         alternatives=alternatives(result, batch, chosen, top),
         notes=_notes(model, cluster, workload, chosen, result.fitting[0]),
         provenance=_provenance(model, cluster, workload, fixed, runnable=runnable),

@@ -36,6 +36,7 @@ from .deadline import Deadline
 from .frontier import Frontier
 from .mixed import expand_on_parts, nodes_of
 from .rank_map import best_case, in_order, node_order
+from .replay_bounds import rank_fits, replayed_bound
 from .space import Space
 from .stage_choice import Layers, Stages, choose_stages
 from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
@@ -63,6 +64,7 @@ class Candidate:
     ``options`` has an index into RECOMPUTES for each layer.
     ``nodes`` hold the ranks in this order; empty: as the cluster lists them. Of a mixed cluster ``part_of_stage`` says on which of
     its parts each stage lies; empty: every rank is costed as the weakest. ``order`` is that of a synthesised schedule.
+    Under no order of passes a split is faster than ``any_order_s``, under the named one than ``bound_s``.
     """
 
     idx: int
@@ -73,6 +75,7 @@ class Candidate:
     nodes: tuple[int, ...] = ()
     part_of_stage: tuple[int, ...] = ()
     order: Order = ()
+    any_order_s: float = 0.0
 
     def layout(self, batch: LayoutBatch) -> Layout:
         """The layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
@@ -86,6 +89,7 @@ class Candidate:
 class SearchResult:
     """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
 
+    ``any_order_s`` has the bound under any order of passes of each layout that was looked at; ``bound_s`` is about the named ones.
     ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
     ``rejected`` no split fits; ``nearest_misses`` are those, and others that were never expanded, that lack the least memory.
     """
@@ -99,6 +103,7 @@ class SearchResult:
     evaluated: int = 0
     bound_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     rejected: list[int] = field(default_factory=list)
+    any_order_s: dict[int, float] = field(default_factory=dict)
     go_on: Callable[[int, Deadline], None] | None = field(default=None, repr=False)
 
     def add_runner_ups(self, wanted: int, deadline: Deadline) -> None:
@@ -112,9 +117,9 @@ class SearchResult:
         """The nearest misses with the stages that they would have: expanded where somebody asks."""
         return [expand_row(self.costs, row) for row in self.nearest_misses]
 
-    def certificate(self, chosen: Candidate) -> SearchCertificate:
-        """How far from the best of the space ``chosen`` may be."""
-        objective = chosen.estimate.step_time_s
+    def certificate(self) -> SearchCertificate:
+        """How far from the best of the space the fastest layout that was found may be."""
+        objective = self.fitting[0].estimate.step_time_s
         return SearchCertificate(
             status="feasible" if self.stopped_early else "optimal",
             objective_s=objective,
@@ -162,13 +167,15 @@ def search(
             if on_progress:
                 on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
             continue
+        if window.raise_first(min(incumbent, worse_than_s)):
+            continue
         if (candidate := window.expand_next(bound)) is not None:
             result.fitting.append(candidate)
             incumbent = min(incumbent, candidate.estimate.step_time_s)
         result.evaluated += 1
         if on_progress:
             on_progress(result.evaluated, None if np.isinf(incumbent) else incumbent, bound)
-    result.bound_bytes, result.rejected = frontier.bound_bytes, window.rejected
+    result.bound_bytes, result.rejected, result.any_order_s = frontier.bound_bytes, window.rejected, window.any_order_s
     # A split of a layout that was expanded may be faster than the one that was found, down to that layout's own bound.
     result.bound_s = min([bound, incumbent, *(candidate.bound_s for candidate in result.fitting)])
     if incumbent <= worse_than_s and result.fitting and not result.stopped_early:
@@ -222,18 +229,36 @@ class Window:
         self._places: dict[int, int] = {}
         self._some = costs
         self.rejected: list[int] = []
+        self.any_order_s: dict[int, float] = {}
+
+    def raise_first(self, below_s: float) -> bool:
+        """Whether the bound of the layout with the least one was raised, once for each: by a replay, up to ``below_s``."""
+        row = self._frontier.first
+        if row in self.any_order_s:
+            return False
+        self.any_order_s[row] = self._frontier.bound_s
+        if np.isinf(below_s) or self._costs.cluster.bandwidth_matrix is not None:  # ranks may lie on better nodes
+            return False
+        some, at = self._costed(row)
+        return self._frontier.raise_first(replayed_bound(some, at, below_s=below_s).bound_s)
+
+    def _costed(self, row: int) -> tuple[SpaceCosts, int]:
+        """Costs that hold the frontier's first layout, and where; the next few are costed with it."""
+        if row not in self._places:
+            rows = self._frontier.upcoming(WINDOW)
+            self._some, self._places = self._costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+        return self._some, self._places[row]
 
     def expand_next(self, bound_s: float) -> Candidate | None:
         """The layout with the least bound, taken off the frontier; None if no split of it is within memory."""
-        if self._frontier.first not in self._places:
-            rows = self._frontier.upcoming(WINDOW)
-            self._some, self._places = self._costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+        some, at = self._costed(self._frontier.first)
         row = self._frontier.pop()
-        candidate = expand_fitting(self._some, self._places[row], bound_s=bound_s)
+        candidate = expand_fitting(some, at, bound_s=bound_s)
+        any_order_s = self.any_order_s.get(row, bound_s)
         if candidate is None:
             self.rejected.append(row)
             return None
-        return replace(candidate, idx=row)
+        return replace(candidate, idx=row, any_order_s=any_order_s)
 
 
 def nearest_misses(rejected: list[int], frontier: Frontier, incumbent_s: float, wanted: int = 3) -> list[int]:
@@ -316,7 +341,35 @@ def _expand_as_listed(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> C
         return None
     estimates = {boundaries: estimate_step(costs, idx, boundaries) for boundaries in cuts}
     best = min(estimates, key=lambda boundaries: estimates[boundaries].step_time_s)
-    return Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
+    found = Candidate(idx, best, estimates[best], max(bound_s, least_s), _same_for_all(costs, idx))
+    return _as_replayed(costs, found)
+
+
+def _as_replayed(costs: SpaceCosts, found: Candidate) -> Candidate:
+    """The candidate, or the cut that a replay promises most of where that is faster; bounded by what no cut beats."""
+    idx, cap_bytes = found.idx, costs.cluster.memory_budget_bytes
+    if int(costs.batch.pp[idx]) == 1:
+        return found
+    in_chunks = costs.batch.num_model_chunks[idx] > 1
+    fits = rank_fits(costs, idx, cap_bytes=cap_bytes) if in_chunks else _stage_fits(costs, idx, cap_bytes=cap_bytes)
+    least = replayed_bound(costs, idx, below_s=found.estimate.step_time_s, fits=fits)
+    raised_s = max(found.bound_s, min(least.bound_s, found.estimate.step_time_s))
+    found = replace(found, bound_s=raised_s, any_order_s=found.bound_s)
+    if not least.sizes:
+        return found
+    required = _required_bytes(costs, idx)
+    ranks = shape_of(costs, idx).rank_of_stage
+    instance = chunk_split.Instance(costs.per_layer("busy_s", idx), _is_block(costs), ranks, required, cap_bytes)
+    boundaries = chunk_split.boundaries_of(instance, np.array([least.sizes]))
+    if in_chunks and np.any(required(boundaries) > cap_bytes):
+        return found
+    cut = tuple(int(end) for end in boundaries[0])
+    estimate = estimate_step(costs, idx, cut)
+    return (
+        found
+        if estimate.step_time_s >= found.estimate.step_time_s
+        else replace(found, boundaries=cut, estimate=estimate)
+    )
 
 
 def _expand_synthesised(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | None:
@@ -351,7 +404,14 @@ def _expand_with_choices(costs: SpaceCosts, idx: int, bound_s: float) -> Candida
     """The fastest of the answers for the pipeline alone and with what stages do once."""
     found = choose_stages(Layers(OptionCosts.of(costs), idx, costs.cluster.memory_budget_bytes))
     candidates = [_candidate(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in found]
-    return min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
+    best = min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
+    if best is None:
+        return None
+    if len(set(best.options)) == 1:
+        moved = _as_replayed(costs.by_option[best.options[0]], best)
+        best = replace(moved, bound_s=best.bound_s)
+    least = replayed_bound(costs, idx, below_s=best.estimate.step_time_s)
+    return replace(best, bound_s=min(max(best.bound_s, least.bound_s), best.estimate.step_time_s))
 
 
 def _candidate(costs: SpaceCosts, idx: int, stages: Stages, bound_s: float) -> Candidate:

@@ -20,6 +20,8 @@ norms in fp32 and would keep the residual stream in fp32), gradients accumulate 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +58,28 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 
 def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place."""
+    shard_units(
+        stage,
+        mesh,
+        plan,
+        blocks=[(int(name) + 1, block) for name, block in stage.model.layers.items()],
+        outer=_outer_units(stage),
+        head=stage.lm_head,
+        placement=expert_placement(stage, mesh),
+    )
+
+
+def shard_units(
+    stage: nn.Module,
+    mesh: ParallelMesh,
+    plan: Plan,
+    *,
+    blocks: Sequence[tuple[int, nn.Module]],
+    outer: Sequence[list[nn.Module]],
+    head: nn.Module | None,
+    placement: Callable[[nn.Parameter], Any] | None = None,
+) -> None:
+    """Apply `fully_shard` to blocks (with their layer's index), to groups of modules around them, and to the whole, in place."""
     dtype = compute_dtype(plan)
     has_copies = mesh.expert_mesh is not None and plan.layout.expert_copies > 1
     streamed = _streamed(plan)
@@ -67,9 +91,8 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     reshard = plan.layout.zero_stage == 3
-    placement = expert_placement(stage, mesh)
-    for name, block in stage.model.layers.items():
-        streams = int(name) + 1 in streamed
+    for layer_idx, block in blocks:
+        streams = layer_idx in streamed
         fully_shard(
             block,
             mesh=mesh.fsdp,
@@ -78,9 +101,9 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
             shard_placement_fn=placement,
             offload_policy=_offload_policy(streams=streams),
         )
-    for modules in _outer_units(stage):
+    for modules in outer:
         # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
-        keep = stage.lm_head in modules
+        keep = head is not None and head in modules
         streams = (plan.model.num_layers - 1 if keep else 0) in streamed
         fully_shard(
             modules,
@@ -96,7 +119,7 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
         mesh=mesh.fsdp,
         mp_policy=policy,
         reshard_after_forward=reshard,
-        offload_policy=_offload_policy(streams=0 in streamed and not _outer_units(stage)),
+        offload_policy=_offload_policy(streams=0 in streamed and not outer),
     )
 
 
@@ -130,13 +153,13 @@ def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
     return units
 
 
-def before_backward(stage: Decoder, plan: Plan, *, is_last: bool) -> None:
+def before_backward(stage: nn.Module, plan: Plan, *, is_last: bool) -> None:
     """Tell FSDP whether this micro-batch ends the step: below zero_stage 2 gradients wait for it, and parameters stay gathered."""
     if isinstance(stage, FSDPModule) and plan.layout.zero_stage < 2:
         stage.set_is_last_backward(is_last)
         stage.set_requires_gradient_sync(is_last)
         stage.set_reshard_after_backward(is_last)
-        for name, block in stage.model.layers.items():
+        for name, block in stage.model.layers.items() if isinstance(stage, Decoder) else ():
             if int(name) + 1 in _streamed(plan):  # leaves after every pass, and so do its gradients
                 assert isinstance(block, FSDPModule)
                 block.set_requires_gradient_sync(True)

@@ -19,12 +19,17 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW or SGD (no momentum), as the plan's workload says; norms and biases are not decayed.
 
-    The parameters of one model are either all plain or all DTensors on one mesh, so that the fused update applies.
+    A fused update takes either plain parameters or DTensors: those of foreign modules, of which tensor parallelism splits only
+    some, are groups of their own.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [p for p in parameters if (p.ndim > 1) == is_matrix and isinstance(p, DTensor) == is_spread],
+            "weight_decay": weight_decay if is_matrix else 0.0,
+        }
+        for is_matrix in (True, False)
+        for is_spread in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     if model.plan.workload.optimizer == "sgd":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,16 @@ from .context_parallel import own_positions
 from .data_parallel import before_backward
 from .loss_scale import LossScale
 from .mesh import ParallelMesh
-from .models.decoder import Decoder
 from .models.init import local_tensor
 from .offload import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
 from .step_parts import StepClock
+
+
+def _own_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Of a Decoder, which takes the loss itself."""
+    loss: Tensor = module(inputs, targets)
+    return loss
 
 
 class ParallelModel:
@@ -40,11 +45,14 @@ class ParallelModel:
         self,
         plan: Plan,
         mesh: ParallelMesh,
-        module: Decoder,
+        module: nn.Module,
         device: torch.device,
         loss_scale: LossScale,
         schedule: Schedule | None = None,
         offload: HostOffload | None = None,
+        *,
+        ends: tuple[nn.Module | None, nn.Module | None] | None = None,
+        loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _own_loss,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -56,6 +64,8 @@ class ParallelModel:
         self.clock = StepClock(device, is_pipeline=schedule is not None)
         if schedule is not None:
             set_clock(schedule, self.clock)
+        self._ends = ends
+        self._loss_fn = loss_fn
         self._positions = own_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     @property
@@ -130,7 +140,7 @@ class ParallelModel:
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             before_backward(self.module, self.plan, is_last=i == count - 1)
             with self.clock.part("forward"):
-                loss = self.module(x, y).sum() / count
+                loss = self._loss_fn(self.module, x, y).sum() / count
             with self.clock.part("backward"):
                 (loss * scale).backward()
             total += loss.detach()
@@ -150,7 +160,8 @@ class ParallelModel:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         if self.loss_scale.value != 1:
             torch._foreach_mul_(self._local_gradients(), 1 / self.loss_scale.value)
-        reduce_tied_gradients(self.module, self.mesh)
+        if self._ends is not None:
+            reduce_tied_gradients(*self._ends, self.mesh)
 
     def _local_gradients(self) -> list[Tensor]:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]

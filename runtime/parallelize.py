@@ -11,12 +11,13 @@ from torch import nn
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
-from ..schema.runnable import why_not_offloadable, why_not_runnable
+from ..schema.runnable import why_not_offloadable, why_not_runnable, why_not_trainable
 from .adapters import apply_adapters
 from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, materialise, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
+from .foreign.build import LossFunction, parallelize_foreign
 from .hf_weights import load_weights
 from .loss_scale import LossScale
 from .mesh import build_mesh
@@ -37,18 +38,22 @@ def parallelize(
     seed: int = 0,
     weights: str | Path | None = None,
     compile_blocks: bool = False,
+    loss_fn: LossFunction | None = None,
 ) -> ParallelModel:
     """Spread a model over the running torch.distributed job as the plan says.
 
     Args:
-        model: None to build the plan's model with initial weights that depend on ``seed`` only; or a `Decoder`, taken over with
-            its weights (the same ones on every rank) and no longer usable afterwards.
+        model: None to build the plan's model with initial weights that depend on ``seed`` only; or a `Decoder`, a model of
+            transformers (on the meta device too) or any module, taken over with its weights (the same ones on every rank) and no
+            longer usable by itself afterwards. See docs/models.md for what of a plan other modules than a Decoder take.
         plan: its layout must have as many ranks as the default process group.
         device: of this rank; unset, the plan's kind of device (the current one).
         seed: of the initial weights.
         weights: folder of Hugging Face safetensors to start from instead; each rank reads what it holds. They replace those of
             ``model``.
         compile_blocks: let torch.compile fuse the operators of each block.
+        loss_fn: of another module than a Decoder: module, inputs and targets of a micro-batch to its mean loss. Unset, the mean
+            cross entropy of the next tokens, given logits [B, S, V] (or an object that has them as ``logits``).
 
     Raises:
         ConfigError: the plan breaks a rule that layouts must satisfy, or the weights are damaged or of another model.
@@ -58,6 +63,8 @@ def parallelize(
     if compile_blocks:
         require_compilable(plan)
     device = device or _default_device(plan)
+    if model is not None and not isinstance(model, Decoder):
+        return parallelize_foreign(model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn)
     mesh = build_mesh(plan, device.type)
     module, stages = _take_over(model, plan), [plan.stages[idx] for idx in mesh.stage_idxs]
     module.keep({idx for stage in stages for idx in stage.layer_idxs})
@@ -88,7 +95,8 @@ def parallelize(
         init_weights(module, seed, device, adapters_only=True)
     loss_scale = LossScale.of(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
-    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload)
+    ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
+    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends)
 
 
 def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:
@@ -107,17 +115,13 @@ def _default_device(plan: Plan) -> torch.device:
 
 
 def _check(model: nn.Module | None, plan: Plan) -> None:
-    if model is not None and not isinstance(model, Decoder):
-        raise RuntimeMismatchError(
-            f"cannot spread a {type(model).__name__}: this version takes meshwright.runtime.Decoder (Llama-family models), "
-            "or None to build the plan's model",
-            help="build Decoder(plan.model); its parameter names are those of transformers' Llama, so load_state_dict takes them",
-        )
     # Name and source say where a spec is from, not what it is.
-    if model is not None and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
+    is_own = model is None or isinstance(model, Decoder)
+    if isinstance(model, Decoder) and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
     require_our_engine(plan.workload)
-    lacking = why_not_runnable(plan.model, plan.workload) + why_not_offloadable(plan)
+    lacking = why_not_runnable(plan.model, plan.workload) if is_own else why_not_trainable(plan.workload)
+    lacking += why_not_offloadable(plan)
     if lacking:
         raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
     compute_dtype(plan)

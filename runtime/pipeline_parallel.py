@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
@@ -30,7 +30,6 @@ from ..solvers.pipeline_csv import to_torch_csv
 from .data_parallel import compute_dtype
 from .loss_scale import LossScale
 from .mesh import ParallelMesh
-from .models.decoder import Decoder
 from .models.init import local_tensor
 from .pipeline_order import pipeline_order
 from .step_parts import StepClock
@@ -41,10 +40,18 @@ _OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def build_schedule(
-    parts: Sequence[Decoder], mesh: ParallelMesh, plan: Plan, device: torch.device, loss_scale: LossScale
+    parts: Sequence[nn.Module],
+    mesh: ParallelMesh,
+    plan: Plan,
+    device: torch.device,
+    loss_scale: LossScale,
+    *,
+    whole_sequence: bool = False,
 ) -> Schedule:
     """The schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
-    stages = [_stage(part, idx, mesh, plan, device) for part, idx in zip(parts, mesh.stage_idxs, strict=True)]
+    stages = [
+        _stage(part, idx, mesh, plan, device, whole_sequence) for part, idx in zip(parts, mesh.stage_idxs, strict=True)
+    ]
     # scale_grads would divide after the reduction; dividing the loss keeps the arithmetic of the other layouts.
     count = plan.num_microbatches
 
@@ -78,10 +85,9 @@ def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: T
     return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
 
-def reduce_tied_gradients(module: Decoder, mesh: ParallelMesh) -> None:
+def reduce_tied_gradients(embedding: nn.Module | None, head: nn.Module | None, mesh: ParallelMesh) -> None:
     """Add the gradients of the two copies of a tied embedding, on the first and on the last stage."""
-    embedding, head = module.model.embed_tokens, module.lm_head
-    if not module.spec.tie_embeddings or mesh.pp is None:
+    if mesh.pp is None:
         return
     if not any(owner.weight.requires_grad for owner in (embedding, head) if owner is not None):
         return  # frozen
@@ -137,11 +143,13 @@ def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def _stage(part: Decoder, idx: int, mesh: ParallelMesh, plan: Plan, device: torch.device) -> PipelineStage:
+def _stage(
+    part: nn.Module, idx: int, mesh: ParallelMesh, plan: Plan, device: torch.device, whole_sequence: bool
+) -> PipelineStage:
     assert mesh.pp is not None
     layout, batch, last = plan.layout, plan.layout.micro_batch_size, len(plan.stages) - 1
     own_tokens = plan.workload.seq_len // layout.cp
-    seq_len = own_tokens // (layout.tp if layout.sequence_parallel else 1)
+    seq_len = own_tokens // (layout.tp if layout.sequence_parallel and not whole_sequence else 1)
     tokens = torch.empty(batch, own_tokens, dtype=torch.long, device="meta")
     hidden = torch.empty(
         batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True

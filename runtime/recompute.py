@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..schema.layout import Recompute
-from .models.decoder import Decoder
+from .models.decoder import Decoder, DecoderBlock
 from .models.experts import Experts, MixtureOfExperts
 from .models.init import ADAPTER_UP
 from .models.ring_attention import RING_ATTENTION
@@ -48,10 +48,11 @@ def recomputing(block: nn.Module, recompute: Recompute) -> None:
     """Checkpoint one block, in place."""
     if recompute == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # Ours draw no random numbers; others may drop out.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not isinstance(block, DecoderBlock)}
     if recompute == "selective":
         options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
-    block.forward = functools.partial(checkpoint, block.forward, **options)
+    block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
 _NO_LAST = -1
@@ -59,6 +60,8 @@ _NO_LAST = -1
 
 def _count_products(block: nn.Module) -> int:
     """Products of a block whose last one need not be kept; the weights of a token's experts need what the experts put out."""
+    if not isinstance(block, DecoderBlock):
+        return _NO_LAST  # whatever its products are for
     modules = list(block.modules())
     if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
         return _NO_LAST

@@ -215,9 +215,11 @@ class SearchCertificate(Frozen):
 
     Attributes:
         status: optimal: the whole space was bounded; feasible: a time limit stopped that.
-        objective_s: step time of the plan; bound_s: no layout of the space, and no split of it into stages, is faster.
-        gap: (objective - bound) / objective. It is above zero where a simpler layout was taken over a faster one, or where a
-            split between even pipeline stages and even communication might be a little faster than the one found.
+        objective_s: step time of the fastest layout found.
+        bound_s: no layout of the space, and no split of it into stages, is faster.
+        gap: (objective - bound) / objective, what the search leaves open: another split of a layout, or another layout whose
+            bound is below the objective, might be that much faster. The plan's own step may be longer than the objective, where a
+            simpler layout was taken over the fastest one: `Plan.price_of_simplicity`.
         evaluated: layouts costed exactly; pruned: layouts that a bound or the memory excluded.
     """
 
@@ -287,6 +289,13 @@ class Plan(Document):
     cost: CostSummary | None = None
     pareto: tuple[ParetoPoint, ...] = ()
     provenance: Provenance
+
+    @property
+    def price_of_simplicity(self) -> float:
+        """How much longer than that of the fastest layout found the plan's step is: the plan may be a simpler layout."""
+        if self.search is None:
+            return 0.0
+        return max(0.0, self.estimate.step_time_s / self.search.objective_s - 1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

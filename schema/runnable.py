@@ -25,6 +25,11 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
     return tuple(dict.fromkeys(reasons))
 
 
+def why_not_trainable(workload: Workload) -> tuple[str, ...]:
+    """What the runtime lacks for a workload, whatever the model."""
+    return tuple(_of_workload(workload))
+
+
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
     """``reason [name]`` of everything in a plan's offload schedule that the installed torch or this version cannot execute."""
     schedule = plan.offload

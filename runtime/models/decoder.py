@@ -192,9 +192,9 @@ class Decoder(nn.Module):
 
     def part(self, layer_idxs: Collection[int]) -> Decoder:
         """These layers as a decoder of their own, whose modules are this one's; a head alone gets a weight of its own."""
-        part = _shell(self)
-        part.model = _shell(self.model)
-        part.model.layers = _shell(self.model.layers)
+        part = shell(self)
+        part.model = shell(self.model)
+        part.model.layers = shell(self.model.layers)
         part.keep(layer_idxs)
         if part.lm_head is not None and part.model.embed_tokens is None:
             part.lm_head.weight = nn.Parameter(part.lm_head.weight.detach().clone())
@@ -229,10 +229,10 @@ class Decoder(nn.Module):
         return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
 
 
-def _shell(module: _Module) -> _Module:
+def shell(module: _Module) -> _Module:
     """Another module with the same children, that may lose some of them and get hooks of its own."""
-    shell = copy.copy(module)
+    other = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict):
-            vars(shell)[name] = copy.copy(value)
-    return shell
+            vars(other)[name] = copy.copy(value)
+    return other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,12 @@ STD = 0.02
 
 @torch.no_grad()
 def init_weights(
-    module: nn.Module, seed: int, device: torch.device | None = None, *, adapters_only: bool = False
+    module: nn.Module,
+    seed: int,
+    device: torch.device | None = None,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    adapters_only: bool = False,
 ) -> None:
     """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases and buffers 0.
 
@@ -26,9 +32,11 @@ def init_weights(
 
     Args:
         device: of the generators, where parameters lie elsewhere; unset, each parameter's own.
+        aliases: parameters of a foreign module that start as another one does, which may stand on another rank.
         adapters_only: everything else has its values already.
     """
-    for buffer in () if adapters_only else module.buffers():
+    # Those of foreign modules are tables.
+    for buffer in () if adapters_only or aliases is not None else module.buffers():
         buffer.zero_()
     tied = getattr(getattr(module, "spec", None), "tie_embeddings", False)
     for name, parameter in module.named_parameters():
@@ -42,7 +50,7 @@ def init_weights(
             local_tensor(parameter).fill_(value)
             continue
         # A tied head that stands alone on the last pipeline stage must start as the embedding does.
-        source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else (aliases or {}).get(name, name)
         where = device or parameter.device
         generator = torch.Generator(where).manual_seed(parameter_seed(seed, source))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)

@@ -23,7 +23,7 @@ from meshwright.runtime.checkpoint import Progress, load_checkpoint, save_checkp
 from meshwright.runtime.hf_save import save_weights
 from meshwright.runtime.models.init import init_weights
 from meshwright.schema import Plan
-from torch import Tensor
+from torch import Tensor, nn
 
 SEED = 7
 MAX_NORM = 0.5
@@ -39,6 +39,7 @@ class Case:
         own_model: hand a Decoder with weights to `parallelize` instead of letting it build one.
         saves: write a checkpoint after the first step.
         resumes: name of an earlier case of the group from whose checkpoint this one goes on.
+        module: name of a foreign module (foreign_models.py) to spread; on the meta device if there are ``weights``.
         weights: folder of Hugging Face weights to start from.
         exports: write such weights to the folder ``NAME`` before the first step, in files of at most ``exports`` bytes.
     """
@@ -49,6 +50,7 @@ class Case:
     own_model: bool = False
     saves: bool = False
     resumes: str = ""
+    module: str = ""
     weights: str | None = None
     exports: int = 0
 
@@ -128,11 +130,15 @@ def _rank_main(rank: int, world_size: int, cases: list[Case], folder: Path, time
 def train(case: Case, folder: Path) -> Outcome:
     """Some steps on random tokens, on one rank of a running group; those that a checkpoint has already done are left out."""
     plan = case.plan
-    decoder = None
+    module: nn.Module | None = None
     if case.own_model:
-        decoder = Decoder(plan.model)
-        init_weights(decoder, SEED)
-    model = parallelize(decoder, plan, device=torch.device("cpu"), seed=SEED, weights=case.weights)
+        module = Decoder(plan.model)
+        init_weights(module, SEED)
+    if case.module:
+        from foreign_models import build
+
+        module = build(case.module, "meta" if case.weights else "cpu").train()
+    model = parallelize(module, plan, device=torch.device("cpu"), seed=SEED, weights=case.weights)
     if case.exports:
         save_weights(model, folder / case.name, max_file_bytes=case.exports)
     optimizer = build_optimizer(model, learning_rate=LEARNING_RATE)

@@ -53,6 +53,7 @@ def test_name_in_method_exists(name: str) -> None:
         "docs/accuracy.md",
         "docs/experts.md",
         "docs/engines.md",
+        "docs/training.md",
         "docs/report.md",
         "docs/offload.md",
     ],

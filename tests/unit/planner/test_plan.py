@@ -89,7 +89,10 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
     assert found.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION) * (
         1 + 1e-4
     )  # and the search's own relative gap
-    assert found.search.gap == pytest.approx(1 - found.search.bound_s / found.estimate.step_time_s)
+    assert found.search.gap == pytest.approx(1 - found.search.bound_s / found.search.objective_s)
+    assert best <= found.search.objective_s * (1 + 1e-9)
+    assert found.search.objective_s <= best * (1 + 1e-4)
+    assert found.price_of_simplicity == pytest.approx(found.estimate.step_time_s / found.search.objective_s - 1)
 
 
 def test_space_counts_what_rules_of_the_runtime_exclude() -> None:

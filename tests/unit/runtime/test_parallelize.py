@@ -40,11 +40,6 @@ def test_another_number_of_ranks_is_refused(one_rank: None) -> None:
         parallelize(None, plan_for(Layout(tp=2, micro_batch_size=4)))
 
 
-def test_foreign_module_is_refused() -> None:
-    with pytest.raises(RuntimeMismatchError, match="cannot spread a Linear"):
-        parallelize(torch.nn.Linear(2, 2), plan_for(Layout(micro_batch_size=4)))
-
-
 def test_model_of_another_plan_is_refused() -> None:
     with pytest.raises(RuntimeMismatchError, match="is not the one the plan is for"):
         parallelize(Decoder(tiny_model(num_blocks=2)), plan_for(Layout(micro_batch_size=4)))

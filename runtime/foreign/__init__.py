@@ -1,0 +1,1 @@
+"""Modules that are not ours, `transformers` models and plain ones, spread as a plan says."""

@@ -1,0 +1,124 @@
+"""What of foreign modules is split, found and refused; what they then compute is in tests/parity/test_foreign.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from meshwright.runtime.foreign.build import parallelize_foreign
+from meshwright.runtime.foreign.rules import derived_regions, transformers_rules
+from meshwright.runtime.foreign.structure import structure_of
+from meshwright.runtime.foreign.tensor import _compare, _trial, split_transformers
+from meshwright.schema import Layout, RuntimeMismatchError, Workload
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
+from foreign_models import SIZES, build, spec_of
+from plans import make_plan, tiny_model
+
+CPU = torch.device("cpu")
+WORKLOAD = Workload(seq_len=16, global_batch_size=8, precision="fp32")
+
+
+def refused(name: str, layout: Layout, match: str, **model: Any) -> None:
+    plan = make_plan(tiny_model(**model) if model else spec_of(name), layout, workload=WORKLOAD)
+    with pytest.raises(RuntimeMismatchError, match=match):
+        parallelize_foreign(build(name, "meta"), plan, device=CPU, seed=0)
+
+
+def test_structure_of_a_decoder() -> None:
+    found = structure_of(build("gpt2", "meta"))
+    assert (found.base, found.blocks, found.before, found.after) == (
+        "transformer", "transformer.h", ("wte", "wpe"), ("ln_f",),
+    )  # fmt: skip
+    assert (found.embedding, found.head, found.is_transformers) == ("transformer.wte", "lm_head", True)
+    assert found.is_tied(build("gpt2", "meta"))
+    assert not found.is_tied(build("gpt2").requires_grad_(False).to("meta"))  # moved: no longer one parameter
+
+
+def test_blocks_are_the_longest_list_and_not_their_experts() -> None:
+    block = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])})
+    module = nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(2, 2)]), "layers": nn.ModuleList([block, block])})
+    assert structure_of(module).blocks == "layers"
+    assert structure_of(nn.Linear(2, 2)).blocks == ""
+
+
+def test_rules_of_transformers_are_the_models_own() -> None:
+    rules = transformers_rules(build("qwen3", "meta"))
+    assert rules["model.layers.3.self_attn.q_proj"] == rules["model.layers.0.mlp.gate_proj"] == "by_output"
+    assert rules["model.layers.0.self_attn.o_proj"] == rules["model.layers.0.mlp.down_proj"] == "by_input"
+    assert rules["model.layers.0.self_attn.k_norm"] == "heads_norm"
+    assert len(rules) == 4 * 9
+
+
+def test_styles_without_a_rule_are_refused() -> None:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    with pytest.raises(RuntimeMismatchError, match="moe_tp_experts"):
+        transformers_rules(model)
+
+
+def test_fused_projections_are_refused_under_tp() -> None:
+    model = build("gpt2", "meta")
+    with pytest.raises(RuntimeMismatchError, match="c_attn makes queries, keys and values in one product"):
+        split_transformers(model, structure_of(model), None, sequence_parallel=False, is_tied=True)  # type: ignore[arg-type]
+
+
+def test_rules_of_a_plain_module_are_derived() -> None:
+    regions = {region.parent: region for region in derived_regions(build("plain", "meta")) if "0" in region.parent}
+    assert dict(regions["blocks.0.attention"].rules) == {
+        "blocks.0.attention.query": "by_output",
+        "blocks.0.attention.key": "by_output",
+        "blocks.0.attention.value": "by_output",
+        "blocks.0.attention.out_proj": "by_input",
+    }
+    assert dict(regions["blocks.0"].rules) == {"blocks.0.up": "by_output", "blocks.0.down": "by_input"}
+    assert dict(regions["blocks.0.more"].rules) == {"blocks.0.more.0": "by_output", "blocks.0.more.2": "by_input"}
+    assert regions["blocks.0.attention"].is_attention
+
+
+@pytest.mark.parametrize(
+    "between", [nn.LayerNorm(8), nn.Softmax(dim=-1), nn.GLU()], ids=lambda module: type(module).__name__
+)
+def test_layers_with_more_than_element_wise_work_between_them_are_no_pair(between: nn.Module) -> None:
+    assert derived_regions(nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4))) == []
+
+
+def test_gate_and_up_are_split_with_down() -> None:
+    module = nn.ModuleDict({"gate": nn.Linear(4, 8), "up": nn.Linear(4, 8), "act": nn.SiLU(), "down": nn.Linear(8, 4)})
+    (region,) = derived_regions(module)
+    assert dict(region.rules) == {"gate": "by_output", "up": "by_output", "down": "by_input"}
+
+
+def test_a_region_that_computes_something_else_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    (region,) = derived_regions(module)
+    before = _trial(module, region)
+    assert isinstance(before, torch.Tensor)
+    assert torch.equal(before, _trial(module, region))
+    _compare(region, before, before + 1e-7)
+    with pytest.raises(RuntimeMismatchError, match=r"outputs differ by up to 1"):
+        _compare(region, before, before + 1)
+
+
+def test_axes_that_need_the_modules_own_code_are_refused() -> None:
+    refused("llama", Layout(cp=2), "cp 2: the attention and the experts of LlamaForCausalLM")
+    refused("plain", Layout(tp=2), "sequence_parallel: what stands between the layers of PlainModel")
+    refused("plain", Layout(micro_batch_size=4), "on the meta device")
+
+
+def test_model_of_another_plan_is_refused() -> None:
+    refused("llama", Layout(micro_batch_size=4), "layers differ", num_blocks=2)
+
+
+def test_pipeline_of_a_plain_module_is_refused(tmp_path: Path) -> None:
+    structure = structure_of(build("plain", "meta"))
+    from meshwright.runtime.foreign.structure import require_decoder
+
+    with pytest.raises(RuntimeMismatchError, match="PlainModel is a plain module"):
+        require_decoder(build("plain", "meta"), structure, "pp 2")
