@@ -9,10 +9,8 @@ from typing import Any
 from ..schema.engine_rules import DEEPSPEED_RULES
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
-from ..schema.layout_facts import layout_facts
 from ..schema.model import Block, ModelSpec
 from ..schema.plan import Plan
-from ..schema.rules import broken_rules
 from . import limits
 from .documents import Exported, Imported, Limit, divided, require_expressible, whole
 from .launching import devices_per_node, num_nodes, placement_not_expressed, stages_not_expressed
@@ -21,20 +19,8 @@ VERSION = "0.19"
 CONFIG = "ds_config.json"
 
 
-def _broken(plan: Plan) -> tuple[str, ...]:
-    facts = layout_facts(
-        plan.model, plan.workload, plan.layout, world_size=plan.cluster.num_devices, scaleup_domain=plan.layout.tp
-    )
-    return broken_rules(facts, DEEPSPEED_RULES)
-
-
 LIMITS = (
-    Limit(
-        "deepspeed_rules",
-        lambda p: not _broken(p),
-        lambda p: "; ".join(_broken(p)),
-        "plan again with --engine deepspeed",
-    ),
+    limits.of_engine("deepspeed", DEEPSPEED_RULES),
     Limit(
         "no_islands",
         lambda p: p.layout.zero_stage != 3 or p.layout.dp_replicate == 1 or p.layout.optimizer_shard > 1,

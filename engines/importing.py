@@ -13,7 +13,7 @@ import yaml
 from ..schema.base import read_text
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
-from . import accelerate, deepspeed, megatron, nemo, torchtitan
+from . import accelerate, deepspeed, megatron, nemo, torchtitan_read
 from .documents import ENGINES, Imported
 
 
@@ -41,7 +41,7 @@ def read_configuration(
 
 def _read(path: Path, text: str, engine: str | None, num_devices: int | None, model: ModelSpec | None) -> Imported:
     if path.suffix == ".py" and engine in (None, "torchtitan"):
-        return torchtitan.read_module(text, num_devices)
+        return torchtitan_read.read_module(text, num_devices)
     if path.suffix not in (".toml", ".json", ".yaml", ".yml"):
         if engine not in (None, "megatron"):
             raise ConfigError(f"not a configuration file of {engine}", help="its name ends in .toml, .json or .yaml")
@@ -49,7 +49,7 @@ def _read(path: Path, text: str, engine: str | None, num_devices: int | None, mo
     content = _parsed(path.suffix, text)
     engine = engine or _engine_of(content)
     if engine == "torchtitan":
-        return torchtitan.read(content, num_devices)
+        return torchtitan_read.read(content, num_devices)
     if engine == "deepspeed":
         return deepspeed.read(content, num_devices, model)
     if engine == "accelerate":

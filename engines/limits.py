@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from ..schema.layout_facts import Rule, layout_facts
+from ..schema.plan import Plan
+from ..schema.rules import broken_rules
 from .documents import Limit
+
+
+def of_engine(engine: str, rules: tuple[Rule, ...]) -> Limit:
+    """What the search knows of an engine: a plan that was made for it keeps all of it."""
+
+    def broken(plan: Plan) -> tuple[str, ...]:
+        layout, world_size = plan.layout, plan.cluster.num_devices
+        facts = layout_facts(plan.model, plan.workload, layout, world_size=world_size, scaleup_domain=layout.tp)
+        return broken_rules(facts, rules)
+
+    return Limit(
+        f"{engine}_rules",
+        lambda p: not broken(p),
+        lambda p: "; ".join(broken(p)),
+        f"plan again with --engine {engine}",
+    )
+
 
 RUNNABLE_HELP = "plan again with --engine megatron (or deepspeed), or --fix what the engine has"
 

@@ -12,10 +12,8 @@ from typing import Any
 from ..schema.engine_rules import MEGATRON_RULES
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
-from ..schema.layout_facts import layout_facts
 from ..schema.model import Block, ModelSpec
 from ..schema.plan import Plan, Stage
-from ..schema.rules import broken_rules
 from . import limits
 from .documents import Limit, divided, whole
 from .megatron_model import Settings
@@ -23,20 +21,8 @@ from .megatron_model import Settings
 VERSION = "core_v0.19"
 
 
-def _follows_rules(plan: Plan) -> tuple[str, ...]:
-    facts = layout_facts(
-        plan.model, plan.workload, plan.layout, world_size=plan.cluster.num_devices, scaleup_domain=plan.layout.tp
-    )
-    return broken_rules(facts, MEGATRON_RULES)
-
-
 LIMITS = (
-    Limit(
-        "megatron_rules",
-        lambda p: not _follows_rules(p),
-        lambda p: "; ".join(_follows_rules(p)),
-        "plan again with --engine megatron",
-    ),
+    limits.of_engine("megatron", MEGATRON_RULES),
     limits.NO_LEVELS,
     limits.FULL_TRAINING,
     Limit(

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..schema import ConfigError, MeshwrightError, ModelSpec
 from ..schema.base import Document, Frozen
+from ..schema.units import format_bytes
 from .checkpoint_index import SafeReader, TensorsOnly
 from .models.init import is_adapter
 
@@ -111,8 +112,9 @@ def save_checkpoint(
     try:
         save(checkpoint_state(model, optimizer), storage_writer=FileSystemWriter(partial))
     except CheckpointException as error:
+        failure = write_failure(folder, error)
         remove_partial(partial.parent)
-        raise describe(f"cannot write the checkpoint {folder}", error) from None
+        raise failure from None
     publish(partial, folder, CheckpointInfo(model=model.plan.model, **progress.model_dump()), keep=keep)
     dist.barrier()
     return folder
@@ -224,6 +226,21 @@ def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> 
         raise MeshwrightError(f"cannot finish the checkpoint {folder}: {error.strerror}") from None
 
 
+def write_failure(folder: Path, error: CheckpointException) -> MeshwrightError:
+    """What to say of a checkpoint that could not be written, with the room there is; to be called before the rest is deleted."""
+    failure = describe(f"cannot write the checkpoint {folder}", error)
+    try:
+        usage = shutil.disk_usage(folder.parent)
+    except OSError:
+        return failure
+    room = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free there"
+    return MeshwrightError(
+        failure.message,
+        details=(*failure.details, room),
+        help="make room, or keep fewer with --keep-checkpoints; those written before are whole",
+    )
+
+
 def describe(message: str, error: CheckpointException) -> MeshwrightError:
     """The first rank's cause of a checkpoint that failed, as one of our errors."""
     rank, (cause, _) = min(error.failures.items())
@@ -231,4 +248,4 @@ def describe(message: str, error: CheckpointException) -> MeshwrightError:
         return cause
     lines = str(cause).strip().splitlines() or [""]
     details = (f"rank {rank}: {type(cause).__name__}: {lines[-1]}",)
-    return MeshwrightError(message, details=details, help="the checkpoints written before are whole")
+    return MeshwrightError(message, details=details)

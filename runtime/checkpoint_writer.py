@@ -22,11 +22,11 @@ from .checkpoint import (
     Progress,
     checkpoint_folders,
     checkpoint_state,
-    describe,
     prepare,
     publish,
     remove_partial,
     save_checkpoint,
+    write_failure,
 )
 from .parallel_model import ParallelModel
 
@@ -90,8 +90,9 @@ class CheckpointWriter:
         try:
             pending.result()  # of the thread's save: all ranks have written
         except CheckpointException as error:
+            failure = write_failure(folder, error)
             remove_partial(self._root)
-            raise describe(f"cannot write the checkpoint {folder}", error) from None
+            raise failure from None
         publish(
             partial,
             folder,

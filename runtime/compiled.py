@@ -22,9 +22,7 @@ def require_compilable(plan: Plan) -> None:
     if plan.layout.schedule in SPLIT_BACKWARD:
         reasons.append(f"schedule {plan.layout.schedule} splits backward passes, a compiled block has one")
     if plan.layout.cp > 1:
-        reasons.append("ring and exchange of context parallelism are not traced")
-    if plan.layout.tp > 1:
-        reasons.append("torch 2.13 does not trace the DTensor hooks of tensor parallelism in place")
+        reasons.append("attention over the ranks of cp cannot be traced")
     if any(stage.offload_of(idx) != "none" for stage in plan.stages for idx in stage.layer_idxs):
         reasons.append("what a compiled block keeps is not what the offload schedule moves")
     if plan.cluster.weakest_device.vendor == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):

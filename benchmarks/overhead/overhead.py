@@ -1,6 +1,6 @@
 """What `meshwright apply` costs over a hand-written script for the same model and layout.
 
-    python benchmarks/overhead/overhead.py local OUT.json [ROUNDS] [STEPS]       # two CPU ranks
+    python benchmarks/overhead/overhead.py local OUT.json [ROUNDS] [STEPS] [CASE] # two CPU ranks
     python benchmarks/overhead/overhead.py 2xH100-SXM-80GB OUT.json              # GPUs; one GPU has one case
 
 In each round every case runs both, in turn first and second, so that a neighbour's load meets both; the ratio is of the medians of
@@ -17,6 +17,11 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+
+from meshwright.planner import plan as plan_for
+from meshwright.profilers.local import measure_local
+from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.schema.layout import parse_assignments
 
 SCRIPT = Path(__file__).with_name("plain_training.py")
 WARMUP_STEPS = 2
@@ -44,25 +49,13 @@ def cases(num_devices: int) -> dict[str, str]:
     return {name: fixed for name, fixed in CASES.items() if (name == "one device") == (num_devices == 1)}
 
 
-def make_plan(cluster: str, fixed: str, folder: Path) -> Path:
+def make_plan(cluster: ClusterSpec, fixed: str, out: Path) -> Path:
     """The plan of a case."""
-    is_local = cluster.startswith("local")
-    (folder / "config.json").write_text(json.dumps(SMALL if is_local else LARGE))
-    batch = ["--global-batch-size", "8", "--seq-len", "128" if is_local else "2048"]
-    out = folder / "plan.json"
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright.cli",
-        "plan",
-        str(folder / "config.json"),
-        "--cluster",
-        cluster,
-        *batch,
-    ]
-    done = subprocess.run([*command, "--fix", fixed, "--out", str(out)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    is_cpu = cluster.weakest_device.vendor == "cpu"
+    model = ModelSpec.from_hf(SMALL if is_cpu else LARGE)
+    precision = "fp32" if is_cpu else "bf16-mixed"
+    workload = Workload(seq_len=128 if is_cpu else 2048, global_batch_size=8, precision=precision)
+    plan_for(model, cluster, workload, fixed=parse_assignments(fixed), runnable=True).save(out)
     return out
 
 
@@ -89,20 +82,13 @@ def plain(plan: Path, steps: int) -> float:
 
 def main(cluster: str, out: str, rounds: str = "5", steps: str = "12", only: str = "") -> None:
     """Measure every case and write the result."""
+    machine = measure_local(2) if cluster == "local" else ClusterSpec.parse(cluster)
     with tempfile.TemporaryDirectory() as folder:
-        first = Path(folder) / "first"
-        first.mkdir()
-        devices = (
-            2
-            if cluster.startswith("local")
-            else len(json.loads(make_plan(cluster, "recompute=none", first).read_text())["rank_map"])
-        )
-        plans = {}
-        for name, fixed in cases(devices).items():
-            if only in name:
-                place = Path(folder) / name.replace(" ", "-")
-                place.mkdir()
-                plans[name] = make_plan(cluster, fixed, place)
+        wanted = {name: fixed for name, fixed in cases(machine.num_devices).items() if only in name}
+        plans = {
+            name: make_plan(machine, fixed, Path(folder) / f"{idx}.json")
+            for idx, (name, fixed) in enumerate(wanted.items())
+        }
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
         for turn in range(int(rounds)):
             for name, plan in plans.items():

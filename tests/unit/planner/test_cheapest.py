@@ -131,7 +131,7 @@ def test_plan_with_its_cost_survives_a_json_round_trip(tmp_path) -> None:
 
 def test_answer_is_the_same_every_time() -> None:
     workload = Workload(seq_len=2048, global_batch_size=48)
-    first, second = (cheapest(MODEL, OFFERS, workload, min_tokens_per_s=30e3) for _ in range(2))
+    first, second = (cheapest(MODEL, OFFERS[:2], workload, fixed={"micro_batch_size": 1}) for _ in range(2))
     assert first.layout == second.layout
     assert first.cost.sizes == second.cost.sizes
 

@@ -71,10 +71,10 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     solved = on_parts = 0
     for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
         spec, workload, cluster, space = random_instance(seed)
-        costs = SpaceCosts.of(spec, workload, cluster, space.batch)
+        found = search.search(spec, workload, cluster, space, time_limit_s=600)
+        costs = found.costs
         everything = [search.expand(costs, idx) for idx in range(len(space.batch))]
         times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
-        found = search.search(spec, workload, cluster, space, time_limit_s=600)
         assert bool(found.fitting) == bool(times), seed
         if times:
             solved += 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import pareto, plan
+from meshwright.planner.pareto_front import work_out
 from meshwright.planner.search import REL_GAP, expand_fitting
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
@@ -29,6 +30,7 @@ def test_points_are_the_fastest_layouts_under_their_caps(case: tuple[str, str, i
     points = pareto(spec, machine, workload, fixed=fixed, runnable=runnable, step_fraction=0.04)
     space = build_space(spec, workload, machine, fixed, runnable=runnable)
     costs = SpaceCosts.of(spec, workload, machine, space.batch)
+    work_out(costs)
     assert len(points) >= 2
     assert points[0].cap_bytes == machine.memory_budget_bytes
     for faster, slower in itertools.pairwise(points):
@@ -49,11 +51,15 @@ def test_points_are_the_fastest_layouts_under_their_caps(case: tuple[str, str, i
 
 
 def test_first_point_is_the_fastest_layout_of_the_plan() -> None:
-    spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
-    workload = Workload(seq_len=4096, global_batch_size=32)
-    points = pareto(spec, machine, workload)
-    assert points == pareto(spec, machine, workload)
-    assert points[0].step_time_s == pytest.approx(plan(spec, machine, workload).search.bound_s, rel=2 * REL_GAP)
+    spec, machine = ModelSpec.named("smollm2-1.7b"), ClusterSpec.parse("4xA100-SXM-40GB")
+    workload = Workload(seq_len=4096, global_batch_size=16)
+    fixed = {"micro_batch_size": 1}
+    points = pareto(spec, machine, workload, fixed=fixed, step_fraction=0.05)
+    assert len(points) >= 3
+    assert points == pareto(spec, machine, workload, fixed=fixed, step_fraction=0.05)
+    assert points[0].step_time_s == pytest.approx(
+        plan(spec, machine, workload, fixed=fixed).search.bound_s, rel=2 * REL_GAP
+    )
     assert points[0].tokens_per_s == pytest.approx(workload.tokens_per_step / points[0].step_time_s)
     assert all(sum(point.layers_of_stage) == spec.num_layers for point in points)
     assert all(len(point.layers_of_stage) == point.layout.pp * point.layout.num_model_chunks for point in points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 from meshwright.runtime import loss_scale, parallelize
 from meshwright.runtime.checkpoint import list_checkpoints
+from meshwright.runtime.compiled import require_compilable
 from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.optimizer import build_scheduler
 from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.out_of_memory import naming_rank
 from meshwright.runtime.router_balance import RouterBalance
-from meshwright.schema import ConfigError, Plan
+from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
 from meshwright.schema.model import MoE
 from plans import make_plan, tiny_model
 from small_jobs import WORKLOAD, losses, small_plan, train_here
@@ -147,3 +150,36 @@ def test_router_correction_evens_the_loads() -> None:
 @pytest.fixture
 def one_rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_blocks_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
+    """Traced and differentiated ahead of time, but without generated kernels, whose compilation takes minutes."""
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    )
+    plan = small_plan(Layout(recompute=recompute))
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    models = [parallelize(None, plan, seed=3, compile_blocks=compiled) for compiled in (False, True)]
+    eager, compiled = (model.forward_backward(tokens) for model in models)
+    assert compiled == pytest.approx(eager, rel=1e-6)
+    for (name, mine), (_, theirs) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-6), name  # sums in another order
+
+
+def test_plan_that_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(RuntimeMismatchError, match="--compile does not suit") as caught:
+        require_compilable(small_plan(Layout(pp=2, schedule="zb-h1")))
+    assert "splits backward passes" in caught.value.details[0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rank_without_memory_says_what_was_predicted_and_what_there_is() -> None:
+    with pytest.raises(MeshwrightError) as caught, naming_rank(small_plan(), torch.device("cpu")):
+        torch.empty(2**60)
+    assert caught.value.message == "rank 0 of 1 is out of memory on cpu"
+    assert "allocate" in caught.value.details[0]
+    assert caught.value.details[1].startswith("predicted peak 7 B a rank; this machine has ")
+    with pytest.raises(RuntimeError, match="of another kind"), naming_rank(small_plan(), torch.device("cpu")):
+        raise RuntimeError("of another kind")
