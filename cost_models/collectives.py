@@ -156,19 +156,28 @@ def _mesh_fraction(level: LinkLevel, members: IntArray) -> FloatArray | float:
 
 
 def _interpolated_s(op: Op, points: Sequence[CollectivePoint], size: FloatArray, group: IntArray) -> _SECONDS:
-    """Measured points, log seconds over log size; of another number of ranks in proportion to the bytes through a link.
+    """Measured points of the nearest number of ranks, log seconds over log size; another number in proportion to the bytes through
+    a link.
 
     Beyond the largest message seconds grow in proportion, below the smallest they stay.
     """
-    measured = max({point.group_size for point in points})
-    mine = sorted((point.size_bytes, point.time_s) for point in points if point.group_size == measured)
-    log_size = np.log([float(at) for at, _ in mine])
-    log_time = np.maximum.accumulate(np.log([seconds for _, seconds in mine]))
-    here = size * bus_factor(op, group) / bus_factor(op, np.asarray(measured))
-    log_here = np.log(np.maximum(here, 1.0))
-    seconds = np.exp(np.interp(log_here, log_size, log_time)) * np.exp(np.maximum(log_here - log_size[-1], 0.0))
-    latency = np.full(size.shape, float(np.exp(log_time[0])))
-    return latency, np.maximum(seconds - latency, 0.0)
+    sizes = np.unique([point.group_size for point in points])
+    nearest = sizes[np.argmin(np.abs(np.log(sizes)[:, None] - np.log(np.maximum(group.ravel(), 1))[None]), axis=0)]
+    nearest = nearest.reshape(group.shape)
+    latency, transfer = np.zeros(size.shape), np.zeros(size.shape)
+    for measured in sizes:
+        rows = nearest == measured
+        if not np.any(rows):
+            continue
+        mine = sorted((point.size_bytes, point.time_s) for point in points if point.group_size == measured)
+        log_size = np.log([float(at) for at, _ in mine])
+        log_time = np.maximum.accumulate(np.log([seconds for _, seconds in mine]))
+        here = size[rows] * bus_factor(op, group[rows]) / bus_factor(op, np.asarray(measured))
+        log_here = np.log(np.maximum(here, 1.0))
+        seconds = np.exp(np.interp(log_here, log_size, log_time)) * np.exp(np.maximum(log_here - log_size[-1], 0.0))
+        latency[rows] = float(np.exp(log_time[0]))
+        transfer[rows] = np.maximum(seconds - latency[rows], 0.0)
+    return latency, transfer
 
 
 def bus_factor(op: Op, group: IntArray) -> FloatArray:

@@ -102,8 +102,16 @@ Compiled, Llama-3-8B on H100 (HBM2e) takes 0.39 s a step less (torchtitan benchm
 """
 
 
-def kernels_of(engine: str, fusion: str) -> EngineKernels:
+NORM_ON_CPU = Passes(7, 19, 6, 13)
+"""F.rms_norm on a CPU, which has no fused kernel: square, mean, product and weight; gradients of each, those over rows and over
+tokens as sums of their own. Without casts: CPUs train in fp32.
+"""
+
+
+def kernels_of(engine: str, fusion: str, *, on_cpu: bool = False) -> EngineKernels:
     """The memory-bound kernels of an engine under a workload's ``fusion``."""
+    if on_cpu and fusion == "engine":
+        return ENGINE_KERNELS[engine]._replace(norm=NORM_ON_CPU)
     if fusion == "compiled":
         return COMPILED
     kernels = _TORCH if fusion == "eager" else ENGINE_KERNELS[engine]

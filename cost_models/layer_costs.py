@@ -26,6 +26,7 @@ from .experts import expert_parallel_s, expert_params, routed_part, token_share
 from .host_dispatch import compute_s, waiting_s
 from .host_memory import host_link_bytes_per_s
 from .layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch
+from .measured_attention import with_measured_attention
 from .measured_layers import as_measured
 from .operators import FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 from .parameters import frozen_bytes, tp_params, trained_params
@@ -221,6 +222,7 @@ def _operators(layer: Layer, setting: Setting) -> tuple[Operator, ...]:
         engine=workload.engine,
         dropout=workload.dropout,
         fusion=workload.fusion,
+        on_cpu=setting.cluster.weakest_device.vendor == "cpu",
     )
     return operators if workload.adapters is None else with_adapters(operators, workload.adapters)
 
@@ -248,6 +250,7 @@ def _operator_times(operators: tuple[Operator, ...], setting: Setting) -> list[O
         else of(op, setting.tokens, batch.tp, batch.sequence_parallel)
         for op in operators
     ]
+    times = [with_measured_attention(op, time, setting, of) for op, time in zip(operators, times, strict=True)]
     return [time.at(like) for time in times]
 
 

@@ -127,12 +127,13 @@ def layer_operators(
     engine: Engine = "fsdp2",
     dropout: bool = False,
     fusion: Fusion = "engine",
+    on_cpu: bool = False,
 ) -> tuple[Operator, ...]:
     """Operators of one layer in an engine, forward order.
 
     ``unfused`` attention computes and stores whole [heads, seq, seq] scores.
     """
-    kernels = kernels_of(engine, fusion)
+    kernels = kernels_of(engine, fusion, on_cpu=on_cpu)
     if not isinstance(layer, MTPHead) and layer.traced is not None:
         return traced_operators(layer.traced)
     if isinstance(layer, Embedding):
@@ -143,7 +144,14 @@ def layer_operators(
         norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens", kernels) for i in range(3))
         projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
         block = layer_operators(
-            layer.block, hidden_dim, seq_len, unfused=unfused, engine=engine, dropout=dropout, fusion=fusion
+            layer.block,
+            hidden_dim,
+            seq_len,
+            unfused=unfused,
+            engine=engine,
+            dropout=dropout,
+            fusion=fusion,
+            on_cpu=on_cpu,
         )
         return (*norms, projection, *block)
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))

@@ -83,9 +83,16 @@ def _with_points(level: LinkLevel, points: tuple[CollectivePoint, ...]) -> LinkL
 
 
 def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
-    """The link between nodes: the same fit as inside, over the bytes that leave a node."""
-    link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}")
+    """The link between nodes, for each device: of rings over all ranks every node's devices carry their part of what leaves it.
+
+    The points are of whole hierarchies and no curve of this link alone: its rates and latencies follow from them, they do not stand
+    in for it.
+    """
+    link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}").replace(measured=())
+    each = profile.machine.num_devices // profile.machine.num_nodes
     lines = {op: _line([p for p in _widest(points) if p.op == op]) for op in OPS}
+    shared = ("all_reduce", "all_gather", "reduce_scatter")
+    lines = {op: (latency, rate / each if op in shared else rate) for op, (latency, rate) in lines.items()}
     best = max(rate for _, rate in lines.values())
     return link.replace(
         name=f"{link.name}-nodes", kind="scale-out", title="between the measured nodes", bandwidth_bytes_per_s=best,
