@@ -105,6 +105,10 @@ def apply(
     save_adapters: Annotated[
         str | None, typer.Option(help="Folder for trained adapters at the end, as peft reads them.", show_default=False)
     ] = None,
+    zeroth_order: Annotated[
+        bool,
+        typer.Option("--zeroth-order", help="Train by two forward passes, without backward passes and their memory."),
+    ] = False,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
     nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
     node_rank: Annotated[
@@ -145,7 +149,7 @@ def apply(
             checkpoint_every=checkpoint_every, resume=resume, tokenizer=tokenizer, restart_data=restart_data,
             schedule=schedule, warmup_steps=warmup_steps, router_bias_rate=router_bias_rate, compile_blocks=compile_blocks,
             keep_checkpoints=keep_checkpoints, checkpoint_beside=checkpoint_beside, weights=weights, save_weights=save_weights,
-            save_adapters=save_adapters,
+            save_adapters=save_adapters, zeroth_order=zeroth_order,
         )  # fmt: skip
         job = Job(
             plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, hang_timeout_s=hang_timeout_s,
@@ -159,7 +163,7 @@ def apply(
             _refuse_training_options(
                 script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output, tokenizer,
                 compile_blocks, checkpoint_beside, restart_data, weights, save_weights,
-                save_adapters,
+                save_adapters, zeroth_order,
             )  # fmt: skip
             run(loaded, job)
             return

@@ -12,11 +12,16 @@ from .models.init import local_tensor
 from .offload_optimizer import OffloadedAdamW
 from .options import TrainOptions
 from .parallel_model import ParallelModel
-from .zeroth_order import ZerothOrderSGD
+from .zeroth_order import ZerothOrderSGD, require_zeroth_order
 
 
 def build_optimizer(
-    model: ParallelModel, *, learning_rate: float, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)
+    model: ParallelModel,
+    *,
+    learning_rate: float,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    zeroth_order: bool = False,
 ) -> torch.optim.Optimizer:
     """AdamW or SGD (no momentum), as the plan's workload says; norms and biases are not decayed.
 
@@ -33,7 +38,8 @@ def build_optimizer(
         for is_spread in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
-    if model.plan.workload.method == "zeroth-order":
+    if zeroth_order:
+        require_zeroth_order(model.plan)
         return ZerothOrderSGD(model, groups, learning_rate=learning_rate)
     if model.plan.workload.optimizer == "sgd":
         # DTensor has no fused SGD, and the foreach one would hold a decayed copy of all gradients.

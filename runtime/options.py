@@ -30,6 +30,8 @@ class TrainOptions(Frozen):
         resume: go on from the newest checkpoint where there is one.
         weights: folder of Hugging Face weights to start from; unset, initial ones.
         save_weights: folder to write such weights to at the end; adapters are merged into them.
+        zeroth_order: two forward passes instead of a backward pass (runtime/zeroth_order.py); of the plan's estimate then only
+            the layout means anything.
         save_adapters: folder to write low-rank adapters to at the end, as peft reads them.
         compile_blocks: let torch.compile fuse the operators of each block.
         router_bias_rate: by how much a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3).
@@ -54,6 +56,7 @@ class TrainOptions(Frozen):
     weights: str | None = None
     save_weights: str | None = None
     save_adapters: str | None = None
+    zeroth_order: bool = False
     compile_blocks: bool = False
     router_bias_rate: NonNegativeFloat = 1e-3
 

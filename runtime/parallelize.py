@@ -119,7 +119,6 @@ def _not_of_foreign(plan: Plan) -> tuple[str, ...]:
     lacking = {
         "an offload schedule": plan.offload is not None,
         "adapters": plan.workload.adapters is not None,
-        "zeroth-order training": plan.workload.method == "zeroth-order",
     }
     return tuple(
         f"{name} for a module that is no Decoder   [foreign_module]" for name, wanted in lacking.items() if wanted

@@ -29,6 +29,7 @@ from .parallelize import parallelize
 from .samples import TokenBatches, TokenStream
 from .step_parts import waiting_timed
 from .training_run import TrainingRun, gather
+from .zeroth_order import require_zeroth_order
 
 
 def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
@@ -62,6 +63,8 @@ def check_weight_options(plan: Plan, options: TrainOptions) -> None:
     Raises:
         ConfigError: they are of another model or damaged, or the place cannot be written.
     """
+    if options.zeroth_order:
+        require_zeroth_order(plan)
     if options.save_adapters and plan.workload.adapters is None:
         raise ConfigError("--save-adapters, but the plan trains no adapters", help="plan with --train lora:r=16")
     if options.weights:
@@ -100,8 +103,9 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
                 "the ranks found different data", help="give --data a folder that all nodes share"
             )
         optimizer = build_optimizer(
-            model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas
-        )
+            model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas,
+            zeroth_order=options.zeroth_order,
+        )  # fmt: skip
         is_reporter = dist.get_rank() == plan.rank_map[0]
         writer = MetricsWriter(report if is_reporter else None, append=True)  # after what ranks wrote before a restart
         run = TrainingRun(model, optimizer, options, meter, writer, data)

@@ -14,10 +14,27 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from ..schema.errors import RuntimeMismatchError
+from ..schema.plan import Plan
 from .models.init import local_part, local_tensor, parameter_seed
 
 if TYPE_CHECKING:
     from .parallel_model import ParallelModel
+
+
+def require_zeroth_order(plan: Plan) -> None:
+    """Refuse plans that cannot be trained so.
+
+    Raises:
+        RuntimeMismatchError: a pipeline, or an offload schedule.
+    """
+    if plan.layout.pp > 1 or plan.offload is not None:
+        raise RuntimeMismatchError(
+            "zeroth-order training does not run over a pipeline, nor with an offload schedule",
+            details=(f"pp {plan.layout.pp}, offload {plan.layout.offload}",),
+            help="plan with --fix pp=1 and without --offload",
+        )
+
 
 EPSILON = 1e-3
 """Source: the paper's experiments (appendix E)."""

@@ -33,9 +33,6 @@ def why_not_trainable(workload: Workload) -> tuple[str, ...]:
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
     """``reason [name]`` of everything in a plan's offload schedule that the installed torch or this version cannot execute."""
     schedule = plan.offload
-    is_zeroth, layout = plan.workload.method == "zeroth-order", plan.layout
-    if is_zeroth and (layout.pp > 1 or schedule is not None):
-        return ("zeroth-order training over a pipeline, or with an offload schedule   [zeroth_order]",)
     if schedule is None:
         return ()
     reasons = [*_of_states(plan, schedule), *_of_streamed_parameters(plan, schedule)]

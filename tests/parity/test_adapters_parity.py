@@ -36,7 +36,7 @@ class Setup:
     @property
     def plan(self) -> Plan:
         if self.is_zeroth:
-            return make_plan(MODEL, self.layout, workload=WORKLOAD.replace(adapters=None, method="zeroth-order"))
+            return make_plan(MODEL, self.layout, workload=WORKLOAD.replace(adapters=None))
         plan = make_plan(MODEL, self.layout, workload=WORKLOAD)
         if not self.offloads:
             return plan
@@ -66,7 +66,10 @@ FOUR = (
 
 
 def run(setups: tuple[Setup, ...], folder: Path) -> dict[str, list[Outcome]]:
-    cases = [Case(setup.name, setup.plan, saves=setup.saves, resumes=setup.resumes) for setup in setups]
+    cases = [
+        Case(setup.name, setup.plan, saves=setup.saves, resumes=setup.resumes, zeroth_order=setup.is_zeroth)
+        for setup in setups
+    ]
     return run_group(setups[0].layout.world_size, cases, folder)
 
 

@@ -10,14 +10,10 @@ import torch
 import torch.distributed as dist
 from meshwright.runtime import build_optimizer, parallelize
 from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.train import prepare_options
 from meshwright.runtime.zeroth_order import ZerothOrderSGD
-from meshwright.schema import Layout, Plan, RuntimeMismatchError
+from meshwright.schema import Layout, RuntimeMismatchError
 from small_jobs import losses, small_plan, train_here
-
-
-def zeroth(layout: Layout | None = None) -> Plan:
-    plan = small_plan(layout or Layout(micro_batch_size=2))
-    return plan.replace(workload=plan.workload.replace(method="zeroth-order"))
 
 
 @pytest.fixture
@@ -29,10 +25,10 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_the_slope_is_the_gradient_along_the_direction() -> None:
-    plan = zeroth()
+    plan = small_plan(Layout(micro_batch_size=2))
     tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
     model = parallelize(None, plan)
-    optimizer = build_optimizer(model, learning_rate=1e-4)
+    optimizer = build_optimizer(model, learning_rate=1e-4, zeroth_order=True)
     assert isinstance(optimizer, ZerothOrderSGD)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     loss = model.forward_backward(tokens)
@@ -56,12 +52,12 @@ def test_the_slope_is_the_gradient_along_the_direction() -> None:
 def test_a_run_trains_without_a_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backwards: list[int] = []
     monkeypatch.setattr(torch.Tensor, "backward", lambda *_: backwards.append(1))
-    records = train_here(monkeypatch, zeroth(), TrainOptions(steps=3, learning_rate=1e-5), tmp_path / "run.jsonl")
+    options = TrainOptions(steps=3, learning_rate=1e-5, zeroth_order=True)
+    records = train_here(monkeypatch, small_plan(), options, tmp_path / "run.jsonl")
     assert len(losses(records)) == 3
     assert len(backwards) <= 1  # the memory meter's own, before the first step
 
 
 def test_pipelines_are_refused() -> None:
-    with pytest.raises(RuntimeMismatchError) as error:
-        parallelize(None, zeroth(Layout(pp=2)))
-    assert any("[zeroth_order]" in detail for detail in error.value.details)
+    with pytest.raises(RuntimeMismatchError, match="does not run over a pipeline"):
+        prepare_options(small_plan(Layout(pp=2)), TrainOptions(zeroth_order=True))
