@@ -51,6 +51,7 @@ def test_name_in_method_exists(name: str) -> None:
         "docs/method.md",
         "docs/cluster.md",
         "docs/accuracy.md",
+        "docs/calibration.md",
         "docs/experts.md",
         "docs/engines.md",
         "docs/training.md",
