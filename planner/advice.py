@@ -4,7 +4,7 @@
 |---|---|
 | what was fixed | without each of the fields, then without any |
 | space, engine | all of the engine instead of what `apply` executes; megatron and deepspeed |
-| offload | of the optimizer states, with the parameters, with the activations |
+| offload | for fsdp2 a schedule (docs/offload.md); else of the optimizer states, with the parameters, with the activations |
 | devices | the least number found by bisection over numbers that the batch divides over (`growth.sizes`) |
 | precision | bf16-mixed instead of fp32; parameters, gradients and states in bf16; gradients in the dtype of the products |
 | seq_len, global_batch_size | halved until something fits, then one and a half times that |
@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..schema import SolverLimitError, Workload
+from ..schema import ConfigError, InfeasibleError, SolverLimitError, Workload
 from ..schema.layout import format_assignments
 from ..schema.runnable import why_not_runnable
 from ..schema.units import format_bytes, format_seconds
 from ..schema.workload import Engine
 from .deadline import Deadline
 from .growth import grown, sizes
+from .offload_request import OffloadRequest
 from .request import Request
 from .verify import Fit, estimate_of, find_fit
 
@@ -85,17 +86,17 @@ class _Advisor:
     """Looks for changes of one request until a deadline."""
 
     def __init__(self, request: Request, deadline: Deadline, *, lean: bool) -> None:
-        self.request, self._deadline, self._lean = request, deadline, lean
+        self.request, self.deadline, self.lean = request, deadline, lean
 
     def fit(self, request: Request) -> Fit | None:
         """A layout that fits, of all where there are not too many, else of the lean ones."""
-        found = None if self._lean else find_fit(request, self._deadline)
-        return found or find_fit(request, self._deadline, lean=True)
+        found = None if self.lean else find_fit(request, self.deadline)
+        return found or find_fit(request, self.deadline, lean=True)
 
     def first_fit(self, request: Request) -> Fit | None:
         """The same, but as soon as there is one: lean ones tell quickly."""
-        found = find_fit(request, self._deadline, lean=True, first=True)
-        return found if found or self._lean else find_fit(request, self._deadline, first=True)
+        found = find_fit(request, self.deadline, lean=True, first=True)
+        return found if found or self.lean else find_fit(request, self.deadline, first=True)
 
     def change(self, kind: Kind, text: str, request: Request, fit: Fit | None = None) -> Iterator[Change]:
         """The change, if something fits with it."""
@@ -196,8 +197,43 @@ def _spaces(a: _Advisor) -> Iterator[Change]:
             yield from a.change("engine", f"run it by {engine} (--engine {engine})", other)
 
 
+def _scheduled(a: _Advisor) -> Iterator[Change]:
+    """As a schedule that `plan --offload auto` finds: a first one, which that may only improve on."""
+    request = a.request
+    names = ("offload", "offload_activations", "offload_fraction", "offload_to")
+    if request.workload.engine != "fsdp2" or request.cluster.is_mixed or request.fixed.get("pp", 1) != 1:
+        return
+    if any(name in request.fixed for name in names):
+        return
+    fixed = request.fixed if not a.lean else {"micro_batch_size": 1, **request.fixed}
+    from .offload import offloaded_layout, search_offload  # its solver is not needed without
+
+    try:
+        found = search_offload(
+            request.model,
+            request.cluster,
+            request.workload,
+            request=OffloadRequest(),
+            fixed=fixed,
+            runnable=request.runnable,
+            deadline=a.deadline,
+            first=True,
+        )
+    except (ConfigError, InfeasibleError):
+        return
+    if found is not None:
+        found = offloaded_layout(request.model, request.cluster, request.workload, found.layout, OffloadRequest())
+        text = f"offload (--offload auto) to {format_bytes(found.schedule.host_bytes)} of host memory a node"
+        executed = request.runnable and not why_not_runnable(request.model, request.workload)
+        yield Change("offload", text, request, Fit(found.layout, found.estimate), executed)
+
+
 def _offloads(a: _Advisor) -> Iterator[Change]:
-    """To the host's memory; of each kind no more than is needed."""
+    """To the host's memory: by a schedule, or by the layout's own switches, of each kind no more than is needed."""
+    scheduled = list(_scheduled(a))
+    yield from scheduled
+    if scheduled:
+        return
     choices: tuple[dict[str, Any], ...] = (
         {"offload": "optimizer"},
         {"offload_activations": 1.0},

@@ -79,8 +79,6 @@ def _of_workload(workload: Workload | None) -> list[str]:
     reasons: list[str] = []
     if workload.precision in ("fp8", "nvfp4", "bf16"):
         reasons.append("bf16 without fp32 masters" if workload.precision == "bf16" else workload.precision)
-    if workload.method == "zeroth-order":
-        reasons.append("zeroth-order training")
     if workload.adapters is not None and workload.adapters.frozen != "16-bit":
         reasons.append(f"adapters beside a model frozen in {workload.adapters.frozen}")
     if workload.adapters is not None and workload.adapters.dropout:

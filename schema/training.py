@@ -1,4 +1,4 @@
-"""What of a model is trained, as a user writes it: ``full``, ``lora:r=16,targets=qkv+out`` or ``zeroth-order``."""
+"""What of a model is trained, as a user writes it: ``full``, or ``lora:r=16,targets=qkv+out``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ def parse_training(text: str) -> dict[str, Any]:
     how, colon, rest = text.partition(":")
     if how == "full" and not colon:
         return {}
-    if how == "zeroth-order" and not colon:
-        raise ConfigError(
-            "zeroth-order training is not planned yet", help="--train lora:r=16 holds little more than the model"
-        )
     if how == "lora":
         return {"adapters": _adapters(rest)}
     raise ConfigError(
         f"--train {text!r} is unknown",
-        help="full, lora:r=16,targets=qkv+out, lora:r=64,frozen=nf4, zeroth-order",
+        help="full, lora:r=16,targets=qkv+out, lora:r=64,frozen=nf4",
     )
 
 

@@ -53,8 +53,6 @@ class Workload(Frozen):
         fusion: of memory-bound kernels: as the engine has them, by torch.compile, or eager with RMSNorm as separate kernels
             (torch before 2.8); eager is plain model code, where each kernel keeps what it read besides.
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
-        method: how gradients come: by a backward pass; or zeroth-order, estimated from the losses of two forward passes with all
-            parameters moved by random numbers either way, which keeps no activations, gradients or states (arXiv:2305.17333).
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
@@ -75,7 +73,6 @@ class Workload(Frozen):
     optimizer: Optimizer = "adamw"
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
-    method: Literal["backward", "zeroth-order"] = "backward"
     adapters: LowRank | None = None
     document_len: Count | None = None
     dropout: bool = False

@@ -56,6 +56,7 @@ def test_name_in_method_exists(name: str) -> None:
         "docs/engines.md",
         "docs/training.md",
         "docs/report.md",
+        "docs/offload.md",
     ],
 )
 def test_files_named_in_documents_exist(document: str) -> None:

@@ -1,0 +1,145 @@
+"""Generated offload problems, and the all-or-nothing policies that tools offer today, on equal terms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from meshwright.solvers.offload_instance import OPTIONS, Allowed, Choice, Instance, Links
+from meshwright.solvers.offload_simulation import Simulated, check, simulate
+
+KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY = range(len(OPTIONS))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device with its host: FLOPs a second in use, memory, bytes of its link a second, parameters a CPU updates a second."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float
+    host_params_per_s: float
+
+
+MACHINES = (
+    Machine("4090", 165e12 * 0.5, 24e9, 22e9, 1.2e9),
+    Machine("a100-40", 312e12 * 0.5, 40e9, 22e9, 2e9),
+    Machine("a100-80", 312e12 * 0.5, 80e9, 22e9, 2e9),
+    Machine("h100", 990e12 * 0.45, 80e9, 50e9, 3e9),
+    Machine("gh200", 990e12 * 0.45, 96e9, 300e9, 4e9),
+)
+"""Rates as the prototype of this comparison assumed them: utilisation 45 to 50 %, PCIe 4 and 5 and NVLink-C2C, Adam on the host."""
+
+MODELS = ((32, 4096), (40, 5120), (60, 6656), (80, 8192))
+"""Blocks and hidden width of the Llama family's 7, 13, 30 and 70 B."""
+
+
+def problem(
+    machine: Machine,
+    blocks: int,
+    width: int,
+    *,
+    sequences: int,
+    microbatches: int,
+    ranks: int,
+    spread: float = 0.0,
+    seed: int = 0,
+) -> Instance:
+    """A model of equal blocks (or such that differ by up to ``spread``) with states sharded over ``ranks``; sequences of 4,096."""
+    size, tokens, block = blocks + 2, sequences * 4096, 12 * width * width
+    scale = np.random.default_rng(seed).uniform(1 - spread, 1 + spread, size)
+    is_block = np.ones(size)
+    is_block[[0, -1]] = 0.0
+    each = (2 * block * tokens + 2 * tokens * 4096 * width) / machine.flops_per_s
+    forward = each * scale * is_block
+    forward[-1] = 2 * tokens * width * 32_000 / machine.flops_per_s
+    params = np.where(is_block, block * scale, 32_000.0 * width)
+    owned = params / ranks
+    saved, boundary = 34.0 * tokens * width * scale * is_block, 2.0 * tokens * width * is_block
+    by_option = np.stack([saved, 0.6 * saved, boundary, saved, boundary])
+    moves = np.array([0, 0, 0, 1, 1])[:, None]
+    return Instance(
+        forward_s=forward,
+        backward_s=2 * forward,
+        kind=np.arange(size) if spread else np.array([0, *[1] * blocks, 2]),
+        allowed=np.where(is_block, True, np.arange(len(OPTIONS))[:, None] == KEEP),
+        repeated_s=np.array([0, 0.05, 0.85, 0, 0.85])[:, None] * forward * is_block,
+        kept_bytes=by_option * (1 - moves),
+        moved_bytes=by_option * moves,
+        working_bytes=np.array([0.1, 0.4, 1.0, 0.1, 1.0])[:, None] * saved,
+        parameter_bytes=4 * owned,
+        copy_bytes=0 * owned,
+        streamable=np.ones(size, dtype=bool),
+        gradient_bytes=4 * owned,
+        state_bytes=8 * owned,
+        device_update_s=28 * owned / 1.5e12,
+        host_update_s=owned / machine.host_params_per_s * ranks,
+        links=Links(
+            to_host_bytes_per_s=machine.link_bytes_per_s, to_device_bytes_per_s=machine.link_bytes_per_s, duplex=0.6
+        ),
+        may=Allowed(),
+        fixed_bytes=3 * 2 * float(params.max()) + 1.5e9,
+        turn_bytes=2.0 * tokens * 32_000,
+        update_bytes=0.0,
+        cap_bytes=0.95 * machine.memory_bytes,
+        host_cap_bytes=2e12 / ranks,
+        num_microbatches=microbatches,
+        gradients_accumulate=microbatches > 1,
+    )
+
+
+def cases() -> Iterator[tuple[str, Instance]]:
+    """Forty problems: models on machines that hold them only in part, with and without accumulation."""
+    for (blocks, width), machine, microbatches in itertools.product(MODELS, MACHINES, (1, 8)):
+        ranks = 1 if blocks < 60 else 8
+        sequences = max(1, round(machine.memory_bytes / 20e9))
+        name = f"{blocks} blocks of {width} on {ranks} x {machine.name}, {microbatches} x {sequences} sequences"
+        yield name, problem(machine, blocks, width, sequences=sequences, microbatches=microbatches, ranks=ranks)
+
+
+def policy(instance: Instance, option: int, where: str, share: float = 1.0) -> Choice:
+    """The same for all blocks; ``where``: host, streamed, parameters; of the first ``share`` of the layers."""
+    none = np.zeros(instance.num_layers, dtype=bool)
+    some = np.arange(instance.num_layers) < round(share * instance.num_layers)
+    is_block = instance.allowed[FULL]
+    names = {"host": "host_optimizer", "streamed": "streamed_optimizer", "parameters": "parameters"}
+    masks = dict.fromkeys((*names.values(), "storage"), none)
+    if where != "device":
+        masks[names[where]] = some
+    return Choice(option=np.where(is_block, option, KEEP), **masks)
+
+
+def fitting(instance: Instance, choices: list[Choice]) -> float:
+    """Seconds of the fastest of some choices that fits; infinite if none does."""
+    found: list[Simulated] = []
+    for choice in choices:
+        for prefetch in (1, 2):
+            simulated = simulate(instance, choice, prefetch=prefetch)
+            if not check(instance, choice, simulated):
+                found.append(simulated)
+    return min((simulated.step_s for simulated in found), default=np.inf)
+
+
+def best_uniform_s(instance: Instance) -> float:
+    """The best all-or-nothing policy: one option for all blocks, all states or parameters in one place, any of them."""
+    wheres = ("device", "host", "streamed", "parameters")
+    return fitting(instance, [policy(instance, option, where) for option in range(5) for where in wheres])
+
+
+def tuned_uniform_s(instance: Instance) -> float:
+    """The same with the part of the states that is offloaded tuned in eighths."""
+    shares = [(where, k / 8) for where in ("host", "streamed", "parameters") for k in range(1, 9)]
+    choices = [policy(instance, option, where, share) for option in range(5) for where, share in shares]
+    return fitting(instance, [*choices, *(policy(instance, option, "device") for option in range(5))])
+
+
+def peers_s(instance: Instance) -> dict[str, float]:
+    """What three tools do by default where a model does not fit, full recompute on."""
+    return {
+        "ZeRO-Offload": fitting(instance, [policy(instance, FULL, "host")]),
+        "ZeRO-Infinity": fitting(instance, [policy(instance, BOUNDARY, "parameters")]),
+        "FSDP2 CPUOffloadPolicy": fitting(instance, [policy(instance, FULL, "parameters")]),
+    }
