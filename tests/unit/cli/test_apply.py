@@ -15,9 +15,11 @@ import psutil
 import pytest
 import typer
 from meshwright.cli.apply import ApplyCommand, apply
+from meshwright.profilers.machine import identify
 from meshwright.runtime.checkpoint import list_checkpoints
 from meshwright.runtime.machine import num_cores
 from meshwright.schema import Layout, Plan
+from meshwright.schema.profile import Profile
 from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan
 from typer.testing import CliRunner
 
@@ -80,6 +82,21 @@ def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
     )
     assert "step 12/12" in messages
     assert "measured / predicted" in messages
+
+
+def test_profile_of_another_machine_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    machine = identify(2).replace(device="NVIDIA H200", torch="1.0")
+    profile = Profile(
+        machine=machine, created="2026-01-01", duration_s=1.0, memory_bandwidth_bytes_per_s=1e10, device_memory_bytes=2**32
+    )  # fmt: skip
+    profile.sealed().save(tmp_path / "profile.json")
+    code, messages = in_process(
+        "--profile", str(tmp_path / "profile.json"), saved(small_plan(Layout(dp_replicate=2)), tmp_path)
+    )
+    assert code == 2
+    assert "device: measured on NVIDIA H200" in messages
+    assert "torch: measured on 1.0" in messages
+    assert "--allow-foreign-profile" in messages
 
 
 BUSY_RANK = """
