@@ -46,15 +46,22 @@ def measure(
             model, seq_len, micro_batch_size, budget_s=budget_s, out=out, parts=parts, nvme=nvme, resume=resume
         )
         found = _measure(task, ranks, started_at)
-        if found is None:
-            return
-        if json_output:
-            typer.echo(found.model_dump_json(indent=2))
-            return
-        from .profile_tables import show_profile
+        if found is not None:
+            _report(found, out, as_json=json_output)
+        if _is_rank():
+            from ..runtime.profile_worker import leave
 
+            leave()
+
+
+def _report(found: Profile, out: Path, *, as_json: bool) -> None:
+    from .profile_tables import show_profile
+
+    if as_json:
+        typer.echo(found.model_dump_json(indent=2))
+    else:
         show_profile(found)
-        typer.echo(f"profile in {out}", err=True)
+    typer.echo(f"wrote {out}; next: meshwright plan MODEL --profile {out} ...", err=True)
 
 
 def _task(
@@ -124,8 +131,7 @@ def _measure(task: Task, ranks: int | None, started_at: float) -> Profile | None
     from ..profilers.launching import launch_ranks
     from ..profilers.machine import available_memory, busy_fraction, identify, require_free_memory
 
-    in_job = _is_rank()
-    if in_job:
+    if _is_rank():
         from ..runtime.profile_worker import measure_as_rank
 
         with _progress(quiet=False) as tell:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,11 +43,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        min_length = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-        if func is _aten.bincount.default and min_length:
-            # Its length depends on the data; the experts of a router's tokens are below the length that it asks for.
-            result = args[0].new_empty(min_length, dtype=torch.int64)
-        else:
+        result = _of_fake(func, args, kwargs)
+        if result is None:
             result = func(*args, **kwargs)
         self.track(tree_leaves(result))
         return result
@@ -71,3 +69,23 @@ class LiveBytes(TorchDispatchMode):
     def _grow(self, size: int) -> None:
         self.current += size
         self.peak = max(self.peak, self.current)
+
+
+def _of_fake(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """What torch cannot tell of fake tensors; None for all else.
+
+    The length of a count depends on the data; those of a router's tokens are below the length that it asks for. The shape of a
+    grouped product is only known to torch in bf16.
+    """
+    if not args or not isinstance(args[0], FakeTensor):
+        return None
+    first = args[0]
+    if func is _aten.bincount.default:
+        least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+        return first.new_empty(least, dtype=torch.int64) if least else None
+    if func is _aten._grouped_mm.default and first.dtype != torch.bfloat16:
+        second, ends = args[1], args[2] if len(args) > 2 else kwargs["offs"]
+        if first.dim() == second.dim() == 2:
+            return first.new_empty(len(ends), first.shape[0], second.shape[1])
+        return first.new_empty(first.shape[0], second.shape[-1])
+    return None

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..schema.layout import Recompute
-from ..schema.model import Block, Embedding, Head, ModelSpec, MoE, SoftmaxAttention
-from .loss import cross_entropy
-from .models.decoder import DecoderBlock
-from .models.norm import RMSNorm
-from .models.rotary import Rotary
-from .recompute import recomputing
+from ..schema.model import Block, Embedding, Head, LayerRun, ModelSpec, MoE, SoftmaxAttention
+from .models.decoder import Decoder
+from .models.init import init_weights
+from .recompute import apply_recompute
 
 MeasuredLayer = Embedding | Block | Head
 
@@ -89,55 +87,48 @@ def shard_of(layer: MeasuredLayer, tp: int) -> MeasuredLayer:
         return layer
     if not isinstance(layer, Block):
         return layer.replace(vocab_size=layer.vocab_size // tp)
-    attention = layer.attention.replace(num_heads=layer.attention.num_heads // tp)
-    if isinstance(attention, SoftmaxAttention):
-        attention = attention.replace(num_kv_heads=attention.num_kv_heads // tp)
+    heads = {"num_heads": layer.attention.num_heads // tp}
+    if isinstance(layer.attention, SoftmaxAttention):
+        heads["num_kv_heads"] = layer.attention.num_kv_heads // tp
     widths = {"ffn_dim": layer.mlp.ffn_dim // tp}
     if isinstance(layer.mlp, MoE):
         widths["shared_ffn_dim"] = layer.mlp.shared_ffn_dim // tp
-    return layer.replace(attention=attention, mlp=layer.mlp.replace(**widths))
+    return layer.replace(attention=layer.attention.replace(**heads), mlp=layer.mlp.replace(**widths))
 
 
-def build_layer(case: LayerCase, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    """The module on a device with weights as at the start of training, and what makes its inputs."""
+def build_layer(
+    case: LayerCase, device: torch.device, *, is_fake: bool = False
+) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    """The layer on a device with weights as at the start of training, and what makes its inputs.
+
+    It is a decoder with this shard as its only block, of which the other layers were dropped before any has memory. Fake tensors
+    (``is_fake``) have none in any case, and cannot be materialised.
+    """
     kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[case.dtype]
     before = torch.get_default_dtype()
     torch.set_default_dtype(kind)
     try:
-        with device:
-            module = _module(case)
+        with device if is_fake else torch.device("meta"):
+            decoder = Decoder(_shallow(case))
     finally:
         torch.set_default_dtype(before)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-    return module, functools.partial(_inputs, case, device, kind)
+    decoder.keep({("embedding", "block", "head").index(case.layer.kind)})
+    apply_recompute(decoder, lambda _: case.recompute)
+    if not is_fake:
+        decoder.to_empty(device=device)
+        decoder.tie()
+        init_weights(decoder, seed=0)
+    return decoder, functools.partial(_inputs, case, device, kind)
 
 
-class _HeadWithLoss(nn.Module):
-    """Final norm, output projection and the loss over this rank's part of the vocabulary."""
-
-    def __init__(self, hidden_dim: int, vocab_size: int, eps: float) -> None:
-        super().__init__()
-        self.norm = RMSNorm(hidden_dim, eps)
-        self.lm_head = nn.Linear(hidden_dim, vocab_size, bias=False)
-
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(self.lm_head(self.norm(hidden)), targets)
-
-
-def _module(case: LayerCase) -> nn.Module:
-    layer, model = shard_of(case.layer, case.tp), case.model
-    if isinstance(layer, Embedding):
-        return nn.Embedding(layer.vocab_size, model.hidden_dim)
-    if isinstance(layer, Head):
-        return _HeadWithLoss(model.hidden_dim, layer.vocab_size, model.norm_eps)
-    assert model.rope is not None
-    attention = layer.attention
-    rotated = attention.head_dim if isinstance(attention, SoftmaxAttention) else attention.qk_rope_head_dim
-    block = DecoderBlock(model, layer, Rotary(model.rope, rotated), "flash")
-    recomputing(block, case.recompute)
-    return block
+def _shallow(case: LayerCase) -> ModelSpec:
+    """The model with one block, all layers as one of tp ranks has them."""
+    model = case.model
+    block = case.layer if isinstance(case.layer, Block) else model.block_runs[0][0]
+    layers = [shard_of(model.embedding, case.tp), block, shard_of(model.head, case.tp)]
+    if isinstance(case.layer, Block):
+        layers = [model.embedding, shard_of(block, case.tp), model.head]
+    return model.replace(layers=tuple(LayerRun(layer=layer) for layer in layers))
 
 
 def _inputs(case: LayerCase, device: torch.device, kind: torch.dtype) -> tuple[Tensor, ...]:

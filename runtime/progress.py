@@ -51,7 +51,7 @@ class ProgressFile:
         path.write_bytes(bytes(_RECORD.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _RECORD.size)
-        self._stacks = path.with_suffix(".stacks").open("w")  # open for the life of the process
+        self._stacks = path.with_suffix(".stacks").open("a")  # for the life of the process; the launcher empties it
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
 
     def beat(self) -> None:

@@ -46,7 +46,7 @@ def layer_memory(case: LayerCase) -> dict[str, Any]:
     """Fields of a LayerMemory."""
     cpu = torch.device("cpu")
     with FakeTensorMode(), LiveBytes() as live:
-        module, make_inputs = build_layer(case, cpu)
+        module, make_inputs = build_layer(case, cpu, is_fake=True)
         inputs = make_inputs()
         parameters = sum(p.untyped_storage().nbytes() for p in module.parameters())
         with torch.no_grad():
@@ -112,28 +112,28 @@ def _trace(model: ModelSpec, *, micro_batch_size: int, seq_len: int, dtype: str,
     before = torch.get_default_dtype()
     torch.set_default_dtype(kind)
     try:
-        with FakeTensorMode(), FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as flops:
-            return _traced_step(Decoder, model, (micro_batch_size, seq_len), recompute, flops)
+        counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+        with FakeTensorMode(), LiveBytes() as live, counter as flops:
+            return _traced_step(model, (micro_batch_size, seq_len), recompute, live, flops)
     finally:
         torch.set_default_dtype(before)
 
 
 def _traced_step(
-    build: type[Decoder], model: ModelSpec, shape: tuple[int, int], recompute: Recompute, flops: FlopCounterMode
+    model: ModelSpec, shape: tuple[int, int], recompute: Recompute, live: LiveBytes, flops: FlopCounterMode
 ) -> Trace:
-    with LiveBytes() as live:
-        decoder: nn.Module = build(model)
-        apply_recompute(decoder, lambda _: recompute)  # type: ignore[arg-type]
-        parameters = live.current
-        optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
-        tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        for parameter in decoder.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # makes the states
-        optimizer.zero_grad()
-        states = live.current - parameters
-        counted = flops.get_total_flops()
-        forward, backward, update = _step(decoder, optimizer, tokens, targets, live)
+    decoder = Decoder(model)
+    apply_recompute(decoder, lambda _: recompute)
+    parameters = live.current
+    optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
+    tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the states
+    optimizer.zero_grad()
+    states = live.current - parameters
+    counted = flops.get_total_flops()
+    forward, backward, update = _step(decoder, optimizer, tokens, targets, live)
     states -= 2 * tokens.untyped_storage().nbytes()
     return Trace(parameters, states, forward, backward, update, flops.get_total_flops() - counted)
 
@@ -166,8 +166,15 @@ def _attention_backward_flops(
     return int(sdpa_backward_flop_count(grad_out, query, key, value))
 
 
-_CPU_ATTENTION: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
+def _grouped_flops(rows: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(
+        2 * rows[-2] * rows[-1] * weights[-1]
+    )  # of [M, K] with [E, K, N], or of [K, M] with [M, N] by groups of M
+
+
+_UNCOUNTED: dict[Any, Any] = {
+    _aten._grouped_mm: _grouped_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-"""CPU attention counts no FLOPs in torch up to 2.14."""
+"""Attention on CPUs and grouped products count no FLOPs in torch up to 2.14."""

@@ -1,9 +1,10 @@
 """What the launcher sees while ranks run: one that is suspended, and one that no longer makes progress.
 
 All ranks of a step stop together when one hangs. After `HANG_S`, or ten times the longest step so far, every rank of this node is
-asked for its stack. Those inside a collective wait for somebody else; a rank that is elsewhere, or cannot even answer, is the one
-they wait for. It is killed, so that the job ends, and its stack goes into the message. Where every rank is inside a collective the
-one at fault is on another node, or there is none, and the collectives' own timeout ends the job.
+asked for its stack, twice. Those inside a collective wait for somebody else; a rank that is elsewhere, both times at the same
+place, or that cannot even answer, is the one they wait for (one that only computes slowly has moved on). It is killed, so that the
+job ends, and its stack goes into the message. Where every rank is inside a collective the one at fault is on another node, or
+there is none, and the collectives' own timeout ends the job.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ HANG_STEPS = 10.0
 """Nor before so many times the longest step so far."""
 
 _ANSWER_S = 2.0
+_BETWEEN_S = 1.0
 _WAITING_FRAMES = 3
 _WAITING = re.compile(
     r'File "[^"]*torch/(distributed/(distributed_c10d|_functional_collectives|fsdp/_fully_shard/_fsdp_collectives)\.py"'
@@ -91,8 +93,10 @@ def is_stalled(beats: Sequence[Beat | None], now_s: float, hang_s: float = HANG_
 
 def _end_hung(folder: Path, ranks: dict[int, psutil.Process], watch: Watch) -> None:
     stacks = _ask_stacks(folder, ranks)
+    time.sleep(_BETWEEN_S)
+    later = _ask_stacks(folder, ranks)
     for rank, process in ranks.items():
-        if not is_waiting(stacks[rank]):
+        if stacks[rank] == later[rank] and not is_waiting(stacks[rank]):
             watch.hung[process.pid] = stacks[rank]
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -101,6 +105,9 @@ def _end_hung(folder: Path, ranks: dict[int, psutil.Process], watch: Watch) -> N
 def _ask_stacks(folder: Path, ranks: dict[int, psutil.Process]) -> dict[int, tuple[str, ...]]:
     """The main thread's stack of every rank, innermost call first; empty where it did not answer."""
     files = {rank: folder / f"{rank}.stacks" for rank in ranks}
+    for file in files.values():
+        with contextlib.suppress(OSError):
+            file.write_text("")
     for process in ranks.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(STACK_SIGNAL)

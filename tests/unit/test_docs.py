@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from meshwright.planner import plan
-from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.schema import ClusterSpec, ModelSpec, Profile, Workload
 from meshwright.schema.offers import offers_from_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,8 +55,10 @@ def test_name_in_method_exists(name: str) -> None:
         "docs/cluster.md",
         "docs/accuracy.md",
         "docs/calibration.md",
+        "docs/models.md",
         "docs/experts.md",
         "docs/engines.md",
+        "docs/profile.md",
         "docs/training.md",
         "docs/report.md",
         "docs/offload.md",
@@ -66,6 +71,17 @@ def test_files_named_in_documents_exist(document: str) -> None:
     )
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing
+
+
+def test_commands_of_the_page_on_profiles_run(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/profile.md").read_text(), flags=re.DOTALL)
+    for line in block.splitlines():
+        command = [sys.executable, "-m", "meshwright.cli", *shlex.split(line)[1:]]
+        answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+        assert answer.returncode == 0, answer.stderr
+    profile = Profile.load(tmp_path / "profile.json")
+    assert profile.matmuls and not profile.is_altered
+    assert {part.name for part in profile.parts} >= {"compute", "links", "storage"}
 
 
 def cluster_files() -> list[str]:

@@ -18,8 +18,9 @@ from meshwright.runtime.compiled import require_compilable
 from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.optimizer import build_scheduler
 from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.out_of_memory import naming_rank
 from meshwright.runtime.router_balance import RouterBalance
-from meshwright.schema import ConfigError, Layout, Plan, RuntimeMismatchError
+from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
 from meshwright.schema.model import MoE
 from plans import make_plan, tiny_model
 from small_jobs import WORKLOAD, losses, small_plan, train_here
@@ -171,3 +172,14 @@ def test_plan_that_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(RuntimeMismatchError, match="--compile does not suit") as caught:
         require_compilable(small_plan(Layout(pp=2, schedule="zb-h1")))
     assert "splits backward passes" in caught.value.details[0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rank_without_memory_says_what_was_predicted_and_what_there_is() -> None:
+    with pytest.raises(MeshwrightError) as caught, naming_rank(small_plan(), torch.device("cpu")):
+        torch.empty(2**60)
+    assert caught.value.message == "rank 0 of 1 is out of memory on cpu"
+    assert "allocate" in caught.value.details[0]
+    assert caught.value.details[1].startswith("predicted peak 7 B a rank; this machine has ")
+    with pytest.raises(RuntimeError, match="of another kind"), naming_rank(small_plan(), torch.device("cpu")):
+        raise RuntimeError("of another kind")
