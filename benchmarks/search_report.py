@@ -57,7 +57,8 @@ def markdown(result: Result, folder: Path, *, has_figure: bool) -> str:
         "",
         f"`{result['command']}` writes this page, `search.json` and the figure; Python {result['python']}, numpy "
         f"{result['numpy']}, {result['cores']} core(s) of {result['processor']}, shared with other work. A goal in seconds is "
-        "compared with CPU seconds of the one thread that works, wall seconds stand beside them; the gap is that of the plan.",
+        "compared with CPU seconds of the one thread that works, wall seconds stand beside them; the gap is the search's, "
+        "from the fastest layout found to the bound.",
         "",
         "| goal | layouts | gap | CPU s | wall s | memory MiB | wanted | met | best known |",
         "|---|---:|---:|---:|---:|---:|---|---|---|",

@@ -71,7 +71,8 @@ def _past(shape: Shape, rank: int, row: Row, few: int) -> Paths:
     stages = [s for s, at in enumerate(shape.rank_of_stage) if at == rank]
     counts = _counted(row, stages)
     more = shape.num_microbatches - few
-    at = {(min(int(kind), 1), int(s), int(i)): n for n, (kind, s, i) in enumerate(row.T) if kind != 2}
+    ends = np.flatnonzero((row[0] != 2) & ((row[2] == 0) | (row[2] == few - 1)))
+    at = {(min(kind, 1), s, i): n for n, (kind, s, i) in zip(ends.tolist(), row[:, ends].T.tolist(), strict=True)}
     entries = [(s, last, at[0, s, 0]) for s in stages] + [(last, s + 1, at[1, s, 0]) for s in stages]
     ways_out: list[tuple[int, int, int, int, int | None]] = [(at[1, s, few - 1], last, s, last, None) for s in stages]
     ways_out += [(at[0, s, few - 1], s + 1, last, last, None) for s in stages]

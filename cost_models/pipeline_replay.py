@@ -161,6 +161,7 @@ def program(shape: Shape) -> Program:
     return program_of(rows_of(shape), shape.num_stages, shape.num_microbatches)
 
 
+@lru_cache(maxsize=64)
 def rows_of(shape: Shape) -> list[Row]:
     """`order_of` as arrays.
 

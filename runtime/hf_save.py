@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schema import ConfigError, MeshwrightError, ModelSpec
+from ..schema import ConfigError, MeshwrightError, ModelSpec, RuntimeMismatchError
 from ..schema.hf_export import hf_config
 from ..schema.units import GB, format_bytes
 from .hf_names import TIED_HEAD, pieces_of, pieces_of_model
 from .hf_weights import INDEX_FILE, SINGLE_FILE, blocks, decoder_shapes
+from .models.decoder import Decoder
 from .models.init import is_adapter, local_region, local_tensor
 from .optimizer import is_counted
 
@@ -115,11 +116,17 @@ def save_weights(
 
     Raises:
         ConfigError: the folder exists, or the type cannot be written.
+        RuntimeMismatchError: the model is not the plan's own.
         MeshwrightError: a rank could not write its part.
     """
     from .data_parallel import compute_dtype
 
     folder, spec = Path(folder), model.plan.model
+    if not isinstance(model.module, Decoder):
+        raise RuntimeMismatchError(
+            f"weights of a {type(model.module).__name__} are not saved in Hugging Face's layout by this version",
+            help="gather them with torch.distributed.checkpoint.state_dict.get_model_state_dict, or train the plan's own model",
+        )
     dtype = dtype or compute_dtype(model.plan)
     if dtype not in _SPELLING:
         raise ConfigError(f"weights cannot be saved as {dtype}", help=f"one of {', '.join(map(str, _SPELLING))}")
