@@ -24,6 +24,7 @@ from ..schema import ConfigError, MeshwrightError, Plan
 from ..schema.rules import require_our_engine
 from ..schema.units import format_bytes, format_count, format_seconds
 from .errors import exit_on_error
+from .inputs import ForeignOption, ProfileOption
 
 _LOG_LINES = 20
 """Lines of progress for a whole run where standard error is not a terminal."""
@@ -125,13 +126,14 @@ def apply(
     replan: Annotated[
         bool, typer.Option("--replan", help="Plan again where nodes or devices are not those of the plan.")
     ] = False,
+    profile: ProfileOption = None,
+    allow_foreign_profile: ForeignOption = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="One JSON object a step, and a last one, on stdout.")
     ] = False,
 ) -> None:
     """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
-    with exit_on_error():
-        loaded = Plan.load(plan)
+    with exit_on_error(), _predicted_by(plan, profile, allow_foreign=allow_foreign_profile) as (plan, loaded):
         require_our_engine(loaded.workload)
         from ..runtime.launch import Rendezvous
         from ..runtime.options import TrainOptions
@@ -168,6 +170,33 @@ def apply(
         job = job.replace(options=prepare_options(loaded, options))
         with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
             run(loaded, job.replace(report=str(report)))
+
+
+@contextlib.contextmanager
+def _predicted_by(plan: Path, profile: Path | None, *, allow_foreign: bool) -> Iterator[tuple[Path, Plan]]:
+    """A plan file and its plan; with a profile a copy whose prediction is what the profile says of the same layout and stages.
+
+    Raises:
+        ConfigError, ProfileError: as for `plan --profile`, or the profile has another number of devices.
+    """
+    loaded = Plan.load(plan)
+    if profile is None:
+        yield plan, loaded
+        return
+    from ..planner.run_calibration import estimate_again
+    from .inputs import read_cluster
+
+    cluster = read_cluster(None, profile, allow_foreign=allow_foreign)
+    assert not isinstance(cluster, str)
+    if cluster.num_devices != loaded.cluster.num_devices:
+        raise ConfigError(
+            f"{profile} is of {cluster.num_devices} devices, the plan is for {loaded.cluster.num_devices}"
+        )
+    predicted = loaded.replace(cluster=cluster, estimate=estimate_again(loaded, cluster))
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        path = Path(folder) / "plan.json"
+        predicted.save(path)
+        yield path, predicted
 
 
 def _refuse_training_options(script: str, *values: object) -> None:

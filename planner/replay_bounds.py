@@ -5,6 +5,7 @@ Vectorised bounds (cost_models/bounds.py) order a space; these are worked out fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,18 +61,11 @@ def _instance(costs: SpaceCosts, idx: int, fits: Fits | None) -> split_bound.Ins
         paths_past(shape)
     except ConfigError:  # the step has a closed form, whose bound is as good
         return None
-    case = costs.like[idx]
-    total = np.array([cost.busy_s[case] for cost in costs.inside])
-    forward = np.array([cost.forward_s[case] + cost.comm_forward_s[case] for cost in costs.inside])
-    weight = np.array([cost.weight_s[case] for cost in costs.inside])
-    seconds = np.stack([forward, total - forward - weight, weight])
-    is_mixed = b.recompute[idx] == MIXED
-    by_kind = OptionCosts.of(costs).least_exposed_by_kind if is_mixed else costs.dp_exposed_by_kind
-    exposed = np.array([values[idx] for values in by_kind])
-    trained, experts = (
-        np.array([getattr(cost, n)[case] for cost in costs.inside]) for n in ("num_trained", "expert_params")
-    )
-    once = np.stack([exposed, costs.update_s(trained, experts, idx)])
+    options = OptionCosts.of(costs) if b.recompute[idx] == MIXED else None
+    seconds = _seconds(costs, idx)
+    once = _once(costs, idx, options.least_exposed_by_kind if options else costs.dp_exposed_by_kind)
+    under = options.under if options else ()
+    choices = [(_seconds(one, idx), _once(one, idx, one.dp_exposed_by_kind)) for one in under]
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     fixed = np.zeros((3, shape.num_stages))
     fixed[:2] = costs.transfer_s[idx] / shape.num_model_chunks
@@ -94,7 +88,26 @@ def _instance(costs: SpaceCosts, idx: int, fits: Fits | None) -> split_bound.Ins
         once_fixed,
         least,
         _of_blocks(fits, is_block),
+        tuple((of_kind[:, of_block], once_of_kind[:, of_block]) for of_kind, once_of_kind in choices),
     )
+
+
+def _seconds(costs: SpaceCosts, idx: int) -> FloatArray:
+    """Forward, input and weight pass of a layer of each kind [3, K]."""
+    case = costs.like[idx]
+    total = np.array([cost.busy_s[case] for cost in costs.inside])
+    forward = np.array([cost.forward_s[case] + cost.comm_forward_s[case] for cost in costs.inside])
+    weight = np.array([cost.weight_s[case] for cost in costs.inside])
+    return np.stack([forward, total - forward - weight, weight])
+
+
+def _once(costs: SpaceCosts, idx: int, exposed_by_kind: Sequence[FloatArray]) -> FloatArray:
+    """What a layer of each kind adds to its rank once, exposed communication and its update [2, K]."""
+    case = costs.like[idx]
+    trained = np.array([cost.num_trained[case] for cost in costs.inside])
+    experts = np.array([cost.expert_params[case] for cost in costs.inside])
+    exposed = np.array([seconds[idx] for seconds in exposed_by_kind])
+    return np.stack([exposed, costs.update_s(trained, experts, idx)])
 
 
 def _fullest_s(one: SpaceCosts, of_kind: FloatArray) -> float:

@@ -133,17 +133,22 @@ def save_weights(
     files = _files(spec, dtype, max_file_bytes)
     partial = folder.with_name(f".{folder.name}.partial")
     is_first = dist.get_rank() == 0
-    with _together(f"cannot save the weights to {folder}"):
+    try:
+        with _together(f"cannot save the weights to {folder}"):
+            if is_first:
+                _prepare(folder, partial, files)
+        with _together(f"cannot save the weights to {folder}"):
+            _write_own(model, partial, files, dtype)
+        with _together(f"cannot save the weights to {folder}"):
+            if is_first:
+                _write_rest(partial, files, spec, dtype, Path(like) if like is not None else None)
+                if folder.exists():
+                    folder.rmdir()
+                partial.rename(folder)
+    except MeshwrightError:
         if is_first:
-            _prepare(folder, partial, files)
-    with _together(f"cannot save the weights to {folder}"):
-        _write_own(model, partial, files, dtype)
-    with _together(f"cannot save the weights to {folder}"):
-        if is_first:
-            _write_rest(partial, files, spec, dtype, Path(like) if like is not None else None)
-            if folder.exists():
-                folder.rmdir()
-            partial.rename(folder)
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
     return folder
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,8 +30,13 @@ PHASES = (0.5, 0.0, 0.25, 0.75)
 GOOD_ENOUGH = 0.005
 """A simulated step within this of the bound ends the search for a better rounding; no model of a machine is as exact."""
 
-MOST_PREFETCH = 3
+MOST_PREFETCH = 6
 """Blocks ahead that are tried."""
+
+MOST_TRIES = 16
+"""Simulations spent on single layers after the rounding, and how many kinds of layers each change is tried on."""
+
+MOST_ALIKE = 2
 
 MOST_REPAIRS = 60
 
@@ -64,6 +70,7 @@ def solve(instance: Instance) -> Solution:
     best = _best_rounding(instance, [fluid, *([] if counted is None else [counted])], fluid.objective_s)
     if best is None:
         return _nothing(Status.UNKNOWN, fluid.objective_s, begun)
+    best = _improved(instance, best, fluid.objective_s)
     _, copies = offload_fluid.solve(instance, best[0])
     objective_s = best[1].step_s if copies is None else min(copies.objective_s, best[1].step_s)
     return _answer(best, objective_s, fluid, begun)
@@ -94,10 +101,58 @@ def _best_rounding(
         for fluid in starts:
             if best is not None and best[1].step_s <= bound_s * (1 + GOOD_ENOUGH):
                 return best
-            found = _fitting(instance, rounded(instance, fluid, phase))
-            if found is not None and (best is None or found[1].step_s < best[1].step_s):
-                best = found
+            for choice in _with_room(instance, rounded(instance, fluid, phase), phase):
+                found = _fitting(instance, choice)
+                if found is not None and (best is None or found[1].step_s < best[1].step_s):
+                    best = found
     return best
+
+
+def _with_room(instance: Instance, choice: Choice, phase: float) -> Iterator[Choice]:
+    """The choice; and where it is too large, one that leaves as much room: whole copies need more of it than fluids."""
+    yield choice
+    excess = simulate(instance, choice).peak_bytes - instance.cap_bytes
+    if excess > 0:
+        counted = offload_count.solve(instance.with_cap(instance.cap_bytes - excess))[1]
+        if counted is not None:
+            yield rounded(instance, counted, phase)
+
+
+def _improved(instance: Instance, best: Rounding, bound_s: float) -> Rounding:
+    """Single layers changed as long as that is faster in the simulation and within memory, one of each kind of change at a time."""
+    tries = MOST_TRIES
+    improved = True
+    while improved and tries > 0:
+        improved = False
+        for changed in _returns(instance, best[0]):
+            if tries <= 0 or best[1].step_s <= bound_s * (1 + GOOD_ENOUGH):
+                return best
+            tries -= 1
+            simulated = simulate(instance, changed, prefetch=best[2])
+            if simulated.step_s < best[1].step_s * (1 - 1e-9) and not check(instance, changed, simulated):
+                best, improved = (changed, simulated, best[2]), True
+                break
+    return best
+
+
+def _returns(i: Instance, choice: Choice) -> list[Choice]:
+    """What costs less time: a layer's states back to the device, its parameters back, another option; the dearest first."""
+    rows, found = np.arange(i.num_layers), list[Choice]()
+    masks = {"parameters": choice.parameters, "host_optimizer": choice.host_optimizer}
+    masks["streamed_optimizer"] = choice.streamed_optimizer
+    for name, mask in masks.items():
+        for idx in _distinct(np.flatnonzero(mask), i.kind, choice.option)[:MOST_ALIKE]:
+            here = rows == idx
+            back = replace(choice, **{name: mask & ~here}, storage=choice.storage & ~here)
+            if name != "streamed_optimizer" and i.may.streamed_optimizer:
+                found.append(replace(back, streamed_optimizer=choice.streamed_optimizer | here))
+            found.append(back)
+    seconds = choice.of(i.repeated_s) + choice.of(i.moved_bytes) / i.links.to_host_bytes_per_s
+    for k in range(len(OPTIONS)):
+        cheaper = i.repeated_s[k] + i.moved_bytes[k] / i.links.to_host_bytes_per_s < seconds - 1e-12
+        for idx in _distinct(np.flatnonzero(i.allowed[k] & cheaper), i.kind, choice.option)[:MOST_ALIKE]:
+            found.append(replace(choice, option=np.where(rows == idx, k, choice.option)))
+    return found
 
 
 def _answer(best: Rounding, objective_s: float, bound: Fluid, begun: float) -> Solution:
@@ -244,7 +299,8 @@ def _state_changes(i: Instance, choice: Choice, *, in_update: bool) -> list[tupl
             size = float(
                 i.parameter_bytes[idx] + (not in_update) * i.copy_bytes[idx] + gradients * i.gradient_bytes[idx]
             )
-            seconds = i.num_microbatches * 2 * float(i.parameter_bytes[idx]) / i.links.to_device_bytes_per_s
+            gathered = i.num_microbatches * 2 * float(i.parameter_bytes[idx]) / i.links.to_device_bytes_per_s
+            seconds = gathered + float(i.host_update_s[idx])
             changed = replace(
                 choice,
                 parameters=choice.parameters | here,

@@ -8,6 +8,7 @@ Data
     SECONDS[a,i]  forward, input and weight pass of block i;  FIXED[a,s] what stage s has beside its blocks
     ONCE[q,i]     what a block adds to its rank once a step;  ONCE_FIXED[q,s];  LEAST[q] of the rank with the most of it at least
     FITS[r,i,j]   whether rank r has the memory for blocks i..j-1 (one chunk a rank), or for j - i blocks
+    CHOICES[o]    SECONDS and ONCE under each option that every block has by itself (one chunk); those above are then the least
     BELOW         seconds of a step that matter: the answer is BELOW where no split is faster
 Variables
     y[r]          blocks of rank r, of which before[r] = sum_{r'<r} y[r'] are on the ranks before it
@@ -60,6 +61,7 @@ class Instance:
     once_fixed_s: FloatArray
     least_once_s: FloatArray
     fits: NDArray[np.bool_] | None = None
+    choices: tuple[tuple[FloatArray, FloatArray], ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -227,13 +229,25 @@ def _cost(instance: Instance, rank: int, places: _Places) -> FloatArray:
         after = np.minimum(places.before + places.sizes, instance.num_blocks)
         can_be = can_be & instance.fits[rank, places.before, after]
     chains = _longest(instance, rank)
-    seconds = _in_row(instance, rank, places, paths_past(instance.shape)[rank].select(chains))
+    paths = paths_past(instance.shape)[rank].select(chains)
+    beside = np.zeros((1, 1, 1))
     for (_, way, from_front), (blocks, inverse), ranges in zip(_WAYS, places.ways, places.ranges, strict=True):
         sums = (instance.before_s if from_front else instance.behind_s)[way][blocks]
         fixed = instance.fixed_before_s[way]
         sums = sums + (fixed[ranges[:, 1]] - fixed[ranges[:, 0]])[:, None, None]
-        seconds = seconds + sums[inverse[chains]]
-    return np.where(can_be, seconds.max(axis=0) + _once(instance, rank, places), np.inf)
+        beside = beside + sums[inverse[chains]]
+    least = np.max(_in_row(instance, rank, places, paths) + beside, axis=0) + _once(instance, rank, places)
+    if instance.choices and instance.shape.num_model_chunks == 1:
+        least = np.maximum(least, np.max(_with_choices(instance, rank, places, paths) + beside, axis=0))
+    return np.where(can_be, least, np.inf)
+
+
+def _with_choices(instance: Instance, rank: int, places: _Places, paths: Paths) -> FloatArray:
+    """Passes in the row and what the rank adds once, each block under the option with the least of their sum [P, B, Y]."""
+    row = paths.row[:, :, 0]
+    each = np.min([row @ seconds + once.sum(axis=0) for seconds, once in instance.choices], axis=0)
+    fixed = row @ instance.fixed_s[:, rank] + instance.once_fixed_s[:, rank].sum()
+    return np.asarray(_windows(each, places) + fixed[:, None, None])
 
 
 def _longest(instance: Instance, rank: int) -> IntArray:

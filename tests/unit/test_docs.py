@@ -54,6 +54,7 @@ def test_name_in_method_exists(name: str) -> None:
         "docs/method.md",
         "docs/cluster.md",
         "docs/accuracy.md",
+        "docs/calibration.md",
         "docs/models.md",
         "docs/experts.md",
         "docs/engines.md",

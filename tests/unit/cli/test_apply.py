@@ -15,9 +15,11 @@ import psutil
 import pytest
 import typer
 from meshwright.cli.apply import ApplyCommand, apply
+from meshwright.profilers.machine import identify
 from meshwright.runtime.checkpoint import list_checkpoints
 from meshwright.runtime.machine import num_cores
 from meshwright.schema import Layout, Plan
+from meshwright.schema.profile import Profile
 from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan
 from typer.testing import CliRunner
 
@@ -82,6 +84,21 @@ def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
     assert "measured / predicted" in messages
 
 
+def test_profile_of_another_machine_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    machine = identify(2).replace(device="NVIDIA H200", torch="1.0")
+    profile = Profile(
+        machine=machine, created="2026-01-01", duration_s=1.0, memory_bandwidth_bytes_per_s=1e10, device_memory_bytes=2**32
+    )  # fmt: skip
+    profile.sealed().save(tmp_path / "profile.json")
+    code, messages = in_process(
+        "--profile", str(tmp_path / "profile.json"), saved(small_plan(Layout(dp_replicate=2)), tmp_path)
+    )
+    assert code == 2
+    assert "device: measured on NVIDIA H200" in messages
+    assert "torch: measured on 1.0" in messages
+    assert "--allow-foreign-profile" in messages
+
+
 BUSY_RANK = """
 import os, sys, time
 import torch
@@ -90,19 +107,19 @@ from meshwright.runtime.train import train
 from meshwright.schema import Plan
 
 def busy(*_):
-    end = time.thread_time() + 0.005
+    end = time.thread_time() + 0.002
     while time.thread_time() < end:
         pass
 
 if os.environ["RANK"] == "1":
     torch.nn.modules.module.register_module_forward_pre_hook(busy)
-train(Plan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=9), report=sys.argv[1])
+train(Plan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=7), report=sys.argv[1])
 """
 
 
 @needs_two_cores
 def test_rank_with_busy_loops_is_named(tmp_path: Path) -> None:
-    """Every module of rank 1 first burns 5 ms of its core, some ten times what the modules themselves take."""
+    """Every module of rank 1 first burns 2 ms of its core, several times what the modules themselves take."""
     report, script = tmp_path / "report.jsonl", tmp_path / "busy.py"
     script.write_text(BUSY_RANK)
     code, _, messages = finish(start(saved(small_plan(Layout(dp_replicate=2)), tmp_path), str(script), str(report)))

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import sys
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from meshwright.runtime import Decoder
+import torch.distributed as dist
+from meshwright.runtime import Decoder, parallelize, save_weights
 from meshwright.runtime.hf_names import pieces_of
 from meshwright.runtime.hf_save import check_weights_target
 from meshwright.runtime.hf_weights import INDEX_FILE, SINGLE_FILE, check_weights, decoder_shapes, load_weights
 from meshwright.runtime.memory import MemoryMeter
 from meshwright.runtime.models.init import init_weights
-from meshwright.schema import ConfigError, ModelSpec
+from meshwright.schema import ConfigError, Layout, MeshwrightError, ModelSpec, Workload
 from meshwright.schema.hf_export import hf_config
 from meshwright.schema.units import MIB
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
-from plans import gpt2_model, tiny_model
+from plans import gpt2_model, make_plan, tiny_model
 
 SPEC = tiny_model(num_blocks=2)
 
@@ -180,3 +183,21 @@ def test_a_rank_reads_the_rows_and_columns_it_holds() -> None:
     assert second.name == "model.layers.3.block_sparse_moe.experts.1.w2.weight"
     assert second.place((slice(0, 2), slice(0, 4096), slice(512, 1024))) == (slice(0, 4096), slice(512, 1024))
     assert second.place((slice(2, 4), slice(0, 4096), slice(0, 14336))) is None
+
+
+def test_disk_that_fills_is_reported_and_nothing_stays(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        workload = Workload(seq_len=16, global_batch_size=4, precision="fp32")
+        plan = make_plan(SPEC, Layout(micro_batch_size=4), workload=workload)
+        model = parallelize(None, plan, device=torch.device("cpu"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        with pytest.raises(MeshwrightError, match="cannot save the weights") as caught:
+            save_weights(model, tmp_path / "out" / "weights")
+        assert caught.value.details == ("rank 0: File too large",)
+        assert list((tmp_path / "out").iterdir()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -111,10 +112,28 @@ def test_equal_stages_under_1f1b_are_exact(shape: Shape) -> None:
 
 def test_what_does_not_fit_is_no_split() -> None:
     shape = Shape(schedule="1f1b", pp=2, num_model_chunks=1, num_microbatches=4)
-    free = random_case(shape, 3, num_kinds=1)
-    free = Instance(*(getattr(free, name) for name in free.__dataclass_fields__ if name != "fits"))
+    free = replace(random_case(shape, 3, num_kinds=1), fits=None)
     fastest = min(all_times(free).values())
     nothing = np.zeros((2, free.num_blocks + 1, free.num_blocks + 1), dtype=bool)
-    none = Instance(*(getattr(free, name) for name in free.__dataclass_fields__ if name != "fits"), fits=nothing)
+    none = replace(free, fits=nothing)
     assert least_s(free, below_s=10 * fastest).bound_s <= fastest * (1 + 1e-9)
     assert least_s(none, below_s=10 * fastest).bound_s == 10 * fastest
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), m=st.integers(2, 6))
+def test_no_choice_of_options_is_below_the_bound(seed: int, m: int) -> None:
+    shape = Shape(schedule="1f1b", pp=2, num_model_chunks=1, num_microbatches=m)
+    either = [random_case(shape, seed + n, num_kinds=1) for n in (0, 1)]
+    n = min(instance.num_blocks for instance in either)
+    seconds, once = (np.stack([getattr(c, name)[:, :n] for c in either]) for name in ("seconds", "once_s"))
+    choices = tuple(zip(seconds, once, strict=True))
+    base = replace(either[0], kind_of_block=np.zeros(n, dtype=np.int64), fits=None)
+    times = []
+    for chosen in itertools.product((0, 1), repeat=n):
+        at = np.arange(n), np.array(chosen)
+        one = replace(base, seconds=seconds[at[1], :, at[0]].T, once_s=once[at[1], :, at[0]].T)
+        times += all_times(one).values()
+    least = replace(base, seconds=seconds.min(axis=0), once_s=once.min(axis=0))
+    free, bound = (least_s(case, below_s=2 * min(times)).bound_s for case in (least, replace(least, choices=choices)))
+    assert free <= bound <= min(times) * (1 + 1e-9)
