@@ -92,6 +92,8 @@ def build_space(
         ConfigError: nothing is left; the message names the rules that excluded the most.
         SolverLimitError: the deadline came first.
     """
+    if fixed.get("offload") == "scheduled":
+        raise ConfigError("this command does not search offload schedules", help="plan --offload auto does")
     deadline = deadline or Deadline(float("inf"))
     columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     facts = _all_facts(columns, model, workload, cluster, fixed)
@@ -166,8 +168,6 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Columns that are as ``fixed`` says, or without what they stand for."""
     columns = not_searched(size)
     given: dict[str, Any] = {name: fixed[name] for name in columns if name in fixed}
-    if given.get("offload") == "scheduled":
-        raise ConfigError("this command does not search offload schedules", help="plan --offload auto does")
     if "offload" in given:
         given["offload"] = OFFLOADS.index(given["offload"])
     if "vocabulary" in given:
