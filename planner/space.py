@@ -166,6 +166,8 @@ def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Columns that are as ``fixed`` says, or without what they stand for."""
     columns = not_searched(size)
     given: dict[str, Any] = {name: fixed[name] for name in columns if name in fixed}
+    if given.get("offload") == "scheduled":
+        raise ConfigError("this command does not search offload schedules", help="plan --offload auto does")
     if "offload" in given:
         given["offload"] = OFFLOADS.index(given["offload"])
     if "vocabulary" in given:

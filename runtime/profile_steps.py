@@ -23,7 +23,7 @@ from .traced_memory import layer_memory, step_memory
 if TYPE_CHECKING:
     from ..profilers.timing import Bench, Points
 
-NUM_SHAPES = 300
+NUM_SHAPES = 600
 """Products measured at most: beyond some hundred, more do not help."""
 
 _FEWEST_SHAPES = 8

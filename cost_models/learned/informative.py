@@ -15,7 +15,7 @@ import numpy as np
 from ..layouts import FloatArray
 from .gemm import GemmRates, correction_kernel, features, model, roofline_s
 
-NUM_CANDIDATES = 600
+NUM_CANDIDATES = 1000
 
 _NOISE = 0.10
 """Of the logarithm of one measured time, as `gemm.calibrate` takes it."""
