@@ -143,7 +143,7 @@ def plan(
         )
         loads = None if expert_load is None else read_loads([expert_load])
         request = offload_request(offload, host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
-        if request is not None and (is_cost or pareto):
+        if (request is not None or fixed.get("offload") == "scheduled") and (is_cost or pareto):
             raise ConfigError("--offload is for the fastest plan on one cluster, not for --objective cost or --pareto")
         if is_cost and loads is not None:
             raise ConfigError("--expert-load is for one cluster, not for --objective cost")

@@ -12,11 +12,14 @@ from ..cost_models.space_costs import SpaceCosts
 from ..schema.layout import SCHEDULES
 from ..schema.layout_facts import V_SCHEDULES
 from .deadline import Deadline
-from .search import REL_GAP, Candidate, SearchResult, expand_row
-from .synthesis import synthesise
+from .search import REL_GAP, Candidate, SearchResult, expand_fitting
+from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
 
 MAX_ORDERS = 4
-"""Orders that are made, for layouts in the order of their bounds."""
+"""Orders that are made for the front of time and memory."""
+
+MAX_ORDERED, MAX_TRIES, FASTEST_FIRST = 4, 12, 2
+"""Layouts that get orders of their own after a search, those whose stages are cut for that, and those taken by their named time."""
 
 _OVER_A_V = frozenset(SCHEDULES.index(name) for name in V_SCHEDULES)
 
@@ -30,26 +33,41 @@ def with_orders(result: SearchResult, deadline: Deadline) -> SearchResult:
     if not result.fitting or result.stopped_early:
         return result
     best_s = result.fitting[0].estimate.step_time_s
-    found = ordered(result.costs, [*result.fitting, *_cut_now(result, best_s)], best_s, deadline)
+    found: list[Candidate] = []
+    tried = 0
+    for any_order_s, row in _over_a_v(result, best_s)[:MAX_TRIES]:
+        if deadline.is_over or tried == MAX_ORDERED:
+            break
+        if any_order_s >= best_s * (1 - REL_GAP):
+            continue
+        alone = with_schedule(result.costs.select(np.array([row])), SYNTHESISED)
+        candidate = expand_fitting(alone, 0, bound_s=any_order_s)
+        tried += candidate is not None
+        if candidate is not None and candidate.estimate.step_time_s < best_s * (1 - REL_GAP):
+            found.append(replace(candidate, idx=row, any_order_s=any_order_s))
+            best_s = candidate.estimate.step_time_s
     result.fitting = sorted([*result.fitting, *found], key=lambda c: (c.estimate.step_time_s, c.idx))
     result.bound_s = min(result.bound_s, result.fitting[0].estimate.step_time_s)
     return result
 
 
-def _cut_now(result: SearchResult, best_s: float) -> list[Candidate]:
-    """Layouts over a V that a replay of their own schedule excluded, cut into stages; of those that differ in the schedule one."""
+def _over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, int]]:
+    """Layouts over a V and their bounds under any order, if these are below ``below_s``; of those that differ in the schedule one.
+
+    First the fastest under named schedules, then by their bounds. Where not even the named order that holds least has stages that
+    fit, none is tried.
+    """
     batch = result.costs.batch
-    is_open = {row: s for row, s in result.any_order_s.items() if int(batch.schedule[row]) in _OVER_A_V and s < best_s}
-    seen = {_but_schedule(batch, c.idx) for c in result.fitting} | {
-        _but_schedule(batch, row) for row in result.rejected
-    }
-    rows: list[int] = []
-    for row in sorted(is_open, key=lambda row: (is_open[row], row)):
-        if _but_schedule(batch, row) not in seen and len(rows) < MAX_ORDERS:
-            seen.add(_but_schedule(batch, row))
-            rows.append(row)
-    cut = (expand_row(result.costs, row, bound_s=is_open[row]) for row in rows)
-    return [candidate for candidate in cut if candidate.estimate.fits]
+    too_large = {_but_schedule(batch, row) for row in result.rejected if batch.schedule[row] == LEANEST}
+    least: dict[tuple[float, ...], tuple[float, int]] = {}
+    for row, any_order_s in result.any_order_s.items():
+        if int(batch.schedule[row]) in _OVER_A_V and any_order_s < below_s:
+            key = _but_schedule(batch, row)
+            least[key] = min(least.get(key, (any_order_s, row)), (any_order_s, row))
+    fastest = [_but_schedule(batch, c.idx) for c in result.fitting if int(batch.schedule[c.idx]) in _OVER_A_V]
+    by_bound = sorted((key for key in least if key not in too_large), key=lambda key: least[key])
+    known = [key for key in dict.fromkeys(fastest) if key in least][:FASTEST_FIRST]
+    return [least[key] for key in dict.fromkeys([*known, *by_bound])]
 
 
 def ordered(costs: SpaceCosts, fitting: Iterable[Candidate], best_s: float, deadline: Deadline) -> list[Candidate]:

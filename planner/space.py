@@ -92,6 +92,8 @@ def build_space(
         ConfigError: nothing is left; the message names the rules that excluded the most.
         SolverLimitError: the deadline came first.
     """
+    if fixed.get("offload") == "scheduled":
+        raise ConfigError("this command does not search offload schedules", help="plan --offload auto does")
     deadline = deadline or Deadline(float("inf"))
     columns = _enumerate(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     facts = _all_facts(columns, model, workload, cluster, fixed)

@@ -57,7 +57,7 @@ def timeline(plan: Plan) -> StepTimeline:
     """
     if plan.cluster.parts:
         raise ConfigError(
-            f"{plan.cluster.name} has several kinds of nodes: its step is costed by a closed form and has no timeline"
+            f"{plan.cluster.name} has several kinds of nodes: the timeline of a step over them is not drawn"
         )
     costs = costs_of(plan)
     shape = shape_of(costs, 0)

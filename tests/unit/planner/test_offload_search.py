@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from meshwright.cli.main import app
 from meshwright.planner import estimate, plan
+from meshwright.planner.deadline import Deadline
+from meshwright.planner.explain import explain
 from meshwright.planner.offload_request import OffloadRequest
+from meshwright.planner.request import Request
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
 from meshwright.schema.training import parse_training
 from meshwright.schema.units import GIB
@@ -48,6 +51,13 @@ def test_states_on_the_host_are_what_the_devices_lack(offloaded: Plan) -> None:
     # Every parameter has 16 bytes of master, gradient and states somewhere; a layer in flight may have some twice.
     held = schedule.host_bytes + on_device.parameters + on_device.optimizer + on_device.gradients
     assert held >= 0.75 * 16 * trained
+
+
+def test_commands_that_know_no_schedules_say_so(offloaded: Plan) -> None:
+    with pytest.raises(ConfigError, match="does not cover plans with an offload schedule"):
+        explain(offloaded)
+    with pytest.raises(ConfigError, match="does not search offload schedules"):
+        Request.of(offloaded).space(Deadline(10))
 
 
 def test_a_small_host_is_named_with_what_it_lacks() -> None:
@@ -98,6 +108,8 @@ def test_what_offload_cannot_be_combined_with_is_said() -> None:
     base = ["plan", "llama-3.2-1b", "--cluster", "1xH100-SXM-80GB", "--global-batch-size", "1", "--seq-len", "512"]
     alone = runner.invoke(app, [*base, "--host-memory-gib", "10"])
     assert alone.exit_code == 2 and "without --offload" in alone.stderr
+    front = runner.invoke(app, [*base, "--fix", "offload=scheduled", "--pareto"])
+    assert front.exit_code == 2 and "not for --objective cost or --pareto" in front.stderr
     nowhere = runner.invoke(app, [*base, "--offload", "auto", "--nvme", "/nowhere/at/all"])
     assert nowhere.exit_code == 2 and "--nvme-gib" in nowhere.stderr
 
