@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 from apply_accuracy import SMALL
-from meshwright.runtime.launch import launch
-from meshwright.runtime.options import TrainOptions
-from meshwright.runtime.worker import Job
+from meshwright.runtime.job.launch import launch
+from meshwright.runtime.job.worker import Job
+from meshwright.runtime.training.options import TrainOptions
 from meshwright.schema import MeshwrightError, OffloadSchedule, Plan
 from meshwright.schema.layout import LayoutRecompute
 from meshwright.schema.offload import LayerOffload

@@ -139,10 +139,10 @@ def apply(
     """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
     with exit_on_error(), _predicted_by(plan, profile, allow_foreign=allow_foreign_profile) as (plan, loaded):
         require_our_engine(loaded.workload)
-        from ..runtime.launch import Rendezvous
-        from ..runtime.options import TrainOptions
-        from ..runtime.train import prepare_options
-        from ..runtime.worker import Job
+        from ..runtime.job.launch import Rendezvous
+        from ..runtime.job.worker import Job
+        from ..runtime.training.options import TrainOptions
+        from ..runtime.training.train import prepare_options
         from .restarts import Restarts, run_job
 
         rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
@@ -217,7 +217,7 @@ def _refuse_training_options(script: str, *values: object) -> None:
 @contextlib.contextmanager
 def _report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) -> Iterator[Path]:
     """A file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
-    from ..runtime.metrics import MetricsWriter, follow
+    from ..runtime.training.metrics import MetricsWriter, follow
 
     writer, screen, finished = MetricsWriter(metrics, append=append), _Screen(steps), threading.Event()
 

@@ -55,8 +55,8 @@ def calibrate(
 
 def _cluster(planned: ClusterSpec, profile: Path | None, *, allow_foreign: bool) -> ClusterSpec:
     """The plan's cluster with the devices of a profile, or with its own profile."""
-    from ..profilers.profiled_cluster import of_these_devices, profiled_cluster
-    from ..profilers.trusted import load_profile
+    from ..profilers.files.profiled_cluster import of_these_devices, profiled_cluster
+    from ..profilers.files.trusted import load_profile
     from ..schema import ConfigError
 
     if profile is None:

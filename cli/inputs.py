@@ -113,8 +113,8 @@ def read_cluster(cluster: str | None, profile: Path | None, *, allow_foreign: bo
         if cluster is None:
             raise ConfigError("no cluster is given", help="add --cluster or --profile")
         return cluster
-    from ..profilers.profiled_cluster import of_these_devices, profiled_cluster
-    from ..profilers.trusted import load_profile
+    from ..profilers.files.profiled_cluster import of_these_devices, profiled_cluster
+    from ..profilers.files.trusted import load_profile
 
     found, problems = load_profile(profile, allow_foreign=allow_foreign)
     for problem in problems:

@@ -13,7 +13,7 @@ import typer
 from .errors import exit_on_error
 
 if TYPE_CHECKING:
-    from ..profilers.task import Progress, Task
+    from ..profilers.run.task import Progress, Task
     from ..schema import Profile
 
 
@@ -49,7 +49,7 @@ def measure(
         if found is not None:
             _report(found, out, as_json=json_output)
         if _is_rank():
-            from ..runtime.profile_worker import leave
+            from ..runtime.profiling.worker import leave
 
             leave()
 
@@ -77,8 +77,8 @@ def _task(
 ) -> Task:
     """What to measure, after everything about it that can be wrong was looked at."""
     from ..profilers.machine import visible_gpus
-    from ..profilers.storage import check_folder
-    from ..profilers.task import ALL_PARTS, Task
+    from ..profilers.measure.storage import check_folder
+    from ..profilers.run.task import ALL_PARTS, Task
     from ..schema import ConfigError, ModelSpec
     from ..schema.runnable import why_not_runnable
 
@@ -128,11 +128,11 @@ def _measure(task: Task, ranks: int | None, started_at: float) -> Profile | None
     """The profile; None on ranks of a job that are not the first."""
     from dataclasses import replace
 
-    from ..profilers.launching import launch_ranks
     from ..profilers.machine import available_memory, busy_fraction, identify, require_free_memory
+    from ..profilers.run.launching import launch_ranks
 
     if _is_rank():
-        from ..runtime.profile_worker import measure_as_rank
+        from ..runtime.profiling.worker import measure_as_rank
 
         with _progress(quiet=False) as tell:
             return measure_as_rank(replace(task, started_at=started_at), tell)
@@ -140,7 +140,7 @@ def _measure(task: Task, ranks: int | None, started_at: float) -> Profile | None
     machine = identify(ranks)
     task = replace(task, started_at=started_at, foreign_load_fraction=min(1.0, busy_fraction()))
     with _progress(quiet=False) as tell:
-        return launch_ranks("meshwright.runtime.profile_worker", task, machine.num_devices, on_progress=tell)
+        return launch_ranks("meshwright.runtime.profiling.worker", task, machine.num_devices, on_progress=tell)
 
 
 def _is_rank() -> bool:

@@ -23,8 +23,8 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A profile.", show_de
 def show(profile: File, *, json: JsonOption = False) -> None:
     """What a profile holds, where it was measured, and whether it may be used here."""
     with exit_on_error():
-        from ..profilers.profile_summary import summary
-        from ..profilers.trusted import foreign
+        from ..profilers.files.summary import summary
+        from ..profilers.files.trusted import foreign
         from ..schema import Profile
         from .profile_file_tables import summary_table
         from .tables import show as show_table
@@ -47,7 +47,7 @@ def diff(first: File, second: File, *, json: JsonOption = False) -> None:
     with exit_on_error():
         from json import dumps
 
-        from ..profilers.profile_summary import compare
+        from ..profilers.files.summary import compare
         from ..schema import Profile
         from .profile_file_tables import difference_table
         from .tables import show as show_table
@@ -68,8 +68,8 @@ def merge(
 ) -> None:
     """Join profiles of one machine: every point of any, of points measured twice the median."""
     with exit_on_error():
-        from ..profilers.profile_merge import merged
-        from ..profilers.profile_summary import summary
+        from ..profilers.files.merge import merged
+        from ..profilers.files.summary import summary
         from ..schema import Profile
         from .profile_file_tables import summary_table
         from .tables import show as show_table

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from ..profilers.profile_merge import point_lists
+from ..profilers.files.merge import point_lists
 from ..schema import Profile
 from ..schema.units import GB, format_seconds
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..runtime.launch import Rendezvous
-    from ..runtime.worker import Job
+    from ..runtime.job.launch import Rendezvous
+    from ..runtime.job.worker import Job
     from ..schema import Plan
 
 
@@ -35,7 +35,7 @@ def run_job(plan: Plan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts,
     Raises:
         MeshwrightError: of the last attempt.
     """
-    from ..runtime.launch import launch
+    from ..runtime.job.launch import launch
     from ..schema.errors import ConfigError, InfeasibleError, InterruptedRunError, MeshwrightError, RuntimeMismatchError
 
     for attempt in range(restarts.most + 1):

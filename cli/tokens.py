@@ -23,8 +23,8 @@ def tokens(
 ) -> None:
     """Make a token file for `meshwright apply --data` from text."""
     with exit_on_error():
-        from ..runtime.data import find_text
-        from ..runtime.tokenize import make_token_file
+        from ..runtime.data.text import find_text
+        from ..runtime.data.tokenize import make_token_file
         from ..schema import ConfigError
 
         if out.suffix != ".bin":

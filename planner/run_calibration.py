@@ -1,7 +1,7 @@
 """What runs of `apply` on a machine say about the model's rates there: ratios by the parts of a step, folded into its profile.
 
-A run has the seconds of its busiest rank by parts (runtime/step_parts.py), so each ratio is read where it acts. With p and m the
-predicted and measured seconds of a part, over all runs that have it,
+A run has the seconds of its busiest rank by parts (runtime/training/step_parts.py), so each ratio is read where it acts. With p and
+m the predicted and measured seconds of a part, over all runs that have it,
 
     kernels (products, attention, elementwise, and the host where it is the same cores)   exp(mean log(p / m)) of compute
     scale_up, scale_out                                                                    the same of communication

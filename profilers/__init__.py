@@ -1,5 +1,5 @@
 """Measuring machines, and counting models that no catalogue has."""
 
-from .modules import profile_module
+from .modules.trace import profile_module
 
 __all__ = ["profile_module"]

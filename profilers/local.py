@@ -22,9 +22,6 @@ from ..schema.cluster import DEFAULT_RESERVED_BYTES, ClusterSpec, Device, LinkLe
 from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import Machine, Profile
 from ..schema.units import GIB, format_seconds
-from .compute import fit_gemm, peak_flops
-from .launching import launch_ranks
-from .links import fit_link, unused_link
 from .machine import (
     available_memory,
     busy_fraction,
@@ -32,7 +29,10 @@ from .machine import (
     identify,
     num_cores,
 )
-from .task import Task
+from .measure.compute import fit_gemm, peak_flops
+from .measure.links import fit_link, unused_link
+from .run.launching import launch_ranks
+from .run.task import Task
 
 METHOD_VERSION = 3
 """Raised when measurements of an older method must not be used any more."""

@@ -33,7 +33,7 @@ from ..schema.workload import Precision
 from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
-from .offload import layer_of
+from .offload.schedule import layer_of
 
 _DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,

@@ -13,13 +13,13 @@ from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from .context_parallel import own_positions
 from .data_parallel import before_backward
-from .loss_scale import LossScale
 from .mesh import ParallelMesh
 from .models.init import local_tensor
-from .offload import HostOffload
+from .offload.schedule import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
-from .step_parts import StepClock
-from .zeroth_order import drop_gathered
+from .training.loss_scale import LossScale
+from .training.step_parts import StepClock
+from .training.zeroth_order import drop_gathered
 
 
 def _own_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

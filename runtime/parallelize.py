@@ -13,21 +13,21 @@ from ..schema.plan import Plan
 from ..schema.rules import require_our_engine, require_valid
 from ..schema.runnable import why_not_offloadable, why_not_runnable, why_not_trainable
 from .adapters import apply_adapters
-from .compiled import apply_compile, require_compilable
 from .context_parallel import apply_context_parallel
 from .data_parallel import compute_dtype, materialise, shard_data_parallel
 from .expert_parallel import apply_expert_parallel
 from .foreign.build import LossFunction, parallelize_foreign
-from .hf_weights import load_weights
-from .loss_scale import LossScale
 from .mesh import build_mesh
 from .models.decoder import Decoder
 from .models.init import init_weights
-from .offload import HostOffload
+from .offload.schedule import HostOffload
 from .parallel_model import ParallelModel
 from .pipeline_parallel import build_schedule
 from .recompute import apply_recompute
 from .tensor_parallel import apply_tensor_parallel
+from .training.compiled import apply_compile, require_compilable
+from .training.loss_scale import LossScale
+from .weights.load import load_weights
 
 
 def parallelize(

@@ -28,11 +28,11 @@ from torch.distributed.pipelining.schedules import (
 from ..schema.plan import Plan
 from ..solvers.pipeline_csv import to_torch_csv
 from .data_parallel import compute_dtype
-from .loss_scale import LossScale
 from .mesh import ParallelMesh
 from .models.init import local_tensor
 from .pipeline_order import pipeline_order
-from .step_parts import StepClock
+from .training.loss_scale import LossScale
+from .training.step_parts import StepClock
 
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
 

@@ -13,14 +13,14 @@ from ...schema.errors import ConfigError, RuntimeMismatchError
 from ...schema.model import ModelSpec
 from ...schema.plan import Plan
 from ..data_parallel import shard_units
-from ..hf_names import Piece
-from ..hf_weights import find_weights, read_pieces
-from ..loss_scale import LossScale
 from ..mesh import ParallelMesh, build_mesh
 from ..models.init import init_weights
 from ..parallel_model import ParallelModel
 from ..pipeline_parallel import build_schedule
 from ..recompute import recomputing
+from ..training.loss_scale import LossScale
+from ..weights.load import find_weights, read_pieces
+from ..weights.names import Piece
 from .stages import loss_of, part_of, run_as_stage
 from .structure import Structure, require_decoder, structure_of
 from .tensor import split_plain, split_transformers

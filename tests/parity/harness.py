@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
-from meshwright.runtime.checkpoint import Progress, load_checkpoint, save_checkpoint
-from meshwright.runtime.hf_save import save_weights
+from meshwright.runtime.checkpoints.checkpoint import Progress, load_checkpoint, save_checkpoint
 from meshwright.runtime.models.init import init_weights
-from meshwright.runtime.zeroth_order import ZerothOrderSGD
+from meshwright.runtime.training.zeroth_order import ZerothOrderSGD
+from meshwright.runtime.weights.save import save_weights
 from meshwright.schema import Plan
 from torch import Tensor, nn
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness import SEED, Case, Outcome, local_tokens, run_group
 from meshwright.runtime import build_optimizer, parallelize
 from meshwright.runtime.adapters import merge_adapters, save_adapters
-from meshwright.runtime.checkpoint_index import SafeReader
+from meshwright.runtime.checkpoints.index import SafeReader
 from meshwright.runtime.models.init import is_adapter
 from meshwright.schema import Layout, OffloadSchedule, Plan, RuntimeMismatchError, Workload
 from meshwright.schema.model import MoE

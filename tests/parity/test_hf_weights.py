@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from harness import Case, local_tokens, run_group
-from meshwright.runtime.hf_weights import INDEX_FILE, find_weights
+from meshwright.runtime.weights.load import INDEX_FILE, find_weights
 from meshwright.schema import Layout, ModelSpec, Plan, Workload
 from meshwright.schema.plan import LayerSlots
 from plans import make_plan

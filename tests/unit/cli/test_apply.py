@@ -16,8 +16,8 @@ import pytest
 import typer
 from meshwright.cli.apply import ApplyCommand, apply
 from meshwright.profilers.machine import identify
-from meshwright.runtime.checkpoint import list_checkpoints
-from meshwright.runtime.machine import num_cores
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.job.machine import num_cores
 from meshwright.schema import Layout, Plan
 from meshwright.schema.profile import Profile
 from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan
@@ -102,8 +102,8 @@ def test_profile_of_another_machine_is_refused_before_anything_starts(tmp_path: 
 BUSY_RANK = """
 import os, sys, time
 import torch
-from meshwright.runtime.options import TrainOptions
-from meshwright.runtime.train import train
+from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.train import train
 from meshwright.schema import Plan
 
 def busy(*_):
@@ -215,7 +215,7 @@ def test_two_nodes_meet_and_train_together(tmp_path: Path) -> None:
 def test_options_end_at_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script, jobs = tmp_path / "train.py", []
     script.touch()
-    monkeypatch.setattr("meshwright.runtime.launch.launch", lambda plan, job, rendezvous: jobs.append(job))
+    monkeypatch.setattr("meshwright.runtime.job.launch.launch", lambda plan, job, rendezvous: jobs.append(job))
     plan = saved(small_plan(), tmp_path)
     assert in_process(plan, "--collective-timeout-s", "7", str(script), "--steps", "3", "--", "x") == (0, "")
     assert in_process("--collective-timeout-s=7", plan, str(script), "--help") == (0, "")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.runtime.checkpoint import list_checkpoints
-from meshwright.runtime.machine import num_cores
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.job.machine import num_cores
 from meshwright.schema import Layout
 from small_jobs import assert_gone, read_lines, small_plan
 from test_apply import finish, saved, start, training_ranks
@@ -29,7 +29,7 @@ def nothing_left() -> Iterator[None]:
     yield
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "meshwright.cli" in child.cmdline() or "meshwright.runtime.worker" in child.cmdline():
+            if "meshwright.cli" in child.cmdline() or "meshwright.runtime.job.worker" in child.cmdline():
                 child.kill()
 
 

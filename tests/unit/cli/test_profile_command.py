@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from meshwright.cli.main import app
 from meshwright.profilers import machine
-from meshwright.runtime.profile_worker import first_host
+from meshwright.runtime.profiling.worker import first_host
 from typer.testing import CliRunner
 
 

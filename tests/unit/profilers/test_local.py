@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.profilers import compute, links, local, machine
+from meshwright.profilers import local, machine
 from meshwright.profilers.local import cluster_from_profile, measure_local, measure_profile
+from meshwright.profilers.measure import compute, links
 from meshwright.schema import ClusterSpec, ConfigError, Profile, ProfileError
 from meshwright.schema.profile import CollectivePoint, MatmulPoint
 
@@ -100,7 +101,9 @@ def test_killed_launcher_leaves_no_ranks_and_no_cache(cache):
     ranks: list[psutil.Process] = []
     deadline = time.monotonic() + 60
     while len(ranks) < 2 and time.monotonic() < deadline:
-        ranks = [child for child in launcher.children() if "meshwright.profilers.worker" in " ".join(child.cmdline())]
+        ranks = [
+            child for child in launcher.children() if "meshwright.profilers.run.worker" in " ".join(child.cmdline())
+        ]
     launcher.kill()
     launcher.wait()
     _, alive = psutil.wait_procs(ranks, timeout=60)

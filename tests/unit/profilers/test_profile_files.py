@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from meshwright.profilers.files.merge import merged
+from meshwright.profilers.files.profiled_cluster import of_these_devices, profiled_cluster
+from meshwright.profilers.files.summary import compare, summary
+from meshwright.profilers.files.trusted import differences, load_profile
 from meshwright.profilers.machine import identify
-from meshwright.profilers.profile_merge import merged
-from meshwright.profilers.profile_summary import compare, summary
-from meshwright.profilers.profiled_cluster import of_these_devices, profiled_cluster
-from meshwright.profilers.trusted import differences, load_profile
 from meshwright.schema import ConfigError
 from meshwright.schema.errors import ProfileError
 from meshwright.schema.profile import CollectivePoint, MatmulPoint, Profile

@@ -10,13 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.profilers import pairs, slow
-from meshwright.profilers.budget import Budget
-from meshwright.profilers.groups import Axis, axes_of, members, tournament
-from meshwright.profilers.live_bytes import LiveBytes
-from meshwright.profilers.merging import joined, merged
-from meshwright.profilers.storage import check_folder, measure_storage
-from meshwright.profilers.timing import timing_of
+from meshwright.profilers.measure import pairs
+from meshwright.profilers.measure.groups import (
+    Axis,
+    axes_of,
+    members,
+    tournament,
+)
+from meshwright.profilers.measure.live_bytes import LiveBytes
+from meshwright.profilers.measure.storage import check_folder, measure_storage
+from meshwright.profilers.measure.timing import timing_of
+from meshwright.profilers.run import slow
+from meshwright.profilers.run.budget import Budget
+from meshwright.profilers.run.merging import joined, merged
 from meshwright.schema import ConfigError
 from meshwright.schema.profile_points import PairPoint
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -224,7 +230,7 @@ def test_live_bytes_follow_allocation_and_release():
 
 
 def test_storage_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.profilers.storage.FILE_BYTES", (2**20,))
+    monkeypatch.setattr("meshwright.profilers.measure.storage.FILE_BYTES", (2**20,))
     seconds = SimpleNamespace(time_s=1.0, fields=lambda: {"time_s": 1.0, "spread": 0.0})
     bench = SimpleNamespace(
         agree=lambda x: x,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshwright.profilers.launching import _read_error, launch_ranks, refuse
-from meshwright.profilers.rank import _require_memory, require_same_machine
-from meshwright.profilers.task import ALL_PARTS, Progress, Task
-from meshwright.profilers.timing import Bench
+from meshwright.profilers.measure.timing import Bench
+from meshwright.profilers.run.launching import _read_error, launch_ranks, refuse
+from meshwright.profilers.run.rank import _require_memory, require_same_machine
+from meshwright.profilers.run.task import ALL_PARTS, Progress, Task
 from meshwright.schema import MeshwrightError, ModelSpec, Profile, ProfileError
 from meshwright.schema.profile_points import LayerPoint
 

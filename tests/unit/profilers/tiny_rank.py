@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 import sys
 
-from meshwright.profilers import host, kernels, overlap, pairs, steps, storage, timing, worker
-from meshwright.profilers.compute import Layer
-from meshwright.profilers.task import Task
-from meshwright.runtime import model_layers, profile_steps
+from meshwright.profilers.measure import (
+    host,
+    kernels,
+    overlap,
+    pairs,
+    storage,
+    timing,
+)
+from meshwright.profilers.measure.compute import Layer
+from meshwright.profilers.run import steps, worker
+from meshwright.profilers.run.task import Task
+from meshwright.runtime.profiling import model_layers
+from meshwright.runtime.profiling import steps as profile_steps
 from meshwright.schema.units import KIB, MIB
 
 BUSY = "busy"

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-from meshwright.runtime.options import TrainOptions
-from meshwright.runtime.train import train
+from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.train import train
 from meshwright.schema import Layout, Plan, Workload
 from meshwright.schema.units import GB
 from plans import cpu_cluster, make_plan, tiny_model

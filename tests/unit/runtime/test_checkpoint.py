@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshwright.runtime import ParallelModel, build_optimizer, parallelize
-from meshwright.runtime.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
-from meshwright.runtime.checkpoint_index import SafeReader
-from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.checkpoints.checkpoint import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from meshwright.runtime.checkpoints.index import SafeReader
+from meshwright.runtime.training.options import TrainOptions
 from meshwright.schema import ConfigError, MeshwrightError
 from small_jobs import losses, small_plan, train_here
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshwright.runtime.data import find_text
-from meshwright.runtime.samples import TokenBatches
+from meshwright.runtime.data.samples import TokenBatches
+from meshwright.runtime.data.text import find_text
 from meshwright.schema import ConfigError
 
 

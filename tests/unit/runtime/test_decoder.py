@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from meshwright.runtime import Decoder
-from meshwright.runtime.hf_weights import load_weights
 from meshwright.runtime.models.init import init_weights, parameter_seed
+from meshwright.runtime.weights.load import load_weights
 from meshwright.schema import ModelSpec, RuntimeMismatchError
 
 SIZES: dict[str, Any] = {

@@ -13,11 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, parallelize, save_weights
-from meshwright.runtime.hf_names import pieces_of
-from meshwright.runtime.hf_save import check_weights_target
-from meshwright.runtime.hf_weights import INDEX_FILE, SINGLE_FILE, check_weights, decoder_shapes, load_weights
-from meshwright.runtime.memory import MemoryMeter
 from meshwright.runtime.models.init import init_weights
+from meshwright.runtime.training.memory import MemoryMeter
+from meshwright.runtime.weights.load import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_weights,
+    decoder_shapes,
+    load_weights,
+)
+from meshwright.runtime.weights.names import pieces_of
+from meshwright.runtime.weights.save import check_weights_target
 from meshwright.schema import ConfigError, Layout, MeshwrightError, ModelSpec, Workload
 from meshwright.schema.hf_export import hf_config
 from meshwright.schema.units import MIB

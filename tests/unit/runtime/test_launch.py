@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.runtime import watch
-from meshwright.runtime.faults import RankDeath, explain
-from meshwright.runtime.launch import Rendezvous, launch
-from meshwright.runtime.machine import is_same_chip, num_cores
-from meshwright.runtime.worker import Job
+from meshwright.runtime.job import watch
+from meshwright.runtime.job.faults import RankDeath, explain
+from meshwright.runtime.job.launch import Rendezvous, launch
+from meshwright.runtime.job.machine import is_same_chip, num_cores
+from meshwright.runtime.job.worker import Job
 from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
 from small_jobs import assert_gone, plan_elsewhere, small_plan
 
@@ -116,7 +116,7 @@ def test_exit_code_and_our_own_errors_cross_the_process_border(tmp_path: Path) -
 
 
 def test_plan_with_more_ranks_than_cores_is_refused(monkeypatch: pytest.MonkeyPatch, two_ranks: Plan) -> None:
-    monkeypatch.setattr("meshwright.runtime.machine.num_cores", lambda: 1)
+    monkeypatch.setattr("meshwright.runtime.job.machine.num_cores", lambda: 1)
     with pytest.raises(RuntimeMismatchError, match="2 ranks on the CPU of each node; this machine has 1 cores"):
         launch(two_ranks, Job(plan="plan.json"))
 

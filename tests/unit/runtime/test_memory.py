@@ -2,8 +2,8 @@ import mmap
 
 import pytest
 import torch
-from meshwright.runtime import memory
-from meshwright.runtime.memory import MemoryMeter
+from meshwright.runtime.training import memory
+from meshwright.runtime.training.memory import MemoryMeter
 from meshwright.schema.units import MIB
 
 CPU = torch.device("cpu")

@@ -4,8 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from meshwright.runtime.metrics import MetricsWriter, RankRecord, follow, summarise
-from meshwright.runtime.step_parts import PARTS
+from meshwright.runtime.training.metrics import (
+    MetricsWriter,
+    RankRecord,
+    follow,
+    summarise,
+)
+from meshwright.runtime.training.step_parts import PARTS
 from meshwright.schema import ConfigError, Layout
 from small_jobs import small_plan
 

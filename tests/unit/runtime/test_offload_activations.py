@@ -11,8 +11,8 @@ import pytest
 import torch
 from meshwright.runtime import Decoder
 from meshwright.runtime.models.init import init_weights
-from meshwright.runtime.offload_activations import ActivationOffload
-from meshwright.runtime.offload_copies import Copies
+from meshwright.runtime.offload.activations import ActivationOffload
+from meshwright.runtime.offload.copies import Copies
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.schema.layout import Recompute
 from meshwright.schema.model import MoE

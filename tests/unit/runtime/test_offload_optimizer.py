@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshwright.runtime.offload_copies import Copies
-from meshwright.runtime.offload_optimizer import OffloadedAdamW, Placement
+from meshwright.runtime.offload.copies import Copies
+from meshwright.runtime.offload.optimizer import OffloadedAdamW, Placement
 from meshwright.schema import ConfigError, MeshwrightError
 from torch import nn
 

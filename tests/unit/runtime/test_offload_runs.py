@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meshwright.runtime.checkpoint import list_checkpoints
-from meshwright.runtime.machine import check_machine
-from meshwright.runtime.options import TrainOptions
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.job.machine import check_machine
 from meshwright.runtime.parallelize import parallelize
-from meshwright.runtime.training_run import TrainingRun
+from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.run import TrainingRun
 from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, Plan, RuntimeMismatchError
 from meshwright.schema.offload import LayerOffload
 from meshwright.schema.runnable import why_not_offloadable

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.runtime.stragglers import stragglers
+from meshwright.runtime.training.stragglers import stragglers
 
 
 def steps(num_ranks: int, *, seed: int = 0, noise: float = 0.05, num_steps: int = 20) -> np.ndarray:

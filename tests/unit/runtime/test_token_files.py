@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.runtime.data import find_text
-from meshwright.runtime.data_source import open_data, tokenized
-from meshwright.runtime.token_files import TokenFiles, open_token_files, write_tokens
-from meshwright.runtime.tokenize import make_token_file
+from meshwright.runtime.data.source import open_data, tokenized
+from meshwright.runtime.data.text import find_text
+from meshwright.runtime.data.token_files import TokenFiles, open_token_files, write_tokens
+from meshwright.runtime.data.tokenize import make_token_file
 from meshwright.schema import ConfigError
 from typer.testing import CliRunner
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.profilers.live_bytes import LiveBytes
-from meshwright.runtime.model_layers import LayerCase, build_layer, layer_cases
-from meshwright.runtime.traced_memory import layer_memory, step_memory
+from meshwright.profilers.measure.live_bytes import LiveBytes
+from meshwright.runtime.profiling.model_layers import LayerCase, build_layer, layer_cases
+from meshwright.runtime.profiling.traced_memory import layer_memory, step_memory
 from meshwright.schema import ModelSpec
 
 TOKENS = 16
@@ -34,7 +34,9 @@ def traced(model: ModelSpec, recompute: str = "none") -> dict:
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_line_through_two_depths_is_exact_at_another(recompute, monkeypatch):
     found = traced(DENSE, recompute)
-    monkeypatch.setattr("meshwright.runtime.traced_memory.TRACED_DEPTHS", (5, 6))  # the model's own depth: no line
+    monkeypatch.setattr(
+        "meshwright.runtime.profiling.traced_memory.TRACED_DEPTHS", (5, 6)
+    )  # the model's own depth: no line
     exact = traced(DENSE, recompute)
     # Selective checkpoints leave cycles, which go when Python's collector comes round: not at the same layer each time.
     tolerance = 2e-3 if recompute == "selective" else 0

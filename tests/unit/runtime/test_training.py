@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.runtime import loss_scale, parallelize
-from meshwright.runtime.checkpoint import list_checkpoints
-from meshwright.runtime.compiled import require_compilable
-from meshwright.runtime.loss_scale import LossScale
-from meshwright.runtime.optimizer import build_scheduler
-from meshwright.runtime.options import TrainOptions
-from meshwright.runtime.out_of_memory import naming_rank
-from meshwright.runtime.router_balance import RouterBalance
+from meshwright.runtime import parallelize
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.job.out_of_memory import naming_rank
+from meshwright.runtime.training import loss_scale
+from meshwright.runtime.training.compiled import require_compilable
+from meshwright.runtime.training.loss_scale import LossScale
+from meshwright.runtime.training.optimizer import build_scheduler
+from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.router_balance import RouterBalance
 from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
 from meshwright.schema.model import MoE
 from plans import make_plan, tiny_model

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from meshwright.runtime.launch import launch
-from meshwright.runtime.machine import num_cores
-from meshwright.runtime.progress import Beat, ProgressFile, read_beat
-from meshwright.runtime.watch import is_stalled, is_waiting, main_stack
-from meshwright.runtime.worker import Job
+from meshwright.runtime.job.launch import launch
+from meshwright.runtime.job.machine import num_cores
+from meshwright.runtime.job.progress import Beat, ProgressFile, read_beat
+from meshwright.runtime.job.watch import is_stalled, is_waiting, main_stack
+from meshwright.runtime.job.worker import Job
 from meshwright.schema import Layout, MeshwrightError
 from small_jobs import small_plan
 
@@ -20,7 +20,7 @@ TORCH = "/usr/lib/python3/site-packages/torch"
 HANG = """
 import os, time
 import torch, torch.distributed as dist
-from meshwright.runtime.progress import ProgressFile
+from meshwright.runtime.job.progress import ProgressFile
 dist.init_process_group("gloo")
 progress = ProgressFile()
 def read_the_data():

@@ -1,0 +1,136 @@
+"""The cluster that a profile of any number of nodes describes: devices, links inside and between nodes, what hosts have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from ...schema.cluster import (
+    ClusterSpec,
+    CollectiveLatency,
+    Link,
+    LinkEfficiency,
+    LinkLevel,
+)
+from ...schema.errors import ProfileError
+from ...schema.profile import Profile
+from ...schema.profile_points import CollectivePoint, HostCopyPoint
+from ..local import cluster_from_profile
+from ..measure.links import (
+    OPS,
+    bus_factor,
+    fit_line,
+    fit_link,
+)
+
+_LARGE = 2**24
+"""Bytes from which a copy between host and device shows its bandwidth."""
+
+
+def profiled_cluster(profile: Profile) -> ClusterSpec:
+    """The cluster of a profile: rates, points and matrices as they were measured.
+
+    Raises:
+        ProfileError: the profile lacks a measurement that the description needs.
+    """
+    nodes = profile.machine.num_nodes
+    each = profile.machine.num_devices // nodes
+    alone = tuple(point for point in profile.collectives if point.concurrent_groups == 1 and point.stride == 1)
+    inside = tuple(point for point in alone if point.num_nodes == 1)
+    one_node = profile.machine.replace(num_devices=each, num_nodes=1)
+    machine = cluster_from_profile(profile.replace(machine=one_node, collectives=_widest(inside)))
+    group = machine.groups[0].replace(num_nodes=nodes, **_host_link(profile))
+    levels = tuple(_with_points(level, inside) for level in machine.levels)
+    if nodes > 1:
+        across = tuple(point for point in alone if point.num_nodes > 1)
+        if not across:
+            raise ProfileError(
+                f"the profile of {nodes} nodes has no collective between them", help="measure again, with more time"
+            )
+        outer = LinkLevel(link=_between_nodes(profile, across), domain_size=nodes * each)
+        levels = (outer,) if each == 1 else (*levels, outer)
+    return machine.replace(
+        groups=(group,), levels=levels, bandwidth_matrix=profile.node_bandwidth_bytes_per_s, profile=profile,
+        calibration=profile.calibration,
+    )  # fmt: skip
+
+
+def of_these_devices(cluster: ClusterSpec, measured: ClusterSpec) -> ClusterSpec:
+    """A cluster of the same devices as were measured, with their rates; its own links, and those measured where nodes are as large.
+
+    Raises:
+        ProfileError: its devices are others.
+    """
+    own = measured.groups[0]
+    others = sorted({group.device.name for group in cluster.groups} - {own.device.name})
+    if others:
+        raise ProfileError(
+            f"the profile is of {own.device.name}, the cluster has {', '.join(others)}",
+            help="give the profile without --cluster to plan for what was measured",
+        )
+    device = own.device.replace(price_per_hour=cluster.groups[0].device.price_per_hour)
+    groups = tuple(
+        group.replace(device=device, host_link_bytes_per_s=own.host_link_bytes_per_s or group.host_link_bytes_per_s)
+        for group in cluster.groups
+    )
+    levels = tuple(
+        level.model_copy(update={"link": measured.levels[0].link})
+        if level.domain_size == measured.levels[0].domain_size and level.link.kind == measured.levels[0].link.kind
+        else level
+        for level in cluster.levels
+    )
+    return cluster.replace(groups=groups, levels=levels, profile=measured.profile, calibration=measured.calibration)
+
+
+def _widest(points: Sequence[CollectivePoint]) -> tuple[CollectivePoint, ...]:
+    """Of each operation the points over the largest group."""
+    largest = {op: max((p.group_size for p in points if p.op == op), default=0) for op in OPS}
+    return tuple(point for point in points if point.group_size == largest[point.op])
+
+
+def _with_points(level: LinkLevel, points: tuple[CollectivePoint, ...]) -> LinkLevel:
+    return level.model_copy(update={"link": level.link.replace(measured=points)}) if points else level
+
+
+def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
+    """The link between nodes, for each device: of rings over all ranks every node's devices carry their part of what leaves it.
+
+    The points are of whole hierarchies and no curve of this link alone: its rates and latencies follow from them, they do not stand
+    in for it.
+    """
+    link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}").replace(measured=())
+    each = profile.machine.num_devices // profile.machine.num_nodes
+    lines = {op: _line([p for p in _widest(points) if p.op == op]) for op in OPS}
+    shared = ("all_reduce", "all_gather", "reduce_scatter")
+    lines = {op: (latency, rate / each if op in shared else rate) for op, (latency, rate) in lines.items()}
+    best = max(rate for _, rate in lines.values())
+    return link.replace(
+        name=f"{link.name}-nodes", kind="scale-out", title="between the measured nodes", bandwidth_bytes_per_s=best,
+        efficiency=LinkEfficiency(**{op: rate / best for op, (_, rate) in lines.items()}),
+        collective_latency_s=CollectiveLatency(base=lines["all_reduce"][0], per_hop=0.0),
+    )  # fmt: skip
+
+
+def _line(points: Sequence[CollectivePoint]) -> tuple[float, float]:
+    latency, rate = fit_line([p.size_bytes for p in points], [p.time_s for p in points])
+    return latency, rate * bus_factor(points[0].op, points[0].group_size)
+
+
+def _host_link(profile: Profile) -> dict[str, Any]:
+    """The rate of large pinned copies of one device, the slower direction; nothing where none was measured."""
+    rates = [_rates(profile.host_copies, direction) for direction in ("to_device", "to_host")]
+    if not all(rates):
+        return {}
+    return {"host_link_bytes_per_s": min(median(rate) for rate in rates)}
+
+
+def _rates(points: Sequence[HostCopyPoint], direction: str) -> list[float]:
+    return [
+        point.size_bytes / point.time_s
+        for point in points
+        if point.direction == direction
+        and point.host_memory == "pinned"
+        and point.devices_at_once == 1
+        and point.size_bytes >= _LARGE
+    ]

@@ -1,0 +1,198 @@
+"""Kernels beside single products: what memory bounds, attention, and the grouped products of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...schema.units import MIB
+from .compute import DTYPE_BYTES, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from .timing import Bench
+
+STREAM_BYTES = 128 * MIB
+"""Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
+
+_CALLS = 5
+_NORM_DIM = 4096
+
+
+class Heads(NamedTuple):
+    """Attention of one micro-batch."""
+
+    batch: int
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def flops(self) -> float:
+        """Forward and causal: half of two products of [seq, head_dim] x [head_dim, seq] for each head."""
+        return 2.0 * self.batch * self.num_heads * self.seq_len**2 * self.head_dim
+
+
+class Grouped(NamedTuple):
+    """``num_groups`` products [rows / num_groups, k] x [k, n]."""
+
+    num_groups: int
+    rows: int
+    n: int
+    k: int
+
+
+CPU_ATTENTION = (Heads(1, 512, 8, 8, 64), Heads(1, 256, 8, 2, 64), Heads(1, 1024, 4, 4, 64), Heads(2, 512, 8, 2, 128))
+GPU_ATTENTION = (
+    Heads(1, 4096, 32, 8, 128),
+    Heads(1, 8192, 32, 8, 128),
+    Heads(2, 2048, 32, 32, 128),
+    Heads(1, 4096, 8, 8, 64),
+    Heads(4, 1024, 16, 16, 128),
+    Heads(1, 16384, 8, 1, 128),
+    Heads(1, 512, 16, 4, 64),
+    Heads(1, 32768, 4, 1, 128),
+)
+CPU_GROUPED = (Grouped(8, 512, 256, 256), Grouped(4, 512, 512, 512), Grouped(32, 256, 128, 128))
+GPU_GROUPED = (
+    Grouped(8, 16384, 14336, 4096),
+    Grouped(64, 16384, 2048, 2048),
+    Grouped(128, 32768, 768, 2048),
+    Grouped(8, 4096, 4096, 4096),
+    Grouped(32, 8192, 1408, 2048),
+)
+
+
+def measure_streams(bench: Bench) -> list[dict[str, Any]]:
+    """Fields of ElementwisePoint for ``c = a + b`` and ``c *= s`` out of cache, which memory bandwidth is taken from."""
+    import torch
+
+    size = int(min(STREAM_BYTES, max(64 * MIB, bench.agree_least(bench.free_bytes()) // 16)))
+    a, b, c = (torch.ones(size // 4, device=bench.device) for _ in range(3))
+    shape = {"dtype": "fp32", "num_elements": size // 4}
+    return [
+        {"op": "add", **shape, "traffic_bytes": 3 * size, **bench.measure(lambda: torch.add(a, b, out=c)).fields()},
+        {"op": "scale", **shape, "traffic_bytes": 2 * size, **bench.measure(lambda: c.mul_(1.0)).fields()},
+    ]
+
+
+def stream_bandwidth(points: Sequence[dict[str, Any]]) -> float:
+    """Bytes read and written per second by ``c = a + b`` and ``c *= s`` together."""
+    streams = [point for point in points if point["op"] in ("add", "scale")]
+    return float(sum(point["traffic_bytes"] for point in streams) / sum(point["time_s"] for point in streams))
+
+
+def measure_elementwise(bench: Bench, dtype: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Fields of ElementwisePoint of the kernels of a decoder at these numbers of elements."""
+    points = []
+    for size in sizes:
+        for op, (passes, call) in _elementwise_calls(bench.device, dtype, size).items():
+            if not bench.has_time():
+                return points
+            if bench.has_memory(4 * size * DTYPE_BYTES[dtype]):
+                shape = {"op": op, "dtype": dtype, "num_elements": size}
+                traffic = passes * size * DTYPE_BYTES[dtype]
+                points.append({**shape, "traffic_bytes": traffic, **bench.measure(call()).fields()})
+    return points
+
+
+def _elementwise_calls(
+    device: torch.device, dtype: str, size: int
+) -> dict[str, tuple[int, Callable[[], Callable[[], Any]]]]:
+    """Elements read and written for each of the tensor's, and what makes the call; nothing is allocated before."""
+    import torch
+    import torch.nn.functional as F
+
+    def tensor() -> torch.Tensor:
+        return torch.randn(size // _NORM_DIM, _NORM_DIM, device=device).to(torch_dtype(dtype))
+
+    def copy() -> Callable[[], Any]:
+        source, target = tensor(), tensor()
+        return lambda: target.copy_(source)
+
+    def norm() -> Callable[[], Any]:
+        hidden, weight = tensor(), torch.ones(_NORM_DIM, device=device, dtype=torch_dtype(dtype))
+        return lambda: F.rms_norm(hidden, (_NORM_DIM,), weight)
+
+    def gated() -> Callable[[], Any]:
+        gate, up = tensor(), tensor()
+        return lambda: F.silu(gate) * up
+
+    def softmax() -> Callable[[], Any]:
+        scores = tensor()
+        return lambda: scores.softmax(-1)
+
+    return {"copy": (2, copy), "rms_norm": (2, norm), "silu_mul": (5, gated), "softmax": (2, softmax)}
+
+
+def measure_attention(bench: Bench, dtype: str, shapes: Sequence[Heads], flops_per_s: float) -> list[dict[str, Any]]:
+    """Fields of AttentionPoint, forward and backward, of these shapes until the time is over."""
+    import torch
+    import torch.nn.functional as F
+
+    points = []
+    for shape in shapes:
+        elements = shape.batch * shape.seq_len * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+        if not bench.has_time(_CALLS * 4 * shape.flops / flops_per_s):
+            continue
+        if not bench.has_memory(8 * elements * DTYPE_BYTES[dtype]):
+            continue
+        query, key, value = (
+            torch.randn(
+                shape.batch, heads, shape.seq_len, shape.head_dim, device=bench.device, dtype=torch_dtype(dtype)
+            )
+            for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        )
+        options = {"is_causal": True, "enable_gqa": shape.num_heads != shape.num_kv_heads}
+        forward, backward = forward_and_backward(
+            lambda q, k, v, options=options: F.scaled_dot_product_attention(q, k, v, **options), (query, key, value)
+        )
+        fields = {"dtype": dtype, **shape._asdict(), "causal": True}
+        points.append({**fields, "direction": "forward", **bench.measure(forward).fields()})
+        points.append({**fields, "direction": "backward", **bench.measure(backward).fields()})
+    return points
+
+
+def measure_grouped(bench: Bench, dtype: str, shapes: Sequence[Grouped], flops_per_s: float) -> list[dict[str, Any]]:
+    """Fields of GroupedMatmulPoint, forward and backward, of these shapes until the time is over."""
+    import torch
+
+    points = []
+    for shape in shapes:
+        groups, rows, n, k = shape
+        elements = rows * (n + k) + groups * n * k
+        if not bench.has_time(_CALLS * 6 * rows * n * k / flops_per_s):
+            continue
+        if not bench.has_memory(3 * elements * DTYPE_BYTES[dtype]):
+            continue
+        kind, device = torch_dtype(dtype), bench.device
+        tokens = torch.randn(rows, k, device=device, dtype=kind)
+        weights = torch.randn(groups, k, n, device=device, dtype=kind)
+        ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
+        forward, backward = forward_and_backward(
+            lambda t, w, ends=ends: torch.nn.functional.grouped_mm(t, w, offs=ends), (tokens, weights)
+        )
+        fields = {"dtype": dtype, **shape._asdict()}
+        points.append({**fields, "direction": "forward", **bench.measure(forward).fields()})
+        points.append({**fields, "direction": "backward", **bench.measure(backward).fields()})
+    return points
+
+
+def forward_and_backward(
+    function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Calls of the forward pass, and of the backward pass alone through one graph that is kept."""
+    import torch
+
+    with torch.enable_grad():
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+        out = function(*leaves)
+        gradient = torch.randn_like(out)
+
+    def forward() -> None:
+        with torch.enable_grad():
+            function(*leaves)
+
+    return forward, lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)

@@ -1,0 +1,189 @@
+"""Median seconds of a call that all ranks make at the same time, within a budget that all ranks agree on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..machine import available_memory
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SAMPLES = 60
+MIN_SAMPLES = 3
+CALLS_PER_SAMPLE_ON_GPU = 10
+"""Between two events: a launch takes longer than a small kernel, and training does not wait for each."""
+
+USABLE_FRACTION = 0.5
+"""Of the free memory: what a measurement may take at once; caches, other processes and fragments need the rest."""
+
+
+class Timing(NamedTuple):
+    """Median seconds of a call, and the interquartile range of the samples over it."""
+
+    time_s: float
+    spread: float
+
+    def fields(self) -> dict[str, float]:
+        """As fields of a point."""
+        return {"time_s": self.time_s, "spread": self.spread}
+
+
+def timing_of(samples: list[float]) -> Timing:
+    """Median and relative interquartile range."""
+    ordered = sorted(samples)
+    middle, quarter = median(ordered), len(ordered) // 4
+    return Timing(middle, (ordered[-1 - quarter] - ordered[quarter]) / middle)
+
+
+class Bench:
+    """The clock and the memory of one rank. Final.
+
+    Every decision (how often to repeat, whether there is time or memory for another point) is made on the maximum over the
+    ranks, so that all ranks make the same calls in the same order.
+
+    Attributes:
+        ran_out: why the last step ended early; empty where it did not.
+        say: told what is being measured.
+        sample_s: time to spend on the samples of one point.
+
+    Args:
+        device: where the ranks compute.
+        ranks_per_node: how many share the memory of the host.
+    """
+
+    def __init__(self, device: torch.device, sample_s: float, *, ranks_per_node: int = 1) -> None:
+        self.device = device
+        self.ran_out = ""
+        self.say: Callable[[str], None] = _silent
+        self.sample_s = sample_s
+        self._calls = CALLS_PER_SAMPLE_ON_GPU if device.type == "cuda" else 1
+        self._deadline = float("inf")
+        self._ranks_per_node = ranks_per_node
+
+    def start_budget(self, seconds: float) -> None:
+        """From now on ``has_time`` answers for so many seconds."""
+        self._deadline = time.perf_counter() + seconds
+        self.ran_out = ""
+
+    def remaining_s(self) -> float:
+        """Seconds that the slowest rank has left."""
+        return max(0.0, self.agree_least(self._deadline - time.perf_counter()))
+
+    def has_time(self, for_s: float = 0.0) -> bool:
+        """Whether the budget of the slowest rank lasts, also for ``for_s`` seconds more; where not, ``ran_out`` says so."""
+        if self.agree(time.perf_counter() + for_s - self._deadline) < 0:
+            return True
+        self.ran_out = "its share of the time was over"
+        return False
+
+    @contextmanager
+    def part_of_budget(self, fraction: float) -> Iterator[None]:
+        """A tighter end for a while: a fraction of the time that is left."""
+        before = self._deadline
+        now = time.perf_counter()
+        self._deadline = now + max(0.0, before - now) * fraction
+        try:
+            yield
+        finally:
+            self._deadline = before
+
+    def has_memory(self, num_bytes: int, *, on_host: bool = False) -> bool:
+        """Whether every rank may allocate so much now; where not, ``ran_out`` says so."""
+        free = self.free_bytes(on_host=on_host)
+        if self.agree(num_bytes - USABLE_FRACTION * free) <= 0:
+            return True
+        self.ran_out = "larger sizes did not fit into the free memory"
+        return False
+
+    def free_bytes(self, *, on_host: bool = False) -> int:
+        """Memory that this rank can have now: the device's, or its share of the host's."""
+        if self.device.type == "cuda" and not on_host:
+            import torch
+
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return int(torch.cuda.mem_get_info(self.device)[0]) + cached
+        return available_memory() // self._ranks_per_node
+
+    def agree(self, value: float) -> float:
+        """Maximum of a number over the ranks."""
+        import torch
+        import torch.distributed as dist
+
+        numbers = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return float(numbers.item())
+
+    def agree_least(self, value: float) -> float:
+        """Minimum of a number over the ranks."""
+        return -self.agree(-value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank passed, in their order; anything that JSON can hold."""
+        import torch
+        import torch.distributed as dist
+
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        longest = int(self.agree(len(text)))
+        mine = torch.full((longest,), ord(" "), dtype=torch.uint8, device=self.device)
+        mine[: len(text)] = text
+        texts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(texts, mine)
+        return [json.loads(bytes(other.cpu().numpy()).decode()) for other in texts]
+
+    def median_s(self, call: Callable[[], Any]) -> float:
+        """Median seconds of a call on this rank."""
+        return self.measure(call).time_s
+
+    def measure(self, call: Callable[[], Any], *, calls: int | None = None) -> Timing:
+        """Median and spread of a call on this rank, all ranks calling; the first (allocation, choice of code) is dropped.
+
+        Args:
+            calls: between two looks at the clock; unset, one on a CPU and several on a GPU.
+        """
+        calls = calls or self._calls
+        self._seconds(call, calls)
+        first = self._seconds(call, calls)
+        fitting = int(self.sample_s / max(self.agree(first) * calls, 1e-9))
+        further = min(MAX_SAMPLES, max(MIN_SAMPLES, fitting)) - 1
+        return timing_of([first, *(self._seconds(call, calls) for _ in range(further))])
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def _seconds(self, call: Callable[[], Any], calls: int) -> float:
+        if self.device.type == "cuda":
+            return self._event_seconds(call, calls)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+    def _event_seconds(self, call: Callable[[], Any], calls: int) -> float:
+        import torch
+
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.synchronize()
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        self.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / calls
+
+
+def _silent(_: str) -> None:
+    """Nobody listens."""
+
+
+Points = Mapping[str, list[dict[str, Any]]]
+"""Fields of a Profile and the points that one rank has for them; ``time_s`` is None where this rank took no part."""

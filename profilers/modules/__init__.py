@@ -1,0 +1,1 @@
+"""A model outside the catalogue, counted on fake tensors."""

@@ -1,0 +1,331 @@
+"""Counting what modules do on fake tensors: operators, traffic, and what autograd keeps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...schema.errors import ConfigError
+from ...schema.traced import Traced, TracedAttention, TracedProduct
+
+_Product = tuple[int, int, int]
+
+_SDPA = {
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_fused_attention_overrideable": 5,
+}
+"""Fused attention, and which positional argument says that it is causal."""
+
+
+_NO_TRAFFIC = ("detach", "empty", "empty_like", "empty_strided", "_unsafe_view", "lift_fresh", "alias")
+
+
+def largest_container(model: nn.Module) -> str | None:
+    """Name of the container with the most parameters in two or more children of one class."""
+    best: tuple[int, str] | None = None
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        children = list(module.children())
+        if len(children) < 2 or len({type(child) for child in children}) > 1:
+            continue
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if size and (best is None or size > best[0]):  # of nested containers the outer one, which comes first
+            best = size, name
+    return best[1] if best else None
+
+
+@dataclass
+class Counts(TorchDispatchMode):
+    """Operators that run while it is active."""
+
+    products: Counter[_Product] = field(default_factory=Counter)
+    attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    elements: float = 0.0
+    kernels: int = 0
+    kept_outputs: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and count."""
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        product = _product(name, args, result)
+        if product is not None:
+            self.products[product] += 1
+        elif name in _SDPA:
+            self.attentions[_attention(name, args, kwargs or {})] += 1
+        elif not name.endswith("_backward") or "scaled_dot_product" not in name:
+            self._add_elementwise(func, args, kwargs, result)
+        if product is not None or name in _SDPA:
+            for output in tree_leaves(result):
+                if isinstance(output, Tensor):
+                    self.kept_outputs[_storage(output)] = _storage_bytes(output)
+        return result
+
+    def _add_elementwise(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        space, _, name = func._schema.name.partition("::")
+        if func.is_view or space != "aten" or name in _NO_TRAFFIC:
+            return
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        if tensors and isinstance(tree_leaves(result)[0], Tensor):
+            self.elements += sum(_traffic_bytes(t) for t in tensors)
+            self.kernels += 1
+
+
+def _product(name: str, args: Sequence[Any], result: Any) -> _Product | None:
+    """Rows, columns and inner size of a product."""
+    if name in ("mm", "addmm"):
+        a, b = args[-2:] if name == "mm" else args[1:3]
+        return a.shape[0], b.shape[1], a.shape[1]
+    if name in ("bmm", "baddbmm"):
+        a, b = args[-2:] if name == "bmm" else args[1:3]
+        return a.shape[0] * a.shape[1], b.shape[2], a.shape[2]
+    if name == "convolution":
+        weight, out = args[1], result
+        return out.numel() // out.shape[1], out.shape[1], weight.numel() // weight.shape[0]
+    return None
+
+
+def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    query, key, value = args[:3]
+    place = _SDPA[name]
+    causal = bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
+    heads, kv_heads, length, kv_len = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
+    return query.shape[0], heads, kv_heads, query.shape[3], value.shape[3], length, kv_len, int(causal)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _storage_bytes(tensor: Tensor) -> float:
+    return float(tensor.untyped_storage().nbytes())
+
+
+def _traffic_bytes(tensor: Tensor) -> float:
+    """Without what an expanded dimension repeats."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return float(math.prod(sizes) * tensor.element_size())
+
+
+class Tracer:
+    """Runs a model and its blocks on fake tensors. Final.
+
+    Attributes:
+        blocks: the children of the container; width, seq_len: of the hidden states [1, seq_len, width] that they read.
+    """
+
+    def __init__(self, model: nn.Module, container: str) -> None:
+        self._model = model
+        try:
+            holder = model.get_submodule(container)
+        except AttributeError:
+            raise ConfigError(f"{type(model).__name__} has no module {container!r}") from None
+        self.blocks = list(holder.children())
+        if not self.blocks:
+            raise ConfigError(f"{container} of {type(model).__name__} has no children")
+        self._names = {module: name for name, module in model.named_modules()}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._calls: dict[nn.Module, tuple[Any, Any]] = {}
+        self._before, self._after = Counts(), Counts()
+        self._saved_outside = 0.0
+        self._found: dict[Any, Traced] = {}
+        with self._mode:
+            self._state = {name: _fake(t, grad=True) for name, t in model.named_parameters(remove_duplicate=False)}
+            tied = {id(t): name for name, t in model.named_parameters(remove_duplicate=False)}
+            for name, tensor in model.named_parameters(remove_duplicate=False):
+                self._state[name] = self._state[tied[id(tensor)]]
+            self._state |= {name: _fake(t, grad=False) for name, t in model.named_buffers(remove_duplicate=False)}
+        self._element_bytes = next((t.element_size() for t in model.parameters()), 4)
+
+    def run(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+        """One sequence through the whole model, noting what each block is called with.
+
+        Raises:
+            ConfigError: a block is not called, or not with hidden states [batch, tokens, width].
+        """
+        with self._mode, _noting(self.blocks, self._calls, self._before, self._after) as switch:
+            inputs = tree_map(_one_sequence, example_inputs)
+            args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+            with saved_tensors_hooks(self._saves(switch), lambda t: t):
+                self._call(self._model, "", args, kwargs)
+        if len(self._calls) < len(self.blocks):
+            raise ConfigError(f"{len(self.blocks) - len(self._calls)} of {len(self.blocks)} blocks are not called")
+        hidden = self._hidden(self._calls[self.blocks[0]])
+        self.seq_len, self.width = hidden.shape[1], hidden.shape[2]
+
+    def _saves(self, switch: _Switch) -> Callable[[Tensor], Tensor]:
+        """Adds up what is kept outside the blocks."""
+        seen = {_storage(t) for t in self._state.values()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not switch.inside and _storage(tensor) not in seen:
+                seen.add(_storage(tensor))
+                self._saved_outside += _storage_bytes(tensor)
+            return tensor
+
+        return pack
+
+    def _call(self, module: nn.Module, prefix: str, args: Any, kwargs: Any) -> Any:
+        start = f"{prefix}." if prefix else ""
+        own = {name.removeprefix(start): t for name, t in self._state.items() if name.startswith(start)}
+        return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
+
+    @staticmethod
+    def _hidden(call: tuple[Any, Any]) -> Tensor:
+        tensors = [t for t in tree_leaves(call) if isinstance(t, Tensor) and t.is_floating_point() and t.ndim == 3]
+        if not tensors:
+            raise ConfigError("a block reads no hidden states [batch, tokens, width]")
+        return tensors[0]
+
+    def traced_block(self, idx: int) -> Traced:
+        """Counts of one block; blocks of one class, equal parameters and equal inputs are counted once."""
+        block = self.blocks[idx]
+        args, kwargs = self._calls[block]
+        shapes = tuple(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        layout = tuple((name, tuple(t.shape)) for name, t in block.named_parameters())
+        key = (type(block), layout, shapes, str(block))
+        if key not in self._found:
+            self._found[key] = self._count(block, args, kwargs)
+        return self._found[key]
+
+    def _count(self, block: nn.Module, args: Any, kwargs: Any) -> Traced:
+        parameters = {_storage(t) for t in self._state.values()}
+        kept: dict[int, float] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if _storage(tensor) not in parameters and tensor.is_floating_point():
+                kept[_storage(tensor)] = _storage_bytes(tensor)
+            return tensor
+
+        forward, backward = Counts(), Counts()
+        with self._mode:
+            args, kwargs = tree_map(_leaf, args), tree_map(_leaf, kwargs)
+            read = _storage_bytes(self._hidden((args, kwargs)))
+            with saved_tensors_hooks(pack, lambda t: t), forward:
+                output = self._call(block, self._names[block], args, kwargs)
+            result = next(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad)
+            gradient = torch.ones_like(result)
+            with backward:
+                result.backward(gradient)
+        products = sum(size for storage, size in forward.kept_outputs.items() if storage in kept)
+        size = self._element_bytes
+        num_params = sum(parameter.numel() for parameter in block.parameters())
+        return _traced(
+            forward, self.seq_len, num_params, size,
+            backward_elements=round(backward.elements / size), backward_kernels=backward.kernels,
+            saved_elements=round(sum(kept.values()) / size), selective_elements=round((products + read) / size),
+            full_elements=round(read / size),
+        )  # fmt: skip
+
+    def outside(self) -> tuple[Traced, Traced]:
+        """Counts of what lies before and after the blocks; parameters go where they are used first, the others to the end."""
+        in_blocks = {id(p) for block in self.blocks for p in block.parameters()}
+        sizes = {id(p): p.numel() for p in self._model.parameters() if id(p) not in in_blocks}
+        total, size = sum(sizes.values()), self._element_bytes
+        embeddings = {
+            id(p) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.Conv2d) for p in m.parameters()
+        }
+        first = sum(numel for key, numel in sizes.items() if key in embeddings)
+        parts = []
+        for counts, params in ((self._before, first), (self._after, total - first)):
+            saved = self._saved_outside / size if counts is self._after else 0.0
+            parts.append(
+                _traced(
+                    counts, self.seq_len, params, size, backward_elements=round(2 * counts.elements / size),
+                    backward_kernels=2 * counts.kernels, saved_elements=round(saved),
+                )
+            )  # fmt: skip
+        return parts[0], parts[1]
+
+
+def _traced(counts: Counts, seq_len: int, num_params: int, element_bytes: int, **others: int) -> Traced:
+    products = tuple(TracedProduct(rows=m, n=n, k=k, count=c) for (m, n, k), c in sorted(counts.products.items()))
+    attentions = tuple(
+        TracedAttention(
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=width, v_head_dim=v_width, query_len=batch * length,
+            kv_len=kv_len, context=(kv_len + 1) / 2 if causal else float(kv_len), count=count,
+        )
+        for (batch, heads, kv_heads, width, v_width, length, kv_len, causal), count in sorted(counts.attentions.items())
+    )  # fmt: skip
+    return Traced(
+        seq_len=seq_len, num_params=num_params, products=products, attentions=attentions,
+        forward_elements=round(counts.elements / element_bytes), forward_kernels=counts.kernels, **others,
+    )  # fmt: skip
+
+
+@dataclass
+class _Switch:
+    """Where the model is: inside a block, before the first or after the last one."""
+
+    inside: int = 0
+
+
+@contextmanager
+def _noting(
+    blocks: Sequence[nn.Module], calls: dict[nn.Module, tuple[Any, Any]], before: Counts, after: Counts
+) -> Iterator[_Switch]:
+    """Note what blocks are called with, and count what runs outside them: before the first one returns, and after."""
+    switch, active = _Switch(), [before]
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not switch.inside:
+            active.pop().__exit__(None, None, None)
+        calls[module] = args, kwargs
+        switch.inside += 1
+
+    def leave(*_: Any) -> None:
+        switch.inside -= 1
+        if not switch.inside:
+            active.append(after)
+            after.__enter__()
+
+    handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    before.__enter__()
+    try:
+        yield switch
+    finally:
+        for counts in active:
+            counts.__exit__(None, None, None)
+        for handle in handles:
+            handle.remove()
+
+
+def _fake(tensor: Tensor, *, grad: bool) -> Tensor:
+    """A fake tensor on the CPU of the same shape; inside the fake mode."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").requires_grad_(
+        grad and tensor.dtype.is_floating_point
+    )
+
+
+def _one_sequence(value: Any) -> Any:
+    """A fake tensor of the first sequence of a batch."""
+    if not isinstance(value, Tensor):
+        return value
+    shape = (1, *value.shape[1:]) if value.ndim else value.shape
+    return torch.zeros(shape, dtype=value.dtype, device="cpu")
+
+
+def _leaf(value: Any) -> Any:
+    """Inputs of a block as leaves: gradients end there."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.is_floating_point() and value.ndim == 3)

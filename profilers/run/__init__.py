@@ -1,0 +1,1 @@
+"""A measurement by all ranks at once, within its budget."""

@@ -1,0 +1,145 @@
+"""Which ranks, nodes and links are slower than their peers beyond noise.
+
+A rank's ratio for a point is its time over the median of the other ranks' times; what is reported is the median over its points,
+and the noise is the distance of the lower quartile from it. It is slow where ``ratio - noise > SLOW_RATIO``: by more than a
+little, at three of four points.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal, NamedTuple
+
+from ...schema.profile import RankReport, Slow
+from ...schema.profile_points import PairPoint
+from ..measure.timing import Points
+from .merging import key_of
+
+SLOW_RATIO = 1.1
+"""Less costs a synchronous job less than one part in ten, and is what equal devices differ by."""
+
+What = Literal["compute", "memory", "link"]
+
+_FIELDS: dict[What, tuple[str, ...]] = {
+    "compute": ("matmuls", "attention", "grouped_matmuls", "layers"),
+    "memory": ("elementwise",),
+    "link": ("pairs",),
+}
+
+
+class Ratio(NamedTuple):
+    """Median over points, and how far below it their lower quartile is."""
+
+    ratio: float = 1.0
+    noise: float = 0.0
+
+
+def rank_ratios(by_rank: Sequence[Points], fields: Sequence[str]) -> list[Ratio]:
+    """How much slower than its peers each rank is at points that all ranks have."""
+    times: dict[str, list[float | None]] = defaultdict(lambda: [None] * len(by_rank))
+    for rank, points in enumerate(by_rank):
+        for field in fields:
+            for point in points.get(field, ()):
+                times[field + key_of(point)][rank] = point["time_s"]
+    known = [row for row in times.values() if None not in row]
+    if len(by_rank) < 2 or not known:
+        return [Ratio()] * len(by_rank)
+    return [
+        Ratio(*_middle([row[r] / median([*row[:r], *row[r + 1 :]]) for row in known]))  # type: ignore[operator,type-var]
+        for r in range(len(by_rank))
+    ]
+
+
+def _middle(ratios: list[float]) -> tuple[float, float]:
+    ordered, middle = sorted(ratios), median(ratios)
+    return middle, middle - ordered[len(ordered) // 4]
+
+
+def reports(
+    by_rank: Sequence[Points], devices: Sequence[str], nodes: Sequence[int], hosts: Sequence[str]
+) -> tuple[tuple[RankReport, ...], tuple[Slow, ...]]:
+    """A report of every rank, and what is slow."""
+    compute, memory = (rank_ratios(by_rank, _FIELDS[what]) for what in ("compute", "memory"))
+    pairs = [PairPoint(**point) for points in by_rank for point in points.get("pairs", ()) if point["time_s"]]
+    links = _link_ratios(pairs, nodes)
+    of_rank = [[ratio for pair, ratio in links.items() if rank in pair] for rank in range(len(by_rank))]
+    ranks = tuple(
+        RankReport(
+            rank=rank,
+            node=nodes[rank],
+            device=devices[rank],
+            compute_ratio=compute[rank].ratio,
+            memory_ratio=memory[rank].ratio,
+            link_ratio=median([ratio.ratio for ratio in of_rank[rank]] or [1.0]),
+        )
+        for rank in range(len(by_rank))
+    )
+    slow = [*_slow_ranks("compute", compute, nodes, hosts), *_slow_ranks("memory", memory, nodes, hosts)]
+    return ranks, (*slow, *_slow_links(links, nodes, hosts))
+
+
+def _is_slow(ratio: Ratio) -> bool:
+    return ratio.ratio - ratio.noise > SLOW_RATIO
+
+
+def _slow_ranks(what: What, ratios: Sequence[Ratio], nodes: Sequence[int], hosts: Sequence[str]) -> list[Slow]:
+    """Slow nodes, where all ranks of one are and there are others, and slow ranks of other nodes."""
+    found: list[Slow] = []
+    slow = [rank for rank, ratio in enumerate(ratios) if _is_slow(ratio)]
+    for node in sorted(set(nodes)):
+        members = [rank for rank, owner in enumerate(nodes) if owner == node]
+        mine = [rank for rank in members if rank in slow]
+        if mine == members and len(hosts) > 1 and len(members) > 1:
+            ratio, noise = (median(getattr(ratios[rank], name) for rank in members) for name in Ratio._fields)
+            found.append(Slow(kind="node", name=f"node {hosts[node]}", what=what, ratio=ratio, noise=noise))
+            continue
+        place = f" on {hosts[node]}" if len(hosts) > 1 else ""
+        found += [Slow(kind="rank", name=f"rank {rank}{place}", what=what, **ratios[rank]._asdict()) for rank in mine]
+    return found
+
+
+def _link_ratios(pairs: Sequence[PairPoint], nodes: Sequence[int]) -> dict[tuple[int, int], Ratio]:
+    """Each pair's time over the median of its kind (in a node, between nodes) at the largest size; none where it has no peers."""
+    kinds: dict[tuple[bool, int], dict[tuple[int, int], list[PairPoint]]] = defaultdict(lambda: defaultdict(list))
+    for point in pairs:
+        inside = nodes[point.first_rank] == nodes[point.second_rank]
+        kinds[inside, point.size_bytes][point.first_rank, point.second_rank].append(point)
+    found: dict[tuple[int, int], Ratio] = {}
+    for (_, _), of_pair in sorted(kinds.items(), key=lambda item: item[0][1]):
+        if len(of_pair) < 3:
+            continue
+        usual = median(point.time_s for points in of_pair.values() for point in points)
+        for pair, points in of_pair.items():
+            ratio = median(point.time_s for point in points) / usual
+            found[pair] = Ratio(ratio, ratio * max(point.spread for point in points) / 2)
+    return found
+
+
+def _slow_links(links: dict[tuple[int, int], Ratio], nodes: Sequence[int], hosts: Sequence[str]) -> list[Slow]:
+    """Slow links; a node is named instead where all links to other nodes are slow."""
+    named: dict[str, list[Ratio]] = defaultdict(list)
+    of_node: dict[int, set[str]] = defaultdict(set)
+    for (first, second), ratio in links.items():
+        ends = nodes[first], nodes[second]
+        name = (
+            f"link rank {first} - rank {second}" if ends[0] == ends[1] else f"link {hosts[ends[0]]} - {hosts[ends[1]]}"
+        )
+        named[name].append(ratio)
+        if ends[0] != ends[1]:
+            of_node[ends[0]].add(name)
+            of_node[ends[1]].add(name)
+    together = {name: Ratio(*(median(values) for values in zip(*of, strict=True))) for name, of in named.items()}
+    slow = {name: ratio for name, ratio in together.items() if _is_slow(ratio)}
+    found: list[Slow] = []
+    for node, names in sorted(of_node.items()):
+        if len(names) > 1 and names <= slow.keys():
+            worst = max((slow.pop(name) for name in names), key=lambda ratio: ratio.ratio)
+            found.append(Slow(kind="node", name=f"node {hosts[node]}", what="link", **worst._asdict()))
+    return found + [Slow(kind="link", name=name, what="link", **ratio._asdict()) for name, ratio in slow.items()]
+
+
+def describe(slow: Slow) -> str:
+    """One line for people."""
+    return f"{slow.name}: {slow.what} takes {slow.ratio:.2f} times as long as elsewhere (noise {slow.noise:.2f})"

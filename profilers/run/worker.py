@@ -1,0 +1,70 @@
+"""One rank of a brief measurement: ``python -m meshwright.profilers.run.worker TASK.json``, started by torchrun's elastic agent.
+
+A program of its own and not a function for multiprocessing: spawn imports the user's main module again (fatal where it
+has no ``if __name__ == "__main__"`` or is a notebook), and a fork of a process that has used OpenMP can hang.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ...schema.errors import MeshwrightError
+from .launching import refuse, tell
+from .steps import brief_steps
+from .task import Progress, Task
+
+if TYPE_CHECKING:
+    from .rank import MakeSteps
+
+ORPHAN_EXIT_CODE = 3
+_TELL_S = 0.1
+
+
+def main() -> None:
+    """Measure what describes a cluster and leave the profile in the task's folder."""
+    serve(Task.load(sys.argv[1]), lambda task, place, on_gpu: brief_steps(task, place, on_gpu=on_gpu))
+
+
+def serve(task: Task, make_steps: MakeSteps) -> None:
+    """Run one rank of a launched measurement to its end; this process ends with it."""
+    threading.Thread(target=_end_with, args=(task.launcher_pid, task.folder), daemon=True).start()
+    from torch.distributed.elastic.multiprocessing.errors import record  # takes seconds: the launcher may end meanwhile
+
+    record(_run)(task, make_steps)
+    # Not the interpreter's shutdown: gloo's threads were seen to abort it, "terminate called without an active exception".
+    os._exit(0)
+
+
+def _run(task: Task, make_steps: MakeSteps) -> None:
+    from .rank import run_rank
+
+    last_s = 0.0
+
+    def throttled(progress: Progress) -> None:
+        nonlocal last_s
+        if time.perf_counter() - last_s > _TELL_S:
+            last_s = time.perf_counter()
+            tell(task, progress)
+
+    try:
+        run_rank(task, make_steps, throttled)
+    except MeshwrightError as error:
+        refuse(task, error)
+        raise
+
+
+def _end_with(launcher_pid: int, folder: str) -> None:
+    """End this process when its launcher is gone, also when it was killed and could neither say so nor clean up."""
+    while os.getppid() == launcher_pid:
+        time.sleep(0.2)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(ORPHAN_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

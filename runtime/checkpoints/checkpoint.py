@@ -1,0 +1,251 @@
+"""Checkpoints of a training run: model, optimizer states and step, readable under any other layout.
+
+torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are
+those of the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed
+when it is whole, so what is called ``step-...`` can always be loaded. Loading runs no code from the files
+(checkpoint_index.py).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ...schema import ConfigError, MeshwrightError, ModelSpec
+from ...schema.base import Document, Frozen
+from ...schema.units import format_bytes
+from ..models.init import is_adapter
+from .index import SafeReader, TensorsOnly
+
+if TYPE_CHECKING:
+    from ..parallel_model import ParallelModel
+
+KEPT_CHECKPOINTS = 2
+"""The newest checkpoints that stay; older ones are deleted once a newer one is whole."""
+
+_INFO_FILE = "checkpoint.json"
+_STEP_FOLDER = re.compile(r"step-(\d{8})")
+_TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Progress(Frozen):
+    """How far a run is, beside its tensors.
+
+    Attributes:
+        step: steps done; the run goes on with ``step + 1``.
+        seed: of the data; another one would not continue the same order.
+        samples: sequences seen; None in checkpoints of older versions.
+        data: fingerprint of the data; empty where it is not known.
+        loss_scale: under fp16-mixed, and the steps since it last changed.
+    """
+
+    step: int
+    seed: int = 0
+    samples: int | None = None
+    data: str = ""
+    loss_scale: float | None = None
+    scale_steps: int = 0
+
+
+class CheckpointInfo(Progress, Document):
+    """What is known of a checkpoint without reading its tensors."""
+
+    model: ModelSpec
+
+
+def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
+    """Whole checkpoints under ``root``, oldest first; none where the folder does not exist."""
+    root = Path(root)
+    if not root.is_dir():
+        return ()
+    found = (path for path in root.iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / _INFO_FILE).is_file())
+    return tuple(sorted(found, key=lambda path: path.name))
+
+
+def check_writable(root: str | Path) -> None:
+    """Make the folder of the checkpoints and write in it, before a run depends on it.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(b"checkpoints fit")
+    except OSError as error:
+        raise ConfigError(f"cannot write checkpoints to {root}: {error.strerror}") from None
+
+
+def save_checkpoint(
+    root: str | Path,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    *,
+    keep: int = KEPT_CHECKPOINTS,
+) -> Path:
+    """Write a checkpoint and delete all but the newest ``keep``; every rank calls it.
+
+    Raises:
+        MeshwrightError: the folder cannot be written.
+    """
+    folder, partial = checkpoint_folders(root, progress.step)
+    prepare(partial)
+    try:
+        save(checkpoint_state(model, optimizer), storage_writer=FileSystemWriter(partial))
+    except CheckpointException as error:
+        failure = write_failure(folder, error)
+        remove_partial(partial.parent)
+        raise failure from None
+    publish(partial, folder, CheckpointInfo(model=model.plan.model, **progress.model_dump()), keep=keep)
+    dist.barrier()
+    return folder
+
+
+def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> CheckpointInfo:
+    """Read a checkpoint of any layout into a model and its optimizer; every rank calls it.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, is of another model, or holds what is not an index of tensors.
+    """
+    folder = Path(folder)
+    info = CheckpointInfo.load(folder / _INFO_FILE)
+    if info.model != model.plan.model:
+        raise ConfigError(
+            f"the checkpoint {folder} is of another model: {info.model.name} with {info.model.num_params} parameters; "
+            f"the plan's is {model.plan.model.name} with {model.plan.model.num_params}",
+        )
+    current, state = _current(model, optimizer), checkpoint_state(model, optimizer)
+    try:
+        load(state, storage_reader=SafeReader(folder), planner=TensorsOnly())
+    except CheckpointException as error:
+        raise describe(f"cannot read the checkpoint {folder}", error) from None
+    loaded = {
+        part: {name: _loaded_value(name, value, state[part], model) for name, value in values.items()}
+        for part, values in current.items()
+    }
+    set_model_state_dict(model.model_part, loaded["model"], options=StateDictOptions(strict=False))
+    set_optimizer_state_dict(model.model_part, optimizer, loaded["optimizer"], options=_FLAT)
+    return info
+
+
+def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Parameters, optimizer states and hyper-parameters of this rank by name."""
+    values = get_model_state_dict(model.model_part)
+    if model.plan.workload.adapters is not None:  # the frozen model is where it came from
+        values = {name: value for name, value in values.items() if is_adapter(name)}
+    return {
+        "model": values,
+        "optimizer": get_optimizer_state_dict(model.model_part, optimizer, options=_FLAT),
+    }
+
+
+def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """What is stored of `_current`: the tensors, under the names of the model without a pipeline."""
+    return {
+        part: {_stored_name(name, model): value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        for part, values in _current(model, optimizer).items()
+    }
+
+
+def _loaded_value(name: str, current: Any, state: dict[str, Any], model: ParallelModel) -> Any:
+    """What was read for a name, or the current value of what is not stored.
+
+    The two copies of a tied embedding may be on one rank: each gets values of its own, or the optimizer would update one tensor
+    for both.
+    """
+    stored = _stored_name(name, model)
+    value = state.get(stored, current)
+    return value.clone() if stored != name and isinstance(value, torch.Tensor) else value
+
+
+def _stored_name(name: str, model: ParallelModel) -> str:
+    """A tied output projection is the embedding, which the last pipeline stage holds under the projection's name."""
+    return name.replace(*_TIED_NAMES) if model.plan.model.tie_embeddings else name
+
+
+def checkpoint_folders(root: str | Path, step: int) -> tuple[Path, Path]:
+    """Where the checkpoint of a step is when it is whole, and until then."""
+    return Path(root) / f"step-{step:08d}", Path(root) / f".step-{step:08d}.partial"
+
+
+def prepare(partial: Path) -> None:
+    """Make an empty folder to write to; every rank calls it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if dist.get_rank() == 0:
+            remove_partial(partial.parent)
+            partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write checkpoints to {partial.parent}: {error.strerror}") from None
+    dist.barrier()
+
+
+def remove_partial(root: Path) -> None:
+    """Delete what saves that were cut short have left."""
+    for left in root.glob(".step-*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> None:
+    """Give a checkpoint that every rank has written its name, and delete all but the newest ``keep``; the first rank does it.
+
+    Raises:
+        MeshwrightError: the disk is full, or the folder is gone.
+    """
+    if dist.get_rank() != 0:
+        return
+    try:
+        info.save(partial / _INFO_FILE)
+        partial.rename(folder)
+        for old in list_checkpoints(folder.parent)[:-keep]:
+            (old / _INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint
+            shutil.rmtree(old)
+    except OSError as error:
+        raise MeshwrightError(f"cannot finish the checkpoint {folder}: {error.strerror}") from None
+
+
+def write_failure(folder: Path, error: CheckpointException) -> MeshwrightError:
+    """What to say of a checkpoint that could not be written, with the room there is; to be called before the rest is deleted."""
+    failure = describe(f"cannot write the checkpoint {folder}", error)
+    try:
+        usage = shutil.disk_usage(folder.parent)
+    except OSError:
+        return failure
+    room = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free there"
+    return MeshwrightError(
+        failure.message,
+        details=(*failure.details, room),
+        help="make room, or keep fewer with --keep-checkpoints; those written before are whole",
+    )
+
+
+def describe(message: str, error: CheckpointException) -> MeshwrightError:
+    """The first rank's cause of a checkpoint that failed, as one of our errors."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, MeshwrightError):
+        return cause
+    lines = str(cause).strip().splitlines() or [""]
+    details = (f"rank {rank}: {type(cause).__name__}: {lines[-1]}",)
+    return MeshwrightError(message, details=details)

@@ -1,0 +1,1 @@
+"""What a run trains on: text and token files, and which rank sees which samples when."""

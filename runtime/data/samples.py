@@ -1,0 +1,128 @@
+"""Which tokens every rank trains on: the samples of a stream, shuffled anew in each epoch.
+
+Sample ``i`` of a stream are the tokens ``i * seq_len .. (i + 1) * seq_len``, the last one a target only. The run sees sample
+``order(epoch, position)`` as its ``epoch * num_samples + position``-th, and that count is all the state there is: two layouts with
+the same global batch see the same sequences, and a run that resumes, under whatever layout or batch, goes on with the next one.
+
+The order is a Feistel network over the indices (four rounds make a pseudo-random permutation, Luby and Rackoff, 1988), walked on
+where it leaves the range: no list of samples is kept, however many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...schema import ConfigError
+
+_ROUNDS = 6
+
+
+class TokenStream(Protocol):
+    """Tokens that can be read at any place."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on every machine that would read the same tokens."""
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """Tokens ``start .. start + length - 1``."""
+
+    def describe(self) -> str:
+        """Size, for messages."""
+
+
+def shuffled(positions: np.ndarray, num_samples: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Samples at ``positions`` [N] of an epoch's order: a permutation of 0 .. num_samples - 1."""
+    half_bits = max(1, (max(1, num_samples - 1).bit_length() + 1) // 2)
+    keys = np.random.default_rng((seed, epoch)).integers(2**63, size=_ROUNDS, dtype=np.uint64)
+    result = _feistel(positions.astype(np.uint64), keys, half_bits)
+    while (outside := result >= num_samples).any():
+        result[outside] = _feistel(result[outside], keys, half_bits)
+    return result.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
+    """A permutation of 0 .. 4**half_bits - 1."""
+    shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right + key) & mask)
+    return (left << shift) | right
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class TokenBatches:
+    """The part of every global batch that one data-parallel rank trains on.
+
+    Args:
+        stream: where the tokens are from.
+        seq_len: tokens of a sequence; one more is read as the last target.
+        local_batch: sequences of one step on this data-parallel rank.
+        dp_rank: sequences ``dp_rank * local_batch .. + local_batch - 1`` of each global batch are this rank's.
+        seed: of the order.
+        vocab_size: every token must be below it; None: not looked at.
+
+    Raises:
+        ConfigError: the stream is shorter than one sequence.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        seq_len: int,
+        local_batch: int,
+        dp_rank: int,
+        seed: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        if stream.num_tokens <= seq_len:
+            raise ConfigError(
+                f"the data has {stream.describe()}; one sequence of "
+                f"{seq_len} tokens and its last target needs {seq_len + 1}",
+                help="give more with --data, or plan for a shorter sequence",
+            )
+        self._stream = stream
+        self._seq_len = seq_len
+        self._own = dp_rank * local_batch + np.arange(local_batch)
+        self._seed = seed
+        self._vocab_size = vocab_size
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences of an epoch."""
+        return (self._stream.num_tokens - 1) // self._seq_len
+
+    def batch(self, seen: int) -> torch.Tensor:
+        """Tokens of the step after the run has seen so many sequences, int64 [local_batch, seq_len + 1].
+
+        Raises:
+            ConfigError: a token is not in the vocabulary.
+        """
+        rows = [self._stream.tokens(start, self._seq_len + 1) for start in self._starts(seen).tolist()]
+        tokens = np.stack(rows).astype(np.int64)
+        if self._vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            wrong = tokens.max() if tokens.max() >= self._vocab_size else tokens.min()
+            raise ConfigError(f"the data holds the token id {wrong}; the model's vocabulary has {self._vocab_size}")
+        return torch.from_numpy(tokens)
+
+    def _starts(self, seen: int) -> np.ndarray:
+        epochs, positions = np.divmod(seen + self._own, self.num_samples)
+        samples = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            is_its = epochs == epoch
+            samples[is_its] = shuffled(positions[is_its], self.num_samples, seed=self._seed, epoch=epoch)
+        return samples * self._seq_len

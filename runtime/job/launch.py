@@ -1,0 +1,243 @@
+"""Start one process per device of this node through torchrun's elastic agent, and say in one message why a job failed.
+
+On several nodes every node runs the same command; the agents meet at a rendezvous. Without a node rank they number
+themselves (backend c10d); with one, the plan's order of nodes holds (backend static).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ...profilers.machine import cpu_rank_environment, environment, num_cores
+from ...schema import (
+    ConfigError,
+    MeshwrightError,
+    NodeGroup,
+    Plan,
+)
+from ...schema.errors import InterruptedRunError
+from .faults import RankDeath, explain
+from .machine import check_machine, local_group
+from .out_of_memory import memory_line
+from .progress import FOLDER_VARIABLE
+from .stopping import Stopping
+from .watch import Watch, watching
+from .worker import Job
+
+_SHUTDOWN_S = 5
+"""How long ranks may take to end after a signal, before they are killed."""
+
+_LOG_TAIL_LINES = 200
+"""Lines of a rank's log that are searched for the kind of its failure; fewer are shown."""
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_AGENT_LOGGER = "torch.distributed.elastic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes of a job meet; the default is a job of one node.
+
+    Attributes:
+        node_rank: position of this node in the plan's cluster; the endpoint must then be on node 0.
+        endpoint: ``HOST:PORT`` on one of the nodes, the same text on all.
+        run_id: any text that is the same on all nodes of the job and on no other job at the endpoint.
+        timeout_s: how long a node waits for the others.
+    """
+
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: str | None = None
+    run_id: str | None = None
+    timeout_s: int = 600
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1:
+            raise ConfigError(f"--nnodes {self.nnodes}: must be at least 1")
+        if self.nnodes > 1 and self.endpoint is None:
+            raise ConfigError(f"{self.nnodes} nodes need a place to meet", help="add --rdzv-endpoint HOST:PORT")
+        if self.endpoint is not None:
+            host, _, port = self.endpoint.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ConfigError(f"rendezvous endpoint {self.endpoint!r} is not HOST:PORT with a port up to 65535")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"node rank {self.node_rank} is not in 0..{self.nnodes - 1}")
+
+
+def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> None:
+    """Run a job on this node's devices to its end; returns when every rank has ended well.
+
+    Call it from the main thread: signals to this process end the ranks. Log lines of the built-in training's ranks are
+    kept for the error message; a user's script writes to this process's own streams.
+
+    Raises:
+        RuntimeMismatchError: this machine is not what the plan is for.
+        MeshwrightError: a rank failed, a signal ended the job, or the nodes did not meet. No process is left behind.
+    """
+    rendezvous = rendezvous or Rendezvous()
+    group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank)
+    check_machine(plan, group)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, _agent_messages() as signalled, _own_signals():
+        job_path, progress = Path(folder) / "job.json", Path(folder) / "progress"
+        job.save(job_path)
+        progress.mkdir()
+        redirects = Std.NONE if job.script else Std.ALL
+        logs = DefaultLogsSpecs(f"{folder}/ranks", redirects=redirects)
+        stopping = Stopping(job.grace_s, progress, has_checkpoints=_has_checkpoints(job))
+        run = elastic_launch(_config(rendezvous, group.devices_per_node, logs, stopping.agent_signals), sys.executable)
+        variables = {**_worker_environment(job, group), FOLDER_VARIABLE: str(progress)}
+        watch = Watch()
+        try:
+            with environment(variables), watching(progress, watch, job.hang_timeout_s), stopping.listening():
+                run("-u", "-m", f"{__package__}.worker", str(job_path))
+            stopping.raise_if_stopped()
+        except ChildFailedError as error:
+            _end_process_groups(error.failures.values())
+            stopping.raise_if_stopped()
+            deaths = [
+                _death(rank, failure, Path(folder), watch, by_launcher=failure.pid in signalled)
+                for rank, failure in error.failures.items()
+            ]
+            ranks = range(plan.layout.world_size) if rendezvous.nnodes == 1 else ()
+            ended_well = [rank for rank in ranks if rank not in error.failures]
+            memory = memory_line(plan, torch.device("cpu")) if group.device.vendor == "cpu" else ""
+            raise explain(deaths, world_size=plan.layout.world_size, ended_well=ended_well, memory=memory) from None
+        except (SignalException, KeyboardInterrupt) as error:
+            received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+            raise InterruptedRunError(received) from None
+        except (RendezvousError, DistError) as error:
+            raise _rendezvous_error(rendezvous, error) from None
+
+
+def _has_checkpoints(job: Job) -> bool:
+    return not job.script and job.options.checkpoint_dir is not None
+
+
+def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs, signals: str) -> LaunchConfig:
+    is_static = rendezvous.node_rank is not None and rendezvous.nnodes > 1
+    settings: dict[str, Any] = {"timeout": rendezvous.timeout_s}
+    if is_static:
+        settings["rank"] = rendezvous.node_rank
+    elif rendezvous.nnodes > 1:
+        settings["join_timeout"] = rendezvous.timeout_s
+    options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S, "signals_to_handle": signals}
+    known = {field.name for field in fields(LaunchConfig)}
+    return LaunchConfig(
+        min_nodes=rendezvous.nnodes,
+        max_nodes=rendezvous.nnodes,
+        nproc_per_node=nproc_per_node,
+        run_id=rendezvous.run_id or ("meshwright" if rendezvous.nnodes > 1 else uuid.uuid4().hex),
+        rdzv_backend="static" if is_static else "c10d",
+        rdzv_endpoint=rendezvous.endpoint or "localhost:0",
+        rdzv_configs=settings,
+        local_addr="localhost" if rendezvous.nnodes == 1 else None,
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=logs,
+        **{name: value for name, value in options.items() if name in known},  # torch 2.11 has no such option
+    )
+
+
+def _worker_environment(job: Job, group: NodeGroup) -> dict[str, str]:
+    threads = str(max(1, num_cores() // group.devices_per_node))
+    chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
+    memory = cpu_rank_environment() if group.device.vendor == "cpu" else {}
+    return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Give back the signal handlers that the agent replaces."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _SignalledProcesses(logging.Handler):
+    """Collects the processes that the agent ends itself, from its log: ``Sending process %s closing signal %s``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.pids: set[int] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("Sending process") and isinstance(record.args, tuple):
+            self.pids.add(int(str(record.args[0])))
+
+
+@contextlib.contextmanager
+def _agent_messages() -> Iterator[set[int]]:
+    """Keep the agent's own messages off the terminal; yields the processes it says it ends."""
+    logger = logging.getLogger(_AGENT_LOGGER)
+    handler, propagate = _SignalledProcesses(), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield handler.pids
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+
+
+def _end_process_groups(failures: Iterable[ProcessFailure]) -> None:
+    """Kill what a dead rank had started; each rank leads a process group of its own."""
+    for failure in failures:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(failure.pid, signal.SIGKILL)
+
+
+def _death(rank: int, failure: ProcessFailure, folder: Path, watch: Watch, *, by_launcher: bool) -> RankDeath:
+    message = failure.error_file_data.get("message")
+    report = message if isinstance(message, dict) else {}
+    extra = report.get("extraInfo", {})
+    trace = extra.get("py_callstack", "").rstrip().splitlines() or _log_tail(folder, failure.local_rank)
+    if failure.pid in watch.hung:
+        trace = list(watch.hung[failure.pid])
+    return RankDeath(
+        rank=rank,
+        exit_code=failure.exitcode,
+        ended_by_launcher=by_launcher,
+        time_s=float(extra.get("time_s", failure.timestamp)),
+        error=report.get("message", ""),
+        trace=tuple(trace[-_LOG_TAIL_LINES:]),
+        payload=extra.get("meshwright"),
+        was_suspended=failure.pid in watch.suspended,
+        was_hung=failure.pid in watch.hung,
+    )
+
+
+def _log_tail(folder: Path, local_rank: int) -> list[str]:
+    logs = sorted(folder.glob(f"ranks/*/attempt_0/{local_rank}/stderr.log"))
+    text = logs[0].read_text(encoding="utf-8", errors="replace") if logs else ""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")]
+    return lines[-_LOG_TAIL_LINES:]
+
+
+def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> MeshwrightError:
+    lines = str(error).strip().splitlines() or [""]
+    return MeshwrightError(
+        f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint or 'localhost'}",
+        details=(f"{type(error).__name__}: {lines[0]}",),
+        help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
+    )

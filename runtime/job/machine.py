@@ -1,0 +1,149 @@
+"""Does this machine match the plan? Checked before anything starts, and on each rank for its own GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import psutil
+import torch
+
+from ...profilers.machine import available_memory, num_cores
+from ...schema import NodeGroup, Plan, RuntimeMismatchError
+from ...schema.units import format_bytes
+
+_MEMORY_TOLERANCE = 0.03
+"""Drivers and ECC settings take a little of the memory that other machines with the same GPU report."""
+
+_VARIANTS = ("pcie", "nvl")
+
+
+def local_group(plan: Plan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
+    """The plan's description of this node.
+
+    Args:
+        node_rank: position of this node in the cluster; needed only where the nodes differ.
+
+    Raises:
+        RuntimeMismatchError: the job and the plan differ in nodes, or nodes differ and no position is given.
+    """
+    cluster = plan.cluster
+    if nnodes != cluster.num_nodes:
+        raise RuntimeMismatchError(
+            f"the plan is for {plan.layout.world_size} ranks on {cluster.num_nodes} nodes; this job has {nnodes} nodes",
+            details=(f"cluster of the plan: {cluster.name}; layout: {plan.layout}",),
+            help=f"run `meshwright apply` on {cluster.num_nodes} nodes with --nnodes {cluster.num_nodes}, or plan again"
+            + (" with --cluster local" if nnodes == 1 else f" for {nnodes} nodes"),
+        )
+    if node_rank is None:
+        if len(cluster.groups) > 1:
+            raise RuntimeMismatchError(
+                f"the nodes of {cluster.name} differ, so each must know which one it is", help="add --node-rank"
+            )
+        return cluster.groups[0]
+    nodes = [group for group in cluster.groups for _ in range(group.num_nodes)]
+    return nodes[node_rank]
+
+
+def check_machine(plan: Plan, group: NodeGroup) -> None:
+    """Refuse a plan whose devices this machine does not have; looks at kind and number, without touching a GPU.
+
+    Raises:
+        RuntimeMismatchError: with the numbers on both sides.
+    """
+    planned = f"{group.devices_per_node} x {group.device.name}"
+    _check_host_memory(plan)
+    if group.device.vendor == "cpu":
+        _check_host(plan, group)
+        return
+    found = torch.cuda.device_count()
+    if found == 0:
+        raise RuntimeMismatchError(
+            f"the plan is for {planned} in each node; this machine has no GPU that torch can use",
+            details=(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",),
+            help="run it on a machine with these GPUs, or plan for this one with --cluster local",
+        )
+    if found < group.devices_per_node:
+        raise RuntimeMismatchError(
+            f"the plan is for {planned} in each node; this machine has {found} GPUs",
+            details=_visible_devices(),
+            help="run it on larger nodes, or plan again with --cluster local",
+        )
+
+
+def check_device(plan: Plan, group: NodeGroup, device: torch.device) -> None:
+    """Refuse a GPU of another kind, or with less memory than the plan counts on.
+
+    Raises:
+        RuntimeMismatchError: with the names or sizes on both sides.
+    """
+    if device.type != "cuda":
+        return
+    planned, found = group.device, torch.cuda.get_device_properties(device)
+    if not is_same_chip(planned.name, found.name):
+        raise RuntimeMismatchError(
+            f"the plan is for {planned.name}; {device} of this machine is {found.name}",
+            details=("times, memory and the choice of the layout would not hold",),
+            help="plan again for this GPU, e.g. with --cluster local",
+        )
+    if found.total_memory < planned.memory_bytes * (1 - _MEMORY_TOLERANCE):
+        raise RuntimeMismatchError(
+            f"the plan counts on {format_bytes(planned.memory_bytes)} of memory on each {planned.name}; "
+            f"{device} of this machine ({found.name}) has {format_bytes(found.total_memory)}",
+            details=(f"predicted peak: {format_bytes(plan.estimate.peak_reserved_bytes)}",),
+            help="plan again for this GPU, e.g. with --cluster local",
+        )
+
+
+def is_same_chip(planned: str, found: str) -> bool:
+    """Whether torch's name of a GPU is what a plan names: ``H100-SXM-80GB`` is ``NVIDIA H100 80GB HBM3``.
+
+    Compared are the model (the first word with a digit in the plan's name that is not a size) and the words for slower
+    variants of it; a plan's name without such a word matches every GPU.
+    """
+    if planned == found:
+        return True
+    planned_words, found_words = _words(planned), _words(found)
+    chip = next((word for word in planned_words if re.search(r"\d", word)), None)
+    same_variant = all((variant in planned_words) == (variant in found_words) for variant in _VARIANTS)
+    return chip is None or (chip in found_words and same_variant)
+
+
+def _words(name: str) -> list[str]:
+    """Lower-case words of a GPU's name; ``RTX4090`` is ``rtx 4090``, sizes in GB are left out."""
+    words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx", "rtx "))
+    return [word for word in words if word and not re.fullmatch(r"\d+gb", word)]
+
+
+def _check_host_memory(plan: Plan) -> None:
+    """What the offload schedule puts on the host must be free there, beside what the ranks themselves take."""
+    needed = 0 if plan.offload is None else plan.offload.host_bytes
+    available = available_memory()
+    if needed > available:
+        raise RuntimeMismatchError(
+            f"the plan's offload schedule needs {format_bytes(needed)} of each node's host memory; "
+            f"{format_bytes(needed - available)} are missing",
+            details=(f"{format_bytes(available)} are available on this machine",),
+            help="free host memory, or plan again with --host-memory-gib",
+        )
+
+
+def _check_host(plan: Plan, group: NodeGroup) -> None:
+    ranks, cores = group.devices_per_node, num_cores()
+    if ranks > cores:
+        raise RuntimeMismatchError(
+            f"the plan runs {ranks} ranks on the CPU of each node; this machine has {cores} cores",
+            details=("ranks that share a core wait for each other in every collective",),
+            help="plan again with --cluster local",
+        )
+    needed, memory = ranks * plan.estimate.peak_allocated_bytes, psutil.virtual_memory().total
+    if needed > memory:
+        raise RuntimeMismatchError(
+            f"the plan's {ranks} ranks need {format_bytes(needed)}; this machine has {format_bytes(memory)}",
+            help="plan again with --cluster local",
+        )
+
+
+def _visible_devices() -> tuple[str, ...]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return () if visible is None else (f"CUDA_VISIBLE_DEVICES={visible}",)

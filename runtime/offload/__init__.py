@@ -1,0 +1,1 @@
+"""Offload schedules: what lies on the host or on storage, and when it travels."""

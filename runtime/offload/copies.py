@@ -1,0 +1,216 @@
+"""Copies between the device and the host's memory: streams, pinned buffers that are used again, and a count of what moved.
+
+On CUDA copies run on one stream for each direction, beside compute. On a CPU the same code copies into a second allocation at once:
+what "the device" may forget is then really freed, so that schedules can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...profilers.machine import available_memory
+from ...schema.errors import MeshwrightError
+from ...schema.units import format_bytes
+
+_CLASSES_PER_OCTAVE = 8
+"""Sizes of buffers between a size and its double: at most an eighth of a buffer is not used, and uneven sizes share buffers."""
+
+Pin = Callable[[Tensor], bool]
+
+
+@dataclass
+class Traffic:
+    """What moved since it was last taken.
+
+    Attributes:
+        to_host_bytes, to_device_bytes: over the link; stored_bytes, read_bytes: to and from files.
+        unpinned_bytes: of buffers that could not be pinned: copies to and from them wait for the compute stream.
+    """
+
+    to_host_bytes: int = 0
+    to_device_bytes: int = 0
+    stored_bytes: int = 0
+    read_bytes: int = 0
+    unpinned_bytes: int = 0
+
+    def take(self) -> Traffic:
+        """The counts so far; those of copies start again."""
+        taken = Traffic(
+            self.to_host_bytes, self.to_device_bytes, self.stored_bytes, self.read_bytes, self.unpinned_bytes
+        )
+        self.to_host_bytes = self.to_device_bytes = self.stored_bytes = self.read_bytes = 0
+        return taken
+
+
+def pin_memory(buffer: Tensor) -> bool:
+    """Lock the pages of a host tensor, so that copies to and from it run beside compute; False where that is refused.
+
+    Not ``pin_memory=True``, whose allocator rounds up to powers of two: half of the host's memory could be lost to that.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    refused = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if refused:
+        with contextlib.suppress(RuntimeError):  # the next launch would report the refusal as its own
+            torch.zeros(1, device="cuda")
+    return not refused
+
+
+@dataclass(eq=False)
+class HostBuffer:
+    """Bytes of host memory, and when the last copy from them is over (CUDA)."""
+
+    data: Tensor
+    is_pinned: bool
+    read: torch.cuda.Event | None = None
+
+
+class HostPool:
+    """Host buffers that are used again, by size.
+
+    Args:
+        pin: what pins a new buffer; None where there is nothing to pin for. After one refusal no more are tried.
+    """
+
+    def __init__(self, traffic: Traffic, pin: Pin | None = None) -> None:
+        self._traffic = traffic
+        self._pin = pin
+        self._free: dict[int, list[HostBuffer]] = {}
+        self._lock = threading.Lock()
+        self.total_bytes = 0
+
+    def take(self, num_bytes: int) -> HostBuffer:
+        """A buffer of at least so many bytes.
+
+        Raises:
+            MeshwrightError: the host has no more memory.
+        """
+        size = _size_class(num_bytes)
+        with self._lock:
+            free = self._free.get(size)
+            if free:
+                return free.pop()
+        return HostBuffer(*self.allocate(size))
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Let it be used again, once the copy from it is over."""
+        with self._lock:
+            self._free.setdefault(buffer.data.numel(), []).append(buffer)
+
+    def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
+        """Bytes of the host's memory from the start of a page, and whether they are pinned; `take` never hands them out.
+
+        Raises:
+            MeshwrightError: the host has no more memory.
+        """
+        available = available_memory()
+        if num_bytes > available:
+            raise MeshwrightError(
+                f"the host has no memory for another {format_bytes(num_bytes)} of what is offloaded: "
+                f"{format_bytes(num_bytes - available)} are missing",
+                details=(f"this rank has {format_bytes(self.total_bytes)} there already",),
+                help="plan with a smaller --host-memory-gib",
+            )
+        self.total_bytes += num_bytes
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8), False
+        pages = _Pages(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        is_pinned = self._pin is not None and self._pin(whole)
+        if is_pinned:
+            pages.pinned_at = whole.data_ptr()
+        elif self._pin is not None:
+            self._pin = _refuse
+            self._traffic.unpinned_bytes += num_bytes
+        return whole[:num_bytes], is_pinned
+
+
+class _Pages(mmap.mmap):
+    """Pages of their own, as tensors see them; unlocked before they are gone.
+
+    Attributes:
+        pinned_at: their address where they are locked.
+    """
+
+    pinned_at = 0
+
+    def __del__(self) -> None:
+        if self.pinned_at and torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)  # type: ignore[no-untyped-call]
+
+
+def _refuse(_: Tensor) -> bool:
+    return False
+
+
+def _size_class(num_bytes: int) -> int:
+    """The next of eight sizes for each doubling."""
+    step = 1 << max(0, num_bytes.bit_length() - _CLASSES_PER_OCTAVE.bit_length())
+    return -(-num_bytes // step) * step
+
+
+@dataclass(eq=False)
+class Copies:
+    """Both directions of one rank's link.
+
+    Attributes:
+        traffic: what moved.
+        pool: buffers of what comes and goes.
+    """
+
+    device: torch.device
+    traffic: Traffic = field(default_factory=Traffic)
+    pin: Pin | None = None
+
+    def __post_init__(self) -> None:
+        is_cuda = self.device.type == "cuda"
+        if is_cuda and self.pin is None:
+            self.pin = pin_memory
+        self.pool = HostPool(self.traffic, self.pin)
+        self.down = torch.cuda.Stream(self.device) if is_cuda else None
+        self.up = torch.cuda.Stream(self.device) if is_cuda else None
+
+    def to_host(
+        self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event | None:
+        """Copy a device tensor down beside compute; the event (CUDA) when the host may read it and the device forget it.
+
+        Args:
+            after: what else has to be over first: the last copy from ``target``.
+        """
+        self.traffic.to_host_bytes += source.nbytes
+        return self._copy(self.down, source, target, after)
+
+    def to_device(
+        self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event | None:
+        """Copy a host tensor up beside compute; the event (CUDA) after which ``target`` may be read."""
+        self.traffic.to_device_bytes += source.nbytes
+        return self._copy(self.up, source, target, after)
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the compute stream wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _copy(
+        self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor, after: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        if stream is None:
+            target.copy_(source)
+            return None
+        # Device memory comes from the compute stream: what was queued there may still write the source or read the target.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event

@@ -1,0 +1,359 @@
+"""AdamW whose states lie on the device, in the host's memory or in a file, parameter by parameter, behind one optimizer.
+
+| place    | states               | who updates                                      | bytes of fp32 that move in a step     |
+|----------|----------------------|--------------------------------------------------|---------------------------------------|
+| own      | beside the parameter | the device, or the host under CPUOffloadPolicy   | none here                             |
+| host     | host, with a copy    | the host's processors                            | gradient down 4, new parameter up 4   |
+|          | of the parameter     |                                                  |                                       |
+| streamed | host                 | the device, while the states of the next one     | states up 8, states down 8            |
+|          |                      | come and those of the one before go              |                                       |
+
+The update is torch's fused AdamW everywhere, so that where device and host are both CPUs no bit differs from an optimizer without
+offload; a GPU's and a CPU's kernel may round the last place differently.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from ..models.init import local_tensor
+from .copies import Copies, HostBuffer
+from .storage import StateFile
+
+Place = Literal["own", "host", "streamed"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_AS_ADAMW = {
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}
+"""What `torch.optim.AdamW` has in its groups, so that it may take them over."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter's optimizer states lie; ``is_stored``: in a file instead of the host's memory."""
+
+    place: Place = "own"
+    is_stored: bool = False
+
+
+@dataclass(eq=False)
+class _States:
+    """What the optimizer has of one parameter away from the device.
+
+    Attributes:
+        moments: [2, *shape] on the host, or a view of the file.
+        start: of the moments in the file; None in memory.
+        copy: the parameter on the host, where the host updates it; ``copied`` tells which contents of the parameter it holds.
+    """
+
+    parameter: nn.Parameter
+    place: Place
+    moments: Tensor
+    start: int | None = None
+    copy: Tensor | None = None
+    copied: tuple[int, int, int] | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """The part of the parameter that this rank has."""
+        return local_tensor(self.parameter)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The part of the gradient that this rank has."""
+        assert self.parameter.grad is not None
+        return local_tensor(self.parameter.grad)
+
+    @property
+    def contents(self) -> tuple[int, int, int]:
+        """Changes whenever the parameter does: a DTensor and its local part count changes apart."""
+        return self.local.data_ptr(), self.local._version, self.parameter._version
+
+
+@dataclass(eq=False)
+class _Moments:
+    """The moments of one update in the host's memory: where they live, or a buffer that they are being read into."""
+
+    group: dict[str, Any]
+    states: _States
+    host: Tensor
+    buffer: HostBuffer | None = None
+    reading: Future[None] | None = None
+
+
+@dataclass(eq=False)
+class _Gradient:
+    """A gradient in the host's memory, once it is down."""
+
+    host: Tensor
+    buffer: HostBuffer | None = None
+    down: torch.cuda.Event | None = None
+
+
+_Work = Sequence[tuple[dict[str, Any], _States]]
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """AdamW over the parameters of one rank.
+
+    Its states have the names and shapes of `torch.optim.AdamW`: a checkpoint of either loads into the other.
+
+    Args:
+        placements: of the parameters; those that are not named have their states beside them.
+        folder: where the file of stored states is made.
+
+    Raises:
+        ConfigError: the file's folder cannot be written or has too little space.
+        MeshwrightError: the host lacks the memory.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        placements: Mapping[nn.Parameter, Placement],
+        copies: Copies,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        folder: str | None = None,
+    ) -> None:
+        super().__init__(groups, {"lr": learning_rate, "betas": betas, **_AS_ADAMW})
+        self._copies = copies
+        self._leaving: torch.cuda.Event | None = None
+        self._writing: list[tuple[Future[None], HostBuffer]] = []
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        placed = {parameter: placements[parameter] for parameter in parameters if parameter in placements}
+        *starts, end = _starts([parameter for parameter, placement in placed.items() if placement.is_stored])
+        self._file = None if folder is None or not starts else StateFile(folder, end, copies.traffic)
+        places = iter(starts)
+        self._away = {
+            parameter: self._states(parameter, placement, next(places) if placement.is_stored else None)
+            for parameter, placement in placed.items()
+            if placement != Placement()
+        }
+        for parameter in parameters:
+            self._make_state(parameter)
+        self.register_state_dict_pre_hook(lambda _: self._settle())
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; the device's work and the host's run side by side.
+
+        Raises:
+            MeshwrightError: stored states cannot be read or written.
+        """
+        assert closure is None
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        away = [(group, self._away[p]) for group, chosen in groups for p in chosen if p in self._away]
+        on_host = [(group, states) for group, states in away if states.place != "streamed"]
+        gradients = [self._bring_down(states) for _, states in on_host]
+        for group, chosen in groups:
+            self._update_own(group, [p for p in chosen if p not in self._away])
+        self._update_streamed([(group, states) for group, states in away if states.place == "streamed"])
+        self._update_on_host(on_host, gradients)
+        for transfer, buffer in self._writing:
+            self._finish(transfer)
+            self._copies.pool.give_back(buffer)
+        self._writing.clear()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over states into the places they have here; torch's own would first put them all on the device."""
+        self._settle()
+        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update({name: value for name, value in given.items() if name != "params" and name in own})
+            for parameter, key in zip(own["params"], given["params"], strict=True):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    local_tensor(self.state[parameter][name]).copy_(local_tensor(torch.as_tensor(value)))
+
+    def _states(self, parameter: nn.Parameter, placement: Placement, start: int | None) -> _States:
+        local = local_tensor(parameter)
+        if start is None:
+            data, _ = self._copies.pool.allocate(2 * local.nbytes)
+        else:
+            assert self._file is not None
+            data = self._file.view(start, 2 * local.nbytes)
+        states = _States(parameter, placement.place, data.view(local.dtype).view(2, *local.shape), start)
+        if placement.place == "host":
+            states.copy = self._copies.pool.allocate(local.nbytes)[0].view(local.dtype).view(local.shape)
+        return states
+
+    def _make_state(self, parameter: nn.Parameter) -> None:
+        """Zero states under torch's names; fresh pages and fresh files are zero."""
+        away, local = self._away.get(parameter), local_tensor(parameter)
+        moments = local.new_zeros((2, *local.shape)) if away is None else away.moments
+        self.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=moments.device),
+            **{name: _like(parameter, part) for name, part in zip(_MOMENTS, moments, strict=True)},
+        }
+
+    def _update_own(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
+        if parameters:
+            states = [self.state[parameter] for parameter in parameters]
+            moments = [[local_tensor(state[name]) for state in states] for name in _MOMENTS]
+            gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            steps = [state["step"] for state in states]
+            _update(group, [local_tensor(parameter) for parameter in parameters], gradients, moments, steps)
+
+    def _update_streamed(self, work: _Work) -> None:
+        """Each on the device, while the states of the next one come and those of the one before go."""
+        leaving: deque[tuple[_Moments, Tensor, torch.cuda.Event | None]] = deque()
+        for moments, on_device, arrived in self._arriving(work):
+            self._copies.wait(arrived)
+            step = self.state[moments.states.parameter]["step"]
+            device_step = step.to(on_device.device, copy=True)
+            first, second = on_device
+            _update(
+                moments.group, [moments.states.local], [moments.states.gradient], [[first], [second]], [device_step]
+            )
+            step += 1
+            leaving.append((moments, on_device, self._copies.to_host(on_device, moments.host)))
+            if len(leaving) > 1:
+                self._left(*leaving.popleft())
+        while leaving:
+            self._left(*leaving.popleft())
+
+    def _arriving(self, work: _Work) -> Iterator[tuple[_Moments, Tensor, torch.cuda.Event | None]]:
+        """Moments on the device and the event when they are; the next ones have been sent for."""
+        coming: deque[tuple[_Moments, Tensor, torch.cuda.Event | None]] = deque()
+        for moments in self._on_host(work):
+            on_device = torch.empty_like(moments.host, device=moments.states.local.device)
+            coming.append((moments, on_device, self._copies.to_device(moments.host, on_device)))
+            if len(coming) > 1:
+                yield coming.popleft()
+        yield from coming
+
+    def _left(self, moments: _Moments, _: Tensor, down: torch.cuda.Event | None) -> None:
+        """The device's copy may go when it is down; with a file it goes on from there."""
+        self._copies.wait(down)
+        self._leaving = down
+        if moments.buffer is not None:
+            self._settle()
+            self._write(moments)
+
+    def _update_on_host(self, work: _Work, gradients: Sequence[_Gradient]) -> None:
+        for moments, gradient in zip(self._on_host(work), gradients, strict=True):
+            states = moments.states
+            if gradient.down is not None:
+                gradient.down.synchronize()
+            first, second = moments.host
+            step = self.state[states.parameter]["step"]
+            target = states.local if states.copy is None else states.copy
+            _update(moments.group, [target], [gradient.host], [[first], [second]], [step])
+            if states.copy is not None:
+                self._copies.wait(self._copies.to_device(states.copy, states.local))
+                states.copied = states.contents
+            if gradient.buffer is not None:
+                self._copies.pool.give_back(gradient.buffer)
+            self._write(moments)
+
+    def _bring_down(self, states: _States) -> _Gradient:
+        """The gradient, and the parameter where something else than this optimizer has changed it."""
+        gradient = states.gradient
+        if states.copy is None:  # on the host already, as its parameter is
+            return _Gradient(gradient)
+        if states.copied != states.contents:
+            self._copies.to_host(states.local, states.copy)
+        buffer = self._copies.pool.take(gradient.nbytes)
+        target = buffer.data[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+        return _Gradient(target, buffer, self._copies.to_host(gradient, target, after=buffer.read))
+
+    def _on_host(self, work: _Work) -> Iterator[_Moments]:
+        """Moments in the host's memory; of stored ones the next are being read."""
+        reading: deque[_Moments] = deque()
+        for group, states in work:
+            reading.append(self._read(group, states))
+            if len(reading) > 1:
+                yield self._read_to_end(reading.popleft())
+        while reading:
+            yield self._read_to_end(reading.popleft())
+
+    def _read(self, group: dict[str, Any], states: _States) -> _Moments:
+        if states.start is None:
+            return _Moments(group, states, states.moments)
+        assert self._file is not None
+        buffer = self._copies.pool.take(states.moments.nbytes)
+        if buffer.read is not None:
+            buffer.read.synchronize()
+        data = buffer.data[: states.moments.nbytes]
+        host = data.view(states.moments.dtype).view(states.moments.shape)
+        return _Moments(group, states, host, buffer, self._file.read(states.start, data))
+
+    def _read_to_end(self, moments: _Moments) -> _Moments:
+        if moments.reading is not None:
+            self._finish(moments.reading)
+        return moments
+
+    def _write(self, moments: _Moments) -> None:
+        if moments.buffer is not None:
+            assert self._file is not None
+            assert moments.states.start is not None
+            data = moments.buffer.data[: moments.host.nbytes]
+            self._writing.append((self._file.write(moments.states.start, data), moments.buffer))
+
+    def _finish(self, transfer: Future[None]) -> None:
+        assert self._file is not None
+        self._file.finish(transfer)
+
+    def _settle(self) -> None:
+        """What is on its way down has arrived: before anything but a later update reads the host's states."""
+        if self._leaving is not None:
+            self._leaving.synchronize()
+
+
+def _update(
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    moments: list[list[Tensor]],
+    steps: list[Tensor],
+) -> None:
+    beta1, beta2 = group["betas"]
+    adamw(
+        parameters,
+        gradients,
+        *moments,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A state as the parameter is spread; the constructor, because `DTensor.from_local` would move it to the device."""
+    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+
+
+def _starts(parameters: Sequence[Tensor]) -> list[int]:
+    """Where the moments of each begin in the file, and where the file ends; each at a page of its own."""
+    starts = [0]
+    for parameter in parameters:
+        starts.append(starts[-1] + -(-2 * local_tensor(parameter).nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return starts

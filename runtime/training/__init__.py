@@ -1,0 +1,1 @@
+"""The built-in training loop that every rank runs."""

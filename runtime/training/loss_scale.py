@@ -1,0 +1,51 @@
+"""The factor on the loss under fp16-mixed, so that small gradients do not round to zero.
+
+It is halved when a gradient overflows (that step changes nothing) and doubled after `GROWTH_STEPS` steps without (Micikevicius et
+al., arXiv:1710.03740). What decides is the norm of all gradients, which every rank knows: all of them skip a step, or none. A power
+of two, so that it changes no digit; 1 in other precisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...schema import Plan
+
+INITIAL_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+LEAST_SCALE = 1.0
+
+
+@dataclass
+class LossScale:
+    """One rank's copy of the factor.
+
+    Attributes:
+        is_dynamic: false outside fp16-mixed, where the factor stays 1.
+        steps: since it last changed.
+    """
+
+    value: float
+    is_dynamic: bool
+    steps: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> LossScale:
+        """The factor at the start of a run."""
+        is_dynamic = plan.workload.precision == "fp16-mixed"
+        return cls(INITIAL_SCALE if is_dynamic else 1.0, is_dynamic)
+
+    def update(self, *, overflowed: bool) -> None:
+        """After a step; to be called with the same on all ranks."""
+        if not self.is_dynamic:
+            return
+        self.steps += 1
+        if overflowed:
+            self.value, self.steps = self.value / 2, 0
+        elif self.steps >= GROWTH_STEPS:
+            self.value, self.steps = self.value * 2, 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether gradients overflow although nothing is multiplied any more."""
+        return self.value < LEAST_SCALE

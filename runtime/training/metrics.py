@@ -1,0 +1,219 @@
+"""What a run reports: one JSON object a step, and a last one with the measurements beside the plan's prediction."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NotRequired, TextIO, TypedDict
+
+import numpy as np
+
+from ...schema import ConfigError, Plan
+from .memory import MemorySource
+from .step_parts import PARTS, Part
+from .stragglers import stragglers
+
+WARMUP_STEPS = 2
+"""Steps at the start of a run that do not count in the measured step time: allocators and caches fill in them."""
+
+
+class OffloadRecord(TypedDict):
+    """What one rank moved between its device, its host and its drive in a step, bytes, beside what the plan predicts.
+
+    ``host_bytes``: of the host's memory that this rank's offloading holds.
+    """
+
+    to_host_bytes: int
+    to_device_bytes: int
+    read_bytes: int
+    stored_bytes: int
+    planned_to_host_bytes: int
+    planned_to_device_bytes: int
+    host_bytes: int
+    warnings: list[str]
+
+
+class StepRecord(TypedDict):
+    """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank, ``parts_s`` where the seconds of the step
+    went.
+
+    ``grad_norm`` is None where gradients overflowed under fp16-mixed and the step changed nothing; ``loss_scale`` is there under
+    fp16-mixed only.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float
+    peak_allocated_bytes: int
+    parts_s: dict[Part, float]
+    loss_scale: NotRequired[float]
+    offload: NotRequired[OffloadRecord]
+
+
+KEPT_STEPS = 256
+"""Steps, the last ones, whose parts every rank keeps for the comparison of ranks at the end."""
+
+
+class RankRecord(TypedDict):
+    """One rank over the whole run: peak memory, and the parts of its steps in order (of the last ones)."""
+
+    rank: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    parts_s: list[dict[Part, float]]
+
+
+class MetricsWriter:
+    """Writes JSON lines to a file, each whole when it is written.
+
+    Args:
+        path: None writes nothing.
+        append: keep what the file holds.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | Path | None, *, append: bool = False) -> None:
+        self._file: TextIO | None = None
+        try:
+            if path is not None:
+                self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+    def write(self, record: StepRecord | dict[str, Any]) -> None:
+        """One line."""
+        if self._file is not None:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def mfu(plan: Plan, step_time_s: float) -> float:
+    """FLOPs that the model needs for a step over what all devices could do at their peak in that time, as in the plan."""
+    return plan.estimate.mfu * plan.estimate.step_time_s / step_time_s
+
+
+def summarise(
+    plan: Plan, step_times_s: Sequence[float], ranks: Sequence[RankRecord], *, memory_source: MemorySource
+) -> dict[str, Any]:
+    """The last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
+
+    Args:
+        step_times_s: seconds of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not
+            count.
+        ranks: one entry per rank.
+    """
+    warmup = WARMUP_STEPS if len(step_times_s) > WARMUP_STEPS else 0
+    step_time_s = statistics.median(step_times_s[warmup:])
+    estimate = plan.estimate
+    predicted = {
+        "step_time_s": estimate.step_time_s,
+        "step_time_interval_s": estimate.step_time_interval_s.model_dump(),
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
+        "peak_allocated_bytes": estimate.peak_allocated_bytes,
+        "peak_reserved_bytes": estimate.peak_reserved_bytes,
+        "parts_s": predicted_parts_s(plan),
+    }
+    parts_s = [_parts_of_steps(rank["parts_s"], len(step_times_s) - warmup) for rank in ranks]
+    medians = [
+        dict(zip(PARTS, np.median(parts, axis=0).tolist(), strict=True)) if len(parts) else {} for parts in parts_s
+    ]
+    measured = {
+        "step_time_s": step_time_s,
+        "tokens_per_s": plan.workload.tokens_per_step / step_time_s,
+        "mfu": mfu(plan, step_time_s),
+        "peak_allocated_bytes": max(rank["peak_allocated_bytes"] for rank in ranks),
+        "peak_reserved_bytes": max(rank["peak_reserved_bytes"] for rank in ranks),
+        "parts_s": _measured_parts_s(medians),
+        "stragglers": _stragglers(plan, parts_s),
+        "steps": len(step_times_s),
+        "warmup_steps": warmup,
+        "memory_source": memory_source,
+        "ranks": [
+            {**rank, "stage_idx": rank["rank"] // plan.layout.stage_ranks, "parts_s": own}
+            for rank, own in zip(ranks, medians, strict=True)
+        ],
+    }
+    ratio = {
+        name: measured[name] / predicted[name]
+        for name in ("step_time_s", "tokens_per_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes")
+        if predicted[name]
+    }
+    return {"predicted": predicted, "measured": measured, "ratio": ratio}
+
+
+def predicted_parts_s(plan: Plan) -> dict[str, float]:
+    """What the plan expects of the busiest rank, in the parts that a run can tell apart; they sum to the step time."""
+    parts = plan.estimate.breakdown_s
+    return {
+        "compute": parts.compute + parts.recompute,
+        "communication": parts.tp + parts.cp + parts.ep + parts.dp,
+        "pipeline_wait": parts.pp + parts.bubble,
+        "optimizer": parts.optimizer,
+    }
+
+
+def _measured_parts_s(medians: Sequence[dict[Part, float]]) -> dict[str, float]:
+    """Parts of the rank that computes longest, under the names of `predicted_parts_s`, and what has no prediction."""
+    if not all(medians):
+        return {}
+    busiest = max(medians, key=lambda parts: parts["forward"] + parts["backward"])
+    same = {
+        name: busiest[name] for name in ("communication", "pipeline_wait", "optimizer", "other", "data", "preempted")
+    }
+    return {"compute": busiest["forward"] + busiest["backward"], **same}
+
+
+def _parts_of_steps(parts_s: Sequence[dict[Part, float]], num_counted: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Parts [T, len(PARTS)] of the steps that count, as far as they were kept."""
+    kept = parts_s[max(0, len(parts_s) - num_counted) :]
+    return np.array([[step[name] for name in PARTS] for step in kept], dtype=np.float64).reshape(-1, len(PARTS))
+
+
+def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
+    """Slow ranks by their own work: both passes and the update on a CPU, the update on a GPU, whose passes include waiting."""
+    on_gpu = plan.cluster.weakest_device.backend == "nccl"
+    own = [
+        PARTS.index(name) for name in PARTS if name == "optimizer" or (name in ("forward", "backward") and not on_gpu)
+    ]
+    compute_s = np.array([parts[:, own].sum(axis=1) for parts in parts_s])
+    stage_of_rank = np.arange(len(parts_s)) // plan.layout.stage_ranks
+    if compute_s.ndim < 2 or not compute_s.size:
+        return []
+    stages = plan.estimate.stages
+    expected = np.array([stage.forward_s + stage.backward_s for stage in stages])
+    return list(stragglers(compute_s, stage_of_rank, expected[np.minimum(stage_of_rank, len(stages) - 1)]))
+
+
+def follow(path: str | Path, finished: threading.Event, *, poll_s: float = 0.05) -> Iterator[dict[str, Any]]:
+    """Objects of a file that another process writes, as they come; ends when ``finished`` is set and all is read."""
+    path = Path(path)
+    position, rest = 0, b""
+    while True:
+        last = finished.is_set()
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(position)
+                new = file.read()
+            position += len(new)
+            *lines, rest = (rest + new).split(b"\n")
+            yield from (json.loads(line) for line in lines)
+        if last:
+            return
+        if not rest:
+            time.sleep(poll_s)

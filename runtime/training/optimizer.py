@@ -1,0 +1,115 @@
+"""The optimizer of a plan, and gradient clipping that is exact over all axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..mesh import EXPERT_AXES
+from ..models.init import local_tensor
+from ..offload.optimizer import OffloadedAdamW
+from ..parallel_model import ParallelModel
+from .options import TrainOptions
+from .zeroth_order import ZerothOrderSGD, require_zeroth_order
+
+
+def build_optimizer(
+    model: ParallelModel,
+    *,
+    learning_rate: float,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    zeroth_order: bool = False,
+) -> torch.optim.Optimizer:
+    """AdamW or SGD (no momentum), as the plan's workload says; norms and biases are not decayed.
+
+    A fused update takes either plain parameters or DTensors: those of foreign modules, of which tensor parallelism splits only
+    some, are groups of their own.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for p in parameters if (p.ndim > 1) == is_matrix and isinstance(p, DTensor) == is_spread],
+            "weight_decay": weight_decay if is_matrix else 0.0,
+        }
+        for is_matrix in (True, False)
+        for is_spread in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if zeroth_order:
+        require_zeroth_order(model.plan)
+        return ZerothOrderSGD(model, groups, learning_rate=learning_rate)
+    if model.plan.workload.optimizer == "sgd":
+        # DTensor has no fused SGD, and the foreach one would hold a decayed copy of all gradients.
+        return torch.optim.SGD(groups, lr=learning_rate, foreach=False)
+    if model.offload is not None:
+        placements, folder = model.offload.placements(model.module), model.offload.schedule.storage_path
+        copies = model.offload.copies
+        return OffloadedAdamW(groups, placements, copies, learning_rate=learning_rate, betas=betas, folder=folder)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+
+
+@torch.no_grad()
+def clip_gradients(model: ParallelModel, max_norm: float) -> float:
+    """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+    The norm is sqrt(sum of squares) over every element of the model once: a rank counts its local part of a parameter only if it
+    is the first along each axis that holds copies of it. One sum over all ranks; no part is gathered.
+
+    Returns:
+        The norm before scaling, the same on every rank.
+    """
+    square = local_square(model)
+    model.add_over_ranks(square)
+    norm = square.sqrt()
+    scale_gradients(model, norm, max_norm)
+    return norm.item()
+
+
+@torch.no_grad()
+def local_square(model: ParallelModel) -> Tensor:
+    """What this rank adds to the square of the norm of all gradients, fp32 []."""
+    counted = [local_tensor(p.grad) for name, p in model.named_parameters() if is_counted(model, name, p.grad)]
+    if not counted:
+        return torch.zeros((), dtype=torch.float32, device=model.device)
+    return nn.utils.get_total_norm(counted).square().to(model.device)
+
+
+@torch.no_grad()
+def scale_gradients(model: ParallelModel, norm: Tensor, max_norm: float) -> None:
+    """Multiply this rank's gradients so that a whole of the given norm [] has at most ``max_norm``; no wait for the device."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if scale.device.type == "cpu" and scale.item() == 1:
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in (local_tensor(p.grad) for p in model.parameters() if p.grad is not None):
+        by_device.setdefault(gradient.device, []).append(gradient)  # those of streamed parameters are on the host
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, scale.to(device))
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, options: TrainOptions, *, done: int) -> LambdaLR:
+    """The learning rate of step ``done + 1`` and those that follow."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = options.learning_rate
+    return LambdaLR(optimizer, lambda idx: options.learning_rate_factor(idx + 1), last_epoch=done - 1)
+
+
+def is_counted(model: ParallelModel, name: str, gradient: Tensor | None) -> bool:
+    """Whether this rank is the one that counts its part of a parameter (or of its gradient) among those that have a copy."""
+    if gradient is None:
+        return False
+    mesh = model.mesh
+    if mesh.pp is not None and model.plan.model.tie_embeddings and name == "lm_head.weight":
+        return False  # the first stage counts the tied embedding
+    copies = {"dp_replicate", "dp_shard", "cp", "tp"}
+    if isinstance(gradient, DTensor):
+        names = gradient.device_mesh.mesh_dim_names or ()
+        if not set(names).isdisjoint(EXPERT_AXES):
+            copies = set(EXPERT_AXES)
+        copies -= {axis for axis, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()}
+        if "dp_shard" not in copies and model.plan.layout.zero_stage:
+            copies -= {"cp"}  # part of that axis
+    return all(mesh.coordinates[axis] == 0 for axis in copies)

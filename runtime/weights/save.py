@@ -1,0 +1,289 @@
+"""A trained model of any layout as a folder that Hugging Face's from_pretrained reads.
+
+Files of bounded size, an index, and config.json. Nothing is gathered: the first rank makes the files with their headers, and every
+rank writes the ranges that it holds at their places in them (of copies, one rank does). Beside the parameters there is no more than
+one block of `hf_weights.BLOCK_BYTES`. The ranks need storage that all of them share, as checkpoints do. The folder appears under
+its name when it is whole.
+
+Format: 8 bytes with the length of a JSON header, the header ``{name: {dtype, shape, data_offsets}}``, the tensors row by row
+(github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...schema import (
+    ConfigError,
+    MeshwrightError,
+    ModelSpec,
+    RuntimeMismatchError,
+)
+from ...schema.hf_export import hf_config
+from ...schema.units import GB, format_bytes
+from ..models.decoder import Decoder
+from ..models.init import is_adapter, local_region, local_tensor
+from ..training.optimizer import is_counted
+from .load import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    blocks,
+    decoder_shapes,
+)
+from .names import TIED_HEAD, pieces_of, pieces_of_model
+
+if TYPE_CHECKING:
+    from ..parallel_model import ParallelModel
+
+MAX_FILE_BYTES = 5 * GB
+"""Largest file, unless one tensor is larger. Source: the default of transformers before 5."""
+
+_SPELLING = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""What belongs to a model besides its weights."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in which file a tensor stands: its first byte, and its shape."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """All files of a folder: where tensors stand, what the files begin with and how long they are."""
+
+    places: Mapping[str, _Place]
+    headers: Mapping[str, bytes]
+    sizes: Mapping[str, int]
+
+
+def check_weights_target(spec: ModelSpec, folder: str | Path) -> None:
+    """Whether the weights of a model can be saved in a folder, before a run depends on it.
+
+    Raises:
+        ConfigError: it is there already, cannot be written, has too little space, or the model has no config.json.
+    """
+    folder = Path(folder)
+    hf_config(spec)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} already exists", help="give --save-weights a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent) as file:
+            file.write(b"weights fit")
+        free = shutil.disk_usage(folder.parent).free
+    except OSError as error:
+        raise ConfigError(f"cannot write weights to {folder}: {error.strerror}") from None
+    needed = 2 * spec.num_params
+    if free < needed:
+        raise ConfigError(
+            f"{folder}: the weights take {format_bytes(needed)} in 16 bits, {format_bytes(free)} are free"
+        )
+
+
+def save_weights(
+    model: ParallelModel,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    like: str | Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write the model's weights in Hugging Face's layout; every rank calls it.
+
+    Args:
+        dtype: of the files; unset, what the plan computes in (bf16 for bf16-mixed).
+        like: folder the weights came from, whose config.json and tokenizer go with them; unset, config.json is made from the plan.
+        max_file_bytes: of one file, unless it holds one tensor only.
+
+    Raises:
+        ConfigError: the folder exists, or the type cannot be written.
+        RuntimeMismatchError: the model is not the plan's own.
+        MeshwrightError: a rank could not write its part.
+    """
+    from ..data_parallel import compute_dtype
+
+    folder, spec = Path(folder), model.plan.model
+    if not isinstance(model.module, Decoder):
+        raise RuntimeMismatchError(
+            f"weights of a {type(model.module).__name__} are not saved in Hugging Face's layout by this version",
+            help="gather them with torch.distributed.checkpoint.state_dict.get_model_state_dict, or train the plan's own model",
+        )
+    dtype = dtype or compute_dtype(model.plan)
+    if dtype not in _SPELLING:
+        raise ConfigError(f"weights cannot be saved as {dtype}", help=f"one of {', '.join(map(str, _SPELLING))}")
+    files = _files(spec, dtype, max_file_bytes)
+    partial = folder.with_name(f".{folder.name}.partial")
+    is_first = dist.get_rank() == 0
+    try:
+        with _together(f"cannot save the weights to {folder}"):
+            if is_first:
+                _prepare(folder, partial, files)
+        with _together(f"cannot save the weights to {folder}"):
+            _write_own(model, partial, files, dtype)
+        with _together(f"cannot save the weights to {folder}"):
+            if is_first:
+                _write_rest(partial, files, spec, dtype, Path(like) if like is not None else None)
+                if folder.exists():
+                    folder.rmdir()
+                partial.rename(folder)
+    except MeshwrightError:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
+    return folder
+
+
+def _files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> _Files:
+    """Tensors in the order of the model, one file after the other filled up."""
+    shapes = {
+        piece.name: piece.shape for pieces in pieces_of_model(decoder_shapes(spec), spec).values() for piece in pieces
+    }
+    groups: list[dict[str, tuple[int, int]]] = [{}]
+    end = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * dtype.itemsize
+        if groups[-1] and end + size > max_bytes:
+            groups.append({})
+            end = 0
+        groups[-1][name] = (end, end + size)
+        end += size
+    places, headers, sizes = {}, {}, {}
+    for idx, group in enumerate(groups):
+        single = len(groups) == 1
+        file = SINGLE_FILE if single else f"model-{idx + 1:05d}-of-{len(groups):05d}.safetensors"
+        headers[file] = _header(group, shapes, _SPELLING[dtype])
+        begin = len(headers[file])
+        sizes[file] = begin + max(stop for _, stop in group.values())
+        places |= {name: _Place(file, begin + first, shapes[name]) for name, (first, _) in group.items()}
+    return _Files(places, headers, sizes)
+
+
+def _header(group: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]], dtype: str) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, (first, stop) in group.items():
+        content[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": [first, stop]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _prepare(folder: Path, partial: Path, files: _Files) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} already exists", help="save to a new folder")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name, header in files.headers.items():
+        with (partial / name).open("wb") as file:
+            file.write(header)
+            file.truncate(files.sizes[name])
+
+
+@torch.no_grad()
+def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.dtype) -> None:
+    """The ranges of all tensors that this rank has to write."""
+    spec, opened = model.plan.model, dict[str, int]()
+    tensors = (*model.module.named_parameters(), *model.module.named_buffers())
+    try:
+        for name, tensor in tensors:
+            if is_adapter(name) or (spec.tie_embeddings and name == TIED_HEAD) or not is_counted(model, name, tensor):
+                continue
+            region, local = local_region(tensor), local_tensor(tensor)
+            for piece in pieces_of(name, tuple(tensor.shape), spec):
+                part = piece.place(region)
+                if part is None:
+                    continue
+                place = files.places[piece.name]
+                if place.file not in opened:
+                    opened[place.file] = os.open(folder / place.file, os.O_WRONLY)
+                own = local if piece.row is None else local[piece.row - region[0].start]
+                _write_range(opened[place.file], place, part, own.T if piece.is_transposed else own, dtype)
+        for descriptor in opened.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+def _write_range(descriptor: int, place: _Place, part: tuple[slice, ...], values: Tensor, dtype: torch.dtype) -> None:
+    """A range of a tensor at its place, in as few pieces as stand together in the file."""
+    # Every dimension is 1 or 2: rows of elements.
+    width = prod(place.shape[1:])
+    columns = part[1] if len(part) > 1 else slice(0, 1)
+    for rows in blocks(tuple(values.shape), dtype.itemsize):
+        data = values[rows].to("cpu", dtype).contiguous().view(torch.uint8).numpy()
+        first = place.offset + ((part[0].start + rows.start) * width + columns.start) * dtype.itemsize
+        if columns.stop - columns.start == width:
+            _write_all(descriptor, memoryview(data).cast("B"), first)
+            continue
+        for row in data:
+            _write_all(descriptor, memoryview(row), first)
+            first += width * dtype.itemsize
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _write_rest(folder: Path, files: _Files, spec: ModelSpec, dtype: torch.dtype, like: Path | None) -> None:
+    """The index, config.json, and what belongs to the model besides."""
+    if len(files.sizes) > 1:
+        size = sum(prod(place.shape) for place in files.places.values()) * dtype.itemsize
+        weight_map = {name: place.file for name, place in sorted(files.places.items())}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    source = like / "config.json" if like is not None else None
+    config = json.loads(source.read_text("utf-8")) if source is not None and source.is_file() else hf_config(spec)
+    spelled = "dtype" if "dtype" in config else "torch_dtype"
+    config[spelled] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in _COPIED if like is not None else ():
+        if (like / name).is_file():
+            shutil.copyfile(like / name, folder / name)
+
+
+@contextlib.contextmanager
+def _together(message: str) -> Iterator[None]:
+    """A part of the work that all ranks do; where one fails, all of them say so instead of waiting for it."""
+    failure: MeshwrightError | None = None
+    try:
+        yield
+    except OSError as error:
+        failure = MeshwrightError(message, details=(f"rank {dist.get_rank()}: {error.strerror or error}",))
+    except MeshwrightError as error:
+        failure = error
+    failures: list[MeshwrightError | None] = [failure] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = next((found for found in failures if found is not None), None)
+    if first is not None:
+        raise first
