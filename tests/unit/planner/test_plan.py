@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import estimate_step
@@ -190,9 +192,9 @@ def test_infeasible_names_memory_and_a_size_that_fits() -> None:
     with pytest.raises(InfeasibleError) as caught:
         plan(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload)
     assert "[memory (C2)]" in str(caught.value)
-    advice = caught.value.help
-    assert advice is not None
-    devices = int(advice.split()[1])
+    larger = re.search(r"use (\d+) devices", str(caught.value))
+    assert caught.value.help is not None and larger is not None
+    devices = int(larger[1])
     assert plan(spec, ClusterSpec.parse(f"{devices}xH100-SXM-80GB"), workload).estimate.fits
 
 
