@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from meshwright.cost_models.bounds import lower_bounds
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 

@@ -9,7 +9,8 @@ from ..schema import Alternative, Estimate, Layout
 from ..schema.layout_facts import SPLIT_SCHEDULES
 from ..schema.plan import TimeBreakdown
 from ..schema.units import format_bytes
-from .search import Candidate, SearchResult
+from .expansion import Candidate
+from .search import SearchResult
 
 SAME_TIME_FRACTION = 0.01
 """Plans this close are equal within any model's error and any machine's noise; the simpler one is taken."""

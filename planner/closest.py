@@ -12,7 +12,8 @@ from ..schema import ClusterSpec, Estimate, Layout, Workload
 from ..schema.cluster_parts import label_of
 from ..schema.plan import MemoryBreakdown
 from ..schema.units import format_bytes
-from .search import Candidate, SearchResult, expand_row
+from .expansion import Candidate, expand_row
+from .search import SearchResult
 
 TRIES = 20
 """Layouts with the least bounds on memory that are cut into stages."""

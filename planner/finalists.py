@@ -12,7 +12,8 @@ from ..cost_models.space_costs import SpaceCosts
 from ..schema.layout import SCHEDULES
 from ..schema.layout_facts import V_SCHEDULES
 from .deadline import Deadline
-from .search import REL_GAP, Candidate, SearchResult, expand_fitting
+from .expansion import Candidate, expand_fitting
+from .search import REL_GAP, SearchResult
 from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
 
 MAX_ORDERS = 4

@@ -33,10 +33,11 @@ from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ModelSpec, ParetoPoint, Workload
 from ..schema.layout import check_fields
 from .deadline import Deadline
+from .expansion import Candidate, expand_fitting
 from .finalists import ordered
 from .frontier import BLOCK
 from .request import is_runnable
-from .search import REL_GAP, WINDOW, Candidate, OnProgress, bounding_costs, expand_fitting
+from .search import REL_GAP, WINDOW, OnProgress, bounding_costs
 from .space import build_space
 
 STEP_FRACTION = 0.01

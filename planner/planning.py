@@ -38,13 +38,14 @@ from ..schema.workload import Precision
 from ..solvers.pipeline_csv import to_torch_csv
 from .choose import alternatives, choose, why_slower
 from .deadline import Deadline
+from .expansion import Candidate, expand
 from .expert_load import with_experts_placed, with_imbalance
 from .finalists import with_orders
 from .infeasible import explain_infeasible
 from .offload_request import OffloadRequest
 from .rank_map import device_of_rank
 from .request import Request, is_runnable
-from .search import Candidate, OnProgress, SearchResult, expand, search
+from .search import OnProgress, SearchResult, search
 from .space import build_space
 
 

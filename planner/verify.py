@@ -18,8 +18,8 @@ from ..cost_models.mixed_step import budget_bytes
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import ConfigError, Estimate, Layout
 from .deadline import Deadline
+from .expansion import Candidate, expand, expand_fitting
 from .request import Request
-from .search import Candidate, expand, expand_fitting
 
 TRIES = 6
 """Layouts expanded for each of the two orders."""

@@ -10,7 +10,7 @@ from meshwright.cost_models.host_memory import host_link_bytes_per_s, host_updat
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate, plan
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.model import Block
 from meshwright.schema.runnable import why_not_runnable

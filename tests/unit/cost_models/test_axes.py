@@ -14,7 +14,7 @@ from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.setting import Setting
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate, not_executed
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.model import MoE
 from meshwright.schema.units import GIB

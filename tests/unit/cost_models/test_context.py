@@ -10,7 +10,7 @@ from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.setting import Setting
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 
 LLAMA = ModelSpec.named("llama-3.1-8b")

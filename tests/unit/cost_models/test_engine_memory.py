@@ -11,7 +11,7 @@ from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import estimate_step
 from meshwright.planner import estimate
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space
 from meshwright.planner.validation.predict import boundaries
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload

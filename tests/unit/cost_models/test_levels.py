@@ -12,7 +12,7 @@ from meshwright.cost_models.layer_costs import LayerCost, layer_cost
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate, not_executed
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_rules import FSDP2_RULES

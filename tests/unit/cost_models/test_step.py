@@ -13,7 +13,7 @@ from meshwright.cost_models.operators import attended_tokens, model_flops_per_to
 from meshwright.cost_models.pipeline import pipelined_s
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.units import GIB

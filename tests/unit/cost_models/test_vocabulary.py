@@ -10,7 +10,7 @@ from meshwright.cost_models.bounds import lower_bounds, quick_time_bounds
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import estimate, not_executed
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_rules import RULES_OF_ENGINE

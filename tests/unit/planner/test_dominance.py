@@ -7,7 +7,7 @@ import pytest
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import estimate_step
 from meshwright.planner import space
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from meshwright.cost_models.bounds import lower_bounds, quick_time_bounds
-from meshwright.planner import frontier, search
+from meshwright.planner import expansion, frontier, search
 from small_spaces import random_instance
 
 NUM_INSTANCES, NUM_GROUPS = 304, 8
@@ -25,7 +25,7 @@ def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, mo
         spec, workload, cluster, space = random_instance(seed)
         found = search.search(spec, workload, cluster, space, time_limit_s=600)
         costs = found.costs
-        everything = [search.expand(costs, idx) for idx in range(len(space.batch))]
+        everything = [expansion.expand(costs, idx) for idx in range(len(space.batch))]
         times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
         assert bool(found.fitting) == bool(times), seed
         if times:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.mixed_step import estimate_on_parts, is_aligned, quick_time_bounds, time_bounds
 from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.planner import estimate, frontier, plan, search
+from meshwright.planner import estimate, expansion, frontier, plan, search
 from meshwright.planner.mixed import orders
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
@@ -73,7 +73,7 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
         spec, workload, cluster, space = random_instance(seed)
         found = search.search(spec, workload, cluster, space, time_limit_s=600)
         costs = found.costs
-        everything = [search.expand(costs, idx) for idx in range(len(space.batch))]
+        everything = [expansion.expand(costs, idx) for idx in range(len(space.batch))]
         times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
         assert bool(found.fitting) == bool(times), seed
         if times:
@@ -101,7 +101,7 @@ def all_placements(costs: SpaceCosts, idx: int) -> list[tuple[float, bool]]:
         for cuts in itertools.combinations(range(2, num_layers - 1), len(placed) - 1):
             one = estimate_on_parts(costs, idx, (0, *cuts, num_layers), placed)
             fits = all(
-                search.memory.required_bytes(
+                expansion.memory.required_bytes(
                     float(s.memory_bytes.total), s.memory_bytes.parameters, costs.workload, part.cluster
                 )
                 <= part.cluster.memory_budget_bytes
@@ -126,7 +126,7 @@ def test_no_order_and_no_split_beats_the_bound_and_the_best_one_is_found(seed: i
     for idx in range(len(batch)):
         placements = all_placements(costs, idx)
         fitting = [time for time, fits in placements if fits]
-        candidate = search.expand_fitting(costs, idx)
+        candidate = expansion.expand_fitting(costs, idx)
         assert (candidate is None) == (not fitting)
         assert time_bounds(costs)[idx] <= min(time for time, _ in placements) * (1 + 1e-9)
         if candidate is not None:
@@ -159,7 +159,7 @@ def test_parts_that_cost_the_same_have_the_split_of_one(engine: str) -> None:
     batch = build_space(spec, workload, one, {"pp": 4, "num_model_chunks": 1}).batch
     alike, mixed = (SpaceCosts.of(spec, workload, cluster, batch) for cluster in (one, two))
     for idx in range(0, len(batch), max(len(batch) // 12, 1)):
-        plain, on_parts = search.expand(alike, idx), search.expand(mixed, idx)
+        plain, on_parts = expansion.expand(alike, idx), expansion.expand(mixed, idx)
         assert on_parts.estimate.fits == plain.estimate.fits
         if plain.estimate.fits:
             # Of equally good splits another one may be taken, which differs in what it adds to a step once.

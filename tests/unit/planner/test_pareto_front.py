@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.planner import pareto, plan
+from meshwright.planner.expansion import expand_fitting
 from meshwright.planner.pareto_front import work_out
-from meshwright.planner.search import REL_GAP, expand_fitting
+from meshwright.planner.search import REL_GAP
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 

@@ -9,7 +9,7 @@ from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import estimate_step
 from meshwright.planner import default_precision, estimate, plan
 from meshwright.planner.choose import SAME_TIME_FRACTION
-from meshwright.planner.search import expand
+from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space, divisors
 from meshwright.schema import (
     ClusterSpec,

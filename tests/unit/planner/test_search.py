@@ -11,7 +11,7 @@ from meshwright.cost_models.bounds import lower_bounds, time_bounds
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.stage_memory import contents_between, stage_memory_parts
 from meshwright.cost_models.step import estimate_step
-from meshwright.planner import frontier, plan, search
+from meshwright.planner import expansion, frontier, plan, search
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
@@ -32,7 +32,7 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
         parts = stage_memory_parts(costs, idx, contents_between(costs, idx, i, j), s)
         required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], workload, cluster)
         cap = float(np.median(required))
-        fits = search._stage_fits(costs, idx, cap_bytes=cap)
+        fits = expansion._stage_fits(costs, idx, cap_bytes=cap)
         has_block = np.array([any(isinstance(layer, Block) for layer in layers[a:b]) for _, a, b in spans])
         assert np.array_equal(fits[s, i, j], has_block & (required <= cap))
 
@@ -136,7 +136,7 @@ def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
     batch = build_space(spec, workload, cluster, {"pp": 3, "recompute": "selective"}).batch
     costs = SpaceCosts.of(spec, workload, cluster, batch)
     for idx in range(0, len(batch), max(len(batch) // 8, 1)):
-        candidate = search.expand(costs, idx)
+        candidate = expansion.expand(costs, idx)
         if not candidate.estimate.fits:
             continue
         cuts = all_cuts(spec.num_blocks, int(batch.num_model_chunks[idx]))
