@@ -106,8 +106,12 @@ def _expand_mixed(costs: SpaceCosts, idx: int, bound_s: float) -> Candidate | No
 
 def _with_rank_map(costs: SpaceCosts, found: Candidate) -> Candidate:
     """The same layout with its ranks on other nodes, where that is faster."""
-    uniform = costs.by_option[0] if costs.batch.is_mixed else costs
-    nodes = node_order(uniform, found.idx, found.boundaries)
+    uniform, at = costs.by_option[0] if costs.batch.is_mixed else costs, found.idx
+    if (
+        costs.batch.schedule[at] == SYNTHESISED
+    ):  # an order made for one map says nothing of another: a named one weighs the axes
+        uniform, at = with_schedule(costs.select(np.array([at])), LEANEST), 0
+    nodes = node_order(uniform, at, found.boundaries)
     if not nodes:
         return found
     row = costs.batch.select(np.array([found.idx]))
