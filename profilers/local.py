@@ -154,7 +154,7 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
         foreign_load_fraction=min(busy, 1.0),
         **effort,
     )
-    profile = launch_ranks(f"{__package__}.worker", task, ranks)
+    profile = launch_ranks(f"{__package__}.run.worker", task, ranks)
     say(f"measured in {format_seconds(time.perf_counter() - start)}")
     return profile.replace(machine=machine)
 
