@@ -69,7 +69,7 @@ class Outcome:
 
 
 def run_group(
-    world_size: int, cases: list[Case], folder: Path, *, timeout_s: float = 120.0
+    world_size: int, cases: list[Case], folder: Path, *, timeout_s: float = 240.0
 ) -> dict[str, list[Outcome]]:
     """Execute all cases one after the other on ``world_size`` ranks.
 

@@ -321,8 +321,9 @@ def test_a_group_that_does_not_end_is_stopped(tmp_path: Path) -> None:
 
 
 def test_gradients_of_the_reference_are_not_trivial(references: dict[str, Outcome]) -> None:
-    for outcome in references.values():
-        assert all(
-            torch.isfinite(gradient).all() and gradient.abs().max() > 10 * GRADIENT_TOLERANCE
-            for gradient in outcome.gradients.values()
-        )
+    """A bias of unrotated keys adds the same to all scores of a query, which softmax does not see: its gradient is zero."""
+    for model, outcome in references.items():
+        for name, gradient in outcome.gradients.items():
+            is_unseen = model == "gpt2" and name.endswith("k_proj.bias")
+            assert torch.isfinite(gradient).all(), (model, name)
+            assert is_unseen or gradient.abs().max() > 10 * GRADIENT_TOLERANCE, (model, name, gradient.abs().max())
