@@ -19,7 +19,7 @@ from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
 MAX_ORDERS = 4
 """Orders that are made for the front of time and memory."""
 
-MAX_ORDERED, MAX_TRIES, FASTEST_FIRST = 4, 12, 2
+MAX_ORDERED, MAX_TRIES, FASTEST_FIRST = 2, 12, 2
 """Layouts that get orders of their own after a search, those whose stages are cut for that, and those taken by their named time."""
 
 _OVER_A_V = frozenset(SCHEDULES.index(name) for name in V_SCHEDULES)
