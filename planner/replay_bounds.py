@@ -94,10 +94,10 @@ def _instance(costs: SpaceCosts, idx: int, fits: Fits | None) -> split_bound.Ins
 
 def _seconds(costs: SpaceCosts, idx: int) -> FloatArray:
     """Forward, input and weight pass of a layer of each kind [3, K]."""
-    case = costs.like[idx]
-    total = np.array([cost.busy_s[case] for cost in costs.inside])
-    forward = np.array([cost.forward_s[case] + cost.comm_forward_s[case] for cost in costs.inside])
-    weight = np.array([cost.weight_s[case] for cost in costs.inside])
+    own = [cost.at(costs.like[[idx]]) for cost in costs.inside]  # of this layout alone: sums over all cases take long
+    total = np.concatenate([cost.busy_s for cost in own])
+    forward = np.concatenate([cost.forward_s + cost.comm_forward_s for cost in own])
+    weight = np.concatenate([cost.weight_s for cost in own])
     return np.stack([forward, total - forward - weight, weight])
 
 
