@@ -55,7 +55,8 @@ def plan_table(plan: Plan) -> Table:
             "[bold]search",
             search.status,
             f"gap {100 * search.gap:.2g} %",
-            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds, {format_seconds(search.search_s)}"
+            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds ({search.pruned_in_groups} of them by those "
+            f"of their degrees), {format_seconds(search.search_s)}"
             + (f"; simpler for {100 * plan.price_of_simplicity:.2g} % of time" if plan.price_of_simplicity > 0 else ""),
         )
     if plan.alternatives:

@@ -106,7 +106,7 @@ def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, whole_s
     """
     m = num_microbatches
     few = np.maximum(whole_s + (m - 1) / 2 * slowest_s, np.where(m == pp, 2 * pp / (pp + 1) * whole_s, 0.0))
-    one_f_one_b = np.where(m > pp, 2 * whole_s + (m - pp - 1) * slowest_s, np.maximum(few, m * slowest_s))
+    one_f_one_b = np.maximum(np.where(m > pp, 2 * whole_s + (m - pp - 1) * slowest_s, few), m * slowest_s)
     return np.where(is_gpipe, whole_s + (m - 1) * slowest_s, one_f_one_b)
 
 

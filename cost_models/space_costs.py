@@ -114,9 +114,13 @@ class SpaceCosts:
         return tuple(self._under(option) for option in range(len(RECOMPUTES)))
 
     def _under(self, option: int) -> SpaceCosts:
-        num_cases = len(self.inside[0].forward_s) // (len(RECOMPUTES) + 1)
         batch = replace(self.batch, recompute=np.full_like(self.batch.recompute, option))
-        return replace(self, batch=batch, like=self.like + (option - self.batch.recompute) * num_cases)
+        return replace(self, batch=batch, like=self.like + (option - self.batch.recompute) * self.cases_by_option)
+
+    @property
+    def cases_by_option(self) -> int:
+        """Cases under one recompute option where layouts are mixed: ``inside`` has them for each option and for the least."""
+        return len(self.inside[0].forward_s) // (len(RECOMPUTES) + 1)
 
     @cached_property
     def by_kind(self) -> tuple[LayerCost, ...]:

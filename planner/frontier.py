@@ -1,8 +1,8 @@
 """Frontier: the layouts of a space in the order of their lower bounds, each bounded only when its turn may have come.
 
-A quick bound on time, from the work inside layers alone, orders the whole space. Blocks of layouts in this order get their bound on
-memory, and those that may fit the full bound on time. A layout is given out when its full bound is no larger than the quick
-bound of all that wait, so the order is that of the full bounds over everything.
+A quick bound on time, from the work inside layers alone, orders the layouts of the pool. Blocks of layouts in this order get their
+bound on memory, and those that may fit the full bound on time. A layout is given out when its full bound is no larger than the
+quick bound of all that wait, in the pool or outside it (pool.py), so the order is that of the full bounds over everything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..cost_models import memory
 from ..cost_models.bounds import memory_bounds
 from ..cost_models.layouts import IntArray
 from ..cost_models.mixed_step import budget_bytes, quick_time_bounds, time_bounds
-from ..cost_models.space_costs import SpaceCosts
+from .pool import Pool
 
 BLOCK = 1 << 13
 """Layouts bounded together: arrays of this size stay in a core's cache."""
@@ -23,16 +23,27 @@ BLOCK = 1 << 13
 class Frontier:
     """Layouts that may fit, by increasing bound on their time; ``bound_bytes`` [N] is infinite where not evaluated."""
 
-    def __init__(self, costs: SpaceCosts) -> None:
-        """Order the space by its quick bounds."""
-        self._costs = costs
-        self._quick_s = quick_time_bounds(costs)
-        self._order = np.argsort(self._quick_s, kind="stable")
+    def __init__(self, pool: Pool) -> None:
+        """Order the pool by its quick bounds."""
+        self._pool = pool
+        self._quick_s = np.zeros(0)
+        self._order = np.zeros(0, dtype=np.int64)
         self._next = 0
         self._rows = np.zeros(0, dtype=np.int64)
         self._bound_s = np.zeros(0)
-        self.bound_bytes = np.full(len(costs.batch), np.inf)
-        self._budget_bytes = budget_bytes(costs)
+        self.bound_bytes = np.zeros(0)
+        self._budget_bytes = np.zeros(0)
+        self._order_new()
+
+    def _order_new(self) -> None:
+        """Put what came into the pool since the last time among what waits."""
+        old, new = len(self._quick_s), len(self._pool)
+        costs = self._pool.bounding if old == 0 else self._pool.bounding.select(np.arange(old, new))
+        self._quick_s = np.concatenate([self._quick_s, quick_time_bounds(costs)])
+        self.bound_bytes = np.concatenate([self.bound_bytes, np.full(new - old, np.inf)])
+        self._budget_bytes = np.concatenate([self._budget_bytes, budget_bytes(costs)])
+        waiting = np.concatenate([self._order[self._next :], np.arange(old, new)])
+        self._order, self._next = waiting[np.argsort(self._quick_s[waiting], kind="stable")], 0
 
     @property
     def bound_s(self) -> float:
@@ -50,6 +61,10 @@ class Frontier:
 
     @property
     def _next_quick_s(self) -> float:
+        return min(self._pool.bound_s, self._next_in_pool_s)
+
+    @property
+    def _next_in_pool_s(self) -> float:
         return float(self._quick_s[self._order[self._next]]) if self._next < len(self._order) else float("inf")
 
     @property
@@ -82,26 +97,29 @@ class Frontier:
             np.isfinite(self.bound_bytes) & ~self._may_fit(slice(None)) & (self._quick_s < incumbent_s)
         )
         nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * wanted]
-        is_faster = time_bounds(self._costs.select(nearest)) < incumbent_s
+        is_faster = time_bounds(self._pool.bounding.select(nearest)) < incumbent_s
         return [int(row) for row in nearest[is_faster][:wanted]]
 
     def bound_block(self) -> None:
-        """Bound the next layouts in the order of the quick bounds."""
+        """Bound the next layouts in the order of the quick bounds, those of groups that come first taken in before."""
+        while self._pool.bound_s <= self._next_in_pool_s and np.isfinite(self._pool.bound_s):
+            self._pool.grow()
+            self._order_new()
         rows = self._order[self._next : self._next + BLOCK]
         self._next += len(rows)
-        costs = self._costs.select(rows)
+        costs = self._pool.bounding.select(rows)
         self.bound_bytes[rows] = memory_bounds(costs)
         fits = self._may_fit(rows)
         if not fits.any():
             return
         rows = rows[fits]
-        bound_s = np.concatenate([self._bound_s, time_bounds(self._costs.select(rows))])
+        bound_s = np.concatenate([self._bound_s, time_bounds(self._pool.bounding.select(rows))])
         rows = np.concatenate([self._rows, rows])
         order = np.lexsort((rows, bound_s))
         self._rows, self._bound_s = rows[order], bound_s[order]
 
     def _may_fit(self, rows: IntArray | slice) -> NDArray[np.bool_]:
         """Whether what these layouts require at least is within their budget."""
-        costs = self._costs
+        costs = self._pool.bounding
         least = memory.least_required_bytes(self.bound_bytes[rows], costs.workload, costs.cluster)
         return np.asarray(least <= self._budget_bytes[rows])

@@ -15,13 +15,15 @@ def explain_infeasible(request: Request, result: SearchResult, deadline: Deadlin
     """The error for a search that found nothing that fits."""
     model, cluster, batch = request.model, request.cluster, result.costs.batch
     if result.stopped_early:
-        done = f"{result.evaluated} of {len(batch)} layouts evaluated; none is faster than {result.bound_s:.4g} s"
+        done = (
+            f"{result.evaluated} of {result.num_layouts} layouts evaluated; none is faster than {result.bound_s:.4g} s"
+        )
         return no_incumbent(deadline, f"for {model.name}", done)
     best = closest(result)
     details = [*shortfall(best.layout(batch), best.estimate, request.workload, cluster)]
     if request.fixed:
         details.append(f"fixed: {format_assignments(request.fixed)}")
-    advice = advise(request, deadline, num_layouts=len(batch))
+    advice = advise(request, deadline, num_layouts=result.num_layouts)
     details += [f"also fits: {change}" for change in advice.changes[1:]]
     if not advice.complete:
         details.append("the time ran out before every change was tried")

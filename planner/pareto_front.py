@@ -36,8 +36,9 @@ from .deadline import Deadline
 from .expansion import Candidate, expand_fitting
 from .finalists import ordered
 from .frontier import BLOCK
+from .pool import bounding_costs
 from .request import is_runnable
-from .search import REL_GAP, WINDOW, OnProgress, bounding_costs
+from .search import REL_GAP, WINDOW, OnProgress
 from .space import build_space
 
 STEP_FRACTION = 0.01

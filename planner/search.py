@@ -20,7 +20,7 @@ from ..schema import ClusterSpec, ModelSpec, SearchCertificate, Workload
 from .deadline import Deadline
 from .expansion import Candidate, expand_fitting, expand_row
 from .frontier import Frontier
-from .rank_map import best_case
+from .pool import Pool
 from .replay_bounds import replayed_bound
 from .space import Space
 
@@ -44,12 +44,14 @@ OnProgress = Callable[[int, float | None, float], None]
 class SearchResult:
     """Expanded layouts that fit, best first, and those that do not; no layout of the space is faster than ``bound_s``.
 
+    ``pool`` has the layouts that had to be looked at one by one, indices are into its costs; ``num_layouts`` counts the space.
     ``any_order_s`` has the bound under any order of passes of each layout that was looked at; ``bound_s`` is about the named ones.
     ``bound_bytes`` [N] is a lower bound of what each layout allocates, infinite where it was not worked out. Of the layouts in
     ``rejected`` no split fits; ``nearest_misses`` are those, and others that were never expanded, that lack the least memory.
     """
 
-    costs: SpaceCosts
+    pool: Pool
+    num_layouts: int
     fitting: list[Candidate] = field(default_factory=list)
     nearest_misses: list[int] = field(default_factory=list)
     bound_s: float = 0.0
@@ -60,6 +62,11 @@ class SearchResult:
     rejected: list[int] = field(default_factory=list)
     any_order_s: dict[int, float] = field(default_factory=dict)
     go_on: Callable[[int, Deadline], None] | None = field(default=None, repr=False)
+
+    @property
+    def costs(self) -> SpaceCosts:
+        """Costs of the layouts of the pool."""
+        return self.pool.costs
 
     def add_runner_ups(self, wanted: int, deadline: Deadline) -> None:
         """Expand ``wanted`` more combinations of degrees for comparison, after the search."""
@@ -81,7 +88,8 @@ class SearchResult:
             bound_s=self.bound_s,
             gap=max(0.0, 1 - self.bound_s / objective) if objective > self.bound_s * (1 + 1e-12) else 0.0,
             evaluated=self.evaluated,
-            pruned=len(self.costs.batch) - self.evaluated,
+            pruned=self.num_layouts - self.evaluated,
+            pruned_in_groups=self.num_layouts - len(self.pool),
             search_s=self.search_s,
         )
 
@@ -107,11 +115,11 @@ def search(
         SolverLimitError: time was over before every layout had its first bound.
     """
     start, deadline = time.perf_counter(), deadline or Deadline(time_limit_s)
-    costing = f"costing {len(space.batch)} layouts"
-    costs = SpaceCosts.of(model, workload, cluster, space.batch, checkpoint=lambda: deadline.require(costing))
-    deadline.require(f"bounding {len(space.batch)} layouts")
-    frontier, result = Frontier(bounding_costs(costs)), SearchResult(costs)
-    window = Window(costs, frontier)
+    costing = f"costing {len(space)} layouts"
+    pool = Pool(model, workload, cluster, space, checkpoint=lambda: deadline.require(costing))
+    deadline.require(f"bounding {len(space)} layouts")
+    frontier, result = Frontier(pool), SearchResult(pool, len(space))
+    window = Window(pool, frontier)
     incumbent, bound = np.inf, np.inf
     while (bound := frontier.bound_s) < min(incumbent, worse_than_s) * (1 - REL_GAP):
         if deadline.is_over:
@@ -143,46 +151,42 @@ def search(
     return result
 
 
-def bounding_costs(costs: SpaceCosts) -> SpaceCosts:
-    """What bounds are worked out from: the costs, or where links were measured those of the best placement there may be."""
-    if costs.cluster.bandwidth_matrix is None:
-        return costs
-    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
-    return SpaceCosts.of(costs.model, costs.workload, fastest, costs.batch)
-
-
 def _expand_runner_ups(
     result: SearchResult, frontier: Frontier, window: Window, wanted: int, deadline: Deadline
 ) -> None:
     """Expand the most promising layout of each combination of degrees not seen yet, until ``wanted`` more of them fit."""
-    batch = result.costs.batch
-    fitting = {batch.degrees(c.idx) for c in result.fitting}
-    seen = fitting | {batch.degrees(row) for row in window.rejected}
+
+    def degrees(row: int) -> tuple[int, ...]:
+        return result.costs.batch.degrees(row)
+
+    fitting = {degrees(c.idx) for c in result.fitting}
+    seen = fitting | {degrees(row) for row in window.rejected}
     missing, tries = wanted + 1 - len(fitting), MAX_RUNNER_UP_TRIES
     while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s) and not deadline.is_over:
         if not frontier.is_ready:
             frontier.bound_block()
             tries -= RUNNER_UP_TRIES_A_BLOCK
             continue
-        if batch.degrees(frontier.first) in seen:
+        if degrees(frontier.first) in seen:
             frontier.pop()
             continue
-        seen.add(batch.degrees(frontier.first))
+        seen.add(degrees(frontier.first))
         if (candidate := window.expand_next(bound)) is not None:
             result.fitting.append(candidate)
             missing -= 1
         result.evaluated += 1
         tries -= 1
+    result.bound_bytes = frontier.bound_bytes
 
 
 class Window:
     """Expands the layouts of a frontier in order, costing a few of the next ones together; ``rejected`` do not fit."""
 
-    def __init__(self, costs: SpaceCosts, frontier: Frontier) -> None:
+    def __init__(self, pool: Pool, frontier: Frontier) -> None:
         """Nothing is costed yet."""
-        self._costs, self._frontier = costs, frontier
+        self._pool, self._frontier = pool, frontier
         self._places: dict[int, int] = {}
-        self._some = costs
+        self._some = pool.costs
         self.rejected: list[int] = []
         self.any_order_s: dict[int, float] = {}
 
@@ -192,7 +196,7 @@ class Window:
         if row in self.any_order_s:
             return False
         self.any_order_s[row] = self._frontier.bound_s
-        if np.isinf(below_s) or self._costs.cluster.bandwidth_matrix is not None:  # ranks may lie on better nodes
+        if np.isinf(below_s) or self._pool.costs.cluster.bandwidth_matrix is not None:  # ranks may lie on better nodes
             return False
         some, at = self._costed(row)
         return self._frontier.raise_first(replayed_bound(some, at, below_s=below_s).bound_s)
@@ -201,7 +205,7 @@ class Window:
         """Costs that hold the frontier's first layout, and where; the next few are costed with it."""
         if row not in self._places:
             rows = self._frontier.upcoming(WINDOW)
-            self._some, self._places = self._costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+            self._some, self._places = self._pool.costs.select(rows), {int(row): at for at, row in enumerate(rows)}
         return self._some, self._places[row]
 
     def expand_next(self, bound_s: float) -> Candidate | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from ..cost_models.coefficients import peak_flops_per_s
 from ..cost_models.operators import model_flops_per_token
-from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Offer, SolverLimitError, Workload
 from ..schema.cost_summary import Outcome
 from .deadline import Deadline
 from .frontier import Frontier
-from .search import REL_GAP, OnProgress, SearchResult, bounding_costs, search
+from .pool import Pool
+from .search import REL_GAP, OnProgress, SearchResult, search
 from .space import Space, build_space
 
 SHARE_OF_BOUNDS = 0.5
@@ -105,9 +105,8 @@ def bound_size(size: Size, request: SizesRequest) -> None:
     """The least of the bounds of all layouts of a size that may fit."""
     try:
         space = request.space_of(size)
-        size.layouts = len(space.batch)
-        costs = SpaceCosts.of(request.model, request.workload, size.cluster, space.batch)
-        frontier = Frontier(bounding_costs(costs))
+        size.layouts = len(space)
+        frontier = Frontier(Pool(request.model, request.workload, size.cluster, space))
     except ConfigError as error:
         size.outcome, size.reason = "no layout", (error.details or (error.message,))[0]
         return

@@ -160,10 +160,8 @@ def _fastest(request: Request, deadline: Deadline) -> _Fastest | None:
     if result.stopped_early or not result.fitting:
         return None
     best = result.fitting[0]
-    may_fit = np.ones(len(space.batch), dtype=bool)
-    may_fit[result.rejected] = False
-    fitting = Space(space.batch.select(may_fit), space.excluded)
-    return _Fastest(best.layout(space.batch), best.estimate.step_time_s, space, fitting)
+    fitting = replace(space, without=np.sort(result.pool.places[np.array(result.rejected, dtype=np.int64)]))
+    return _Fastest(best.layout(result.costs.batch), best.estimate.step_time_s, space, fitting)
 
 
 def _fastest_with(
@@ -187,7 +185,7 @@ def _fastest_with(
     best = result.fitting[0] if result.fitting else None
     if best is None or best.estimate.step_time_s >= known_s:
         return fastest.layout, known_s
-    return best.layout(space.batch), best.estimate.step_time_s
+    return best.layout(result.costs.batch), best.estimate.step_time_s
 
 
 def _beyond_gap(gain_s: float, base_s: float) -> float:

@@ -51,7 +51,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "world_size",
-        lambda f: f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp == f.world_size,
+        lambda f: f.dp * f.cp * f.tp * f.pp == f.world_size,
         lambda f: (
             f"dp_replicate x dp_shard x cp x tp x pp = {f.dp_replicate} x {f.dp_shard} x {f.cp} x {f.tp} x {f.pp} = "
             f"{f.dp_replicate * f.dp_shard * f.cp * f.tp * f.pp} ranks, the cluster has {f.world_size} devices"
@@ -59,7 +59,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "batch_divides",
-        lambda f: f.global_batch_size % (f.dp_replicate * f.dp_shard * f.micro_batch_size) == 0,
+        lambda f: f.global_batch_size % (f.dp * f.micro_batch_size) == 0,
         lambda f: (
             f"global_batch_size {f.global_batch_size} is not a multiple of dp x micro_batch_size = "
             f"{f.dp_replicate * f.dp_shard} x {f.micro_batch_size}"

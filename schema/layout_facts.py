@@ -56,9 +56,14 @@ class Facts:
     traced_len: int = 0
 
     @property
+    def dp(self) -> IntLike:
+        """Ranks that see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def stage_ranks(self) -> IntLike:
         """Ranks of one pipeline stage."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return self.dp * self.cp * self.tp
 
     @property
     def gradient_level(self) -> IntLike:
@@ -88,7 +93,33 @@ class Facts:
     @property
     def num_microbatches(self) -> IntLike:
         """Whole micro-batches of one step on each data-parallel rank (rounded down)."""
-        return self.global_batch_size // (self.dp_replicate * self.dp_shard * self.micro_batch_size)
+        return self.global_batch_size // (self.dp * self.micro_batch_size)
+
+
+class Undecided(Exception):  # noqa: N818
+    """A rule looks at a field that is not chosen yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialFacts(Facts):
+    """Facts of layouts of which some fields are chosen: whoever looks at one of ``unknown`` is `Undecided`.
+
+    How many ranks see different sequences may be known, ``whole_dp``, where their split into dp_replicate and dp_shard is not.
+    """
+
+    unknown: frozenset[str]
+    whole_dp: IntLike | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        """The field, if it is known."""
+        if name in object.__getattribute__(self, "unknown"):
+            raise Undecided(name)
+        return object.__getattribute__(self, name)
+
+    @property
+    def dp(self) -> IntLike:
+        """Ranks that see different sequences."""
+        return super().dp if self.whole_dp is None else self.whole_dp
 
 
 V_SCHEDULES: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min")

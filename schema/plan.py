@@ -220,7 +220,8 @@ class SearchCertificate(Frozen):
         gap: (objective - bound) / objective, what the search leaves open: another split of a layout, or another layout whose
             bound is below the objective, might be that much faster. The plan's own step may be longer than the objective, where a
             simpler layout was taken over the fastest one: `Plan.price_of_simplicity`.
-        evaluated: layouts costed exactly; pruned: layouts that a bound or the memory excluded.
+        evaluated: layouts costed exactly; pruned: layouts that a bound or the memory excluded, of which pruned_in_groups with all
+            others of the same degrees by one bound.
     """
 
     status: Literal["optimal", "feasible"]
@@ -229,6 +230,7 @@ class SearchCertificate(Frozen):
     gap: NonNegativeFloat
     evaluated: NonNegativeInt
     pruned: NonNegativeInt
+    pruned_in_groups: NonNegativeInt = 0
     search_s: NonNegativeFloat
 
 

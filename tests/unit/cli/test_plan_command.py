@@ -53,7 +53,16 @@ def test_plan_json_is_the_plan(tmp_path) -> None:
     printed = json.loads(result.stdout)
     assert printed == json.loads((tmp_path / "plan.json").read_text())
     assert {"layout", "estimate", "search", "alternatives", "provenance"} <= printed.keys()
-    assert {"status", "objective_s", "bound_s", "gap", "evaluated", "pruned", "search_s"} == printed["search"].keys()
+    assert {
+        "status",
+        "objective_s",
+        "bound_s",
+        "gap",
+        "evaluated",
+        "pruned",
+        "pruned_in_groups",
+        "search_s",
+    } == printed["search"].keys()
 
 
 def test_pipelined_plan_lists_its_stages() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import estimate_step
-from meshwright.planner import space
+from meshwright.planner import enumeration
 from meshwright.planner.expansion import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
@@ -26,7 +27,7 @@ def test_splits_of_cp_left_out_are_no_faster(
     workload = Workload(seq_len=seq_len, global_batch_size=8, engine=engine)
     kept = build_space(spec, workload, machine, NO_RECOMPUTE).batch
     monkeypatch.setattr(
-        space, "exchanges_worth_trying", lambda c, sizes, *_: np.ones((len(c["tp"]), len(sizes)), dtype=bool)
+        enumeration, "exchanges_worth_trying", lambda c, sizes, *_: np.ones((len(c["tp"]), len(sizes)), dtype=bool)
     )
     whole = build_space(spec, workload, machine, NO_RECOMPUTE).batch
     assert len(kept) < len(whole)
@@ -47,7 +48,7 @@ def _without_split(layout: Layout) -> Layout:
 
 def _step_times(layouts: list[Layout], spec: ModelSpec, cluster: ClusterSpec, workload: Workload) -> list[float]:
     """Of all layouts with the stages of the first: with others, the search may find a better cut for one than for another."""
-    batch = space.LayoutBatch.of(layouts, workload.global_batch_size)
+    batch = LayoutBatch.of(layouts, workload.global_batch_size)
     costs = SpaceCosts.of(spec, workload, cluster, batch)
     boundaries = expand(costs, 0).boundaries
     return [estimate_step(costs, idx, boundaries).step_time_s for idx in range(len(layouts))]

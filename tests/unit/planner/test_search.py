@@ -11,7 +11,7 @@ from meshwright.cost_models.bounds import lower_bounds, time_bounds
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.stage_memory import contents_between, stage_memory_parts
 from meshwright.cost_models.step import estimate_step
-from meshwright.planner import expansion, frontier, plan, search
+from meshwright.planner import expansion, frontier, plan, pool, search
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
@@ -86,15 +86,19 @@ def test_a_deadline_that_comes_before_any_bound_is_a_clear_error(pieces: int) ->
         plan(spec, cluster, Workload(seq_len=4096, global_batch_size=64), deadline=After(600))
 
 
-def test_layouts_come_in_the_order_of_their_bounds() -> None:
+def test_layouts_come_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, workload, cluster, _ = random_instance(3)
-    costs = SpaceCosts.of(spec, workload, cluster, build_space(spec, workload, cluster, {}).batch)
-    waiting, order = frontier.Frontier(costs), []
+    monkeypatch.setattr(pool, "MIN_GROWTH", 7)
+    monkeypatch.setattr(pool, "GROWTH_FRACTION", 0.1)
+    monkeypatch.setattr(frontier, "BLOCK", 5)
+    layouts = pool.Pool(spec, workload, cluster, build_space(spec, workload, cluster, {}))
+    waiting, order = frontier.Frontier(layouts), []
     while np.isfinite(bound := waiting.bound_s):
         if waiting.is_ready:
             order.append((bound, waiting.pop()))
         else:
             waiting.bound_block()
+    costs = layouts.costs
     fits = memory.least_required_bytes(lower_bounds(costs)[1], workload, cluster) <= cluster.memory_budget_bytes
     assert sorted(row for _, row in order) == list(np.flatnonzero(fits))
     assert [bound for bound, _ in order] == sorted(bound for bound, _ in order)

@@ -1,0 +1,120 @@
+"""Groups of degrees: what is made of them is the space, their bounds hold, and a search that leaves most out loses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from meshwright.cost_models.bounds import quick_time_bounds, time_bounds
+from meshwright.cost_models.layouts import LayoutBatch
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.planner import frontier, pool, search
+from meshwright.planner.space import Space, build_space
+from meshwright.schema import ClusterSpec, Workload
+from meshwright.schema.layout_facts import PartialFacts, Undecided
+from small_spaces import shortened
+
+CASES = [
+    ("fsdp2", "llama-3.2-1b", {}),
+    ("fsdp2", "olmoe-1b-7b", {}),
+    ("megatron", "deepseek-v2-lite", {}),
+    ("deepspeed", "gpt2", {}),
+    ("fsdp2", "llama-3.2-1b", {"recompute": "full"}),
+    ("megatron", "llama-3.2-1b", {"offload": "optimizer", "vocabulary": "ends"}),
+]
+CLUSTER = ClusterSpec.parse("2x4xA100-SXM-40GB/ib200")
+
+
+@pytest.fixture(autouse=True)
+def in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MIN_GROWTH", 20)
+    monkeypatch.setattr(pool, "GROWTH_FRACTION", 0.1)
+    monkeypatch.setattr(frontier, "BLOCK", 64)
+
+
+def instance(engine: str, model: str, fixed: dict) -> tuple[pool.Pool, SpaceCosts, Space]:
+    """A pool with nothing but its first layouts in, the costs of the whole space at once, and the space."""
+    spec, workload = shortened(model, 5), Workload(seq_len=512, global_batch_size=16, engine=engine)
+    space = build_space(spec, workload, CLUSTER, fixed)
+    return pool.Pool(spec, workload, CLUSTER, space), SpaceCosts.of(spec, workload, CLUSTER, space.batch), space
+
+
+@pytest.mark.parametrize(("engine", "model", "fixed"), CASES)
+def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, model: str, fixed: dict) -> None:
+    some, whole, space = instance(engine, model, fixed)
+    assert len(some) < len(space)
+    steps = 0
+    while np.isfinite(some.bound_s):
+        entered, waiting_s = len(some), some.bound_s
+        some.grow()
+        steps += 1
+        came = some.costs.select(np.arange(entered, len(some)))
+        # No layout is faster than the bound under which its group waited.
+        assert np.all(quick_time_bounds(came) >= waiting_s * (1 - 1e-9))
+        assert some.bound_s >= waiting_s
+    assert steps > 3
+    assert np.array_equal(np.sort(some.places), np.arange(len(space)))
+    there = whole.select(some.places)
+    for column in fields(LayoutBatch):
+        assert np.array_equal(getattr(some.costs.batch, column.name), getattr(there.batch, column.name)), column.name
+    np.testing.assert_allclose(time_bounds(some.costs), time_bounds(there), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "fixed"), [(engine, model, {"micro_batch_size": 1}) for engine, model, _ in CASES[:4]]
+)
+def test_a_search_by_groups_finds_what_one_over_all_layouts_finds(engine: str, model: str, fixed: dict) -> None:
+    _, whole, space = instance(engine, model, fixed)
+    spec, workload = whole.model, whole.workload
+    by_groups = search.search(spec, workload, CLUSTER, space, time_limit_s=600, runner_ups=2)
+    at_once = search.search(spec, workload, CLUSTER, Space(space.batch, {}), time_limit_s=600, runner_ups=2)
+    found, wanted = by_groups.certificate(), at_once.certificate()
+    assert found.objective_s == pytest.approx(wanted.objective_s, rel=2 * search.REL_GAP)
+    assert found.evaluated + found.pruned == len(space) == wanted.evaluated + wanted.pruned
+    assert found.pruned_in_groups == len(space) - len(by_groups.pool) > 0 == wanted.pruned_in_groups
+    assert found.bound_s <= wanted.objective_s
+
+
+def test_layouts_that_are_left_out_do_not_come_in() -> None:
+    _, whole, space = instance(*CASES[0])
+    left_out = np.arange(0, len(space), 3)
+    fewer = replace(space, without=left_out)
+    some = pool.Pool(whole.model, whole.workload, CLUSTER, fewer)
+    while np.isfinite(some.bound_s):
+        some.grow()
+    kept = np.setdiff1d(np.arange(len(space)), left_out)
+    assert np.array_equal(np.sort(some.places), kept)
+    assert len(fewer) == len(fewer.batch) == len(kept)
+    assert len(replace(fewer, given=space.batch, groups=None).batch) == len(kept)
+
+
+def test_rules_say_when_a_field_that_they_need_is_not_chosen() -> None:
+    known = {
+        "cp": 1,
+        "tp": 2,
+        "pp": 1,
+        "ep": 1,
+        "etp": 1,
+        "num_model_chunks": 1,
+        "micro_batch_size": 2,
+        "zero_stage": 0,
+    }
+    of_model = {"num_blocks": 2, "head_counts": (4,), "kv_head_counts": (4,), "ffn_dims": (8,), "vocab_size": 16}
+    facts = PartialFacts(
+        **known,
+        **of_model,
+        dp_replicate=0,
+        dp_shard=0,
+        sequence_parallel=0,
+        schedule=0,
+        world_size=8,
+        scaleup_domain=8,
+        seq_len=16,
+        global_batch_size=16,
+        unknown=frozenset({"dp_replicate", "dp_shard"}),
+        whole_dp=4,
+    )
+    assert (facts.dp, facts.stage_ranks, facts.num_microbatches) == (4, 8, 2)
+    with pytest.raises(Undecided, match="dp_shard"):
+        _ = facts.gradient_level
