@@ -12,6 +12,7 @@ from .layouts import MIXED, FloatArray
 from .option_costs import OptionCosts
 from .pipeline import Work, fewest_in_flight, lower_bound_s
 from .recompute_bounds import least_step_s
+from .room_bounds import slowest_within_memory_s
 from .space_costs import SpaceCosts
 from .stage_memory import more_in_flight, step_shape, with_vocabulary
 
@@ -41,11 +42,10 @@ def time_bounds(costs: SpaceCosts) -> FloatArray:
     updates = [costs.update_s(cost.num_trained[costs.like], cost.expert_params[costs.like]) for cost in costs.inside]
     always = costs.dp_edges_s + fullest_stage(costs, updates) + _vocabulary_bound_s(costs)
     exposed = OptionCosts.of(costs).least_exposed_by_kind if mixed.any() else costs.dp_exposed_by_kind
-    bound = (
-        lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), 2 * costs.transfer_s))
-        + fullest_stage(costs, exposed)
-        + always
-    )
+    slowest = slowest_stage_s(costs)
+    if mixed.any():
+        slowest = slowest_within_memory_s(costs, slowest)
+    bound = lower_bound_s(pipeline_work(costs, slowest, 2 * costs.transfer_s)) + fullest_stage(costs, exposed) + always
     return np.asarray(np.maximum(bound, _with_recompute(costs) + always) if mixed.any() else bound)
 
 

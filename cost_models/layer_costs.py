@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,18 +93,18 @@ class LayerCost:
         """The same under some of the layouts."""
         return LayerCost(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
-    @property
+    @cached_property
     def busy_s(self) -> FloatArray:
         """Seconds of forward and backward with recompute and the communication inside a layer."""
         compute = self.forward_s + self.backward_s + self.recompute_s
         return compute + self.comm_forward_s + self.comm_backward_s
 
-    @property
+    @cached_property
     def comm_forward_s(self) -> FloatArray:
         """Exposed communication inside the layer, forward."""
         return self.tp_forward_s + self.cp_forward_s + self.ep_forward_s
 
-    @property
+    @cached_property
     def comm_backward_s(self) -> FloatArray:
         """Exposed communication inside the layer, backward."""
         return self.tp_backward_s + self.cp_backward_s + self.ep_backward_s

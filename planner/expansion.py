@@ -59,7 +59,7 @@ class Candidate:
 
 def expand_row(costs: SpaceCosts, row: int, *, bound_s: float = 0.0) -> Candidate:
     """`expand` one layout of a large space, without costing the others."""
-    return replace(expand(costs.select(np.array([row])), 0, bound_s=bound_s), idx=row)
+    return replace(expand(costs.select(np.array([row])).compacted(), 0, bound_s=bound_s), idx=row)
 
 
 def expand(costs: SpaceCosts, idx: int, *, bound_s: float = 0.0) -> Candidate:

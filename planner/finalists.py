@@ -41,7 +41,7 @@ def with_orders(result: SearchResult, deadline: Deadline) -> SearchResult:
             break
         if any_order_s >= best_s * (1 - REL_GAP):
             continue
-        alone = with_schedule(result.costs.select(np.array([row])), SYNTHESISED)
+        alone = with_schedule(result.costs.select(np.array([row])).compacted(), SYNTHESISED)
         candidate = expand_fitting(alone, 0, bound_s=any_order_s)
         tried += candidate is not None
         if candidate is not None and candidate.estimate.step_time_s < best_s * (1 - REL_GAP):

@@ -97,7 +97,7 @@ class Frontier:
             np.isfinite(self.bound_bytes) & ~self._may_fit(slice(None)) & (self._quick_s < incumbent_s)
         )
         nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * wanted]
-        is_faster = time_bounds(self._pool.bounding.select(nearest)) < incumbent_s
+        is_faster = time_bounds(self._pool.bounding.select(nearest).compacted()) < incumbent_s
         return [int(row) for row in nearest[is_faster][:wanted]]
 
     def bound_block(self) -> None:
@@ -107,13 +107,13 @@ class Frontier:
             self._order_new()
         rows = self._order[self._next : self._next + BLOCK]
         self._next += len(rows)
-        costs = self._pool.bounding.select(rows)
+        costs = self._pool.bounding.select(rows).compacted()
         self.bound_bytes[rows] = memory_bounds(costs)
         fits = self._may_fit(rows)
         if not fits.any():
             return
         rows = rows[fits]
-        bound_s = np.concatenate([self._bound_s, time_bounds(self._pool.bounding.select(rows))])
+        bound_s = np.concatenate([self._bound_s, time_bounds(costs.select(np.flatnonzero(fits)))])
         rows = np.concatenate([self._rows, rows])
         order = np.lexsort((rows, bound_s))
         self._rows, self._bound_s = rows[order], bound_s[order]

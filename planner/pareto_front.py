@@ -152,7 +152,7 @@ class Queue:
         row = int(self._order[self._next])
         if row not in self._costed:
             rows = self._order[self._next : self._next + WINDOW]
-            some = self.costs.select(rows)
+            some = self.costs.select(rows).compacted()
             work_out(some)
             self._costed |= {int(r): (some, place) for place, r in enumerate(rows)}
         self._next += 1
@@ -188,11 +188,11 @@ def _bounds(costs: SpaceCosts, deadline: Deadline) -> tuple[IntArray, FloatArray
     for start in range(0, size, BLOCK):
         deadline.require(f"bounding {size} layouts")
         rows = np.arange(start, min(start + BLOCK, size))
-        block = costs.select(rows)
+        block = costs.select(rows).compacted()
         least[rows] = memory.least_required_bytes(memory_bounds(block), costs.workload, cluster)
-        rows = rows[least[rows] <= cluster.memory_budget_bytes]
-        some_rows.append(rows)
-        some_s.append(time_bounds(costs.select(rows)) if len(rows) else np.zeros(0))
+        fits = np.flatnonzero(least[rows] <= cluster.memory_budget_bytes)
+        some_rows.append(rows[fits])
+        some_s.append(time_bounds(block.select(fits)) if len(fits) else np.zeros(0))
     return np.concatenate(some_rows), np.concatenate(some_s), least
 
 

@@ -205,7 +205,10 @@ class Window:
         """Costs that hold the frontier's first layout, and where; the next few are costed with it."""
         if row not in self._places:
             rows = self._frontier.upcoming(WINDOW)
-            self._some, self._places = self._pool.costs.select(rows), {int(row): at for at, row in enumerate(rows)}
+            self._some, self._places = (
+                self._pool.costs.select(rows).compacted(),
+                {int(row): at for at, row in enumerate(rows)},
+            )
         return self._some, self._places[row]
 
     def expand_next(self, bound_s: float) -> Candidate | None:

@@ -74,7 +74,7 @@ def find_fit(request: Request, deadline: Deadline, *, lean: bool = False, first:
     rows = np.array(list(dict.fromkeys([*smallest[(least <= budget)[smallest]], *fastest])), dtype=np.int64)
     if not len(rows):
         return None
-    some, found = costs.select(rows), list[Candidate]()
+    some, found = costs.select(rows).compacted(), list[Candidate]()
     for idx in range(len(rows)):
         checkpoint()
         if (candidate := expand_fitting(some, idx)) is not None:
