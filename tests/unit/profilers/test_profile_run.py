@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from meshwright.profilers.measure.timing import Bench
+from meshwright.profilers.run.joining import require_memory
 from meshwright.profilers.run.launching import _read_error, launch_ranks, refuse
-from meshwright.profilers.run.rank import _require_memory, require_same_machine
+from meshwright.profilers.run.rank import require_same_machine
 from meshwright.profilers.run.task import ALL_PARTS, Progress, Task
 from meshwright.schema import MeshwrightError, ModelSpec, Profile, ProfileError
 from meshwright.schema.profile_points import LayerPoint
@@ -166,6 +167,6 @@ class FullMachine(Bench):
 
 def test_memory_that_is_nearly_full_ends_the_measurement_with_a_message():
     with pytest.raises(MeshwrightError, match="too little memory is free") as caught:
-        _require_memory(FullMachine(torch.device("cpu"), 0.01))
+        require_memory(FullMachine(torch.device("cpu"), 0.01))
     assert caught.value.exit_code == 1
     assert "100.0 MiB" in str(caught.value) and "help:" in str(caught.value)
