@@ -25,8 +25,8 @@ from ..schema.units import GIB, format_bytes
 MIN_MEMORY_PER_RANK = GIB
 """A rank holds torch (about 0.3 GiB) and measures on buffers of some hundred MiB."""
 
-MIN_ADDRESSES_PER_RANK = 3 * GIB
-"""Libraries of torch, stacks of threads and buffers: reserved addresses, most of them never touched."""
+MIN_ADDRESSES_PER_RANK = 3 * GIB // 2
+"""Libraries of torch and stacks of threads, 0.75 GiB on a CPU, and as much for buffers."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")

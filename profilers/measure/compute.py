@@ -82,7 +82,7 @@ def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any
     ring = _Ring(bench.device)
     for i, layer in enumerate(layers):
         for dtype in dtypes:
-            rate = rates.get(dtype, rates.get("fp32", FIRST_RATE) * _UNKNOWN_FORMAT)
+            rate = rates.get(dtype) or (rates["fp32"] * _UNKNOWN_FORMAT if rates else FIRST_RATE)
             wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
             if not bench.has_time(products_s(bench, layer, dtype, rate, len(wanted)), f"{dtype} {named(layer)}"):
                 wanted = () if points else _PRODUCTS[:1]

@@ -88,6 +88,10 @@ class Bench:
         """Seconds that the slowest rank has left."""
         return max(0.0, self.agree_least(self._admission.left_s()))
 
+    def remaining_work_s(self) -> float:
+        """What an idle machine would take for what the slowest rank still does in the time that is left."""
+        return max(0.0, self.agree_least(self._admission.left_s() / self._admission.pace))
+
     def has_time(self, for_s: float = 0.0, what: str = "more") -> bool:
         """Whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
 

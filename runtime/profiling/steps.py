@@ -62,8 +62,9 @@ def choose_shapes(
     from ...cost_models.learned.gemm import GemmRates, Hardware, known_coefficients
     from ...cost_models.learned.informative import candidates, most_informative
 
-    count = min(NUM_SHAPES, max(_FEWEST_SHAPES, int(bench.remaining_s() / (2 * bench.sample_s))))
-    most_s = max(1e-4, bench.remaining_s() * _SHAPE_PART / _CALLS)
+    work_s = bench.remaining_work_s()
+    count = min(NUM_SHAPES, max(_FEWEST_SHAPES, int(work_s / (2 * bench.sample_s))))
+    most_s = max(1e-4, work_s * _SHAPE_PART / _CALLS)
     shapes: list[list[int]] = []
     if not bench.has_time(_CHOICE_S + count * _CHOICE_OF_ONE_S, f"the choice of {count} products"):
         return []
