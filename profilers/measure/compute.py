@@ -74,7 +74,7 @@ _PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Fields of MatmulPoint for each product of each layer in each dtype that the device runs at a useful speed.
 
-    The first product of the first layer is measured in any case.
+    The forward product of the first layer is measured in any case.
     """
     points: list[dict[str, Any]] = []
     dtypes = supported_dtypes(bench.device)
@@ -85,7 +85,7 @@ def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any
             rate = rates.get(dtype) or (rates["fp32"] * _UNKNOWN_FORMAT if rates else FIRST_RATE)
             wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
             if not bench.has_time(products_s(bench, layer, dtype, rate, len(wanted)), f"{dtype} {named(layer)}"):
-                wanted = () if points else _PRODUCTS[:1]
+                wanted = _PRODUCTS[:1] if i == 0 else ()
             points += _measure_layer(bench, ring, layer, dtype, wanted)
             found = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points if p["dtype"] == dtype]
             if found:
