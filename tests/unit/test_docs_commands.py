@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -195,17 +196,14 @@ def test_completion_is_shown_for_each_shell(shell: str) -> None:
     assert f"_MESHWRIGHT_COMPLETE=complete_{shell}" in asked(f"source_{shell}")
 
 
-def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path, meshwright: dict[str, str]) -> None:
-    env = {**meshwright, "HOME": str(tmp_path)}
-    # The command must not be the last word: bash would become it, and the shell that asks would be another one.
-    answer = subprocess.run(
-        ["bash", "-c", "meshwright --install-completion; exit $?"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path) -> None:
+    command = tmp_path / "meshwright"
+    command.write_text(f"#!{sys.executable}\nfrom meshwright.cli.main import main\n\nmain()\n")
+    command.chmod(0o755)
+    # Were the command the last word, bash would become it, and the shell that asks would be another one.
+    asking = ["bash", "-c", f"{command} --install-completion; exit $?"]
+    env = {**os.environ, "HOME": str(tmp_path)}
+    answer = subprocess.run(asking, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert answer.returncode == 0, answer.stderr
     assert (tmp_path / ".bash_completions" / "meshwright.sh").exists()
     assert ".bash_completions/meshwright.sh" in (tmp_path / ".bashrc").read_text()
