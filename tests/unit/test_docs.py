@@ -62,6 +62,7 @@ def test_name_in_method_exists(name: str) -> None:
         "docs/training.md",
         "docs/report.md",
         "docs/offload.md",
+        "docs/inference.md",
     ],
 )
 def test_files_named_in_documents_exist(document: str) -> None:
