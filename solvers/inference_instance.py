@@ -22,17 +22,16 @@ Variables   w_cx  layers of kind c in place x, whole      k_x  share of keys and
             t_p   seconds of a pass
 (O)         min  sum_p R_p t_p
 (C1)        everything is somewhere: sum_x w_cx = N_c;  sum_x k_x = 1;  sum_x h_x = 1
-(C2)        compute:         t_p >= sum_c N_c COMPUTE_cp + ATTEND_p (k_D + k_HC + k_SC)
-(C3)        links: with  up_p   = sum_c M_c (w_cH + w_cS) + READ_p (k_HC + k_SC) + ASK_p (k_HA + k_SA) + STEPS HIDDEN_p (h_H + h_S)
-                         down_p = NEW_p (1 - k_D) + ASK_p (k_HA + k_SA) + STEPS HIDDEN_p (h_H + h_S)
-                         UP t_p >= up_p;  DOWN t_p >= down_p;  (1 + DUPLEX) t_p >= up_p / UP + down_p / DOWN
-(C4)        storage:         DISK t_p >= sum_c M_c w_cS + (READ_p + NEW_p) (k_SA + k_SC) + 2 STEPS HIDDEN_p h_S
-(C5)        host attention:  HOST t_p >= READ_p (k_HA + k_SA)
-(C6)        one batch passes the layers one after the other:
-            t_p >= (sum_c N_c COMPUTE_cp + READ_p (k_HA + k_SA) / HOST + ASK_p (k_HA + k_SA) (1 / UP + 1 / DOWN)) / K
-(C7)        device memory:   sum_c W_c w_cD + BUFFER + CACHE k_D + 2 SLOT (1 - k_D) + STATES h_D + WORK <= CAP_D
-(C8)        host memory:     sum_c W_c w_cH + CACHE (k_HA + k_HC) + STATES h_H + STAGE <= CAP_H
-(C9)        storage:         sum_c W_c w_cS + CACHE (k_SA + k_SC) + STATES h_S <= CAP_S
+(C2)        compute: t_p >= sum_c N_c COMPUTE_cp + ATTEND_p (k_D + k_HC + k_SC)
+(C3)        links: with up_p   = sum_c M_c (w_cH + w_cS) + READ_p (k_HC + k_SC) + ASK_p (k_HA + k_SA) + STEPS HIDDEN_p (h_H + h_S)
+                        down_p = NEW_p (1 - k_D) + ASK_p (k_HA + k_SA) + STEPS HIDDEN_p (h_H + h_S)
+                        UP t_p >= up_p;  DOWN t_p >= down_p;  (1 + DUPLEX) t_p >= up_p / UP + down_p / DOWN
+(C4)        storage: DISK t_p >= sum_c M_c w_cS + (READ_p + NEW_p) (k_SA + k_SC) + 2 STEPS HIDDEN_p h_S
+(C5)        host attention: HOST t_p >= READ_p (k_HA + k_SA)
+(C6)        one batch: t_p >= (sum_c N_c COMPUTE_cp + READ_p (k_HA + k_SA) / HOST + ASK_p (k_HA + k_SA) (1 / UP + 1 / DOWN)) / K
+(C7)        device memory: sum_c W_c w_cD + BUFFER + CACHE k_D + 2 SLOT (1 - k_D) + STATES h_D + WORK <= CAP_D
+(C8)        host memory: sum_c W_c w_cH + CACHE (k_HA + k_HC) + STATES h_H + STAGE <= CAP_H
+(C9)        storage: sum_c W_c w_cS + CACHE (k_SA + k_SC) + STATES h_S <= CAP_S
 
 Copies and compute of different batches and layers run side by side: a pass is as long as the busiest resource, which (C6)
 corrects where there is one batch only. Decoding reads the weights from the device's memory once for each batch, and its keys and
@@ -120,7 +119,7 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """``layers`` [C, 3] by kind and place, whole but in relaxations; ``cache`` [5] as in CACHE_WAYS; ``hidden`` [3] as in PLACES."""
+    """``layers`` [C, 3] by kind and place, whole but in relaxations; ``cache`` [5] by CACHE_WAYS; ``hidden`` [3] as in PLACES."""
 
     layers: IntArray | FloatArray
     cache: FloatArray

@@ -200,7 +200,7 @@ def _somewhere(lp: LinearProgram, i: Instance, v: _Variables) -> None:
 
 
 def _times(lp: LinearProgram, i: Instance, v: _Variables) -> None:
-    """(C2) to (C6), a row for each phase; bytes in units of SCALE."""
+    """(C2), (C3), (C4), (C5) and (C6), a row for each phase; bytes in units of SCALE."""
     r, phases, compute = i.rates, len(i.passes), i.layer_compute_s
     read, new, ask = (bytes_[:, None] / SCALE for bytes_ in (i.read_bytes, i.new_bytes, i.ask_bytes))
     ways = np.eye(5)
@@ -233,7 +233,7 @@ def _times(lp: LinearProgram, i: Instance, v: _Variables) -> None:
 
 
 def _memory(lp: LinearProgram, i: Instance, v: _Variables, goal: Goal) -> None:
-    """(C7) to (C9), or the least of one of them."""
+    """(C7), (C8) and (C9), or the least of one of them."""
     c, cache = i.capacity, i.cache_bytes / SCALE
     slot = 2 * c.slot / SCALE
     fixed = ((c.working + c.buffer) / SCALE + slot, c.staging / SCALE, 0.0)
