@@ -12,7 +12,9 @@ through one of the rank's stages s, follow the row, and leave it with the last m
              F(s+1) .. F(S-1), B(S-1) .. B(s'+1) and the row from B(s') on, back on the same rank
              nothing                             from the last pass of the row
 
-With equal stages some of these chains is the longest of all under 1f1b in any number of chunks.
+With equal stages some of these chains is the longest of all under 1f1b in any number of chunks. Of many chunks only those are
+looked at where the long chains are: they enter at a forward pass of the first ones or a backward pass of the last ones, leave at a
+forward pass of the last ones or a backward pass of the first ones, and return to one of the last.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from numpy.typing import NDArray
 from .pipeline_replay import Row, Shape, rows_of
 
 IntArray = NDArray[np.int64]
+
+MAX_CHUNKS = 8
+"""Chunks at which chains enter, leave and return."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,14 @@ def _past(shape: Shape, rank: int, row: Row, few: int) -> Paths:
     more = shape.num_microbatches - few
     ends = np.flatnonzero((row[0] != 2) & ((row[2] == 0) | (row[2] == few - 1)))
     at = {(min(kind, 1), s, i): n for n, (kind, s, i) in zip(ends.tolist(), row[:, ends].T.tolist(), strict=True)}
-    entries = [(s, last, at[0, s, 0]) for s in stages] + [(last, s + 1, at[1, s, 0]) for s in stages]
-    ways_out: list[tuple[int, int, int, int, int | None]] = [(at[1, s, few - 1], last, s, last, None) for s in stages]
-    ways_out += [(at[0, s, few - 1], s + 1, last, last, None) for s in stages]
+    low, high = stages[:MAX_CHUNKS], stages[-MAX_CHUNKS:]
+    entries = [(s, last, at[0, s, 0]) for s in low] + [(last, s + 1, at[1, s, 0]) for s in high]
+    ways_out: list[tuple[int, int, int, int, int | None]] = [(at[1, s, few - 1], last, s, last, None) for s in low]
+    ways_out += [(at[0, s, few - 1], s + 1, last, last, None) for s in high]
     ways_out.append((row.shape[1] - 1, last, 0, last, None))
     ways_out += [
         (at[0, s, few - 1], s + 1, 0, t + 1, at[1, t, few - 1])
-        for s, t in itertools.product(stages, stages)
+        for s, t in itertools.product(high, high)
         if at[1, t, few - 1] > at[0, s, few - 1]
     ]
     found = []

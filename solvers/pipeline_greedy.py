@@ -128,19 +128,23 @@ class _Events:
         forward = backward = weight = -1
         coming = math.inf
         lacks_room = False
+        done_f, done_b, done_w = self.done["F"], self.done["B"], self.done["W"]
+        arrivals_f, arrivals_b = self.arrivals["F"], self.arrivals["B"]
         for s in self.stages[rank]:
-            at = self._next_at("F", s)
-            if self.needed[s] <= left and at <= soon:
-                forward = s if self.rule.deepest_first or forward < 0 else forward
-            elif self.needed[s] <= left and at < coming:
-                coming = at
-            at = self._next_at("B", s)
-            if at <= soon:
-                backward = s
-                lacks_room = lacks_room or self._has_no_room(rank, s)
-            elif at < coming:
-                coming = at
-            if self.done["W"][s] < self.done["B"][s]:
+            done, arrived = done_f[s], arrivals_f[s]
+            if done < len(arrived) and self.needed[s] <= left:
+                if arrived[done] <= soon:
+                    forward = s if self.rule.deepest_first or forward < 0 else forward
+                elif arrived[done] < coming:
+                    coming = arrived[done]
+            done, arrived = done_b[s], arrivals_b[s]
+            if done < len(arrived):
+                if arrived[done] <= soon:
+                    backward = s
+                    lacks_room = lacks_room or self._has_no_room(rank, s)
+                elif arrived[done] < coming:
+                    coming = arrived[done]
+            if done_w[s] < done:
                 weight = s
         if weight >= 0 and lacks_room:
             self._run(now, rank, "W", weight)
@@ -152,11 +156,6 @@ class _Events:
             self._run(now, rank, "W", weight)
         elif coming < math.inf:
             heapq.heappush(self.queue, (max(coming, now), rank))
-
-    def _next_at(self, kind: str, s: int) -> float:
-        """When the input of a stage's next pass arrives; infinite where that is not known."""
-        arrivals, done = self.arrivals[kind][s], self.done[kind][s]
-        return arrivals[done] if done < len(arrivals) else math.inf
 
     def _has_no_room(self, rank: int, s: int) -> bool:
         """Whether what a backward pass leaves for its weight pass is beyond the cap."""

@@ -1,0 +1,47 @@
+"""What stages have memory for: no split of a mixed layout has a shorter slowest stage than the bound, and memory raises it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshwright.cost_models.bounds import slowest_stage_s, time_bounds
+from meshwright.cost_models.layouts import MIXED
+from meshwright.cost_models.room_bounds import slowest_within_memory_s
+from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.planner.expansion import expand
+from meshwright.planner.space import build_space
+from meshwright.schema import ClusterSpec, Workload
+from small_spaces import shortened
+
+
+def mixed_costs(engine: str, memory_ratio: float) -> SpaceCosts:
+    """Mixed layouts of sixteen blocks over eight stages, on devices with a part of their memory."""
+    spec, cluster = shortened("llama-3.2-1b", 16), ClusterSpec.parse("2x4xA100-SXM-40GB/ib200")
+    group = cluster.groups[0]
+    device = group.device.replace(memory_bytes=int(group.device.memory_bytes * memory_ratio))
+    cluster = cluster.replace(groups=(group.replace(device=device),))
+    workload = Workload(seq_len=16384, global_batch_size=32, engine=engine)
+    batch = build_space(spec, workload, cluster, {"cp": 1, "tp": 1, "pp": 8, "micro_batch_size": 1}).batch
+    rows = np.flatnonzero(batch.recompute == MIXED)
+    return SpaceCosts.of(spec, workload, cluster, batch.select(rows))
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_no_stages_of_a_mixed_layout_are_shorter_than_the_bound(engine: str) -> None:
+    fitting, before_s = 0, np.array([np.inf])
+    for memory_ratio in (0.3, 0.6, 0.8, 1.2, 20.0):
+        costs = mixed_costs(engine, memory_ratio)
+        plain_s = slowest_stage_s(costs)
+        least_s, bound_s = slowest_within_memory_s(costs, plain_s), time_bounds(costs)
+        assert np.all((plain_s <= least_s) & (least_s <= before_s))  # more memory is never slower
+        assert memory_ratio > 0.3 or np.all(least_s > 2 * plain_s)  # nothing fits
+        before_s = least_s
+        for idx in range(len(costs.batch)):
+            estimate = expand(costs, idx).estimate
+            if not estimate.fits:
+                continue
+            slowest = max(stage.forward_s + stage.backward_s for stage in estimate.stages)
+            assert least_s[idx] <= slowest * (1 + 1e-9), (memory_ratio, idx)
+            assert bound_s[idx] <= estimate.step_time_s * (1 + 1e-9), (memory_ratio, idx)
+            fitting += 1
+    assert fitting > 1
