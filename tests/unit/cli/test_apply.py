@@ -16,7 +16,7 @@ import pytest
 import typer
 from meshwright.cli.apply import ApplyCommand, apply
 from meshwright.profilers.machine import identify
-from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.checkpoints.folders import list_checkpoints
 from meshwright.runtime.job.machine import num_cores
 from meshwright.schema import Layout, Plan
 from meshwright.schema.profile import Profile
