@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .models.decoder import Decoder
     from .parallel_model import ParallelModel
-    from .parallelize import parallelize
+    from .spread import parallelize
     from .training.optimizer import build_optimizer, clip_gradients
     from .weights.save import save_weights
 
@@ -20,7 +20,7 @@ __all__ = ["Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "par
 _PLACES = {
     "Decoder": "models.decoder",
     "ParallelModel": "parallel_model",
-    "parallelize": "parallelize",
+    "parallelize": "spread",
     "build_optimizer": "training.optimizer",
     "clip_gradients": "training.optimizer",
     "save_weights": "weights.save",

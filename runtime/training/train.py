@@ -16,7 +16,7 @@ from ..adapters import merge_adapters, save_adapters
 from ..data.samples import TokenBatches
 from ..job.machine import check_device
 from ..job.out_of_memory import naming_rank
-from ..parallelize import parallelize
+from ..spread import parallelize
 from ..weights.save import save_weights
 from .memory import MemoryMeter
 from .metrics import MetricsWriter

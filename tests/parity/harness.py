@@ -34,7 +34,7 @@ PRELOADED = [
     "pytest",
     "torch.distributed.tensor",
     "torch.profiler",
-    "meshwright.runtime.parallelize",
+    "meshwright.runtime.spread",
     "meshwright.runtime.checkpoints.checkpoint",
     "meshwright.runtime.training.optimizer",
     "meshwright.runtime.weights.save",
