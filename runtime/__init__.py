@@ -1,7 +1,4 @@
-"""Execute a plan on torch.distributed.
-
-Its names are imported when they are first used: a job's launcher needs no model, and importing one takes seconds.
-"""
+"""Execute a plan on torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,17 +14,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "save_weights"]
 
-_PLACES = {
-    "Decoder": "models.decoder",
-    "ParallelModel": "parallel_model",
-    "parallelize": "spread",
-    "build_optimizer": "training.optimizer",
-    "clip_gradients": "training.optimizer",
-    "save_weights": "weights.save",
+_HOMES = {
+    "Decoder": ".models.decoder",
+    "ParallelModel": ".parallel_model",
+    "build_optimizer": ".training.optimizer",
+    "clip_gradients": ".training.optimizer",
+    "parallelize": ".spread",
+    "save_weights": ".weights.save",
 }
+"""Imported when they are asked for: all of torch's distributed tensors take seconds that other parts of this folder do not need.
+
+No module may have the name of one of these: once imported, it would take the place of the function.
+"""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(_HOMES[name], __name__), name)
