@@ -34,7 +34,6 @@ def test_no_stages_of_a_mixed_layout_are_shorter_than_the_bound(engine: str) -> 
         plain_s = slowest_stage_s(costs)
         least_s, bound_s = slowest_within_memory_s(costs, plain_s), time_bounds(costs)
         assert np.all((plain_s <= least_s) & (least_s <= before_s))  # more memory is never slower
-        assert memory_ratio > 0.3 or np.all(least_s > 2 * plain_s)  # nothing fits
         before_s = least_s
         for idx in range(len(costs.batch)):
             estimate = expand(costs, idx).estimate
