@@ -35,6 +35,7 @@ from ...schema import (
 from ...schema.errors import InterruptedRunError
 from .faults import RankDeath, explain
 from .machine import check_machine, local_group
+from .network import holds_endpoint, interface_of, own_address
 from .out_of_memory import memory_line
 from .progress import FOLDER_VARIABLE
 from .stopping import Stopping
@@ -48,6 +49,7 @@ _LOG_TAIL_LINES = 200
 """Lines of a rank's log that are searched for the kind of its failure; fewer are shown."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _AGENT_LOGGER = "torch.distributed.elastic"
 
 
@@ -102,7 +104,7 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
         logs = DefaultLogsSpecs(f"{folder}/ranks", redirects=redirects)
         stopping = Stopping(job.grace_s, progress, has_checkpoints=_has_checkpoints(job))
         run = elastic_launch(_config(rendezvous, group.devices_per_node, logs, stopping.agent_signals), sys.executable)
-        variables = {**_worker_environment(job, group), FOLDER_VARIABLE: str(progress)}
+        variables = {**_worker_environment(job, group), **_network(rendezvous), FOLDER_VARIABLE: str(progress)}
         watch = Watch()
         try:
             with environment(variables), watching(progress, watch, job.hang_timeout_s), stopping.listening():
@@ -136,7 +138,9 @@ def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs,
     if is_static:
         settings["rank"] = rendezvous.node_rank
     elif rendezvous.nnodes > 1:
-        settings["join_timeout"] = rendezvous.timeout_s
+        settings |= {"join_timeout": rendezvous.timeout_s, "read_timeout": rendezvous.timeout_s}
+        is_host = holds_endpoint(rendezvous.endpoint or "")
+        settings |= {} if is_host is None else {"is_host": is_host}
     options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S, "signals_to_handle": signals}
     known = {field.name for field in fields(LaunchConfig)}
     return LaunchConfig(
@@ -147,7 +151,7 @@ def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs,
         rdzv_backend="static" if is_static else "c10d",
         rdzv_endpoint=rendezvous.endpoint or "localhost:0",
         rdzv_configs=settings,
-        local_addr="localhost" if rendezvous.nnodes == 1 else None,
+        local_addr=_address(rendezvous),
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=logs,
@@ -160,6 +164,17 @@ def _worker_environment(job: Job, group: NodeGroup) -> dict[str, str]:
     chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
     memory = cpu_rank_environment() if group.device.vendor == "cpu" else {}
     return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
+
+
+def _address(rendezvous: Rendezvous) -> str | None:
+    return "localhost" if rendezvous.nnodes == 1 else own_address(rendezvous.endpoint or "")
+
+
+def _network(rendezvous: Rendezvous) -> dict[str, str]:
+    """The interface for gloo's connections: by itself it takes that of the machine's name, which may be the loopback."""
+    address = _address(rendezvous)
+    interface = interface_of(address) if rendezvous.nnodes > 1 and address else None
+    return {_GLOO_INTERFACE: interface} if interface and _GLOO_INTERFACE not in os.environ else {}
 
 
 @contextlib.contextmanager
