@@ -32,7 +32,7 @@ from ...schema import (
     NodeGroup,
     Plan,
 )
-from ...schema.errors import InterruptedRunError
+from ...schema.errors import InterruptedRunError, NodesNotMetError
 from .faults import RankDeath, explain
 from .machine import check_machine, local_group
 from .network import holds_endpoint, interface_of, own_address
@@ -91,7 +91,8 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
 
     Raises:
         RuntimeMismatchError: this machine is not what the plan is for.
-        MeshwrightError: a rank failed, a signal ended the job, or the nodes did not meet. No process is left behind.
+        NodesNotMetError: not all nodes came.
+        MeshwrightError: a rank failed, or a signal ended the job. No process is left behind.
     """
     rendezvous = rendezvous or Rendezvous()
     group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank)
@@ -125,7 +126,8 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
             received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             raise InterruptedRunError(received) from None
         except (RendezvousError, DistError) as error:
-            raise _rendezvous_error(rendezvous, error) from None
+            has_begun = any(Path(folder).glob("ranks/*/attempt_0/0"))
+            raise (_lost_nodes(error) if has_begun else _not_met(rendezvous, error)) from None
 
 
 def _has_checkpoints(job: Job) -> bool:
@@ -249,10 +251,22 @@ def _log_tail(folder: Path, local_rank: int) -> list[str]:
     return lines[-_LOG_TAIL_LINES:]
 
 
-def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> MeshwrightError:
-    lines = str(error).strip().splitlines() or [""]
+def _lost_nodes(error: Exception) -> MeshwrightError:
     return MeshwrightError(
+        "the connection to the other nodes of the job was lost",
+        details=(_first_line(error),),
+        help="the cause is on another node: see the messages there",
+    )
+
+
+def _not_met(rendezvous: Rendezvous, error: Exception) -> NodesNotMetError:
+    return NodesNotMetError(
         f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint or 'localhost'}",
-        details=(f"{type(error).__name__}: {lines[0]}",),
+        details=(_first_line(error),),
         help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
     )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
