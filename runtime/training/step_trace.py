@@ -90,9 +90,9 @@ def slices_of(pieces: Sequence[Piece], plan: Plan, rank: int, step_time_s: float
         seconds = end_s - start_s
         if action is not None:
             slices.append(Slice(rank, "compute", action.kind, start_s, seconds, action.stage, action.micro_batch))
-        elif not is_wait:
+        elif part == "optimizer" and not is_wait:
             slices.append(Slice(rank, "optimizer", OPTIMIZER, start_s, seconds))
-        elif seconds >= SHORTEST_FRACTION * step_time_s:
+        elif is_wait and seconds >= SHORTEST_FRACTION * step_time_s:
             waited_for = NEIGHBOUR if part == "pipeline_wait" else collective
             name = SUMS if start_s >= passes_end_s else waited_for
             slices.append(Slice(rank, "communication", name, start_s, seconds))

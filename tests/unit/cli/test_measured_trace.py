@@ -67,6 +67,7 @@ def test_measured_step_lies_over_the_predicted_one(tmp_path: Path, name: str) ->
 
 def test_what_waits_are_called_and_what_is_left_out() -> None:
     pieces = [
+        Piece("data", -0.2, -0.1),
         Piece("communication", 0.1, 0.2, is_wait=True),
         Piece("forward", 0.0, 0.3, Action(0, "F", 0)),
         Piece("pipeline_wait", 0.3, 0.5, is_wait=True),
