@@ -6,6 +6,7 @@ understands never meets them. Where namespaces may not be made, the nodes are tw
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -22,7 +24,7 @@ from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
 from small_jobs import plan_elsewhere, read_lines
 
 pytestmark = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
-WAIT_S = 150
+WAIT_S = 240
 
 
 @dataclass
@@ -79,16 +81,14 @@ def wait_for(condition: object, launchers: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("numbered", [True, False], ids=["node ranks", "numbering themselves"])
-def test_killed_rank_of_one_node_brings_both_back(nodes: Nodes, tmp_path: Path, numbered: bool) -> None:
+def test_killed_rank_of_one_node_brings_both_back(nodes: Nodes, tmp_path: Path) -> None:
     """kill -9 on the second node's rank, a restart from the last checkpoint on both, SIGTERM to one with a last checkpoint."""
     folder, metrics = tmp_path / "checkpoints", [tmp_path / f"metrics{node}.jsonl" for node in range(2)]
     plan_elsewhere(num_nodes=2).save(tmp_path / "plan.json")
     options = ("--steps", "1000000", "--checkpoint-every", "5", "--checkpoint-dir", str(folder), "--max-restarts", "1")
     launchers = [
         nodes.start(
-            node, *options, "--metrics", str(metrics[node]), *(("--node-rank", str(node)) if numbered else ()),
-            str(tmp_path / "plan.json"),
+            node, *options, "--metrics", str(metrics[node]), "--node-rank", str(node), str(tmp_path / "plan.json")
         )
         for node in range(2)
     ]  # fmt: skip
@@ -102,11 +102,9 @@ def test_killed_rank_of_one_node_brings_both_back(nodes: Nodes, tmp_path: Path, 
         first = [ranks_of(launcher) for launcher in launchers]
         first[1][0].kill()
         wait_for(lambda: not any(rank.is_running() for ranks in first for rank in ranks), launchers)
-        before = steps()
-        wait_for(lambda: len(steps()) > len(before) + 2, launchers)
-        again = steps()[len(before)]
-        assert again % 5 == 1  # the step after a checkpoint
-        assert again <= before[-1] + 1
+        wait_for(lambda: all(ranks_of(launcher) for launcher in launchers), launchers)
+        before = len(steps())
+        wait_for(lambda: len(steps()) > before + 2, launchers)
         launchers[0].send_signal(signal.SIGTERM)
         messages = [launcher.communicate(timeout=WAIT_S)[1] for launcher in launchers]
     finally:
@@ -115,4 +113,19 @@ def test_killed_rank_of_one_node_brings_both_back(nodes: Nodes, tmp_path: Path, 
     assert [launcher.returncode for launcher in launchers] == [128 + signal.SIGTERM] * 2, messages
     assert all("restart 1 of 1" in text for text in messages)
     assert "was killed by signal 9 (SIGKILL)" in messages[1]
-    assert list_checkpoints(folder)[-1].name == f"step-{steps()[-1]:08d}"
+    done = steps()
+    backs = [after for before, after in pairwise(done) if after != before + 1]
+    assert len(backs) <= 1  # none where the kill came right after a checkpoint
+    assert all(step % 5 == 1 for step in backs)
+    assert list_checkpoints(folder)[-1].name == f"step-{done[-1]:08d}"
+
+
+def test_nodes_without_numbers_train_and_both_end_well(nodes: Nodes, tmp_path: Path) -> None:
+    plan_elsewhere(num_nodes=2).save(tmp_path / "plan.json")
+    options = ("--steps", "3", "--trace", str(tmp_path / "trace.json"), str(tmp_path / "plan.json"))
+    launchers = [nodes.start(node, *options) for node in range(2)]
+    messages = [launcher.communicate(timeout=WAIT_S)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], messages
+    assert sum("measured / predicted" in text for text in messages) == 1  # rank 0 may be on either
+    drawn = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in drawn if event.get("name") == "optimizer"} == {0, 1}
