@@ -155,7 +155,7 @@ def apply(
         from ..runtime.job.slurm import slurm_rendezvous
         from ..runtime.job.worker import Job
         from ..runtime.training.options import TrainOptions
-        from ..runtime.training.train import prepare_options
+        from ..runtime.training.prepare import prepare_options
         from .restarts import Restarts, run_job
 
         given = (nnodes, node_rank, rdzv_endpoint, rdzv_id)
