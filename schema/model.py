@@ -18,7 +18,7 @@ from .errors import ConfigError
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class SoftmaxAttention(Frozen):
