@@ -187,7 +187,7 @@ TWO = (
     Setup("ep folded over tp", Layout(tp=2, ep=2), model="shared experts"),
     Setup("ep, full", Layout(dp_shard=2, ep=2, recompute="full"), model="experts"),
     Setup("etp over data", Layout(dp_shard=2, etp=2, micro_batch_size=2), model="experts"),
-    Setup("ep bf16", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="experts", workload=BF16, model="five"),
+    Setup("ep bf16", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="experts", workload=BF16),
     Setup("gpt2, zero 3 selective", Layout(dp_shard=2, micro_batch_size=2, recompute="selective"), model="gpt2"),
     Setup("gpt2, tp", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="gpt2"),
     Setup("gpt2, tp sp", Layout(tp=2, micro_batch_size=4), model="gpt2"),
