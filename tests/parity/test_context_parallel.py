@@ -21,8 +21,8 @@ LONG_BF16 = LONG_SGD.replace(precision="bf16-mixed")
 STEPS = 10
 ADDED = {
     "long latent sgd": MODELS["latent"],
-    "long": tiny_model(num_blocks=3, qkv_bias=True, qk_norm="per_head"),
-    "long sgd": tiny_model(num_blocks=4, tied=True, num_heads=8, num_kv_heads=4),
+    "long": tiny_model(num_blocks=4, qkv_bias=True, qk_norm="per_head"),
+    "long sgd": tiny_model(tied=True, num_heads=8, num_kv_heads=4),
     "long experts": tiny_model(num_blocks=2, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
 }
 

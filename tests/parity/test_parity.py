@@ -55,7 +55,7 @@ MODELS = {
         qk_norm="per_head",
         rope=Rope(theta=1e4, scaling="linear", factor=2.0),
     ),
-    "mha": tiny_model(num_blocks=3, num_kv_heads=4, vocab_size=98),
+    "mha": tiny_model(num_kv_heads=4, vocab_size=98),
     "experts": tiny_model(num_blocks=3, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
     "five with experts": tiny_model(experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
     "latent": tiny_model(
@@ -200,13 +200,13 @@ THREE = (
     Setup("pp 3", Layout(pp=3, micro_batch_size=2), model="six", workload=SIX, rank_map=(2, 0, 1)),
 )
 FOUR = (
-    Setup("hsdp", Layout(dp_replicate=2, dp_shard=2)),
-    Setup("tp zero 3", Layout(tp=2, dp_shard=2), model="rich", rank_map=(0, 2, 1, 3)),
-    Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1), model="tied"),
-    Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="rich"),
-    Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="tied", rank_map=(1, 3, 0, 2)),
-    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="rich", blocks_per_stage=(1, 2)),
-    Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="tied"),
+    Setup("hsdp", Layout(dp_replicate=2, dp_shard=2), model="five"),
+    Setup("tp zero 3", Layout(tp=2, dp_shard=2), model="five rich", rank_map=(0, 2, 1, 3)),
+    Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1), model="five tied"),
+    Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="five rich"),
+    Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="five tied", rank_map=(1, 3, 0, 2)),
+    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
+    Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="five tied"),
     Setup("pp 4", Layout(pp=4), model="five tied", rank_map=(1, 3, 0, 2)),
     Setup("tp 4", Layout(tp=4), model="mha"),
     Setup("ep 2 of 4", Layout(dp_shard=4, ep=2), model="shared experts"),
@@ -222,7 +222,7 @@ FOUR = (
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (
-    Setup("3d", Layout(pp=2, tp=2, dp_shard=2), model="tied", rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
+    Setup("3d", Layout(pp=2, tp=2, dp_shard=2), model="five tied", rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
     Setup(
         "3d bf16",
         Layout(pp=2, tp=2, dp_shard=2, recompute="selective", schedule="gpipe"),
