@@ -107,7 +107,8 @@ def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 
             raise ConfigError(f"the {placed.shape[1]} slots of {path} do not divide among {num_gpus} GPUs")
         slots = np.full(num_gpus, placed.shape[1] // num_gpus)
     num_experts = int(placed.max()) + 1
-    if placed.min() < 0 or np.any(replica_counts(placed, num_experts) == 0):
+    is_whole = placed.min() >= 0 and num_experts <= placed.shape[1]
+    if not is_whole or np.any(replica_counts(placed, num_experts) == 0):
         raise ConfigError(f"{path}: some expert below {num_experts} has no slot in some layer (C1)")
     if len(slots) % num_nodes:
         raise ConfigError(f"{len(slots)} GPUs cannot be divided among {num_nodes} nodes")
@@ -138,8 +139,11 @@ def _read(path: Path) -> tuple[IntArray, IntArray | None, ExpertPlacement | None
         rows = data.get("physical_to_logical_map") if isinstance(data, dict) else data
         return _matrix(rows, path), None, None
     if suffix in (".yaml", ".yml"):
-        rows = re.findall(r"^\s+\d+\s*:\s*\[([\d,\s]*)\]\s*$", read_text(path), re.MULTILINE)
-        return _matrix([[int(e) for e in row.split(",") if e.strip()] for row in rows], path), None, None
+        matches = (
+            re.fullmatch(r"[ \t]+[0-9]{1,9} *: *\[([0-9, ]*)\]", line.rstrip()) for line in read_text(path).splitlines()
+        )
+        rows = [[int(e[:19]) for e in match[1].split(",") if e.strip()] for match in matches if match]
+        return _matrix(rows, path), None, None
     raise ConfigError(f"{path}: a placement comes as .npz, .npy, .json or .yaml")
 
 

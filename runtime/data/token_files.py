@@ -146,7 +146,9 @@ def _open_npy(path: Path) -> tuple[np.ndarray, int]:
         is_npy = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False) if is_npy else None
-    except ValueError as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header can fail in any way
         raise ConfigError(f"{path} is damaged or is no array of numbers: {error}") from None
     if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
         found = "no .npy file" if ids is None else f"an array {list(ids.shape)} of {ids.dtype}"
