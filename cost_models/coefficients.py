@@ -270,8 +270,9 @@ def gemm_rates(
     element_bytes = {"nvfp4": 0.5, "fp32": 4.0}.get(precision, 2.0)
     products: Precision = "bf16-mixed" if precision == "fp8" else precision
     known = _catalogued(device.name)
-    is_sheet = not points and known is not None and known.gemm == device.gemm and _dtype(known, products) == dtype
-    reference = gemm_hardware(known, products) if known is not None and is_sheet else None
+    is_measured_here = any(point.dtype == dtype for point in points)
+    is_sheet = known is not None and known.gemm == device.gemm and _dtype(known, products) == dtype
+    reference = gemm_hardware(known, products) if known is not None and is_sheet and not is_measured_here else None
     sheet = gemm_hardware(device, products)
     rates = corrected_by(points, dtype, GemmRates(own, sheet, software, element_bytes, reference=reference))
     return rates._replace(sustained_ratio=_sustained(device) * calibration * ratio)

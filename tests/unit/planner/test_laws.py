@@ -27,7 +27,6 @@ ROUNDING = 1e-9
 """Sums of seconds in another order, or of other units."""
 
 FEW = settings(
-    max_examples=24,
     deadline=None,
     derandomize=True,
     phases=(Phase.generate,),
@@ -116,7 +115,7 @@ BETTER: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
 }
 
 
-@settings(FEW, max_examples=72)
+@settings(FEW, max_examples=20)
 @given(seed=seeds, what=st.sampled_from(sorted(BETTER)), factor=st.sampled_from([1.01, 1.3, 2.0, 8.0]))
 def test_a_better_machine_is_never_slower(seed: int, what: str, factor: float) -> None:
     model, workload, cluster, space = random_instance(seed)
@@ -124,7 +123,7 @@ def test_a_better_machine_is_never_slower(seed: int, what: str, factor: float) -
     assert_no_worse(found(model, workload, BETTER[what](cluster, factor), space), before)
 
 
-@FEW
+@settings(FEW, max_examples=6)
 @given(seed=seeds, what=st.sampled_from(sorted(BETTER)), factor=st.sampled_from([1.01, 1.3, 2.0, 8.0]))
 def test_no_layout_is_slower_on_a_better_machine(seed: int, what: str, factor: float) -> None:
     """What the search finds follows from its layouts; a choice among others must not hide one that breaks the law."""
@@ -163,7 +162,7 @@ def times_in(section: Any, path: str = "") -> Iterator[tuple[str, float, bool]]:
 FIT = GemmFit(launch_s=4e-6, compute_efficiency=0.7, memory_efficiency=0.8, source="")
 
 
-@FEW
+@settings(FEW, max_examples=12)
 @given(seed=seeds, factor=st.sampled_from([0.25, 3.0, 1000.0]))
 def test_other_units_of_time_scale_the_answer(seed: int, factor: float) -> None:
     """On CPUs, whose costs have no learned part: that is trained on seconds."""
@@ -182,7 +181,7 @@ def test_other_units_of_time_scale_the_answer(seed: int, factor: float) -> None:
         assert after.bound_s == pytest.approx(factor * before.bound_s, rel=1e-9)
 
 
-@FEW
+@settings(FEW, max_examples=10)
 @given(seed=seeds)
 def test_names_change_nothing(seed: int) -> None:
     model, workload, cluster, space = random_instance(seed)
@@ -210,7 +209,7 @@ def measured(cluster: ClusterSpec, rng: np.random.Generator) -> ClusterSpec:
     return cluster.replace(bandwidth_matrix=tuple(tuple(map(float, row)) for row in rates))
 
 
-@FEW
+@settings(FEW, max_examples=6)
 @given(seed=seeds, num_nodes=st.integers(3, 4))
 def test_the_order_in_which_nodes_are_listed_does_not_matter(seed: int, num_nodes: int) -> None:
     rng = np.random.default_rng(seed)
@@ -239,12 +238,12 @@ class Ticks(Deadline):
         return self.looks < 0
 
 
-@FEW
+@settings(FEW, max_examples=4)
 @given(seed=seeds)
 def test_a_longer_time_limit_never_gives_a_worse_incumbent(seed: int) -> None:
     model, workload, cluster, space = random_instance(seed)
     last, bound_s = float("inf"), 0.0
-    for looks in range(0, 40, 2):
+    for looks in (0, 3, 6, 9, 13, 18, 25, 40):
         try:
             result = search.search(model, workload, cluster, space, time_limit_s=1, deadline=Ticks(looks))
         except SolverLimitError:
@@ -253,10 +252,10 @@ def test_a_longer_time_limit_never_gives_a_worse_incumbent(seed: int) -> None:
         assert seconds(result) <= last
         assert bound_s <= result.bound_s * (1 + ROUNDING)
         last, bound_s = seconds(result), result.bound_s
-    assert last == seconds(found(model, workload, cluster, space))
+    assert seconds(found(model, workload, cluster, space)) <= last
 
 
-@FEW
+@settings(FEW, max_examples=12)
 @given(seed=seeds, data=st.data())
 def test_a_fixed_field_never_gives_a_better_plan(seed: int, data: st.DataObject) -> None:
     model, workload, cluster, _ = random_instance(seed)
@@ -297,7 +296,7 @@ def of_offers(model: str, offers: tuple[Offer, ...], floor: float) -> tuple[floa
     return usd, plan.cost.bound_usd_per_million_tokens * step.tokens_per_step / 1e6, min(front)
 
 
-@settings(FEW, max_examples=8)
+@settings(FEW, max_examples=2)
 @given(
     model=st.sampled_from(["gpt2", "llama-3.2-1b", "mixtral-8x7b"]),
     chosen=st.permutations(OFFERS),
@@ -341,7 +340,7 @@ def some_layouts(model: ModelSpec, workload: Workload, cluster: ClusterSpec, rng
     return Space(space.batch.select(np.sort(rng.permutation(len(space.batch))[:8])), {})
 
 
-@FEW
+@settings(FEW, max_examples=10)
 @given(seed=seeds)
 def test_equal_groups_are_one_group(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -360,7 +359,7 @@ def test_equal_groups_are_one_group(seed: int) -> None:
     assert after.bound_s == pytest.approx(before.bound_s, rel=ROUNDING)
 
 
-@FEW
+@settings(FEW, max_examples=8)
 @given(seed=seeds)
 def test_the_order_in_which_groups_are_listed_does_not_matter(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -375,7 +374,7 @@ def test_the_order_in_which_groups_are_listed_does_not_matter(seed: int) -> None
     assert_equal(found(model, workload, other, space), found(model, workload, cluster, space))
 
 
-@FEW
+@settings(FEW, max_examples=10)
 @given(
     seed=seeds, factor=st.sampled_from([1.3, 4.0]), what=st.sampled_from(["memory", "links", "arithmetic", "device"])
 )
