@@ -17,7 +17,7 @@ from .base import Count, CountOrNone, Frozen, PositiveFloat, read_json
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 MAX_LAYERS = 10_000
 """Of equal layers in a row: more than any model has by a factor of ten."""
