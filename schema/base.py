@@ -147,8 +147,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    finally:  # an interrupt leaves nothing behind either
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _config_error(kind: str, error: ValidationError) -> ConfigError:

@@ -229,6 +229,3 @@ def test_a_list_that_never_closes_takes_no_time() -> None:
     assert _list_of_parts("[" + "1" * 100_000) == ()
     assert _list_of_parts("[0.5, 0.25 1,]") == (0.5, 0.25, 1.0)
     assert _list_of_parts("[.5]") == ()
-
-
-# --- several processes at once ------------------------------------------------------------------------------------
