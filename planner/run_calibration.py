@@ -64,12 +64,12 @@ def read_run(plan: str | Path, metrics: str | Path) -> PlanRun:
             f"{metrics} does not end with a comparison of prediction and measurement",
             help="let `meshwright apply PLAN --metrics FILE` run to its end with this version",
         )
-    parts_s = measured["parts_s"]
-    seconds = {name: _number(metrics, parts_s, name, least=0.0) for name in parts_s}
-    step_s, peak = (_number(metrics, measured, name) for name in ("step_time_s", "peak_reserved_bytes"))
     predicted = math.prod(_number(metrics, last.get("predicted"), name) for name in ("tokens_per_s", "step_time_s"))
     if abs(predicted / loaded.workload.tokens_per_step - 1) > 1e-6:
         raise ConfigError(f"{metrics} is of another plan than {plan}: steps of {predicted:.0f} tokens")
+    parts_s = measured["parts_s"]
+    seconds = {name: _number(metrics, parts_s, name, least=0.0) for name in parts_s}
+    step_s, peak = (_number(metrics, measured, name) for name in ("step_time_s", "peak_reserved_bytes"))
     for name in ("compute", "communication"):
         if name not in seconds or (name == "compute" and not seconds[name]):
             raise ConfigError(f"{metrics}: parts_s says nothing of {name}")
