@@ -31,6 +31,8 @@ from .expert_files import read_numpy
 Format = Literal["npz", "sglang", "vllm", "vllm-ascend", "tensorrt-llm"]
 _KIND = "meshwright-expert-placement"
 _OPTIONAL = ("home", "node_part")
+_ASSIGNMENT = re.compile(r"^[ \t]+[0-9]{1,9}[ \t]*:[ \t]*\[([0-9,\s]*)\][ \t]*$", re.MULTILINE)
+"""The slots of a layer in YAML; a long list goes on in further lines."""
 
 
 def write_placement(placement: ExpertPlacement, path: Path, form: Format, *, first_layer_idx: int = 0) -> None:
@@ -139,11 +141,11 @@ def _read(path: Path) -> tuple[IntArray, IntArray | None, ExpertPlacement | None
         rows = data.get("physical_to_logical_map") if isinstance(data, dict) else data
         return _matrix(rows, path), None, None
     if suffix in (".yaml", ".yml"):
-        matches = (
-            re.fullmatch(r"[ \t]+[0-9]{1,9} *: *\[([0-9, ]*)\]", line.rstrip()) for line in read_text(path).splitlines()
-        )
-        rows = [[int(e[:19]) for e in match[1].split(",") if e.strip()] for match in matches if match]
-        return _matrix(rows, path), None, None
+        lists = _ASSIGNMENT.findall(read_text(path))
+        rows = [[expert.strip() for expert in row.split(",") if expert.strip()] for row in lists]
+        if not all(re.fullmatch("[0-9]{1,18}", expert) for row in rows for expert in row):
+            raise ConfigError(f"{path}: the experts of a layer are whole numbers separated by commas")
+        return _matrix([[int(expert) for expert in row] for row in rows], path), None, None
     raise ConfigError(f"{path}: a placement comes as .npz, .npy, .json or .yaml")
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from meshwright.planner.expert_formats import read_placement
 from meshwright.planner.validation.features import _list_of_parts
 from meshwright.schema import ConfigError, MeshwrightError
 from meshwright.schema.base import read_text, shown
@@ -149,6 +150,7 @@ REFUSED: list[tuple[str, bytes]] = [
     ("placement-json", b'{"physical_to_logical_map": [[0, 1000000000000]]}'),
     ("placement-yaml", b"x:\n  0: [0, 99999999999999999999999]\n"),
     ("placement-yaml", b"\n" * 100_000 + b"  0: ["),
+    ("placement-yaml", b"x:\n  0: [0 1]\n"),
     ("tokens-npy", huge_npy()),
     ("weights", safetensors({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}})),
     ("weights-index", b'{"weight_map": {"a": "\\u0000.safetensors"}}'),
@@ -205,6 +207,14 @@ def test_archives_that_unpack_to_far_more_are_refused(name: str, member: str, tm
     monkeypatch.setattr("meshwright.planner.expert_files.MAX_UNPACKED_BYTES", 2**20)
     error = attempt(TARGETS[name], archive_of(member), tmp_path)
     assert error is not None and "would unpack to" in error.message
+
+
+def test_a_list_of_slots_may_go_on_in_further_lines(tmp_path: Path) -> None:
+    (tmp_path / "wrapped.yaml").write_text(
+        "num_slots: 4\ninitial_global_assignments:\n  0: [0, 1,\n    2, 3]\n  1: [3, 2, 1, 0]\n"
+    )
+    found = read_placement(tmp_path / "wrapped.yaml", num_gpus=2)
+    assert found.physical_to_logical.tolist() == [[0, 1, 2, 3], [3, 2, 1, 0]]
 
 
 def test_what_never_ends_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
