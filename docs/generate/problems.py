@@ -16,21 +16,22 @@ from markdown import code, one_line, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
-STATED_IN = {
-    "Stages of a pipeline": "solvers/stage_split.py",
-    "Stages, each rank holding several": "solvers/chunk_split.py",
-    "Stages, and what each layer recomputes": "solvers/stage_program.py",
-    "What no split into stages can beat": "solvers/split_bound.py",
-    "Order of the passes of a pipeline": "solvers/pipeline_schedule.py",
-    "Which node holds which ranks": "solvers/rank_mapping.py",
-    "What lies on the host, and what is recomputed": "solvers/offload_instance.py",
-    "Where experts stand": "solvers/expert_instance.py",
-    "Where experts stand, exactly": "solvers/expert_exact.py",
-    "Shares of the replicas of an expert": "solvers/expert_shares.py",
-    "Home nodes of experts": "solvers/expert_homes.py",
-    "Replicas on other nodes": "solvers/expert_nodes.py",
-    "The cheapest size of a cluster": "planner/cheapest.py",
+TITLES = {
+    "solvers/stage_split.py": "Stages of a pipeline",
+    "solvers/chunk_split.py": "Stages, each rank holding several",
+    "solvers/stage_program.py": "Stages, and what each layer recomputes",
+    "solvers/split_bound.py": "What no split into stages can beat",
+    "solvers/pipeline_schedule.py": "Order of the passes of a pipeline",
+    "solvers/rank_mapping.py": "Which node holds which ranks",
+    "solvers/offload_instance.py": "What lies on the host, and what is recomputed",
+    "solvers/expert_instance.py": "Where experts stand",
+    "solvers/expert_exact.py": "Where experts stand, exactly",
+    "solvers/expert_shares.py": "Shares of the replicas of an expert",
+    "solvers/expert_homes.py": "Home nodes of experts",
+    "solvers/expert_nodes.py": "Replicas on other nodes",
+    "planner/cheapest.py": "The cheapest size of a cluster",
 }
+"""Titles, in the order of the page; files without one come last, under the first line of their docstring."""
 
 INTRO = """# Optimisation problems
 
@@ -62,16 +63,38 @@ class Problem(NamedTuple):
     functions: dict[str, tuple[str, ...]]
 
 
+@functools.cache
+def stated_in() -> list[str]:
+    """Files whose docstring has an objective."""
+    paths = [path for folder in ("solvers", "planner") for path in sorted((ROOT / folder).glob("*.py"))]
+    found = [
+        str(path.relative_to(ROOT))
+        for path in paths
+        if re.search(r"^(Objective)? *\(O\) ", ast.get_docstring(_parsed(path)) or "", flags=re.MULTILINE)
+    ]
+    return [*TITLES, *(file for file in found if file not in TITLES)]
+
+
 def page() -> str:
     """All problems, each with its symbols and a table of statements."""
     lines = [INTRO]
-    for title, file in STATED_IN.items():
+    for file in stated_in():
         problem = problem_of(file)
         rows = [
             [f"({s.label})", s.name, _shown(s), ", ".join(code(name) for name in problem.functions[s.label])]
             for s in problem.statements
         ]
-        lines += ["", f"## {title}", "", f"{problem.title} (`{file}`)", "", "```", problem.setting, "```", ""]
+        lines += [
+            "",
+            f"## {TITLES.get(file, problem.title.rstrip('.'))}",
+            "",
+            f"{problem.title} (`{file}`)",
+            "",
+            "```",
+            problem.setting,
+            "```",
+            "",
+        ]
         lines += table(["label", "name", "statement", "function"], rows)
     return "\n".join(lines)
 
@@ -144,7 +167,7 @@ def _companions(file: str) -> list[Path]:
         for path in sorted((ROOT / file).parent.glob("*.py"))
         if path.name != stated
         and stated in (ast.get_docstring(_parsed(path)) or "")
-        and path.name not in {Path(other).name for other in STATED_IN.values()}
+        and path.name not in {Path(other).name for other in stated_in()}
     ]
 
 
