@@ -51,6 +51,18 @@ class LinearProgram:
         self.families.setdefault(label, []).append(made)
         return made
 
+    def block(
+        self, label: str, idxs: IntArray, matrix: FloatArray, *, lower: Any = -np.inf, upper: Any = np.inf
+    ) -> range:
+        """Rows over the same variables: ``matrix`` [rows, variables]."""
+        start, (size, width) = len(self.lower), matrix.shape
+        self.lower.extend(np.broadcast_to(np.asarray(lower, dtype=np.float64), size).tolist())
+        self.upper.extend(np.broadcast_to(np.asarray(upper, dtype=np.float64), size).tolist())
+        self.entries.append((np.repeat(np.arange(start, start + size), width), np.tile(idxs, size), matrix.reshape(-1)))
+        made = range(start, start + size)
+        self.families.setdefault(label, []).append(made)
+        return made
+
     def row(self, label: str, terms: Sequence[Term], *, lower: float = -np.inf, upper: float = np.inf) -> range:
         """One row that sums over all entries of its terms."""
         place = len(self.lower)
