@@ -17,13 +17,14 @@ Term = tuple[Any, Any]
 
 @dataclass
 class LinearProgram:
-    """min cost x, lower <= A x <= upper, least <= x <= most; grown family by family."""
+    """min cost x, lower <= A x <= upper, least <= x <= most, some of x ``whole`` numbers; grown family by family."""
 
     cost: list[float] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
     entries: list[tuple[IntArray, IntArray, FloatArray]] = field(default_factory=list)
     families: dict[str, list[range]] = field(default_factory=dict)
 
@@ -91,8 +92,12 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class LinearAnswer:
-    """Values of the variables and duals of the rows (what one unit more on a row's side changes in the objective)."""
+    """Values of the variables and duals of the rows (what one unit more on a row's side changes in the objective).
+
+    ``bound`` is what no answer is below: the objective itself unless variables are whole and the search for them was stopped.
+    """
 
     objective: float
     values: FloatArray
     duals: FloatArray
+    bound: float
