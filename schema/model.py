@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Frozen, read_json
+from .errors import ConfigError
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
@@ -448,11 +449,31 @@ class ModelSpec(Frozen):
 
     @classmethod
     def resolve(cls, text: str) -> Self:
-        """What a user types for MODEL: a catalogue name, a ``config.json``, a folder that holds one, or a saved ModelSpec."""
+        """What a user types for MODEL: a catalogue name, a ``config.json``, a folder that holds one, or a saved ModelSpec.
+
+        Raises:
+            ConfigError: there is no such name or file, or it is no model; a name of the Hugging Face Hub is told what to do.
+        """
         # os.path.exists, because Path.exists raises for names that no file can have (too long, NUL).
-        if os.path.exists(text) or text.endswith(".json") or "/" in text:  # noqa: PTH110
+        is_there = os.path.exists(text)  # noqa: PTH110
+        if "/" in text and not is_there and not text.endswith(".json"):
+            raise _no_such_path(text)
+        if is_there or text.endswith(".json"):
             data = read_json(text) if text.endswith(".json") else None
             if isinstance(data, dict) and {"layers", "architecture", "hidden_dim"} <= data.keys():
                 return cls(**data)  # what `profilers.profile_module` made of a model outside the catalogue
             return cls.from_hf(text)
         return cls.named(text)
+
+
+def _no_such_path(text: str) -> ConfigError:
+    from .catalogue import nearest_models
+    from .hf_fields import shown
+
+    near = nearest_models(text.rstrip("/").rpartition("/")[2])
+    known = f"did you mean {' or '.join(near)} of the catalogue? " if near else ""
+    what = shown(text)
+    return ConfigError(
+        f"cannot read {what}: there is no such file or folder",
+        help=f"{known}nothing is downloaded: give the path of the model's config.json, or a name of `meshwright models`",
+    )
