@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from .base import Count, Frozen
+from .base import Count, Frozen, shown
 from .errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
@@ -217,7 +217,7 @@ def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             field: Any = Annotated[info.annotation, *info.metadata, "without its default"]
             TypeAdapter(field).validate_python(value)
         except ValidationError as error:
-            raise ConfigError(f"{name} = {value!r}: {error.errors()[0]['msg']}") from None
+            raise ConfigError(f"{name} = {shown(value)}: {error.errors()[0]['msg']}") from None
     return dict(fields)
 
 

@@ -11,14 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from .base import Frozen, read_json
+from .base import Count, CountOrNone, Frozen, PositiveFloat, read_json
 from .errors import ConfigError
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+MAX_LAYERS = 10_000
+"""Of equal layers in a row: more than any model has by a factor of ten."""
 
 
 class SoftmaxAttention(Frozen):
@@ -35,10 +38,10 @@ class SoftmaxAttention(Frozen):
     """
 
     kind: Literal["mha", "gqa"]
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    window: PositiveInt | None = None
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    window: Count | None = None
     chunked: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -79,12 +82,12 @@ class LatentAttention(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values from one compressed vector."""
 
     kind: Literal["mla"] = "mla"
-    num_heads: PositiveInt
-    q_lora_rank: PositiveInt | None = None
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
+    num_heads: Count
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
     bias: bool = False
     window: None = None
 
@@ -121,7 +124,7 @@ class DenseMLP(Frozen):
     """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU)."""
 
     kind: Literal["dense"] = "dense"
-    ffn_dim: PositiveInt
+    ffn_dim: Count
     gated: bool = True
     activation: Activation = "silu"
     bias: bool = False
@@ -150,17 +153,17 @@ class MoE(Frozen):
     """
 
     kind: Literal["moe"] = "moe"
-    num_experts: PositiveInt
-    top_k: PositiveInt
-    ffn_dim: PositiveInt
-    shared_ffn_dim: NonNegativeInt = 0
+    num_experts: Count
+    top_k: Count
+    ffn_dim: Count
+    shared_ffn_dim: CountOrNone = 0
     shared_gate: bool = False
     router_bias: bool = False
     router: Literal["softmax", "top_k_softmax", "sigmoid"] = "softmax"
     normalize: bool = True
     scale: PositiveFloat = 1.0
-    num_groups: PositiveInt = 1
-    top_groups: PositiveInt = 1
+    num_groups: Count = 1
+    top_groups: Count = 1
     gated: bool = True
     activation: Activation = "silu"
     bias: bool = False
@@ -209,8 +212,8 @@ class Embedding(Frozen):
     """
 
     kind: Literal["embedding"] = "embedding"
-    vocab_size: PositiveInt
-    num_positions: NonNegativeInt = 0
+    vocab_size: Count
+    num_positions: CountOrNone = 0
     traced: Traced | None = None
 
     def num_params(self, hidden_dim: int) -> int:
@@ -263,7 +266,7 @@ class Head(Frozen):
     """
 
     kind: Literal["head"] = "head"
-    vocab_size: PositiveInt
+    vocab_size: Count
     tied: bool = False
     norm: NormKind = "rmsnorm"
     norm_bias: bool = False
@@ -299,7 +302,7 @@ class LayerRun(Frozen):
     """``count`` equal layers in a row."""
 
     layer: Layer
-    count: PositiveInt = 1
+    count: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
 
 
 class Rope(Frozen):
@@ -317,7 +320,7 @@ class Rope(Frozen):
     factor: PositiveFloat = 1.0
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
-    original_max_seq_len: PositiveInt | None = None
+    original_max_seq_len: Count | None = None
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
     mscale: PositiveFloat | None = None
@@ -337,10 +340,10 @@ class ModelSpec(Frozen):
 
     name: str = Field(min_length=1)
     architecture: str
-    hidden_dim: PositiveInt
+    hidden_dim: Count
     layers: tuple[LayerRun, ...] = Field(min_length=3)
     tie_embeddings: bool
-    max_seq_len: PositiveInt
+    max_seq_len: Count
     norm_eps: PositiveFloat = 1e-5
     rope: Rope | None = None
     source: str = ""
