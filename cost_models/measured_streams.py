@@ -38,7 +38,7 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "fp16-mixed": "fp16"}
 def slowdown_ratio(pair: Pair, first_s: float, second_s: float, together: float) -> float:
     """k, so that streams slowed down by ``(k a, k b)`` take as long together as was measured; at its bounds where none does."""
     a, b = float(pair.compute), float(pair.collective)
-    low, high = 0.0, 1.0 / np.sqrt(a * b)
+    low, high = 0.0, float(1.0 / np.sqrt(a * b))
     alone = np.array([first_s]), np.array([second_s])
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -68,7 +68,9 @@ def measured_interference(slowdown: FloatArray, points: Sequence[OverlapPoint]) 
         if len(point.streams) == 2 and {"compute", "collective"} != set(point.streams):
             i, j = (STREAMS.index(name) for name in point.streams)
             law = _at_least(Pair(slowdown[i, j], slowdown[j, i]))
-            ratios.setdefault((i, j), []).append(slowdown_ratio(law, *point.alone_s, point.together_s))
+            ratios.setdefault((i, j), []).append(
+                slowdown_ratio(law, point.alone_s[0], point.alone_s[1], point.together_s)
+            )
     for (i, j), found in ratios.items():
         law = _at_least(Pair(slowdown[i, j], slowdown[j, i]))
         result[i, j], result[j, i] = median(found) * float(law.compute), median(found) * float(law.collective)
