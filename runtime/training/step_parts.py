@@ -74,6 +74,11 @@ class StepClock:
         counted = sum(value for name, value in seconds.items() if name not in BESIDE)
         return {**seconds, "other": max(0.0, step_time_s - counted)}
 
+    def waited(self, elapsed_s: float) -> None:
+        """What passed, until now and on this thread, was waiting for other ranks."""
+        self._waited += elapsed_s
+        self._seconds["communication" if self._depth else self._outside] += elapsed_s
+
     def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """A waiting function that tells this clock how long it took."""
 
@@ -84,9 +89,7 @@ class StepClock:
             try:
                 return wait(*args, **kwargs)
             finally:
-                elapsed = time.perf_counter() - start
-                self._waited += elapsed
-                self._seconds["communication" if self._depth else self._outside] += elapsed
+                self.waited(time.perf_counter() - start)
 
         return timed_wait
 
