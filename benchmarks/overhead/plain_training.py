@@ -167,7 +167,7 @@ def pipeline(model: Llama, plan: dict, device: torch.device) -> Schedule1F1B:
     if rank > 0:
         model.embedding = None
     if rank < last:
-        model.output = None
+        model.norm = model.output = None
     stage = PipelineStage(model, rank, len(stages), device)
     batch = plan["workload"]["global_batch_size"] // plan["layout"]["micro_batch_size"]
     return Schedule1F1B(stage, batch, loss_fn=cross_entropy)
