@@ -105,7 +105,7 @@ class LayoutBatch:
     def is_replicated(self) -> NDArray[np.bool_]:
         """Whether ranks hold whole replicas of one stage and nothing more (runtime/replicated.py)."""
         once = (self.pp == 1) & (self.tp == 1) & (self.ep == 1) & (self.expert_tp == 1) & (self.offload == 0)
-        return np.asarray(once & (self.zero_stage == 0) & (self.dp * self.cp > 1))
+        return np.asarray(once & (self.zero_stage == 0) & (self.cp == 1) & (self.dp > 1))
 
     def __len__(self) -> int:
         return len(self.tp)
