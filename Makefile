@@ -1,6 +1,7 @@
 # make demo   plan a small published model for this machine and train it with that plan
 # make test   run the test suite
 # make check  lint and types
+# make docs   write the pages, the picture and the table that are made from the code
 # Each works by itself from a clean checkout. Python 3.11 or newer is all it needs.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers plan
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 demo: $(VENV)/installed
 	mkdir -p demo
@@ -29,6 +30,10 @@ check: $(VENV)/installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(foreach folder,schema cost_models solvers planner engines,-p meshwright.$(folder))
+
+docs: $(VENV)/installed
+	$(BIN)/python docs/generate
+	$(BIN)/python docs/generate picture
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo

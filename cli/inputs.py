@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from . import completion
+
 if TYPE_CHECKING:
     from ..planner.offload_request import OffloadRequest
     from ..schema import ClusterSpec, ModelSpec, Workload
@@ -14,20 +16,36 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one."
+        metavar="MODEL",
+        help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one.",
+        autocompletion=completion.models,
     ),
 ]
 CLUSTER_HELP = (
     "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, "
     "local (this machine, measured) or local:RANKS."
 )
-ClusterOption = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP)]
+ClusterOption = Annotated[
+    str,
+    typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP, autocompletion=completion.clusters),
+]
 ClusterOrProfileOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP + " Needed unless --profile is given.")
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help=CLUSTER_HELP + " Needed unless --profile is given.",
+        autocompletion=completion.clusters,
+    ),
 ]
 ClusterOrOffersOption = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP + " Needed unless --offers or --profile is given."),
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help=CLUSTER_HELP + " Needed unless --offers or --profile is given.",
+        autocompletion=completion.clusters,
+    ),
 ]
 BatchOption = Annotated[
     int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")

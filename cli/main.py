@@ -25,24 +25,27 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(plan)
-app.command()(estimate)
-app.command()(explain)
-app.command()(report)
-app.command(cls=ApplyCommand)(apply)
+app.command(short_help="The fastest layout that fits, and why it won; writes plan.json.")(plan)
+app.command(short_help="What one given layout costs, whether it fits or not.")(estimate)
+app.command(short_help="What binds a plan, what more of each resource is worth, why not.")(explain)
+app.command(short_help="Draw a plan: a page for a browser, a trace for Perfetto.")(report)
+app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
 app.command()(tokens)
 app.command()(export)
-app.command("import")(import_configuration)
-app.command()(compare)
-app.command()(calibrate)
-app.command()(validate)
+app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)
+app.command(short_help="Set a present configuration beside a plan.")(compare)
+app.command(short_help="Correct a profile by what `apply` measured.")(calibrate)
+app.command(short_help="Score predictions against a table of measured runs.")(validate)
 app.command()(models)
 app.command()(devices)
-app.command()(doctor)
+app.command(short_help="What is installed and here, what will not work and why.")(doctor)
 app.add_typer(experts_app, name="experts")
 app.add_typer(profile_app, name="profile")
 
+OWN_PROCESS = "own process"
+"""What the context carries where the command may count its time from the start of the process."""
+
 
 def main() -> None:
-    """Console entry point."""
-    app()
+    """Console entry point: the process is this command's, from its start to its end."""
+    app(obj=OWN_PROCESS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,10 @@ from .errors import exit_on_error
 if TYPE_CHECKING:
     from ..profilers.run.task import Progress, Task
     from ..schema import Profile
+
+
+_FINISH_S = 0.4
+"""On an idle machine: ending the ranks, reading their file, showing it and ending this process."""
 
 
 def measure(
@@ -40,18 +45,31 @@ def measure(
     """Measure this machine, or under torchrun or srun every node of the job, one rank a device."""
     if context.invoked_subcommand is not None:
         return
-    started_at = time.time()
+    started_at, pace = _start(own_process=context.obj is not None)
     with exit_on_error():
         task = _task(
             model, seq_len, micro_batch_size, budget_s=budget_s, out=out, parts=parts, nvme=nvme, resume=resume
         )
-        found = _measure(task, ranks, started_at)
+        found = _measure(replace(task, started_at=started_at, pace=pace, finish_s=_finish_s(budget_s, pace)), ranks)
         if found is not None:
             _report(found, out, as_json=json_output)
         if _is_rank():
             from ..runtime.profiling.worker import leave
 
             leave()
+
+
+def _start(*, own_process: bool) -> tuple[float, float]:
+    """When this command began (seconds of the epoch), imports included, and the machine's pace since then against an idle one."""
+    from ..profilers.machine import pace, process_age_s
+
+    age_s = process_age_s() if own_process else 0.0
+    return time.time() - age_s, pace(age_s, time.process_time())
+
+
+def _finish_s(budget_s: float, pace: float) -> float:
+    """Of the budget, for reading what the ranks leave and telling it."""
+    return min(_FINISH_S * pace, 0.2 * budget_s)
 
 
 def _report(found: Profile, out: Path, *, as_json: bool) -> None:
@@ -124,21 +142,25 @@ def _is_profile(path: Path) -> bool:
     return True
 
 
-def _measure(task: Task, ranks: int | None, started_at: float) -> Profile | None:
+def _measure(task: Task, ranks: int | None) -> Profile | None:
     """The profile; None on ranks of a job that are not the first."""
-    from dataclasses import replace
-
-    from ..profilers.machine import available_memory, busy_fraction, identify, require_free_memory
+    from ..profilers.machine import (
+        available_memory,
+        busy_fraction,
+        identify,
+        memory_left_to_process,
+        require_free_memory,
+    )
     from ..profilers.run.launching import launch_ranks
 
     if _is_rank():
         from ..runtime.profiling.worker import measure_as_rank
 
         with _progress(quiet=False) as tell:
-            return measure_as_rank(replace(task, started_at=started_at), tell)
-    require_free_memory(available_memory(), ranks)
+            return measure_as_rank(task, tell)
+    require_free_memory(available_memory(), ranks, of_process_bytes=memory_left_to_process())
     machine = identify(ranks)
-    task = replace(task, started_at=started_at, foreign_load_fraction=min(1.0, busy_fraction()))
+    task = replace(task, foreign_load_fraction=min(1.0, busy_fraction()))
     with _progress(quiet=False) as tell:
         return launch_ranks("meshwright.runtime.profiling.worker", task, machine.num_devices, on_progress=tell)
 

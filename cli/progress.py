@@ -27,7 +27,8 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
     from ..schema.units import format_seconds
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("enumerating layouts", total=None)
 
         def update(evaluated: int, incumbent_s: float | None, bound_s: float) -> None:

@@ -107,7 +107,7 @@ def cheapest(
 
 
 def _cheapest_size(sizes: Iterable[Size], request: SizesRequest) -> Size | None:
-    """(O) over the sizes that were bounded, best first; None where none reaches the floor."""
+    """(O) over the sizes that were bounded, best first, each searched for what fits (C2); None where none reaches the floor."""
     best: Size | None = None
     least_usd = math.inf
     for size in sorted(_open(sizes), key=lambda size: (size.usd(size.least_s), size.place)):

@@ -1,6 +1,6 @@
 """The machine at hand as a cluster: measured in as many concurrent processes as training will use, and cached.
 
-The measurement runs in ranks that torchrun's elastic agent starts, all at once, because ranks of one machine slow one
+The measurement runs in as many ranks, all at once, because ranks of one machine slow one
 another down: they share memory bandwidth, caches, cores and the clock. What is kept is the Profile;
 ``cluster_from_profile`` makes a ClusterSpec of it each time, so that a better fit needs no new measurement.
 """

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -24,9 +25,14 @@ from ..schema.units import GIB, format_bytes
 MIN_MEMORY_PER_RANK = GIB
 """A rank holds torch (about 0.3 GiB) and measures on buffers of some hundred MiB."""
 
+MIN_ADDRESSES_PER_RANK = 3 * GIB // 2
+"""Libraries of torch and stacks of threads, 0.75 GiB on a CPU, and as much for buffers."""
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CPU_INFO = Path("/proc/cpuinfo")
+_UPTIME = Path("/proc/uptime")
+_OWN_STATE = Path("/proc/self/stat")
 
 
 def identify(num_ranks: int | None = None) -> Machine:
@@ -78,8 +84,12 @@ def check_memory(memory_bytes: int, num_ranks: int) -> None:
         )
 
 
-def require_free_memory(memory_bytes: int, num_ranks: int | None) -> None:
+def require_free_memory(memory_bytes: int, num_ranks: int | None, *, of_process_bytes: int = sys.maxsize) -> None:
     """Refuse to begin while memory is nearly full; a condition of the moment, unlike `check_memory` of what the machine has.
+
+    Args:
+        memory_bytes: of the host that are free.
+        of_process_bytes: address space that each process may still take.
 
     Raises:
         MeshwrightError: too little for the ranks.
@@ -90,6 +100,12 @@ def require_free_memory(memory_bytes: int, num_ranks: int | None) -> None:
             f"memory is nearly full: {format_bytes(memory_bytes)} of host memory are free, measuring with {ranks} "
             f"{'rank' if ranks == 1 else 'ranks'} needs {format_bytes(ranks * MIN_MEMORY_PER_RANK)}",
             help="end what uses the memory" + ("" if ranks == 1 else ", or measure with fewer ranks (--ranks)"),
+        )
+    if of_process_bytes < MIN_ADDRESSES_PER_RANK:
+        raise MeshwrightError(
+            f"the limit on address space leaves {format_bytes(of_process_bytes)} to a process; a rank needs "
+            f"{format_bytes(MIN_ADDRESSES_PER_RANK)} to load torch and to measure",
+            help="raise the limit (ulimit -v)",
         )
 
 
@@ -176,6 +192,30 @@ def total_memory() -> int:
 def available_memory() -> int:
     """Bytes of host memory that can be had now without swapping."""
     return int(min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_limits())]))
+
+
+def memory_left_to_process() -> int:
+    """Bytes of address space that this process may still take before its own limit (``ulimit -v``); 2^63 - 1 without one."""
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    except ImportError:  # Windows
+        return sys.maxsize
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, int(limit - psutil.Process().memory_info().vms))
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included; 0 where the system does not say."""
+    uptime, fields = _text(_UPTIME).split(), _text(_OWN_STATE).rpartition(")")[2].split()
+    if not uptime or len(fields) < 20:
+        return 0.0
+    return max(0.0, float(uptime[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def pace(elapsed_s: float, cpu_s: float) -> float:
+    """How many times longer something took than the processor needed for it: 1 on an idle machine, more on a busy one."""
+    return max(1.0, elapsed_s / cpu_s) if cpu_s > 0 else 1.0
 
 
 def _memory_limits() -> list[tuple[int, int]]:

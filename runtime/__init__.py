@@ -1,9 +1,31 @@
 """Execute a plan on torch.distributed."""
 
-from .models.decoder import Decoder
-from .parallel_model import ParallelModel
-from .parallelize import parallelize
-from .training.optimizer import build_optimizer, clip_gradients
-from .weights.save import save_weights
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .models.decoder import Decoder
+    from .parallel_model import ParallelModel
+    from .parallelize import parallelize
+    from .training.optimizer import build_optimizer, clip_gradients
+    from .weights.save import save_weights
 
 __all__ = ["Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "save_weights"]
+
+_HOMES = {
+    "Decoder": ".models.decoder",
+    "ParallelModel": ".parallel_model",
+    "build_optimizer": ".training.optimizer",
+    "clip_gradients": ".training.optimizer",
+    "parallelize": ".parallelize",
+    "save_weights": ".weights.save",
+}
+"""Imported when they are asked for: all of torch's distributed tensors take seconds that other parts of this folder do not need."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -29,6 +29,11 @@ class Layout(Frozen):
     """Degrees (all >= 1) and choices; ``world_size = dp_replicate * dp_shard * cp * tp * pp``.
 
     Attributes:
+        dp_replicate: copies of the model, sharded or not, each training on sequences of its own.
+        dp_shard: ranks of a copy that share its states as zero_stage says, each training on sequences of its own.
+        tp: ranks that share every layer: heads, and the width of feed-forward parts.
+        pp: ranks of a pipeline; each holds a stage, or num_model_chunks of them.
+        micro_batch_size: sequences of one forward and backward pass on a data-parallel rank.
         cp: ranks that share each sequence; parameters are sharded over them too (over dp_shard * cp ranks).
         cp_ulysses: of the cp ranks, neighbours that exchange tokens for heads before attention and back after it (Ulysses);
             the cp / cp_ulysses groups of them pass keys and values round a ring.

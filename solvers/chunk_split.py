@@ -16,7 +16,7 @@ Constraints
     (C1) contiguous: every layer is on one stage, stages in order; layers before the first block are on the first, those behind
          the last block on the last stage
     (C2) memory: REQUIRED[r] <= CAP
-    (C3) a block for every stage, and chunks of one rank differ by one block at most
+    (C3) chunks: a block for every stage, and those of one rank differ by one block at most
 
 Method: from equal numbers of blocks, one block at a time moves from a rank with the most work, or with the most bytes beyond the
 cap, to the one where this helps most (bytes beyond the cap, then (O), then the sum of squares), until no move helps. Ranks differ

@@ -9,8 +9,8 @@ Objective
 Constraints
     (C1) present:  sum_{r >= 1} z[e,r] = 1
     (C2) distinct: sum_g y[e,r,g] = r z[e,r], at most one on each GPU
-    slots:         sum_{e,r} y[e,r,g] = SLOTS[g]
-    level:         sum_{e,r} floor(SCALE LOAD[d,e] / r / SPEED[g]) y[e,r,g] <= T, each d and g
+    (C5) slots:    sum_{e,r} y[e,r,g] = SLOTS[g]
+    (C6) level:    sum_{e,r} floor(SCALE LOAD[d,e] / r / SPEED[g]) y[e,r,g] <= T, each d and g
 The sizes are rounded down, so that the bound holds for the real ones; the objective of an answer is recomputed.
 """
 
@@ -70,10 +70,10 @@ def _solve(instance: Instance, start: IntArray, limits: Limits) -> tuple[IntArra
             model.add(sum(y[e, r, g] for g in range(num_gpus)) == r * z[e, r])  # (C2)
     size = np.floor(_SCALE * instance.weight[0][:, None] / np.array(replicas)[:, None]).astype(np.int64)
     for g in range(num_gpus):
-        model.add(sum(y[e, r, g] for e, r in z) == int(instance.slots_per_gpu[g]))
+        model.add(sum(y[e, r, g] for e, r in z) == int(instance.slots_per_gpu[g]))  # (C5)
         for d in range(len(instance.load)):
             terms = [int(size[e, r - 1, d] / instance.gpu_speed[g]) * y[e, r, g] for e, r in z]
-            model.add(sum(terms) <= level)
+            model.add(sum(terms) <= level)  # (C6)
     model.minimize(level)
     counts = replica_counts(start[None], num_experts)[0]
     on = held(start[None], instance.gpu_of_slot, num_experts)[0]

@@ -38,7 +38,7 @@ def homes(pairs: FloatArray, load: FloatArray, num_nodes: int, limit: float) -> 
 
 
 def _dealt(load: FloatArray, num_nodes: int) -> IntArray:
-    """Experts by load, dealt to and fro."""
+    """Experts by load, dealt to and fro, as many to each node (C1)."""
     home = np.empty(len(load), dtype=np.int64)
     turn = np.concatenate([np.arange(num_nodes), np.arange(num_nodes)[::-1]])
     home[np.argsort(-load, kind="stable")] = np.resize(turn, len(load))

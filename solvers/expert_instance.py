@@ -13,7 +13,8 @@ Data
 Variables
     x[l,s]       expert in a slot (`physical_to_logical`); r[l,e] = number of slots that hold it
     y[l,s]       share of its expert's tokens that a slot takes: 1 / r[l,e] under the uniform split, free under the
-weighted one Objective
+                 weighted one
+Objective
     (O)  min  max_d max_g  sum_{s on g} y[l,s] LOAD[d,l,x[l,s]] / SPEED[g]  over its mean, for each layer
          The mean is sum_e LOAD[d,l,e] / sum_g SPEED[g]: 1 is perfect balance, and no placement is below it.
 Constraints

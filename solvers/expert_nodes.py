@@ -153,7 +153,7 @@ class _Nodes:
         return chosen
 
     def solve(self, pairs: list[tuple[int, int]], limits: Limits, *, fixed: bool) -> tuple[FloatArray, float]:
-        """F [E, N] and its level over the mean; with ``fixed`` every pair has its replica, and the program is linear."""
+        """F [E, N] and its level over the mean (O); with ``fixed`` every pair has its replica, and the program is linear."""
         import pulp
 
         scale, num_nodes = float(self.used.mean()), len(self.used)

@@ -41,7 +41,7 @@ class Shares:
 
 
 def split(instance: Instance, placed: IntArray, scenario: int = 0) -> Shares:
-    """Optimal shares of x [L, S] under the loads of one scenario."""
+    """Shares of x [L, S] with the least (O) under the loads of one scenario."""
     num_layers = len(placed)
     share = np.empty(placed.shape)
     level, bound = np.empty(num_layers), np.empty(num_layers)
@@ -83,7 +83,7 @@ class _Layer:
         return share, level, bound
 
     def _fill(self, expert: int) -> None:
-        """Its load on its GPUs anew, the emptiest first, up to one level."""
+        """Its load, all of it (C1), on its GPUs anew, the emptiest first, up to one level."""
         load, gpu, speed, flow, slots = self.load, self.gpu, self.speed, self.flow, self.slots_of[expert]
         for slot in slots:
             load[gpu[slot]] -= flow[slot]
@@ -101,7 +101,7 @@ class _Layer:
             load[g] += flow[slot]
 
     def _hand_on(self) -> tuple[float, float]:
-        """Paths from the fullest GPU until its level is its bound."""
+        """Paths from the fullest GPU, whose level is that of (C2), until it is its bound."""
         bound = sum(self.load) / sum(self.speed)
         for _ in range(_MOST_PATHS):
             used = [load / speed for load, speed in zip(self.load, self.speed, strict=True)]

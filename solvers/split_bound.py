@@ -16,7 +16,7 @@ Objective
     (O) min max_r ( max_p chain[p,r] + sum_q max(LEAST[q], once[q,r]) )
 Constraints
     (C1) contiguous: stages hold the blocks in order, at least one each
-    (C2) chunks of one rank differ by one block at most
+    (C2) chunks: those of one rank differ by one block at most
     (C3) memory: FITS[r, before[r], before[r+1]]
 
 chain[p,r] depends on the split through y[r], through the work on ranks before r and on ranks behind it. With one chunk these are
@@ -225,7 +225,7 @@ def _places(shape: Shape, n: int, least: int, most: int, rank: int) -> _Places:
 def _cost(instance: Instance, rank: int, places: _Places) -> FloatArray:
     """(O) of one rank at least, given the blocks before it and its own [B, Y]; infinite where that cannot be."""
     can_be = places.can_be
-    if instance.fits is not None:
+    if instance.fits is not None:  # (C3)
         after = np.minimum(places.before + places.sizes, instance.num_blocks)
         can_be = can_be & instance.fits[rank, places.before, after]
     chains = _longest(instance, rank)

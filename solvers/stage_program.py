@@ -29,8 +29,8 @@ Constraints
     (C2) counted: sum_o n[s,k,o] = sum_pw COUNT[p,k] x[p,w]
     (C3) within the set: n[s,k,o] <= sum of COUNT[p,k] x[p,w] over the sets with USES[w,o]
     (C4) memory: sum_ko KEPT[k,o] n[s,k,o] <= sum_pw ROOM[p,w] x[p,w]
-    (C5) slowest >= t_s
-    (C6) once[q] >= sum_p FIXEDONCE x + sum_ko ONCE n, for every stage
+    (C5) slowest: slowest >= t_s
+    (C6) once: once[q] >= sum_p FIXEDONCE x + sum_ko ONCE n, for every stage
 
 Two methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
 and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each part of (O) at its own least.
@@ -293,5 +293,5 @@ def check(instance: Instance, boundaries: tuple[int, ...], counts: IntArray) -> 
             raise ValueError(f"memory (C4): stage {s} keeps {kept:.0f} bytes of {room:.0f}")
         seconds.append(float(instance.fixed_s[span] + (instance.seconds[s] * n).sum()))
         once.append(instance.fixed_once_s[:, span] + (instance.once_s[:, s] * n).sum(axis=(1, 2)))
-    slowest, total = max(seconds), sum(seconds)
+    slowest, total = max(seconds), sum(seconds)  # (C5); the largest of each once is (C6)
     return instance.slowest_weight * slowest + instance.sum_weight * total + float(np.max(once, axis=0).sum())

@@ -7,7 +7,7 @@ bandwidth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -64,44 +64,89 @@ USEFUL_RATIO = 0.5
 WEIGHT_RING_BYTES = 64 * MIB
 """Successive calls take turns among weights of so many bytes, as the layers of a model do: no cache keeps them."""
 
-_CALLS = 5
-"""Of one product, at least: what a shape is expected to cost before it is measured."""
+FIRST_RATE = 1e10
+"""FLOP/s that the first product is expected to reach, and of other formats the part ``_UNKNOWN_FORMAT`` of the best fp32 rate."""
+
+_UNKNOWN_FORMAT = 1 / 8
+_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 
 
 def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Fields of MatmulPoint for each product of each layer in each dtype that the device runs at a useful speed.
 
-    The first layer is measured in any case.
+    The forward product of the first layer is measured in any case.
     """
     points: list[dict[str, Any]] = []
     dtypes = supported_dtypes(bench.device)
+    rates: dict[str, float] = {}
+    ring = _Ring(bench.device)
     for i, layer in enumerate(layers):
         for dtype in dtypes:
-            if i == 0 or bench.has_time():
-                points += _measure_layer(bench, layer, dtype)
+            rate = rates.get(dtype) or (rates["fp32"] * _UNKNOWN_FORMAT if rates else FIRST_RATE)
+            wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
+            if not bench.has_time(products_s(bench, layer, dtype, rate, len(wanted)), f"{dtype} {named(layer)}"):
+                wanted = _PRODUCTS[:1] if i == 0 else ()
+            points += _measure_layer(bench, ring, layer, dtype, wanted)
+            found = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points if p["dtype"] == dtype]
+            if found:
+                rates[dtype] = max(found)
         if i == 0:
             forward = {point["dtype"]: bench.agree(point["time_s"]) for point in reversed(points)}
-            dtypes = [dtype for dtype in dtypes if forward[dtype] * USEFUL_RATIO <= forward["fp32"]]
+            slowest_s = forward["fp32"] / USEFUL_RATIO
+            dtypes = [dtype for dtype in dtypes if forward.get(dtype, float("inf")) <= slowest_s]
     return points
 
 
 def measure_shapes(
-    bench: Bench, shapes: Iterable[tuple[int, int, int]], dtype: str, flops_per_s: float
+    bench: Bench, shapes: Sequence[tuple[int, int, int]], dtype: str, flops_per_s: float
 ) -> list[dict[str, Any]]:
     """Fields of MatmulPoint of chosen shapes (m, n, k), in their order, until the time is over.
 
     Forward products, as the learned model is of those; of every fourth shape the two backward products as well.
     """
     points: list[dict[str, Any]] = []
+    ring = _Ring(bench.device)
     for i, (m, n, k) in enumerate(shapes):
-        forward_only = i % 4 != 3
-        expected_s = _CALLS * (1 if forward_only else 3) * 2 * m * n * k / flops_per_s
+        layer = Layer(m, k, n, forward_only=i % 4 != 3)
+        wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
         num_bytes = 2 * WEIGHT_RING_BYTES + 2 * DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
-        if bench.has_memory(num_bytes) and bench.has_time(expected_s):
-            points += _measure_layer(bench, Layer(m, k, n, forward_only=forward_only), dtype)
-        if not bench.has_time():
+        if not bench.has_memory(num_bytes):
+            continue
+        if bench.has_time(products_s(bench, layer, dtype, flops_per_s, len(wanted)), f"{dtype} {named(layer)}"):
+            points += _measure_layer(bench, ring, layer, dtype, wanted)
+        elif bench.remaining_s() <= 0:
+            bench.leave_out("", len(shapes) - i - 1)
             break
     return points
+
+
+def products_s(bench: Bench, layer: Layer, dtype: str, flops_per_s: float, count: int) -> float:
+    """Expected seconds of ``count`` products of a layer, the making of their operands included."""
+    made = DTYPE_BYTES[dtype] * (layer.m * layer.k + layer.m * layer.n + layer.k * layer.n)
+    call_s = 2 * layer.m * layer.k * layer.n / flops_per_s
+    return count * bench.point_s(call_s) + made / _MAKING_BYTES_PER_S
+
+
+def named(layer: Layer) -> str:
+    """For people."""
+    return f"product {layer.m} x {layer.n} x {layer.k}"
+
+
+_MAKING_BYTES_PER_S = 2e9
+"""Of operands, by one core: written, read and written again."""
+
+_NOISE_ELEMENTS = 2**18
+
+
+def random_tensor(shape: Sequence[int], device: torch.device, dtype: str) -> torch.Tensor:
+    """Normal numbers; on a CPU a few of them over and over, as drawing one takes longer than multiplying it."""
+    import torch
+
+    size = int(np.prod(shape))
+    if device.type != "cpu" or size <= _NOISE_ELEMENTS:
+        return torch.randn(*shape, device=device).to(torch_dtype(dtype))
+    few = torch.randn(_NOISE_ELEMENTS).to(torch_dtype(dtype))
+    return few.repeat(-(-size // _NOISE_ELEMENTS))[:size].view(*shape)
 
 
 def supported_dtypes(device: torch.device) -> list[str]:
@@ -123,31 +168,50 @@ def torch_dtype(dtype: str) -> torch.dtype:
     return {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
 
 
-def _measure_layer(bench: Bench, layer: Layer, dtype: str) -> list[dict[str, Any]]:
+class _Ring:
+    """Weights that successive calls take turns among: parts of one tensor, made once for each format. Final."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[str, torch.Tensor] = {}
+
+    def weights(self, n: int, k: int, dtype: str) -> list[torch.Tensor]:
+        """Weights [n, k], as many as fit, 16 at most and one at least."""
+        room = WEIGHT_RING_BYTES // DTYPE_BYTES[dtype]
+        if n * k > room:
+            return [random_tensor((n, k), self._device, dtype)]
+        if dtype not in self._made:
+            self._made[dtype] = random_tensor((room,), self._device, dtype)
+        count = min(16, room // (n * k))
+        return list(self._made[dtype][: count * n * k].view(count, n, k).unbind())
+
+
+def _measure_layer(bench: Bench, ring: _Ring, layer: Layer, dtype: str, wanted: Sequence[str]) -> list[dict[str, Any]]:
     import torch
 
-    kind = torch_dtype(dtype)
-    bench.say(f"{dtype} product {layer.m} x {layer.n} x {layer.k}")
-    m, k, n, forward_only = layer
+    if not wanted:
+        return []
+    bench.say(f"{dtype} {named(layer)}")
+    m, k, n, _ = layer
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=bench.device).to(kind)  # zeros would flatter a GPU: less power, higher clocks
+        return random_tensor(shape, bench.device, dtype)  # zeros would flatter a GPU: less power, higher clocks
 
-    tokens, grad, weight = random(m, k), random(m, n), random(n, k)
-    copies = max(1, min(16, WEIGHT_RING_BYTES // (weight.numel() * weight.element_size())))
-    weights = [weight.clone() for _ in range(copies)]
-    turn = iter(range(10**9))
-    products: list[tuple[str, tuple[int, int, int], Callable[[], Any]]] = [
-        ("forward", (m, n, k), lambda: tokens @ weights[next(turn) % copies].t()),
-        ("input_gradient", (m, k, n), lambda: grad @ weights[next(turn) % copies]),
-        ("weight_gradient", (n, k, m), lambda: grad.t() @ tokens),
-    ]
+    tokens, grad = random(m, k), random(m, n) if len(wanted) > 1 else None
+    weights = ring.weights(n, k, dtype)
+    copies, turn = len(weights), iter(range(10**9))
+    calls: dict[str, tuple[tuple[int, int, int], Callable[[], Any]]] = {
+        "forward": ((m, n, k), lambda: tokens @ weights[next(turn) % copies].t()),
+        "input_gradient": ((m, k, n), lambda: grad @ weights[next(turn) % copies]),
+        "weight_gradient": ((n, k, m), lambda: grad.t() @ tokens),
+    }
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    points = [
-        {"dtype": dtype, "m": rows, "n": columns, "k": inner, "which": which, **bench.measure(call).fields()}
-        for which, (rows, columns, inner), call in products[: 1 if forward_only else 3]
-    ]
+    points = []
+    for which in wanted:
+        (rows, columns, inner), call = calls[which]
+        fields = {"dtype": dtype, "m": rows, "n": columns, "k": inner, "which": which}
+        points.append({**fields, **bench.measure(call).fields()})
     torch.set_float32_matmul_precision(precision)
     return points
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...schema.units import MIB
+from ...schema.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +20,15 @@ ADAM_PARAMETERS = (2**22, 2**24, 2**26)
 _ADAM_BYTES = 20
 """Of one parameter with its gradient and two states in fp32, and what the update needs besides."""
 
-_CALLS = 5
+_CALLS = 6
+_UNKNOWN_COPY_BYTES_PER_S, _UNKNOWN_ADAM_BYTES_PER_S = 1e9, 2e9
+"""Before anything was measured."""
 
 
 def measure_copies(bench: Bench, local_rank: int, ranks_per_node: int) -> list[dict[str, Any]]:
     """Fields of HostCopyPoint: every direction and kind of memory, all devices of the host at once and one alone."""
     points: list[dict[str, Any]] = []
-    slowest_s_per_byte = 0.0
+    slowest_s_per_byte = 1 / _UNKNOWN_COPY_BYTES_PER_S
     for size in COPY_BYTES:
         for host_memory in ("pinned", "pageable"):
             if not (bench.has_memory(2 * size) and bench.has_memory(2 * size, on_host=True)):
@@ -34,11 +36,14 @@ def measure_copies(bench: Bench, local_rank: int, ranks_per_node: int) -> list[d
             calls = copy_calls(bench.device, size, pinned=host_memory == "pinned")
             for devices in dict.fromkeys((ranks_per_node, 1)):
                 for direction, call in calls.items():
-                    if not bench.has_time(_CALLS * 2 * slowest_s_per_byte * size):
-                        return points
+                    what = f"{direction} of {format_bytes(size)}, {host_memory}, {devices} at once"
+                    if not bench.has_time(_CALLS * slowest_s_per_byte * size, what):
+                        continue
+                    bench.say(what)
                     takes_part = devices > 1 or local_rank == 0
                     timing = bench.measure(call if takes_part else _nothing, calls=1)
-                    slowest_s_per_byte = max(slowest_s_per_byte, bench.agree(timing.time_s) / size)
+                    seen = bench.agree(timing.time_s) / size
+                    slowest_s_per_byte = max(slowest_s_per_byte, seen) if points else seen
                     fields = {"direction": direction, "host_memory": host_memory, "size_bytes": size}
                     time_s = timing.time_s if takes_part else None
                     points.append({**fields, "devices_at_once": devices, "time_s": time_s, "spread": timing.spread})
@@ -76,21 +81,25 @@ def measure_cpu_adam(bench: Bench, local_rank: int, ranks_per_node: int) -> list
     import torch
 
     points: list[dict[str, Any]] = []
-    slowest_s = 0.0
+    parameter_s = _ADAM_BYTES / _UNKNOWN_ADAM_BYTES_PER_S
     for number in ADAM_PARAMETERS:
         if not bench.has_memory(_ADAM_BYTES * number, on_host=True):
             break
+        made_s = _ADAM_BYTES * number / _UNKNOWN_ADAM_BYTES_PER_S
+        what = f"AdamW of {number} parameters"
+        if not bench.has_time(made_s + _CALLS * parameter_s * number, what):
+            continue
         parameter = torch.nn.Parameter(torch.ones(number))
         parameter.grad = torch.ones(number)
         optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
         step = torch.no_grad()(optimizer.step)
         for ranks in dict.fromkeys((ranks_per_node, 1)):
-            if not bench.has_time(_CALLS * slowest_s * number / ADAM_PARAMETERS[0]):
-                return points
+            if ranks != ranks_per_node and not bench.has_time(_CALLS * parameter_s * number, f"{what} by one rank"):
+                continue
+            bench.say(what)
             takes_part = ranks > 1 or local_rank == 0
             timing = bench.measure(step if takes_part else _nothing, calls=1)
-            if number == ADAM_PARAMETERS[0]:
-                slowest_s = max(slowest_s, bench.agree(timing.time_s))
+            parameter_s = bench.agree(timing.time_s) / number
             fields = {"num_parameters": number, "threads": torch.get_num_threads(), "ranks_at_once": ranks}
             points.append({**fields, "time_s": timing.time_s if takes_part else None, "spread": timing.spread})
     return points

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...schema.units import MIB
-from .compute import DTYPE_BYTES, torch_dtype
+from .compute import DTYPE_BYTES, random_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 STREAM_BYTES = 128 * MIB
 """Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
 
-_CALLS = 5
 _NORM_DIM = 4096
+_ATTENTION_PART = 2.0
+"""Expected seconds of attention over those of products of as many FLOPs."""
 
 
 class Heads(NamedTuple):
@@ -84,17 +85,30 @@ def stream_bandwidth(points: Sequence[dict[str, Any]]) -> float:
     return float(sum(point["traffic_bytes"] for point in streams) / sum(point["time_s"] for point in streams))
 
 
-def measure_elementwise(bench: Bench, dtype: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
+_SLOWEST_PASSES = 16
+"""Of a kernel before it was measured, as if it moved its elements so often: a softmax on one core computes more than it moves."""
+
+
+def measure_elementwise(
+    bench: Bench, dtype: str, sizes: Sequence[int], bandwidth_bytes_per_s: float
+) -> list[dict[str, Any]]:
     """Fields of ElementwisePoint of the kernels of a decoder at these numbers of elements."""
     points = []
+    element_s = {}
     for size in sizes:
+        num_bytes = size * DTYPE_BYTES[dtype]
         for op, (passes, call) in _elementwise_calls(bench.device, dtype, size).items():
-            if not bench.has_time():
-                return points
-            if bench.has_memory(4 * size * DTYPE_BYTES[dtype]):
+            call_s = element_s.get(op, _SLOWEST_PASSES * DTYPE_BYTES[dtype] / bandwidth_bytes_per_s) * size
+            if not bench.has_memory(4 * num_bytes):
+                continue
+            if bench.has_time(
+                bench.point_s(call_s) + 6 * num_bytes / bandwidth_bytes_per_s, f"{op} of {size} elements"
+            ):
+                bench.say(f"{op} of {size} elements")
+                timing = bench.measure(call())
+                element_s[op] = timing.time_s / size
                 shape = {"op": op, "dtype": dtype, "num_elements": size}
-                traffic = passes * size * DTYPE_BYTES[dtype]
-                points.append({**shape, "traffic_bytes": traffic, **bench.measure(call()).fields()})
+                points.append({**shape, "traffic_bytes": passes * num_bytes, **timing.fields()})
     return points
 
 
@@ -106,7 +120,7 @@ def _elementwise_calls(
     import torch.nn.functional as F
 
     def tensor() -> torch.Tensor:
-        return torch.randn(size // _NORM_DIM, _NORM_DIM, device=device).to(torch_dtype(dtype))
+        return random_tensor((size // _NORM_DIM, _NORM_DIM), device, dtype)
 
     def copy() -> Callable[[], Any]:
         source, target = tensor(), tensor()
@@ -129,20 +143,19 @@ def _elementwise_calls(
 
 def measure_attention(bench: Bench, dtype: str, shapes: Sequence[Heads], flops_per_s: float) -> list[dict[str, Any]]:
     """Fields of AttentionPoint, forward and backward, of these shapes until the time is over."""
-    import torch
     import torch.nn.functional as F
 
     points = []
     for shape in shapes:
         elements = shape.batch * shape.seq_len * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-        if not bench.has_time(_CALLS * 4 * shape.flops / flops_per_s):
-            continue
         if not bench.has_memory(8 * elements * DTYPE_BYTES[dtype]):
             continue
+        both_s = bench.point_s(shape.flops / flops_per_s) + bench.point_s(2.5 * shape.flops / flops_per_s)
+        if not bench.has_time(_ATTENTION_PART * both_s, f"attention over {shape.seq_len} tokens"):
+            continue
+        bench.say(f"attention over {shape.seq_len} tokens")
         query, key, value = (
-            torch.randn(
-                shape.batch, heads, shape.seq_len, shape.head_dim, device=bench.device, dtype=torch_dtype(dtype)
-            )
+            random_tensor((shape.batch, heads, shape.seq_len, shape.head_dim), bench.device, dtype)
             for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         )
         options = {"is_causal": True, "enable_gqa": shape.num_heads != shape.num_kv_heads}
@@ -163,14 +176,17 @@ def measure_grouped(bench: Bench, dtype: str, shapes: Sequence[Grouped], flops_p
     for shape in shapes:
         groups, rows, n, k = shape
         elements = rows * (n + k) + groups * n * k
-        if not bench.has_time(_CALLS * 6 * rows * n * k / flops_per_s):
-            continue
         if not bench.has_memory(3 * elements * DTYPE_BYTES[dtype]):
             continue
-        kind, device = torch_dtype(dtype), bench.device
-        tokens = torch.randn(rows, k, device=device, dtype=kind)
-        weights = torch.randn(groups, k, n, device=device, dtype=kind)
-        ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
+        call_s = 2 * rows * n * k / flops_per_s
+        if not bench.has_time(bench.point_s(call_s) + bench.point_s(2 * call_s), f"{groups} products at once"):
+            continue
+        bench.say(f"{groups} products at once")
+        tokens, weights = (
+            random_tensor((rows, k), bench.device, dtype),
+            random_tensor((groups, k, n), bench.device, dtype),
+        )
+        ends = torch.arange(1, groups + 1, device=bench.device, dtype=torch.int32) * (rows // groups)
         forward, backward = forward_and_backward(
             lambda t, w, ends=ends: torch.nn.functional.grouped_mm(t, w, offs=ends), (tokens, weights)
         )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .timing import MAX_SAMPLES, MIN_SAMPLES, Timing, timing_of
+from .timing import Timing, timing_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def measure_passes(bench: Bench, module: nn.Module, inputs: Inputs, *, sample_s:
     run = _runner(module, inputs())
     _clocked(bench, run, 1)
     first = sum(_clocked(bench, run, 1)[0])
-    count = min(MAX_SAMPLES, max(MIN_SAMPLES, int(sample_s / max(bench.agree(first), 1e-9))))
+    count = bench.num_samples(first, sample_s)
     samples = _clocked(bench, run, count)
     return timing_of([forward for forward, _ in samples]), timing_of([backward for _, backward in samples])
 

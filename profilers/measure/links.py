@@ -32,8 +32,8 @@ ALL_SIZES = (*SIZES, KIB, 128 * MIB, 64 * KIB, 512 * MIB, 4 * KIB, 1 * MIB, 256 
 _BUFFERS = 3
 """Full buffers that a collective holds at most: input, output, and one of the library's."""
 
-_CALLS = 5
-"""Of one operation, at least."""
+UNKNOWN_LATENCY_S, UNKNOWN_BYTES_PER_S = 1e-3, 5e8
+"""Of a link before anything was measured on it: processes of one machine over sockets."""
 
 
 def measure_collectives(bench: Bench, group: Group, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
@@ -43,28 +43,34 @@ def measure_collectives(bench: Bench, group: Group, sizes: Sequence[int] = SIZES
     of each operation are measured in any case in the group of all ranks; of a larger size only what fits into time and memory.
     """
     points: list[dict[str, Any]] = []
-    slowest: dict[CollectiveOp, tuple[int, float]] = {}
+    known: dict[CollectiveOp, tuple[int, float]] = {}
     for i, size in enumerate(sizes):
         count = max(1, size // 4 // group.size) * group.size
         if not bench.has_memory(_BUFFERS * 4 * count):
             continue
         calls = _calls(bench.device, count, group)
         for op in OPS:
-            known_size, known_s = slowest.get(op, (size, 0.0))
-            expected_s = _CALLS * known_s * max(1.0, size / known_size)
+            what = f"{op} of {format_bytes(size)} over {group.size} ranks"
             is_needed = group.is_world and i < 2
-            if not is_needed and not bench.has_time(expected_s):
+            if not bench.has_time(bench.point_s(expected_s(size, known.get(op))), what) and not is_needed:
                 continue
-            bench.say(f"{op} of {format_bytes(size)} over {group.size} ranks")
+            bench.say(what)
             timing = bench.measure(calls[op])
             took_part = group.member and (op != "p2p" or group.rank ^ 1 < group.size)
             # one rank sends and then receives: a message takes half of it
             seconds = timing.time_s / 2 if op == "p2p" else timing.time_s
             measured = {"time_s": seconds if took_part else None, "spread": timing.spread}
             points.append({"op": op, "size_bytes": 4 * count, **group.fields(), **measured})
-            if size >= known_size:
-                slowest[op] = size, bench.agree(seconds)
+            if size >= known.get(op, (0, 0.0))[0]:
+                known[op] = size, bench.agree(timing.time_s)
     return points
+
+
+def expected_s(size: int, known: tuple[int, float] | None) -> float:
+    """Seconds of a message of ``size`` bytes, from one of another: no less for a smaller one, in proportion for a larger one."""
+    if known is None:
+        return UNKNOWN_LATENCY_S + size / UNKNOWN_BYTES_PER_S
+    return known[1] * max(1.0, size / known[0])
 
 
 def _calls(device: torch.device, count: int, group: Group) -> dict[CollectiveOp, Callable[[], Any]]:

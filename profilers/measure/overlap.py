@@ -10,28 +10,31 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
+from math import log
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ...schema.units import MIB
+from ...schema.units import MIB, format_bytes
 from .compute import DTYPE_BYTES, torch_dtype
+from .links import expected_s
 
 if TYPE_CHECKING:
     import torch
 
-    from .timing import Bench
+    from .timing import Bench, Points
 
 CPU_SIZES = (8 * MIB, 2 * MIB, 32 * MIB)
 GPU_SIZES = (64 * MIB, 256 * MIB, 16 * MIB)
 CPU_MATMUL, GPU_MATMUL = (512, 512, 512), (4096, 4096, 4096)
 SAMPLES = 5
+_UNKNOWN_COPY_BYTES_PER_S = 1e10
 
 Start = Callable[[], Callable[[], Any]]
 """Starts a stream and returns what waits for its end."""
 
 
-def measure_overlap(bench: Bench, dtype: str) -> list[dict[str, Any]]:
-    """Fields of OverlapPoint of each set of streams that this machine has, for a few sizes."""
+def measure_overlap(bench: Bench, dtype: str, measured: Points) -> list[dict[str, Any]]:
+    """Fields of OverlapPoint of each set of streams that this machine has, for a few sizes; ``measured`` says what those take."""
     import torch.distributed as dist
 
     on_gpu, world_size = bench.device.type == "cuda", dist.get_world_size()
@@ -41,14 +44,15 @@ def measure_overlap(bench: Bench, dtype: str) -> list[dict[str, Any]]:
         memory = 4 * size + DTYPE_BYTES[dtype] * (shape[0] * shape[2] + shape[1] * shape[2] + shape[0] * shape[1])
         if not bench.has_memory(memory):
             continue
+        names = [*(["collective"] if world_size > 1 else []), *(["to_device", "to_host"] if on_gpu else []), "compute"]
+        what = f"{' beside '.join(names)} of {format_bytes(size)}"
+        if not bench.has_time(_all_sets_s(names, longest_s(measured, size, on_gpu=on_gpu)), what):
+            continue
         starts = _starts(bench, size, shape, dtype, with_collective=world_size > 1)
-        alone: dict[str, float] = {}
-        for name, start in starts.items():
-            if not bench.has_time():
-                return points
-            alone[name] = _seconds(bench, [start])
+        alone = {name: _seconds(bench, [start]) for name, start in starts.items()}
         for streams in _sets(list(starts)):
-            if not bench.has_time(2 * SAMPLES * bench.agree(sum(alone[name] for name in streams))):
+            if bench.remaining_s() <= 0:
+                bench.leave_out(what, 1)
                 return points
             together_s = _seconds(bench, [starts[name] for name in streams])
             sizes = {
@@ -61,6 +65,21 @@ def measure_overlap(bench: Bench, dtype: str) -> list[dict[str, Any]]:
             fields = {"streams": list(streams), "matmul": list(shape), "dtype": dtype, **sizes}
             points.append({**fields, "alone_s": alone_s, "together_s": together_s})
     return points
+
+
+def longest_s(measured: Points, size: int, *, on_gpu: bool) -> float:
+    """Seconds that the longest stream of ``size`` bytes is expected to take, from the nearest size that was measured."""
+    known = [p for p in measured.get("collectives", ()) if p["op"] == "all_reduce" and p["time_s"]]
+    known += [p for p in measured.get("host_copies", ()) if p["host_memory"] == "pinned" and p["time_s"]]
+    if not known:
+        return size / _UNKNOWN_COPY_BYTES_PER_S if on_gpu else expected_s(size, None)
+    slowest = max(known, key=lambda p: (-abs(log(p["size_bytes"] / size)), p["time_s"]))
+    return expected_s(size, (slowest["size_bytes"], slowest["time_s"]))
+
+
+def _all_sets_s(names: list[str], stream_s: float) -> float:
+    """Of measuring streams that take as long as one another: the longest to size the product, each alone, and every set."""
+    return (SAMPLES + 1) * stream_s * (1 + len(names) + sum(map(len, _sets(names))))
 
 
 def _sets(streams: list[str]) -> list[tuple[str, ...]]:

@@ -7,14 +7,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...schema.profile_points import PairPoint
-from ...schema.units import MIB
+from ...schema.units import MIB, format_bytes
 from .groups import tournament
+from .links import expected_s
 
 if TYPE_CHECKING:
     from .timing import Bench
 
 MESSAGE_BYTES = (8 * MIB, 64 * MIB)
-_CALLS = 10
 
 
 def rounds_of(num_nodes: int, ranks_per_node: int) -> list[list[tuple[int, int]]]:
@@ -36,14 +36,16 @@ def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dic
     import torch.distributed as dist
 
     rank, points = dist.get_rank(), []
-    slowest_s = 0.0
+    known: tuple[int, float] | None = None
     for size in MESSAGE_BYTES:
         if not bench.has_memory(2 * size):
             break
         buffer = torch.zeros(size // 4, device=bench.device)
         for pairs in rounds_of(num_nodes, ranks_per_node):
-            if not bench.has_time(_CALLS * slowest_s * size / MESSAGE_BYTES[0]):
-                return points
+            what = f"{format_bytes(size)} between {len(pairs)} pairs of ranks"
+            if not bench.has_time(bench.point_s(2 * expected_s(size, known)), what):
+                continue
+            bench.say(what)
             mine = next((pair for pair in pairs if rank in pair), None)
 
             def there_and_back(mine: tuple[int, int] | None = mine, buffer: torch.Tensor = buffer) -> None:
@@ -52,8 +54,8 @@ def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dic
                     dist.send(buffer, receiver) if rank == sender else dist.recv(buffer, sender)
 
             timing = bench.measure(there_and_back)
-            if size == MESSAGE_BYTES[0]:
-                slowest_s = max(slowest_s, bench.agree(timing.time_s))
+            taken_s = bench.agree(timing.time_s) / 2
+            known = size, taken_s if known is None or known[0] != size else max(known[1], taken_s)
             if mine is not None:
                 fields = {
                     "first_rank": mine[0],

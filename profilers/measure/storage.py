@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...schema.errors import ConfigError
-from ...schema.units import MIB
+from ...schema.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from .timing import Bench
 
-FILE_BYTES = (64 * MIB, 512 * MIB, 4096 * MIB)
+FILE_BYTES = (16 * MIB, 64 * MIB, 512 * MIB, 4096 * MIB)
 BLOCK_BYTES = 4 * MIB
 NUM_THREADS = 4
 """Blocks in flight of one rank: a single one does not fill an NVMe queue."""
 
 _CALLS = 5
+_UNKNOWN_BYTES_PER_S = 3e8
+"""Before anything was measured."""
 
 
 def check_folder(path: str) -> None:
@@ -41,19 +43,21 @@ def measure_storage(bench: Bench, folder: str, ranks_per_node: int) -> list[dict
     """Fields of StoragePoint, all ranks at once, each in a file of its own that is removed."""
     points: list[dict[str, Any]] = []
     path = Path(folder) / f".meshwright-{os.getpid()}"
-    slowest_s = 0.0
+    byte_s = 1 / _UNKNOWN_BYTES_PER_S
     try:
         for size in FILE_BYTES:
             room = bench.agree_least(shutil.disk_usage(folder).free / ranks_per_node / 2 - size)
-            if room < 0 or not bench.has_time(2 * _CALLS * slowest_s * size / FILE_BYTES[0]):
-                break
+            if room < 0 or not bench.has_time(2 * _CALLS * byte_s * size, f"files of {format_bytes(size)}"):
+                continue
+            slowest_s = 0.0
             direct = opens_directly(path)
             for operation, call in _calls(path, size, direct=direct).items():
+                bench.say(f"{operation} files of {format_bytes(size)}")
                 timing = bench.measure(call, calls=1)
-                if size == FILE_BYTES[0]:
-                    slowest_s = max(slowest_s, bench.agree(timing.time_s))
+                slowest_s = max(slowest_s, bench.agree(timing.time_s))
                 fields = {"operation": operation, "size_bytes": size, "block_bytes": BLOCK_BYTES, "direct": direct}
                 points.append({**fields, "ranks_at_once": ranks_per_node, **timing.fields()})
+            byte_s = slowest_s / size
     finally:
         path.unlink(missing_ok=True)
     return points

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..machine import available_memory
+from ..machine import available_memory, memory_left_to_process
+from .admission import Admission
 
 if TYPE_CHECKING:
     import torch
@@ -48,50 +49,84 @@ class Bench:
     ranks, so that all ranks make the same calls in the same order.
 
     Attributes:
-        ran_out: why the last step ended early; empty where it did not.
+        ran_out: why the last step ended early for another reason than time; empty where it did not.
         say: told what is being measured.
         sample_s: time to spend on the samples of one point.
 
     Args:
         device: where the ranks compute.
         ranks_per_node: how many share the memory of the host.
+        clock: seconds of any origin.
+        pace: of this machine against an idle one, to begin with.
     """
 
-    def __init__(self, device: torch.device, sample_s: float, *, ranks_per_node: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        sample_s: float,
+        *,
+        ranks_per_node: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        pace: float = 1.0,
+    ) -> None:
         self.device = device
         self.ran_out = ""
+        self._clock = clock
+        self._admission = Admission(clock, pace=pace)
         self.say: Callable[[str], None] = _silent
         self.sample_s = sample_s
         self._calls = CALLS_PER_SAMPLE_ON_GPU if device.type == "cuda" else 1
-        self._deadline = float("inf")
         self._ranks_per_node = ranks_per_node
 
     def start_budget(self, seconds: float) -> None:
         """From now on ``has_time`` answers for so many seconds."""
-        self._deadline = time.perf_counter() + seconds
+        self._admission.settle()
+        self._admission.start(seconds)
         self.ran_out = ""
 
     def remaining_s(self) -> float:
         """Seconds that the slowest rank has left."""
-        return max(0.0, self.agree_least(self._deadline - time.perf_counter()))
+        return max(0.0, self.agree_least(self._admission.left_s()))
 
-    def has_time(self, for_s: float = 0.0) -> bool:
-        """Whether the budget of the slowest rank lasts, also for ``for_s`` seconds more; where not, ``ran_out`` says so."""
-        if self.agree(time.perf_counter() + for_s - self._deadline) < 0:
+    def remaining_work_s(self) -> float:
+        """What an idle machine would take for what the slowest rank still does in the time that is left."""
+        return max(0.0, self.agree_least(self._admission.left_s() / self._admission.pace))
+
+    def has_time(self, for_s: float = 0.0, what: str = "more") -> bool:
+        """Whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
+
+        What is admitted begins now, and has ended when the next question is asked. Where it is left out, ``ran_out`` will say so.
+        """
+        self._admission.settle()
+        if self.agree(self._admission.late_s(for_s)) < 0:
+            self._admission.begin(for_s)
             return True
-        self.ran_out = "its share of the time was over"
+        self._admission.leave_out(what, for_s)
         return False
+
+    def leave_out(self, what: str, count: int) -> None:
+        """Note measurements that nobody asked time for, as there is none."""
+        self._admission.leave_out(what, 0.0, count)
+
+    def end_budget(self) -> str:
+        """Why not all of a step was measured; empty where it was."""
+        self._admission.settle()
+        return "; ".join(filter(None, (self._admission.why(), self.ran_out)))
+
+    def point_s(self, call_s: float) -> float:
+        """Seconds that `measure` takes for a call of ``call_s``: a first one, then as many samples as it takes."""
+        return self._calls * call_s * 2 + max(
+            (MIN_SAMPLES - 1) * self._calls * call_s, min(self.sample_s, MAX_SAMPLES * self._calls * call_s)
+        )
 
     @contextmanager
     def part_of_budget(self, fraction: float) -> Iterator[None]:
         """A tighter end for a while: a fraction of the time that is left."""
-        before = self._deadline
-        now = time.perf_counter()
-        self._deadline = now + max(0.0, before - now) * fraction
+        before = self._admission.start(max(0.0, self._admission.left_s()) * fraction)
         try:
             yield
         finally:
-            self._deadline = before
+            self._admission.restore(before)
 
     def has_memory(self, num_bytes: int, *, on_host: bool = False) -> bool:
         """Whether every rank may allocate so much now; where not, ``ran_out`` says so."""
@@ -108,7 +143,7 @@ class Bench:
 
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             return int(torch.cuda.mem_get_info(self.device)[0]) + cached
-        return available_memory() // self._ranks_per_node
+        return min(available_memory() // self._ranks_per_node, memory_left_to_process())
 
     def agree(self, value: float) -> float:
         """Maximum of a number over the ranks."""
@@ -149,9 +184,15 @@ class Bench:
         calls = calls or self._calls
         self._seconds(call, calls)
         first = self._seconds(call, calls)
-        fitting = int(self.sample_s / max(self.agree(first) * calls, 1e-9))
-        further = min(MAX_SAMPLES, max(MIN_SAMPLES, fitting)) - 1
+        further = self.num_samples(first * calls, self.sample_s) - 1
         return timing_of([first, *(self._seconds(call, calls) for _ in range(further))])
+
+    def num_samples(self, each_s: float, sample_s: float) -> int:
+        """Samples of ``each_s`` seconds to take: for ``sample_s``, within limits; less where the time is over, but one."""
+        each_s = max(each_s, 1e-9)
+        wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, int(sample_s / each_s)))
+        affordable = max(1.0, min(self._admission.left_s() / each_s, MAX_SAMPLES))
+        return int(self.agree_least(min(wanted, affordable)))
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -160,13 +201,17 @@ class Bench:
 
             torch.cuda.synchronize(self.device)
 
+    def clocked(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call."""
+        return self._seconds(call, 1)
+
     def _seconds(self, call: Callable[[], Any], calls: int) -> float:
         if self.device.type == "cuda":
             return self._event_seconds(call, calls)
-        start = time.perf_counter()
+        start = self._clock()
         for _ in range(calls):
             call()
-        return (time.perf_counter() - start) / calls
+        return (self._clock() - start) / calls
 
     def _event_seconds(self, call: Callable[[], Any], calls: int) -> float:
         import torch

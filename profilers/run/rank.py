@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ...schema.errors import MeshwrightError, ProfileError
+from ...schema.errors import ProfileError
 from ...schema.profile import (
     Machine,
     PartName,
@@ -23,26 +21,24 @@ from ...schema.profile import (
     Profile,
     Provenance,
 )
-from ...schema.units import GIB, format_bytes
 from ..machine import (
     busy_fraction,
     gpu_state,
     identify,
     total_memory,
 )
+from ..measure.comparison import FIELD, Comparison
 from ..measure.kernels import stream_bandwidth
 from ..measure.pairs import node_matrix
 from ..measure.timing import Bench, Points
 from .budget import Budget
+from .joining import join, require_memory
 from .merging import joined, merged
 from .slow import reports
 from .task import Place, Progress, Step, Task
 
-MIN_FREE_BYTES = GIB // 2
-"""Of a rank, beyond what the interpreter already holds: buffers out of cache need some hundred MiB."""
-
-_RESERVE_S = 0.5
-"""Of the budget, for gathering and writing the profile."""
+_RESERVE_S = 0.3
+"""Of the budget, for gathering and writing the profile on an idle machine."""
 
 FIELDS_OF_PART: dict[PartName, tuple[str, ...]] = {
     "compute": ("matmuls", "grouped_matmuls", "attention", "elementwise"),
@@ -65,57 +61,15 @@ def run_rank(task: Task, make_steps: MakeSteps, tell: Tell) -> Profile | None:
         MeshwrightError: too little memory is free on some rank, or nodes differ in their number of ranks.
         ProfileError: the profile to resume is of another machine.
     """
-    place, device = _join(task)
-    bench = Bench(device, task.sample_s, ranks_per_node=place.ranks_per_node)
-    _require_memory(bench)
+    place, device = join(task)
+    bench = Bench(device, task.sample_s, ranks_per_node=place.ranks_per_node, pace=task.pace)
+    require_memory(bench)
     session = _Session(task, place, bench, tell)
     with torch.no_grad():
         session.run(make_steps(task, place, device.type == "cuda"))
     profile = session.finish()
     bench.agree(0.0)  # nobody leaves while another rank still measures
     return profile
-
-
-def _join(task: Task) -> tuple[Place, torch.device]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-    on_gpu = task.backend == "nccl"
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(task.backend, timeout=timedelta(seconds=300), device_id=device if on_gpu else None)
-    bench = Bench(device, task.sample_s)
-    node_key = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", socket.gethostname()))
-    nodes = [(key, len(list(same))) for key, same in groupby(bench.gather(node_key))]
-    if len({count for _, count in nodes}) > 1 or len({key for key, _ in nodes}) < len(nodes):
-        raise MeshwrightError(
-            f"the {size} ranks are not spread evenly over the nodes, node by node: "
-            + ", ".join(f"{count} on node {key}" for key, count in nodes),
-            help="start the same number on each node, one for each device",
-        )
-    each = nodes[0][1]
-    if not on_gpu:
-        from ..machine import num_cores
-
-        torch.set_num_threads(task.threads or max(1, num_cores() // each))
-    place = Place(rank=rank, local_rank=local_rank, node=rank // each, num_nodes=len(nodes), ranks_per_node=each)
-    return place, device
-
-
-def _require_memory(bench: Bench) -> None:
-    """Refuse to begin where memory is nearly full.
-
-    Raises:
-        MeshwrightError: with the rank that has least.
-    """
-    free = [int(value) for value in bench.gather(bench.free_bytes())]
-    if min(free) < MIN_FREE_BYTES:
-        kind = "device" if bench.device.type == "cuda" else "host"
-        raise MeshwrightError(
-            f"too little memory is free to measure: {format_bytes(min(free))} of {kind} memory for rank "
-            f"{free.index(min(free))}, {format_bytes(MIN_FREE_BYTES)} are needed",
-            help="end what uses the memory, or measure with fewer ranks (--ranks)",
-        )
 
 
 class _Session:
@@ -132,6 +86,8 @@ class _Session:
         self._points: Points = {}
         self._by_rank: list[Points] = [{} for _ in range(place.world_size)]
         self._records: list[PartRecord] = list(self._old.parts) if self._old else []
+        is_compared = bench.device.type == "cpu" and place.world_size > 1  # a GPU has no other rank's work
+        self._comparison = Comparison(bench, place.local_rank, place.ranks_per_node) if is_compared else None
 
     def run(self, steps: Sequence[Step]) -> None:
         """Measure part by part; every rank makes the same decisions."""
@@ -139,14 +95,16 @@ class _Session:
         rounds = [step for _ in range(self._task.num_rounds) for step in steps if step.part in self._task.parts]
         planned = [step for step in rounds if step.part not in done]
         skipped = [0.0 if step.skipped else step.value for step in planned]
-        budget = Budget(self._task.budget_s, skipped, started_s=self._started_s, reserve_s=_RESERVE_S)
+        reserve_s = self._task.finish_s + _RESERVE_S * self._task.pace
+        budget = Budget(self._task.budget_s, skipped, started_s=self._started_s, reserve_s=reserve_s)
         idx = 0
         for part, same in groupby(planned, key=lambda step: step.part):
-            begin, reasons = time.perf_counter(), []
-            for step in same:
-                reasons.append(self._run(step, budget.share_s(idx)))
+            begin, reasons, waiting = time.perf_counter(), [], list(same)
+            while waiting:
+                self._compare(budget.left_s())
+                reasons.append(self._run(waiting.pop(0), budget.share_s(idx)))
                 idx += 1
-            self._keep(part, time.perf_counter() - begin, reasons)
+                self._keep(part, time.perf_counter() - begin, reasons, [step.what for step in waiting])
 
     def _run(self, step: Step, share_s: float) -> tuple[str, int]:
         """Why a step ended early or was skipped, and how many points it has."""
@@ -156,46 +114,67 @@ class _Session:
         bench.start_budget(share_s)
         bench.say = lambda what: self._say(step, what)
         self._say(step, step.what)
-        if not (bench.has_time() or step.is_needed):
+        if bench.remaining_s() <= 0 and not step.is_needed:
             return f"no time was left of {self._task.budget_s:g} s", 0
         new = step.measure(bench, joined([self._kept, self._points]))
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
         self._points = joined([self._points, new])
-        return bench.ran_out, sum(map(len, new.values()))
+        return bench.end_budget(), sum(map(len, new.values()))
+
+    def _compare(self, left_s: float) -> None:
+        """Some repetitions of what compares the ranks, while there is time."""
+        if self._comparison is not None and self._bench.agree_least(left_s) > 0:
+            self._comparison.repeat()
+
+    def _gathered(self) -> list[Points]:
+        """What every rank has so far."""
+        compared = {} if self._comparison is None else {FIELD: self._comparison.points()}
+        return self._bench.gather({**self._points, **compared})
 
     def _say(self, step: Step, what: str) -> None:
         if self._place.rank == 0:
             self._tell(Progress(step.part, what, time.perf_counter() - self._started_s, self._task.budget_s))
 
-    def _keep(self, part: Any, duration_s: float, reasons: Sequence[tuple[str, int]]) -> None:
-        """Note a finished part and write what there is."""
-        why = "; ".join(dict.fromkeys(reason for reason, _ in reasons if reason))
+    def _keep(self, part: Any, duration_s: float, reasons: Sequence[tuple[str, int]], waiting: Sequence[str]) -> None:
+        """Note a part as far as it is, and write what there is: the launcher takes it where the time is over before the end."""
+        late = (f"no time for {', '.join(waiting)}",) if waiting else ()
+        why = "; ".join(dict.fromkeys((*(reason for reason, _ in reasons if reason), *late)))
         count = sum(number for _, number in reasons)
         state = "skipped" if not count else "shortened" if why else "complete"
         known = [record for record in self._records if record.name != part]
         record = PartRecord(name=part, state=state, duration_s=duration_s, num_points=count, reason=why)
         self._records = [*known, record]
-        self._by_rank = self._bench.gather(self._points)
-        if self._place.rank == 0 and self._task.out:
-            self._profile().save(self._task.out)
+        self._by_rank = self._gathered()
+        if self._place.rank == 0 and self._has_products():
+            self._save(self._profile(), to_user=not waiting)
 
     def finish(self) -> Profile | None:
         """The whole profile on the first rank, written and sealed."""
-        self._by_rank = self._bench.gather(self._points)
+        self._by_rank = self._gathered()
         if self._place.rank:
             return None
         profile = self._profile().sealed()
-        for path in filter(None, (self._task.out, self._task.folder and str(Path(self._task.folder) / "profile.json"))):
-            profile.save(path)
+        self._save(profile, to_user=True)
         return profile
+
+    def _save(self, profile: Profile, *, to_user: bool) -> None:
+        if self._task.folder:
+            profile.save(Path(self._task.folder) / "profile.json")
+        if self._task.out and to_user:
+            profile.save(self._task.out)
+
+    def _has_products(self) -> bool:
+        """Whether there is enough for a profile: memory bandwidth and a product."""
+        found = [self._kept, self._by_rank[0]]
+        return all(any(points.get(name) for points in found) for name in ("elementwise", "matmuls"))
 
     def _profile(self) -> Profile:
         place, own = self._place, self._facts[0]
         everything = [self._kept, *self._by_rank]
         names = dict.fromkeys(name for points in everything for name in points)
         fields: dict[str, Any] = {name: merged(points.get(name, ()) for points in everything) for name in names}
-        allocator = fields.pop("allocator", ())
+        allocator, _ = fields.pop("allocator", ()), fields.pop(FIELD, ())
         hosts = [facts["host"] for facts in self._facts[:: place.ranks_per_node]]
         nodes = [rank // place.ranks_per_node for rank in range(place.world_size)]
         ranks, slow = reports(self._by_rank, [facts["device"] for facts in self._facts], nodes, hosts)

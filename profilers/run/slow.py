@@ -3,22 +3,31 @@
 A rank's ratio for a point is its time over the median of the other ranks' times; what is reported is the median over its points,
 and the noise is the distance of the lower quartile from it. It is slow where ``ratio - noise > SLOW_RATIO``: by more than a
 little, at three of four points.
+
+Repetitions of one product that all ranks made at the same time (`measure.comparison`) are judged by the sign test: if a rank were
+like its peers, it would be beyond ``SLOW_RATIO`` of them in at most half of n repetitions, and in k or more of them with the
+probability ``sum_{i >= k} binom(n, i) / 2^n``, times the number of ranks of which one may be so by chance.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import comb
 from statistics import median
 from typing import Literal, NamedTuple
 
 from ...schema.profile import RankReport, Slow
 from ...schema.profile_points import PairPoint
+from ..measure.comparison import FIELD
 from ..measure.timing import Points
 from .merging import key_of
 
 SLOW_RATIO = 1.1
 """Less costs a synchronous job less than one part in ten, and is what equal devices differ by."""
+
+MAX_CHANCE = 0.01
+"""Of naming a rank of a job in which none is slow."""
 
 What = Literal["compute", "memory", "link"]
 
@@ -34,6 +43,8 @@ class Ratio(NamedTuple):
 
     ratio: float = 1.0
     noise: float = 0.0
+    chance: float | None = None
+    """Of so many slow repetitions without a cause; None where points are no repetitions."""
 
 
 def rank_ratios(by_rank: Sequence[Points], fields: Sequence[str]) -> list[Ratio]:
@@ -52,6 +63,24 @@ def rank_ratios(by_rank: Sequence[Points], fields: Sequence[str]) -> list[Ratio]
     ]
 
 
+def compared_ratios(by_rank: Sequence[Points]) -> list[Ratio] | None:
+    """The same of repetitions that all ranks made at once; None where there are none."""
+    rows = list(zip(*([p["time_s"] for p in points.get(FIELD, ())] for points in by_rank), strict=False))
+    if len(by_rank) < 2 or not rows:
+        return None
+    found = []
+    for rank in range(len(by_rank)):
+        ratios = [row[rank] / median([*row[:rank], *row[rank + 1 :]]) for row in rows]
+        count = sum(ratio > SLOW_RATIO for ratio in ratios)
+        found.append(Ratio(*_middle(ratios), chance=min(1.0, len(by_rank) * sign_chance(count, len(ratios)))))
+    return found
+
+
+def sign_chance(count: int, number: int) -> float:
+    """Probability of ``count`` heads or more in ``number`` throws of a coin."""
+    return sum(comb(number, i) for i in range(count, number + 1)) / 2**number
+
+
 def _middle(ratios: list[float]) -> tuple[float, float]:
     ordered, middle = sorted(ratios), median(ratios)
     return middle, middle - ordered[len(ordered) // 4]
@@ -62,6 +91,7 @@ def reports(
 ) -> tuple[tuple[RankReport, ...], tuple[Slow, ...]]:
     """A report of every rank, and what is slow."""
     compute, memory = (rank_ratios(by_rank, _FIELDS[what]) for what in ("compute", "memory"))
+    compute = compared_ratios(by_rank) or compute
     pairs = [PairPoint(**point) for points in by_rank for point in points.get("pairs", ()) if point["time_s"]]
     links = _link_ratios(pairs, nodes)
     of_rank = [[ratio for pair, ratio in links.items() if rank in pair] for rank in range(len(by_rank))]
@@ -81,7 +111,14 @@ def reports(
 
 
 def _is_slow(ratio: Ratio) -> bool:
+    if ratio.chance is not None:
+        return ratio.ratio > SLOW_RATIO and ratio.chance < MAX_CHANCE
     return ratio.ratio - ratio.noise > SLOW_RATIO
+
+
+def _said(ratio: Ratio) -> dict[str, float]:
+    """As fields of a Slow."""
+    return {"ratio": ratio.ratio, "noise": ratio.noise}
 
 
 def _slow_ranks(what: What, ratios: Sequence[Ratio], nodes: Sequence[int], hosts: Sequence[str]) -> list[Slow]:
@@ -92,11 +129,11 @@ def _slow_ranks(what: What, ratios: Sequence[Ratio], nodes: Sequence[int], hosts
         members = [rank for rank, owner in enumerate(nodes) if owner == node]
         mine = [rank for rank in members if rank in slow]
         if mine == members and len(hosts) > 1 and len(members) > 1:
-            ratio, noise = (median(getattr(ratios[rank], name) for rank in members) for name in Ratio._fields)
+            ratio, noise = (median(getattr(ratios[rank], name) for rank in members) for name in ("ratio", "noise"))
             found.append(Slow(kind="node", name=f"node {hosts[node]}", what=what, ratio=ratio, noise=noise))
             continue
         place = f" on {hosts[node]}" if len(hosts) > 1 else ""
-        found += [Slow(kind="rank", name=f"rank {rank}{place}", what=what, **ratios[rank]._asdict()) for rank in mine]
+        found += [Slow(kind="rank", name=f"rank {rank}{place}", what=what, **_said(ratios[rank])) for rank in mine]
     return found
 
 
@@ -130,14 +167,16 @@ def _slow_links(links: dict[tuple[int, int], Ratio], nodes: Sequence[int], hosts
         if ends[0] != ends[1]:
             of_node[ends[0]].add(name)
             of_node[ends[1]].add(name)
-    together = {name: Ratio(*(median(values) for values in zip(*of, strict=True))) for name, of in named.items()}
+    together = {
+        name: Ratio(median(one.ratio for one in of), median(one.noise for one in of)) for name, of in named.items()
+    }
     slow = {name: ratio for name, ratio in together.items() if _is_slow(ratio)}
     found: list[Slow] = []
     for node, names in sorted(of_node.items()):
         if len(names) > 1 and names <= slow.keys():
             worst = max((slow.pop(name) for name in names), key=lambda ratio: ratio.ratio)
-            found.append(Slow(kind="node", name=f"node {hosts[node]}", what="link", **worst._asdict()))
-    return found + [Slow(kind="link", name=name, what="link", **ratio._asdict()) for name, ratio in slow.items()]
+            found.append(Slow(kind="node", name=f"node {hosts[node]}", what="link", **_said(worst)))
+    return found + [Slow(kind="link", name=name, what="link", **_said(ratio)) for name, ratio in slow.items()]
 
 
 def describe(slow: Slow) -> str:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 Chooser = Callable[["Bench", float, float], Sequence[tuple[int, int, int]]]
 """From the rate (FLOP/s) and the memory bandwidth (bytes/s) measured so far to shapes (m, n, k) worth measuring, best first."""
 
+_GROUP_S = 0.1
+"""Of making process groups."""
+
 _ELEMENTS = (2**22, 2**24, 2**20, 2**26)
 
 
@@ -72,7 +75,7 @@ def thorough_steps(task: Task, place: Place, *, on_gpu: bool, choose: Chooser) -
             "compute",
             "elementwise kernels",
             4,
-            lambda bench, _: {"elementwise": measure_elementwise(bench, dtype, _ELEMENTS)},
+            partial(_elementwise, dtype),
         ),
         Step("compute", "attention", 5, partial(_attention, dtype, shapes[0])),
         Step("compute", "grouped products", 3, partial(_grouped, dtype, shapes[1])),
@@ -93,7 +96,7 @@ def thorough_steps(task: Task, place: Place, *, on_gpu: bool, choose: Chooser) -
             "overlap",
             "streams at once",
             8,
-            lambda bench, _: {"overlaps": measure_overlap(bench, dtype)},
+            lambda bench, points: {"overlaps": measure_overlap(bench, dtype, points)},
             skipped="" if on_gpu else alone,
         ),
     ]
@@ -103,6 +106,10 @@ def rate_of(bench: Bench, points: Points, dtype: str) -> float:
     """Best rate of the products measured so far in a format, FLOP/s, of the slowest rank."""
     rates = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points["matmuls"] if p["dtype"] == dtype]
     return bench.agree_least(max(rates, default=1e9))
+
+
+def _elementwise(dtype: str, bench: Bench, points: Points) -> Points:
+    return {"elementwise": measure_elementwise(bench, dtype, _ELEMENTS, stream_bandwidth(points["elementwise"]))}
 
 
 def _informative(dtype: str, choose: Chooser, bench: Bench, points: Points) -> Points:
@@ -126,7 +133,12 @@ def _collectives(place: Place, sizes: Sequence[int], bench: Bench, _: Points) ->
 def _groups(place: Place, bench: Bench, _: Points) -> Points:
     points: list[dict[str, Any]] = []
     axes = axes_of(place.num_nodes, place.ranks_per_node)
-    for i, group in enumerate(groups_of(axes, place.num_nodes, place.ranks_per_node)):
+    groups = groups_of(axes, place.num_nodes, place.ranks_per_node)
+    for i in range(len(axes)):
+        if not bench.has_time(_GROUP_S, f"groups of {axes[i].size} ranks at a distance of {axes[i].stride}"):
+            bench.leave_out("", len(axes) - i - 1)
+            break
+        group = next(groups)
         with bench.part_of_budget(1 / (len(axes) - i)):
             points += measure_collectives(bench, group, SIZES)
     return {"collectives": points}

@@ -29,6 +29,7 @@ class Task:
         launcher_pid: the ranks end when this process does; 0: nobody launched them but torchrun or Slurm.
         threads: of each rank; 0: as torch is configured.
         budget_s: for everything, from ``started_at`` (seconds of the epoch), or where that is not given from when the ranks are up.
+        finish_s: of the budget, for what the launcher does after the ranks; pace: of this machine against an idle one at the start.
         parts: what to measure.
         is_thorough: everything there is in a part; else only what describes a cluster.
         num_rounds: how often everything is measured; the quietest time of each point counts.
@@ -46,6 +47,8 @@ class Task:
     threads: int = 0
     budget_s: float = 8.0
     started_at: float | None = None
+    finish_s: float = 0.0
+    pace: float = 1.0
     parts: tuple[PartName, ...] = ("compute", "links")
     is_thorough: bool = False
     num_rounds: int = 2
@@ -59,6 +62,11 @@ class Task:
     out: str = ""
     resume: bool = False
     foreign_load_fraction: float | None = None
+
+    @property
+    def ends_at(self) -> float:
+        """When ranks have to be done, seconds of the epoch; infinite where nobody said when it began."""
+        return float("inf") if self.started_at is None else self.started_at + self.budget_s - self.finish_s
 
     def save(self, path: Path) -> None:
         """Write the JSON form."""

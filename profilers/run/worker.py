@@ -1,4 +1,4 @@
-"""One rank of a brief measurement: ``python -m meshwright.profilers.run.worker TASK.json``, started by torchrun's elastic agent.
+"""One rank of a brief measurement: ``python -m meshwright.profilers.run.worker TASK.json``, as `launching` starts it.
 
 A program of its own and not a function for multiprocessing: spawn imports the user's main module again (fatal where it
 has no ``if __name__ == "__main__"`` or is a notebook), and a fork of a process that has used OpenMP can hang.
@@ -11,10 +11,11 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from ...schema.errors import MeshwrightError
-from .launching import refuse, tell
+from .launching import note_failure, refuse, tell
 from .steps import brief_steps
 from .task import Progress, Task
 
@@ -33,11 +34,17 @@ def main() -> None:
 def serve(task: Task, make_steps: MakeSteps) -> None:
     """Run one rank of a launched measurement to its end; this process ends with it."""
     threading.Thread(target=_end_with, args=(task.launcher_pid, task.folder), daemon=True).start()
-    from torch.distributed.elastic.multiprocessing.errors import record  # takes seconds: the launcher may end meanwhile
-
-    record(_run)(task, make_steps)
+    code = 0
+    try:
+        _run(task, make_steps)
+    except BaseException:  # also Ctrl-C and exhausted memory: the launcher reads the last lines
+        note_failure(task, int(os.environ["RANK"]))
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
     # Not the interpreter's shutdown: gloo's threads were seen to abort it, "terminate called without an active exception".
-    os._exit(0)
+    os._exit(code)
 
 
 def _run(task: Task, make_steps: MakeSteps) -> None:

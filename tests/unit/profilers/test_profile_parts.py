@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.profilers.measure import pairs
+from meshwright.profilers.measure.comparison import FIELD
 from meshwright.profilers.measure.groups import (
     Axis,
     axes_of,
@@ -18,8 +20,9 @@ from meshwright.profilers.measure.groups import (
     tournament,
 )
 from meshwright.profilers.measure.live_bytes import LiveBytes
+from meshwright.profilers.measure.pinning import own_cores, pinned
 from meshwright.profilers.measure.storage import check_folder, measure_storage
-from meshwright.profilers.measure.timing import timing_of
+from meshwright.profilers.measure.timing import Bench, timing_of
 from meshwright.profilers.run import slow
 from meshwright.profilers.run.budget import Budget
 from meshwright.profilers.run.merging import joined, merged
@@ -73,6 +76,76 @@ def test_steps_that_keep_to_their_shares_keep_the_budget(values, fractions, tota
     for i in range(len(values)):
         clock.now += budget.share_s(i) * fractions[i]
     assert clock.now - 100.0 <= total * (1 + 1e-9)
+
+
+class LonelyBench(Bench):
+    """A rank without others, whose calls pass a clock's time."""
+
+    def __init__(self, clock: Clock, **options) -> None:
+        super().__init__(torch.device("cpu"), 0.02, clock=clock, **options)
+
+    def agree(self, value: float) -> float:
+        return value
+
+
+def call_of(clock: Clock, seconds: float):
+    """A call that takes so long."""
+
+    def call() -> None:
+        clock.now += seconds
+
+    return call
+
+
+@given(
+    factor=st.floats(0.2, 20),
+    budget_s=st.floats(1, 20),
+    calls=st.lists(st.floats(1e-4, 0.5), min_size=1, max_size=40),
+)
+def test_points_are_begun_only_where_they_end_in_time(factor, budget_s, calls):
+    """However much slower a machine is than expected: one point, of which nothing was known, may be late, not the next ones."""
+    clock = Clock()
+    bench = LonelyBench(clock, pace=factor)
+    bench.start_budget(budget_s)
+    begun, end_s = 0, clock.now + budget_s
+    for i, call_s in enumerate(calls):
+        if bench.has_time(bench.point_s(call_s), f"point {i}"):
+            bench.measure(call_of(clock, factor * call_s))
+            begun += 1
+    assert clock.now <= end_s
+    left_out = len(calls) - begun
+    why = bench.end_budget()
+    assert bool(why) == bool(left_out)
+    assert left_out < 2 or f"and {left_out - 1} more" in why
+
+
+def test_pace_is_learned_from_the_points():
+    """Expected of an idle machine and eight times as slow: after the first points no further one is late."""
+    clock = Clock()
+    bench = LonelyBench(clock)
+    bench.start_budget(5.0)
+    end_s = clock.now + 5.0
+    while bench.has_time(bench.point_s(0.02), "a point"):
+        bench.measure(call_of(clock, 0.16))
+    assert end_s - 8 * 1.5 * bench.point_s(0.02) < clock.now <= end_s
+
+
+def test_time_that_is_over_leaves_one_sample():
+    clock = Clock()
+    bench = LonelyBench(clock)
+    bench.start_budget(1.0)
+    bench.measure(call_of(clock, 10.0))
+    assert clock.now == 100.0 + 2 * 10.0  # one to warm up and one that counts
+
+
+def test_what_is_left_out_is_said_with_its_seconds():
+    bench = LonelyBench(Clock())
+    bench.start_budget(1.0)
+    assert not bench.has_time(3.0, "a large product")
+    assert not bench.has_time(2.0, "another one")
+    assert bench.end_budget() == "no time for a large product (3 s expected) and 1 more"
+    bench.start_budget(1.0)
+    assert bench.end_budget() == ""
 
 
 # --- groups and pairs --------------------------------------------------------------------------------------------
@@ -152,6 +225,45 @@ def test_slow_rank_is_named(slowness, names):
     reports, found = slow.reports(ranks_of(*slowness), ["cpu"] * count, [0] * count, ["host"])
     assert [item.name for item in found] == names
     assert len(reports) == count
+
+
+def compared(*factors: float, number: int = 18) -> list[dict]:
+    """Repetitions of ranks that take so many times as long, each of them disturbed now and then."""
+    return [
+        {FIELD: [{"repetition": i, "time_s": f * (5.0 if (i + 3 * r) % 7 == 0 else 1.0)} for i in range(number)]}
+        for r, f in enumerate(factors)
+    ]
+
+
+@pytest.mark.parametrize(("factors", "names"), [((1, 1), []), ((1, 2), ["rank 1"]), ((1, 1, 1.3, 1), ["rank 2"])])
+def test_rank_slower_at_most_repetitions_is_named(factors, names):
+    count = len(factors)
+    reports, found = slow.reports(compared(*factors), ["cpu"] * count, [0] * count, ["host"])
+    assert [item.name for item in found] == names
+    assert [report.compute_ratio > 1.1 for report in reports] == [factor > 1.1 for factor in factors]
+
+
+def test_few_repetitions_name_nobody():
+    assert slow.reports(compared(1, 2, number=6), ["cpu"] * 2, [0, 0], ["host"])[1] == ()
+
+
+def test_chance_of_the_sign_test_is_that_of_a_coin():
+    assert slow.sign_chance(0, 5) == 1.0
+    assert slow.sign_chance(5, 5) == 1 / 32
+    assert slow.sign_chance(4, 5) == 6 / 32
+
+
+def test_cores_of_ranks_are_disjoint_and_given_back():
+    allowed = frozenset({3, 5, 7, 8, 9})
+    assert [own_cores(allowed, rank, 2) for rank in range(2)] == [{3, 5}, {7, 8}]
+    assert own_cores(allowed, 0, 6) == frozenset()
+    before = os.sched_getaffinity(0)
+    one = frozenset({min(before)})
+    with pinned(one) as is_pinned:
+        assert is_pinned and os.sched_getaffinity(0) == one
+    assert os.sched_getaffinity(0) == before
+    with pinned(frozenset()) as is_pinned:
+        assert not is_pinned
 
 
 def test_slow_node_is_named_instead_of_its_ranks():
@@ -237,6 +349,7 @@ def test_storage_leaves_no_file(tmp_path, monkeypatch):
         agree_least=lambda x: x,
         has_time=lambda *_: True,
         measure=lambda call, calls: (call(), seconds)[1],
+        say=lambda what: None,
     )
     points = measure_storage(bench, str(tmp_path), 1)
     assert [point["operation"] for point in points] == ["write", "read"]

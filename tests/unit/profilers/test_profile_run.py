@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from meshwright.profilers.machine import busy_fraction
+from meshwright.profilers.measure.pinning import allowed_cores
 from meshwright.profilers.measure.timing import Bench
-from meshwright.profilers.run.launching import _read_error, launch_ranks, refuse
-from meshwright.profilers.run.rank import _require_memory, require_same_machine
+from meshwright.profilers.run.joining import require_memory
+from meshwright.profilers.run.launching import _Ended, _error_of, _read_error, _read_profile, launch_ranks, refuse
+from meshwright.profilers.run.rank import require_same_machine
 from meshwright.profilers.run.task import ALL_PARTS, Progress, Task
 from meshwright.schema import MeshwrightError, ModelSpec, Profile, ProfileError
 from meshwright.schema.profile_points import LayerPoint
@@ -29,7 +35,7 @@ def task(tmp_path_factory) -> Task:
     folder = tmp_path_factory.mktemp("profile")
     return Task(
         backend="gloo",
-        budget_s=300.0,  # never reached: the sizes are tiny
+        budget_s=10_000.0,  # no share of it is ever reached: the sizes are tiny
         parts=ALL_PARTS,
         is_thorough=True,
         num_rounds=1,
@@ -154,6 +160,32 @@ def test_rank_that_takes_longer_is_named(task, tests_on_path):
     assert profile.ranks[1].compute_ratio > 1.1 > profile.ranks[0].compute_ratio
 
 
+@pytest.fixture
+def idle_cores() -> list[int]:
+    """Two cores that nothing else uses."""
+    cores = sorted(allowed_cores())
+    if len(cores) < 2:
+        pytest.skip("one rank a core needs two cores")
+    if (load := busy_fraction()) > 0.15:
+        pytest.skip(f"other work uses {100 * load:.0f} % of the cores: who is slowed down by it is chance")
+    return cores
+
+
+def test_rank_that_shares_its_core_is_named(task, tests_on_path, idle_cores):
+    """A loop that keeps to the core of rank 1; without it nobody is named."""
+    parts = replace(task, parts=("compute",), out="")
+    assert [slow for slow in launch_ranks(WORKER, parts, 2).slow if slow.what == "compute"] == []
+    code = f"import os\nos.sched_setaffinity(0, {{{idle_cores[1]}}})\nwhile True: pass"
+    loop = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        found = launch_ranks(WORKER, parts, 2)
+    finally:
+        loop.kill()
+        loop.wait()
+    assert [slow.name for slow in found.slow if slow.what == "compute"] == ["rank 1"]
+    assert found.ranks[1].compute_ratio > 1.5
+
+
 class FullMachine(Bench):
     """One rank on a machine whose memory is taken."""
 
@@ -166,6 +198,49 @@ class FullMachine(Bench):
 
 def test_memory_that_is_nearly_full_ends_the_measurement_with_a_message():
     with pytest.raises(MeshwrightError, match="too little memory is free") as caught:
-        _require_memory(FullMachine(torch.device("cpu"), 0.01))
+        require_memory(FullMachine(torch.device("cpu"), 0.01))
     assert caught.value.exit_code == 1
     assert "100.0 MiB" in str(caught.value) and "help:" in str(caught.value)
+
+
+def test_process_without_room_for_a_rank_is_told_before_anything_starts(tmp_path):
+    """A limit on address space, as `ulimit -v` sets it."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30));"
+        "from meshwright.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", code, "profile", "--budget-s", "5", "--out", str(tmp_path / "profile.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ulimit -v" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(1, ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",)), (-9, ())]
+)
+def test_rank_that_runs_out_of_memory_is_a_message_for_the_user(code, words):
+    error = _error_of(_Ended(failed_rank=1, exit_code=code, last_words=words))
+    assert type(error) is MeshwrightError and error.exit_code == 1
+    assert "memory ran out" in str(error) and "--ranks" in str(error)
+    assert type(_error_of(_Ended(failed_rank=0, exit_code=1, last_words=("KeyError: 1",)))) is ProfileError
+
+
+def test_time_that_is_over_keeps_what_there_is(task, profile, tmp_path, tests_on_path):
+    """Ranks that are late are ended; what they had by then is written, sealed, with the parts that are missing."""
+    late = replace(task, folder=str(tmp_path), out=str(tmp_path / "out.json"), budget_s=3.0)
+    with pytest.raises(MeshwrightError, match="the 3 s were over") as caught:
+        _read_profile(late, _Ended(is_late=True))
+    assert caught.value.exit_code == 1 and "--budget-s" in str(caught.value)
+    profile.replace(parts=profile.parts[:1], content_sha256="").save(tmp_path / "profile.json")
+    kept = _read_profile(late, _Ended(is_late=True))
+    assert kept.matmuls == profile.matmuls and not kept.is_altered and kept.content_sha256
+    assert {part.name: part.state for part in kept.parts[1:]} == dict.fromkeys(ALL_PARTS[1:], "skipped")
+    assert Profile.load(tmp_path / "out.json") == kept
+
+
+def test_ranks_that_outlast_the_time_are_ended(task, tests_on_path):
+    """A second is not enough to start."""
+    begin = time.time()
+    with pytest.raises(MeshwrightError, match="before there was anything to keep"):
+        launch_ranks(WORKER, replace(task, budget_s=1.0, started_at=begin, finish_s=0.2, out=""), 2)

@@ -1,0 +1,67 @@
+"""The same product on every rank at once, over and over between the other measurements: which rank is slower than its peers.
+
+On a CPU each rank keeps to cores of its own meanwhile, since a scheduler that moves ranks about lets all of them pay for what
+disturbs one core. The repetitions lie all over the measurement, so that what comes and goes within seconds disturbs few of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .pinning import allowed_cores, own_cores, pinned
+
+if TYPE_CHECKING:
+    from .timing import Bench
+
+FIELD = "comparison"
+"""Of the points of a rank: what `slow.reports` reads, and no part of a profile."""
+
+REPETITIONS = 3
+"""Between two steps."""
+
+_CHUNK_S = 0.01
+"""Of one repetition on an undisturbed rank: some turns of the scheduler, so that a rank which shares its core waits in each."""
+
+_SIDE = 256
+
+
+class Comparison:
+    """The product of one rank and how long it took so far. Final.
+
+    Args:
+        local_rank, ranks_per_node: which of the node's cores are its own.
+    """
+
+    def __init__(self, bench: Bench, local_rank: int, ranks_per_node: int) -> None:
+        import torch
+
+        self._bench = bench
+        self._cores = own_cores(allowed_cores(), local_rank, ranks_per_node)
+        self._a, self._b = (torch.randn(_SIDE, _SIDE) for _ in range(2))
+        self._out = torch.empty(_SIDE, _SIDE)
+        self._products = 0
+        self._times: list[float] = []
+
+    def repeat(self) -> None:
+        """A few more repetitions, unless ranks share cores or the time is over."""
+        bench = self._bench
+        with pinned(self._cores) as is_pinned:
+            if bench.agree(0.0 if is_pinned else 1.0) > 0:
+                return
+            if not self._products:
+                self._multiply(1)
+                seconds = min(bench.clocked(lambda: self._multiply(1)) for _ in range(5))
+                self._products = int(max(1.0, bench.agree(_CHUNK_S / seconds)))
+            for _ in range(REPETITIONS):
+                bench.agree(0.0)  # the ranks begin together
+                self._times.append(bench.clocked(lambda: self._multiply(self._products)))
+
+    def points(self) -> list[dict[str, Any]]:
+        """Seconds of each repetition."""
+        return [{"repetition": i, "time_s": seconds} for i, seconds in enumerate(self._times)]
+
+    def _multiply(self, count: int) -> None:
+        import torch
+
+        for _ in range(count):
+            torch.mm(self._a, self._b, out=self._out)
