@@ -1,12 +1,16 @@
-"""Offload schedules against their bound, their simulation, uniform policies and other tools' defaults: one command.
+"""Offload schedules against their bound, their simulation, uniform policies and other tools' defaults.
 
-    python benchmarks/offload.py [--quick]        writes benchmarks/offload.json and offload.md
+    python benchmarks/offload.py [--seed N] [--cases N] [--only cases|large]
 
-All policies run in the same event simulation on the same rates, so the comparison is of choices, not of machines.
+Writes benchmarks/offload.json and the tables of benchmarks/offload.md. All policies run in the same event simulation on the same
+rates, so the comparison is of choices, not of machines. ``--only`` runs one part and keeps the other part's rows.
+
+Seconds are of the processor (one thread), as other programs may share the machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -18,100 +22,139 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meshwright.solvers import offload, offload_count
-from offload_cases import MACHINES, best_uniform_s, cases, peers_s, problem, tuned_uniform_s
+from offload_cases import MACHINES, best_uniform_s, cases, nothing_moves, peers_s, problem, tuned_uniform_s
+
+FOLDER = Path(__file__).parent
+START, END = "<!-- offload.py -->", "<!-- end -->"
 
 
-def large(quick: bool) -> list[dict[str, Any]]:
-    """128 blocks, alike and not: seconds and gap."""
+def measured(name: str, instance: Any) -> dict[str, Any]:
+    """One problem solved: seconds of the processor, the bound, the linear program of the choice, its simulation."""
+    begun = time.process_time()
+    offload_count.lower_bound_s(instance)
+    counted = time.process_time()
+    found = offload.solve(instance)
+    row: dict[str, Any] = {"case": name, "status": str(found.status), "count_s": counted - begun}
+    row["solve_s"] = time.process_time() - counted
+    if found.choice is not None and found.simulated is not None:
+        step, planned = found.simulated.step_s, found.objective_s
+        row |= {
+            "bound_s": found.bound_s, "program_s": planned, "simulated_s": step, "gap": found.gap,
+            "simulated_gap": 1 - found.bound_s / step, "simulated_over_program": step / planned - 1,
+            "moves": not nothing_moves(found.choice),
+        }  # fmt: skip
+    return row
+
+
+def large(seed: int) -> list[dict[str, Any]]:
+    """128 blocks, alike and not."""
     rows = []
-    for machine in MACHINES[:: 2 if quick else 1]:
+    for machine in MACHINES:
         for spread in (0.0, 0.3):
             for microbatches in (1, 8):
-                instance = problem(machine, 128, 8192, sequences=2, microbatches=microbatches, ranks=64, spread=spread)
-                begun = time.perf_counter()
-                offload_count.lower_bound_s(instance)
-                count_s = time.perf_counter() - begun
-                found = offload.solve(instance)
-                rows.append(
-                    {
-                        "machine": machine.name, "spread": spread, "microbatches": microbatches, "status": found.status,
-                        "solve_s": found.solve_s, "count_s": count_s, "gap": found.gap if found.choice else None,
-                    }
-                )  # fmt: skip
+                name = f"{machine.name}, +-{100 * spread:.0f} %, {microbatches} micro-batches"
+                instance = problem(
+                    machine, 128, 8192, sequences=2, microbatches=microbatches, ranks=64, spread=spread, seed=seed
+                )
+                rows.append(measured(name, instance))
+                print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
-def compared(quick: bool) -> list[dict[str, Any]]:
-    """The forty cases against uniform policies and other tools' defaults."""
+def compared(seed: int, count: int) -> list[dict[str, Any]]:
+    """Generated cases against uniform policies and other tools' defaults."""
     rows = []
-    for name, instance in list(cases())[:: 4 if quick else 1]:
-        found = offload.solve(instance)
-        if found.simulated is None:
-            rows.append({"case": name, "status": found.status})
-            continue
-        step = found.simulated.step_s
-        peers = peers_s(instance)
-        rows.append(
-            {
-                "case": name, "status": found.status, "step_s": step, "bound_s": found.bound_s, "solve_s": found.solve_s,
-                "gap": found.gap, "simulated_over_planned": step / found.objective_s - 1,
-                "uniform": best_uniform_s(instance) / step, "tuned_uniform": tuned_uniform_s(instance) / step,
-                "peers": {peer: seconds / step for peer, seconds in peers.items()},
-            }
-        )  # fmt: skip
-        print(name, {k: v for k, v in rows[-1].items() if k != "case"}, file=sys.stderr)
+    for name, instance in cases(seed, count):
+        row = measured(name, instance)
+        step = row.get("simulated_s", np.inf)
+        others = {"uniform": best_uniform_s(instance), "tuned_uniform": tuned_uniform_s(instance)} | peers_s(instance)
+        row["seconds_of"] = {other: seconds for other, seconds in others.items() if np.isfinite(seconds)}
+        row["over_plan"] = {other: seconds / step for other, seconds in row["seconds_of"].items() if np.isfinite(step)}
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
     return rows
 
 
-def _median(values: list[float]) -> float:
-    finite = [value for value in values if np.isfinite(value)]
-    return statistics.median(finite) if finite else float("nan")
+def _spread(values: list[float], form: str = "{:.2f}") -> str:
+    if not values:
+        return "none"
+    return f"median {form.format(statistics.median(values))}, at most {form.format(max(values))}"
 
 
-def report(rows: list[dict[str, Any]], big: list[dict[str, Any]]) -> str:
+def _ratios(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[float]:
+    """Seconds of the best of some policies over the plan's, where one of them fits."""
+    found = [[row["over_plan"][name] for name in names if name in row["over_plan"]] for row in rows]
+    return [min(ratios) for ratios in found if ratios]
+
+
+def report(data: dict[str, Any]) -> str:
     """The figures beside the goals."""
-    solved = [row for row in rows if "step_s" in row]
-    gaps = [row["gap"] for row in big if row["gap"] is not None]
-    uniform, tuned = ([row[name] for row in solved] for name in ("uniform", "tuned_uniform"))
-    best_peer = [min(row["peers"].values()) for row in solved]
-    close = sum(abs(row["simulated_over_planned"]) <= 0.03 for row in solved)
+    rows, big = data["cases"], data["large"]
+    solved, large_solved = ([row for row in part if "simulated_s" in row] for part in (rows, big))
+    moving = [row for row in solved if row["moves"]]
+    unproved = [row for part in (rows, big) for row in part if row["status"] == "unknown"]
+    percent = "{:.2f} %"
     lines = [
-        "# Offload schedules",
-        "",
-        "`python benchmarks/offload.py`; every policy in the same event simulation. Ratios are its seconds over the plan's;",
-        "medians are of the policies that fit. A plan's objective is the smaller of the linear program with its whole layers and",
-        "of its simulation, so where the program is the slower one its row of `plan against simulation` reads 0.",
+        f"Seed {data['seed']}; {data['date']}. {len(rows)} generated cases: {len(solved)} solved, "
+        f"{sum(row['status'] == 'infeasible' for row in rows)} proved not to fit, {len(moving)} of the solved ones move something. "
+        f"{len(big)} cases of 128 blocks: {len(large_solved)} solved, {sum(row['status'] == 'infeasible' for row in big)} "
+        f"proved not to fit. Neither solved nor proved: {len(unproved)}.",
         "",
         "| what | goal | found |",
         "|---|---|---|",
-        f"| plan of 128 blocks, {len(big)} cases | <= 1 s | median {_median([row['solve_s'] for row in big]):.2f} s, "
-        f"at most {max(row['solve_s'] for row in big):.2f} s |",
-        f"| its gap | <= 2 %, median <= 0.5 % | median {100 * _median(gaps):.2f} %, at most {100 * max(gaps):.2f} % |",
-        f"| count form | <= 50 ms | at most {1e3 * max(row['count_s'] for row in big):.0f} ms |",
-        f"| plan against simulation, {len(solved)} cases | <= 3 % in 90 % | {close} of {len(solved)} |",
-        f"| best uniform policy | never worse, >= 1.10x median | {_median(uniform):.2f}x median, least {min(uniform):.3f}x, "
-        f"{sum(not np.isfinite(value) for value in uniform)} do not fit |",
-        f"| with a tuned part of the states | | {_median(tuned):.2f}x median, least {min(tuned):.3f}x |",
-        f"| best of the tools' defaults | >= 1.2x median | {_median(best_peer):.2f}x median, "
-        f"{sum(not np.isfinite(value) for value in best_peer)} fit with none |",
-        f"| gap of the {len(solved)} cases | | median {100 * _median([row['gap'] for row in solved]):.2f} %, "
-        f"at most {100 * max(row['gap'] for row in solved):.2f} % |",
-        "",
-        f"{len(rows) - len(solved)} of the {len(rows)} cases fit with no schedule at all.",
-        "",
+        f"| 128 blocks: seconds of one core | <= 1 s | {_spread([row['solve_s'] for row in large_solved])} |",
+        "| their gap, linear program of the choice over the bound | <= 2 %, median <= 0.5 % | "
+        f"{_spread([100 * row['gap'] for row in large_solved], percent)} |",
+        f"| their gap, simulation over the bound | | {_spread([100 * row['simulated_gap'] for row in large_solved], percent)} |",
+        f"| count form | <= 50 ms | {_spread([1e3 * row['count_s'] for row in [*rows, *big]], '{:.0f} ms')} |",
+        f"| cases: seconds of one core | | {_spread([row['solve_s'] for row in solved])} |",
+        f"| cases: gap of the linear program | | {_spread([100 * row['gap'] for row in solved], percent)} |",
+        f"| cases: gap of the simulation | | {_spread([100 * row['simulated_gap'] for row in solved], percent)} |",
     ]
+    for what, part in (
+        ("all", [*solved, *large_solved]),
+        ("that move something", [r for r in [*solved, *large_solved] if r["moves"]]),
+    ):
+        apart = [row["simulated_over_program"] for row in part]
+        close = sum(abs(value) <= 0.03 for value in apart)
+        lines.append(
+            f"| simulation over linear program, {what} | <= 3 % in 90 % | {close} of {len(apart)} "
+            f"({100 * close / max(len(apart), 1):.0f} %); {_spread([100 * value for value in apart], percent)} |"
+        )
+    defaults = ("ZeRO-Offload", "ZeRO-Infinity", "FSDP2 CPUOffloadPolicy")
+    for what, goal, names in (
+        ("best uniform policy", "never worse, >= 1.10x median", ("uniform",)),
+        ("with a tuned part of the states", "", ("tuned_uniform",)),
+        ("best of the tools' defaults", ">= 1.2x median", defaults),
+    ):
+        for which, part in (("all", solved), ("that move something", moving)):
+            ratios = _ratios(part, names)
+            text = f"{statistics.median(ratios):.3f}x median, least {min(ratios):.4f}x" if ratios else "none fit"
+            lines.append(f"| {what}, cases {which} | {goal} | {text}; fits in {len(ratios)} of {len(part)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Run all of it and write the files."""
-    quick = "--quick" in sys.argv
-    rows, big = compared(quick), large(quick)
-    folder = Path(__file__).parent
-    text = report(rows, big)
-    (folder / "offload.json").write_text(json.dumps({"cases": rows, "large": big}, indent=1, default=str) + "\n")
-    (folder / "offload.md").write_text(text)
-    print(text)
+    """Run what was asked for and write the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=8)
+    parser.add_argument("--cases", type=int, default=40)
+    parser.add_argument("--only", choices=("cases", "large"))
+    parser.add_argument("--out", type=Path, default=FOLDER / "offload.json")
+    given = parser.parse_args()
+    data = json.loads(given.out.read_text()) if given.out.exists() else {}
+    data = {"cases": [], "large": []} | data | {"seed": given.seed, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    if given.only != "large":
+        data["cases"] = compared(given.seed, given.cases)
+    if given.only != "cases":
+        data["large"] = large(given.seed)
+    given.out.write_text(json.dumps(data, indent=1) + "\n")
+    table = report(data)
+    print(table)
+    page = FOLDER / "offload.md"
+    if given.out.parent == FOLDER and START in page.read_text():
+        before, rest = page.read_text().split(START)
+        page.write_text(f"{before}{START}\n{table}\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from meshwright.solvers.offload_instance import OPTIONS, Allowed, Choice, Instance, Links
 from meshwright.solvers.offload_simulation import Simulated, check, simulate
+from meshwright.solvers.offload_uniform import policies, policy
 
 KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY = range(len(OPTIONS))
 
@@ -91,25 +91,34 @@ def problem(
     )
 
 
-def cases() -> Iterator[tuple[str, Instance]]:
-    """Forty problems: models on machines that hold them only in part, with and without accumulation."""
-    for (blocks, width), machine, microbatches in itertools.product(MODELS, MACHINES, (1, 8)):
-        ranks = 1 if blocks < 60 else 8
-        sequences = max(1, round(machine.memory_bytes / 20e9))
-        name = f"{blocks} blocks of {width} on {ranks} x {machine.name}, {microbatches} x {sequences} sequences"
-        yield name, problem(machine, blocks, width, sequences=sequences, microbatches=microbatches, ranks=ranks)
-
-
-def policy(instance: Instance, option: int, where: str, share: float = 1.0) -> Choice:
-    """The same for all blocks; ``where``: host, streamed, parameters; of the first ``share`` of the layers."""
-    none = np.zeros(instance.num_layers, dtype=bool)
-    some = np.arange(instance.num_layers) < round(share * instance.num_layers)
-    is_block = instance.allowed[FULL]
-    names = {"host": "host_optimizer", "streamed": "streamed_optimizer", "parameters": "parameters"}
-    masks = dict.fromkeys((*names.values(), "storage"), none)
-    if where != "device":
-        masks[names[where]] = some
-    return Choice(option=np.where(is_block, option, KEEP), **masks)
+def cases(seed: int, count: int) -> Iterator[tuple[str, Instance]]:
+    """Generated problems: models on machines that hold all of them, little of them or too little, with and without accumulation, of
+    blocks alike or not. Nothing is left out, so some fit without offload and some not at all.
+    """
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        blocks, width = MODELS[rng.integers(len(MODELS))]
+        blocks = int(blocks * rng.choice([0.5, 1.0, 1.6]))
+        machine = MACHINES[rng.integers(len(MACHINES))]
+        ranks, microbatches = int(rng.choice([1, 2, 4, 8])), int(rng.choice([1, 1, 4, 8]))
+        sequences, spread = int(rng.choice([1, 2, 4])), float(rng.choice([0.0, 0.0, 0.3]))
+        name = (
+            f"{blocks} blocks of {width} +-{100 * spread:.0f} % on {ranks} x {machine.name}, "
+            f"{microbatches} x {sequences} sequences"
+        )
+        yield (
+            name,
+            problem(
+                machine,
+                blocks,
+                width,
+                sequences=sequences,
+                microbatches=microbatches,
+                ranks=ranks,
+                spread=spread,
+                seed=seed + number,
+            ),
+        )
 
 
 def fitting(instance: Instance, choices: list[Choice]) -> float:
@@ -125,15 +134,18 @@ def fitting(instance: Instance, choices: list[Choice]) -> float:
 
 def best_uniform_s(instance: Instance) -> float:
     """The best all-or-nothing policy: one option for all blocks, all states or parameters in one place, any of them."""
-    wheres = ("device", "host", "streamed", "parameters")
-    return fitting(instance, [policy(instance, option, where) for option in range(5) for where in wheres])
+    return fitting(instance, list(policies(instance, (1.0,))))
 
 
 def tuned_uniform_s(instance: Instance) -> float:
     """The same with the part of the states that is offloaded tuned in eighths."""
-    shares = [(where, k / 8) for where in ("host", "streamed", "parameters") for k in range(1, 9)]
-    choices = [policy(instance, option, where, share) for option in range(5) for where, share in shares]
-    return fitting(instance, [*choices, *(policy(instance, option, "device") for option in range(5))])
+    return fitting(instance, list(policies(instance)))
+
+
+def nothing_moves(choice: Choice) -> bool:
+    """No offload in it."""
+    masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters)
+    return not any(mask.any() for mask in masks) and not np.isin(choice.option, (ACTIVATIONS, BOUNDARY)).any()
 
 
 def peers_s(instance: Instance) -> dict[str, float]:

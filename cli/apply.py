@@ -142,7 +142,7 @@ def apply(
         from ..runtime.job.launch import Rendezvous
         from ..runtime.job.worker import Job
         from ..runtime.training.options import TrainOptions
-        from ..runtime.training.train import prepare_options
+        from ..runtime.training.prepare import prepare_options
         from .restarts import Restarts, run_job
 
         rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)

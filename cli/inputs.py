@@ -10,6 +10,7 @@ import typer
 from . import completion
 
 if TYPE_CHECKING:
+    from ..planner.inference_shapes import InferenceRequest
     from ..planner.offload_request import OffloadRequest
     from ..schema import ClusterSpec, ModelSpec, Workload
 
@@ -51,6 +52,13 @@ BatchOption = Annotated[
     int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")
 ]
 SeqLenOption = Annotated[int, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence.")]
+OptionalBatchOption = Annotated[
+    int | None,
+    typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster. Needed."),
+]
+OptionalSeqLenOption = Annotated[
+    int | None, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence. Needed.")
+]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(metavar="P", help="bf16-mixed, fp16-mixed, fp8 or fp32. Default: the best that the device trains in."),
@@ -80,12 +88,17 @@ OffloadOption = Annotated[
 HostMemoryOption = Annotated[
     float | None,
     typer.Option(
-        metavar="G", min=0, help="For --offload: memory of one node that may be used. Default: as the cluster says."
+        metavar="G",
+        min=0,
+        help="For --offload and --infer: memory of one node that may be used. Default: as the cluster says.",
     ),
 ]
 NvmeOption = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="For --offload: a folder on each node's drives that may hold optimizer states."),
+    typer.Option(
+        metavar="PATH",
+        help="A folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.",
+    ),
 ]
 NvmeSizeOption = Annotated[
     float | None,
@@ -221,6 +234,34 @@ def offload_request(
         host_memory_bytes=None if host_memory_gib is None else host_memory_gib * 2**30,
         storage_path=None if nvme is None else str(nvme),
         storage_bytes=0.0 if nvme is None else _free_bytes(nvme, nvme_gib),
+    )
+
+
+def inference_request(
+    *,
+    batch_size: int | None,
+    host_memory_gib: float | None,
+    nvme: Path | None,
+    nvme_gib: float | None,
+    host_attention_gb_per_s: float | None,
+    latency_limit_s: float | None,
+) -> InferenceRequest:
+    """What the user fixes of a plan for generation.
+
+    Raises:
+        ConfigError: a folder of unknown size, or a size without a folder.
+    """
+    from ..planner.inference_shapes import InferenceRequest
+
+    places = offload_request("auto", host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
+    assert places is not None
+    rate = host_attention_gb_per_s
+    return InferenceRequest(
+        batch_size=batch_size,
+        host_memory_bytes=places.host_memory_bytes,
+        storage_bytes=places.storage_bytes,
+        host_attention_bytes_per_s=None if rate is None else rate * 1e9,
+        latency_limit_s=latency_limit_s,
     )
 
 

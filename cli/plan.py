@@ -8,9 +8,20 @@ from typing import Annotated, Any, Literal
 import typer
 
 from .errors import INTERRUPTED, exit_on_error
+from .inference import (
+    BlockOption,
+    GenerateOption,
+    HostAttentionOption,
+    InferOption,
+    LatencyOption,
+    PromptOption,
+    plan_generation,
+    refuse_inference_options,
+    refuse_training_options,
+    require_training_sizes,
+)
 from .inputs import (
     AttentionOption,
-    BatchOption,
     CalibrateOption,
     ClusterOrOffersOption,
     EngineOption,
@@ -22,10 +33,12 @@ from .inputs import (
     NvmeSizeOption,
     OffloadOption,
     OptimizerOption,
+    OptionalBatchOption,
+    OptionalSeqLenOption,
     PrecisionOption,
     ProfileOption,
-    SeqLenOption,
     TrainOption,
+    inference_request,
     offload_request,
     read_cluster,
     read_inputs,
@@ -35,8 +48,8 @@ from .report import HtmlOption, TraceOption, write_report
 
 def plan(
     model: ModelArgument,
-    global_batch_size: BatchOption,
-    seq_len: SeqLenOption,
+    global_batch_size: OptionalBatchOption = None,
+    seq_len: OptionalSeqLenOption = None,
     cluster: ClusterOrOffersOption = None,
     profile: ProfileOption = None,
     allow_foreign_profile: ForeignOption = False,
@@ -95,6 +108,12 @@ def plan(
     nvme: NvmeOption = None,
     nvme_gib: NvmeSizeOption = None,
     train: TrainOption = "full",
+    infer: InferOption = False,
+    prompt_len: PromptOption = None,
+    generate_len: GenerateOption = None,
+    batch_size: BlockOption = None,
+    latency_limit_s: LatencyOption = None,
+    host_attention_gb_per_s: HostAttentionOption = None,
     report: HtmlOption = None,
     trace: TraceOption = None,
     json: JsonOption = False,
@@ -103,6 +122,8 @@ def plan(
 
     Ctrl-C ends the search with the best so far, which is shown and written; the exit code is then 130, so that no command chained
     after this one runs. Where nothing was found yet, nothing is written.
+
+    With --infer the plan is for generating text: a batch, and where weights and keys and values lie (docs/inference.md).
 
     With --engine megatron or deepspeed the search is over what that engine executes; `meshwright apply` does not run such a plan.
     """
@@ -120,6 +141,53 @@ def plan(
         from .progress import search_progress
         from .tables import plan_table, show
 
+        if infer:
+            refuse_training_options(
+                {
+                    "--global-batch-size": global_batch_size,
+                    "--seq-len": seq_len,
+                    "--fix": fix or None,
+                    "--space": space,
+                    "--calibrate": calibrate,
+                    "--objective": None if objective == "throughput" else objective,
+                    "--offers": offers,
+                    "--pareto": pareto,
+                    "--expert-load": expert_load,
+                    "--offload": None if offload == "none" else offload,
+                    "--train": None if train == "full" else train,
+                    "--engine": None if engine == "fsdp2" else engine,
+                    "--report": report,
+                    "--trace": trace,
+                }
+            )
+            plan_generation(
+                model,
+                read_cluster(cluster, profile, allow_foreign=allow_foreign_profile),
+                lengths=(prompt_len, generate_len),
+                precision=precision,
+                request=inference_request(
+                    batch_size=batch_size,
+                    host_memory_gib=host_memory_gib,
+                    nvme=nvme,
+                    nvme_gib=nvme_gib,
+                    host_attention_gb_per_s=host_attention_gb_per_s,
+                    latency_limit_s=latency_limit_s,
+                ),
+                top=top,
+                out=out,
+                json=json,
+            )
+            return
+        refuse_inference_options(
+            {
+                "--prompt-len": prompt_len,
+                "--generate-len": generate_len,
+                "--batch-size": batch_size,
+                "--latency-limit-s": latency_limit_s,
+                "--host-attention-gb-per-s": host_attention_gb_per_s,
+            }
+        )
+        global_batch_size, seq_len = require_training_sizes(global_batch_size, seq_len)
         fixed = parse_assignments(fix)
         is_cost = objective == "cost"
         if not is_cost:

@@ -50,7 +50,7 @@ def operator_time(
     *,
     rates: DeviceRates,
     compute_bytes: int,
-    ep: IntArray | int = 1,
+    ep: IntArray | FloatArray | int = 1,
 ) -> OperatorTime:
     """Time of one operator on one rank for a micro-batch of ``tokens`` [N] tokens; its matrices are spread over ``ep`` ranks."""
     if isinstance(op, Gemm):

@@ -76,6 +76,8 @@ def _foreign(block: Block) -> list[str]:
             found.append("bias in the router")
         if mlp.router == "sigmoid" and not mlp.normalize:
             found.append("sigmoid router without normalisation")
+    if mlp.activation == "relu":
+        found.append("ReLU")
     if mlp.activation == "relu2" and mlp.gated:
         found.append("gated squared ReLU")
     return found

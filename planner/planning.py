@@ -119,6 +119,10 @@ def plan(
     return found if expert_load is None else with_experts_placed(found, expert_load)
 
 
+WORTH_MOVING = 1e-4
+"""The share of a step that an offload schedule saves at least, where the model fits without."""
+
+
 def _with_offload(
     found: Plan | None,
     result: SearchResult,
@@ -149,7 +153,7 @@ def _with_offload(
         if found is None:
             raise
         better = None
-    if better is None or better.estimate.step_time_s >= slowest_s:
+    if better is None or better.estimate.step_time_s >= slowest_s * (1 - WORTH_MOVING):
         assert found is not None
         return found.replace(notes=(*found.notes, "no offload schedule that was found is faster"))
     notes = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .models.decoder import Decoder
     from .parallel_model import ParallelModel
-    from .parallelize import parallelize
+    from .spread import parallelize
     from .training.optimizer import build_optimizer, clip_gradients
     from .weights.save import save_weights
 
@@ -19,10 +19,13 @@ _HOMES = {
     "ParallelModel": ".parallel_model",
     "build_optimizer": ".training.optimizer",
     "clip_gradients": ".training.optimizer",
-    "parallelize": ".parallelize",
+    "parallelize": ".spread",
     "save_weights": ".weights.save",
 }
-"""Imported when they are asked for: all of torch's distributed tensors take seconds that other parts of this folder do not need."""
+"""Imported when they are asked for: all of torch's distributed tensors take seconds that other parts of this folder do not need.
+
+No module may have the name of one of these: once imported, it would take the place of the function.
+"""
 
 
 def __getattr__(name: str) -> Any:

@@ -200,6 +200,27 @@ def _gpt2(config: Fields) -> dict[str, Any]:
     }
 
 
+def _opt(config: Fields) -> dict[str, Any]:
+    hidden_dim = config.integer("hidden_size")
+    if not config.boolean("do_layer_norm_before", True) or config.boolean("_remove_final_layer_norm", False):
+        config.refuse("do_layer_norm_before", "only the sizes of OPT that norm before each part are supported")
+    if (config.optional_integer("word_embed_proj_dim") or hidden_dim) != hidden_dim:
+        config.refuse("word_embed_proj_dim", "embeddings of another width than the blocks are not supported")
+    bias = config.boolean("enable_bias", True)
+    attention = SoftmaxAttention(**full_heads(config, hidden_dim), qkv_bias=bias, out_bias=bias, rope_fraction=0.0)
+    relu = activation(config, "activation_function", "relu")
+    mlp = DenseMLP(ffn_dim=config.integer("ffn_dim"), gated=False, activation=relu, bias=bias)
+    block = Block(attention=attention, mlp=mlp, norm="layernorm", norm_bias=True)
+    max_seq_len = config.integer("max_position_embeddings", default=2048)
+    # The first two rows of the positions are for padding.
+    return {
+        **layernorm_model(config, hidden_dim, _equal(config, block), tied=True, num_positions=max_seq_len + 2),
+        "max_seq_len": max_seq_len,
+        "norm_eps": 1e-5,
+        "rope": None,
+    }
+
+
 def _gpt_neox(config: Fields) -> dict[str, Any]:
     hidden_dim = config.integer("hidden_size")
     bias = config.boolean("attention_bias", True)
@@ -354,6 +375,7 @@ FAMILIES: dict[str, tuple[str, Parser]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", _deepseek_v2),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
     "gpt2": ("GPT2LMHeadModel", _gpt2),
+    "opt": ("OPTForCausalLM", _opt),
     "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
     "nemotron": ("NemotronForCausalLM", _nemotron),
     "phi3": ("Phi3ForCausalLM", _phi3),

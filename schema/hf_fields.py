@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 ROPE_SCALINGS: dict[str, Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]] = {

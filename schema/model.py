@@ -17,7 +17,7 @@ from .base import Frozen, read_json
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class SoftmaxAttention(Frozen):

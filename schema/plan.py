@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -296,6 +296,13 @@ class Plan(Document):
         if self.search is None:
             return 0.0
         return max(0.0, self.estimate.step_time_s / self.search.objective_s - 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_of_generation(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "generation" in data:
+            raise ValueError("it is an estimate of generation (plan --infer), which has no layout and is not run")
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -117,8 +117,13 @@ def _highs_bound(problem: pulp.LpProblem, objective: float | None) -> float | No
     return signed + float(problem.objective.constant)
 
 
-def solve_rows(program: LinearProgram, *, time_limit_s: float = math.inf) -> tuple[Status, LinearAnswer | None]:
-    """Solve a linear program by HiGHS directly (importing pulp takes longer than most of them)."""
+def solve_rows(
+    program: LinearProgram, *, time_limit_s: float = math.inf, rel_gap: float = 0.0, most_nodes: int | None = None
+) -> tuple[Status, LinearAnswer | None]:
+    """Solve a linear program by HiGHS directly (importing pulp takes longer than most of them).
+
+    Where variables are whole: until the answer is within ``rel_gap`` of its bound, or for at most ``most_nodes`` nodes.
+    """
     import highspy
     import numpy as np
 
@@ -133,9 +138,18 @@ def solve_rows(program: LinearProgram, *, time_limit_s: float = math.inf) -> tup
         rows.astype(np.int32),
         values,
     )
+    if program.whole:
+        types = [highspy.HighsVarType.kContinuous] * len(program.cost)
+        for idx in program.whole:
+            types[idx] = highspy.HighsVarType.kInteger
+        model.integrality_ = types
     solver = highspy.Highs()
     solver.silent()
     solver.setOptionValue("threads", 1)
+    if program.whole:
+        solver.setOptionValue("mip_rel_gap", rel_gap)
+        if most_nodes is not None:
+            solver.setOptionValue("mip_max_nodes", most_nodes)
     if math.isfinite(time_limit_s):
         solver.setOptionValue("time_limit", time_limit_s)
     solver.passModel(model)
@@ -143,13 +157,15 @@ def solve_rows(program: LinearProgram, *, time_limit_s: float = math.inf) -> tup
     said = solver.getModelStatus()
     if said in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return Status.INFEASIBLE, None
-    if said != highspy.HighsModelStatus.kOptimal:
+    info = solver.getInfo()
+    stopped = said in (highspy.HighsModelStatus.kSolutionLimit, highspy.HighsModelStatus.kTimeLimit)
+    if said != highspy.HighsModelStatus.kOptimal and not (program.whole and stopped and math.isfinite(info.mip_gap)):
         return Status.UNKNOWN, None
-    found = solver.getSolution()
-    answer = LinearAnswer(
-        float(solver.getInfo().objective_function_value), np.array(found.col_value), np.array(found.row_dual)
-    )
-    return Status.OPTIMAL, answer
+    found, objective = solver.getSolution(), float(info.objective_function_value)
+    bound = min(objective, float(info.mip_dual_bound)) if program.whole else objective
+    answer = LinearAnswer(objective, np.array(found.col_value), np.array(found.row_dual), bound)
+    proved = objective - bound <= _PROVED * max(abs(objective), 1e-12)
+    return (Status.OPTIMAL if proved else Status.FEASIBLE), answer
 
 
 def new_constraint_program() -> cp_model.CpModel:

@@ -17,13 +17,14 @@ Term = tuple[Any, Any]
 
 @dataclass
 class LinearProgram:
-    """min cost x, lower <= A x <= upper, least <= x <= most; grown family by family."""
+    """min cost x, lower <= A x <= upper, least <= x <= most, some of x ``whole`` numbers; grown family by family."""
 
     cost: list[float] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
     entries: list[tuple[IntArray, IntArray, FloatArray]] = field(default_factory=list)
     families: dict[str, list[range]] = field(default_factory=dict)
 
@@ -47,6 +48,18 @@ class LinearProgram:
             self.entries.append(
                 (places, np.broadcast_to(np.asarray(idxs, dtype=np.int64), size), np.broadcast_to(values, size) * 1.0)
             )
+        made = range(start, start + size)
+        self.families.setdefault(label, []).append(made)
+        return made
+
+    def block(
+        self, label: str, idxs: IntArray, matrix: FloatArray, *, lower: Any = -np.inf, upper: Any = np.inf
+    ) -> range:
+        """Rows over the same variables: ``matrix`` [rows, variables]."""
+        start, (size, width) = len(self.lower), matrix.shape
+        self.lower.extend(np.broadcast_to(np.asarray(lower, dtype=np.float64), size).tolist())
+        self.upper.extend(np.broadcast_to(np.asarray(upper, dtype=np.float64), size).tolist())
+        self.entries.append((np.repeat(np.arange(start, start + size), width), np.tile(idxs, size), matrix.reshape(-1)))
         made = range(start, start + size)
         self.families.setdefault(label, []).append(made)
         return made
@@ -79,8 +92,12 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class LinearAnswer:
-    """Values of the variables and duals of the rows (what one unit more on a row's side changes in the objective)."""
+    """Values of the variables and duals of the rows (what one unit more on a row's side changes in the objective).
+
+    ``bound`` is what no answer is below: the objective itself unless variables are whole and the search for them was stopped.
+    """
 
     objective: float
     values: FloatArray
     duals: FloatArray
+    bound: float

@@ -1,11 +1,14 @@
 """The count form: the linear program of offload_instance.py with layers of a kind and all slots of a pass taken together.
 
 Every row is a sum of rows of the whole program or weaker than one of them, so its optimum is a bound on every schedule; it has some
-twenty variables and takes milliseconds, which the search over layouts needs.
+twenty variables and takes milliseconds, which the search over layouts needs. With whole layers (`solve_whole`) it is a tighter
+bound: the bytes in use of the largest option that any layer has, and of the largest layer whose states are streamed, are then
+there or not. Where layers are of many kinds only these are whole, and the numbers of layers are not.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -18,10 +21,47 @@ from .status import Status
 
 SCALE = 1e9
 
+MANY_KINDS = 8
+"""Kinds of layers whose numbers are still whole; of more the program takes longer than it gains."""
+
+TOO_MANY_KINDS = 64
+"""Kinds of which even what is in use at once takes longer than it gains: a single layer is then little of the whole."""
+
+MOST_LEVELS = 6
+"""Sizes of working sets, and of streamed layers, that are told apart."""
+
+MOST_NODES, FEW_NODES = 400, 20
+SMALLEST_GAP = 5e-4
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes to leave free: on the device when the backward passes begin, when they end, in the update; of the host; of storage."""
+
+    turn: float = 0.0
+    end: float = 0.0
+    update: float = 0.0
+    host: float = 0.0
+    storage: float = 0.0
+
+
+NOTHING = Reserve()
+
 
 def solve(instance: Instance) -> tuple[Status, Fluid | None]:
     """The optimum, spread evenly over the layers of each kind; a bound on every schedule."""
     return _solve(instance, "seconds")
+
+
+def solve_whole(instance: Instance) -> tuple[Status, Fluid | None]:
+    """The same with whole layers of each kind."""
+    return _solve(instance, "seconds", whole=len(np.unique(instance.kind)) <= TOO_MANY_KINDS)
+
+
+def solve_for_numbers(instance: Instance, reserve: Reserve) -> tuple[Status, Fluid | None]:
+    """With whole layers where there are few kinds, else without: what roundings start from."""
+    few = len(np.unique(instance.kind)) <= MANY_KINDS
+    return _solve(instance, "seconds", whole=few, reserve=reserve)
 
 
 def lower_bound_s(instance: Instance) -> float:
@@ -36,7 +76,9 @@ def least_host_bytes(instance: Instance) -> float:
     return fluid.objective_s * SCALE if fluid is not None else np.inf if status is Status.INFEASIBLE else 0.0
 
 
-def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> tuple[Status, Fluid | None]:
+def _solve(
+    i: Instance, objective: Literal["seconds", "host_bytes"], *, whole: bool = False, reserve: Reserve = NOTHING
+) -> tuple[Status, Fluid | None]:
     lp, m, timed = LinearProgram(), i.num_microbatches, objective == "seconds"
     kinds, first, counts = np.unique(i.kind, return_index=True, return_counts=True)
     n = counts.astype(np.float64)
@@ -71,30 +113,39 @@ def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> tuple[St
     in_use: list[Term] = [(z[k], -i.working_bytes[k, first] / n / SCALE) for k in range(len(OPTIONS))]
     lp.rows("working", [(working[0], 1.0), *in_use], lower=0.0)
     resident = i.resident_bytes / SCALE
-    lp.row("C6", [*there, *of(i.kept_bytes), (u, 1.0), (early, -1.0)], upper=room - resident - i.turn_bytes / SCALE)
+    at_turn = i.turn_bytes + reserve.turn
+    lp.row("C6", [*there, *of(i.kept_bytes), (u, 1.0), (early, -1.0)], upper=room - resident - at_turn / SCALE)
     gradients = i.gradient_bytes * (not i.gradients_accumulate) / SCALE
-    in_update: list[Term] = [*there, (p, (i.copy_bytes[first] / SCALE) - gradients[first])]
-    free = room - resident + float(i.copy_bytes.sum()) / SCALE
-    lp.row("C6", in_update, upper=free - float(gradients.sum()) - i.update_bytes / SCALE)
+    buffer = lp.variables(1)
+    in_update: list[Term] = [*there, (buffer, 1.0), (p, (i.copy_bytes[first] / SCALE) - gradients[first])]
+    free = room - resident - float(gradients.sum())
+    lp.row("C6", [*there, (p, -gradients[first])], upper=free - reserve.end / SCALE)
+    in_update_bytes = i.update_bytes + reserve.update - float(i.copy_bytes.sum())
+    lp.row("C6", in_update, upper=free - in_update_bytes / SCALE)
     master, gradient = i.beside_states
     away = (i.parameter_bytes + i.gradient_bytes + i.state_bytes)[first] / SCALE
     held: list[Term] = [
         (states[0], 1 + master + gradient), (states[1], 1.0), (states[2:], -1.0), (p, away), (u, 1.0),
     ]  # fmt: skip
     if timed and np.isfinite(i.host_cap_bytes):
-        lp.row("C7", held, upper=i.host_cap_bytes / SCALE)
+        lp.row("C7", held, upper=(i.host_cap_bytes - reserve.host) / SCALE)
     elif not timed:
         host = lp.variables(1, cost=1.0)
         lp.row("C7", [*held, (host, -1.0)], upper=0.0)
     if i.storage_cap_bytes > 0:
-        lp.row("C8", [(states[2:], 1.0)], upper=i.storage_cap_bytes / SCALE)
-    status, answer = solve_rows(lp)
+        lp.row("C8", [(states[2:], 1.0)], upper=(i.storage_cap_bytes - reserve.storage) / SCALE)
+    places = _whole_layers(lp, i, (z, p, states, working), first, n, buffer) if whole else None
+    status, answer = solve_rows(
+        lp, rel_gap=SMALLEST_GAP, most_nodes=FEW_NODES if len(kinds) > MANY_KINDS else MOST_NODES
+    )
     if answer is None:
         return status, None
     of_kind = np.searchsorted(kinds, i.kind)
     where = answer.values[states] * SCALE
     return status, Fluid(
         objective_s=answer.objective,
+        bound_s=answer.bound,
+        places=None if places is None else (answer.values[places] / n)[:, of_kind],
         options=(answer.values[z] / n)[:, of_kind],
         parameters=(answer.values[p] / n)[of_kind],
         host_bytes=float(where[0]),
@@ -102,6 +153,49 @@ def _solve(i: Instance, objective: Literal["seconds", "host_bytes"]) -> tuple[St
         storage_bytes=float(where[2] + where[3]),
         worth=Worth(),
     )
+
+
+def _whole_layers(
+    lp: LinearProgram,
+    i: Instance,
+    variables: tuple[IntArray, IntArray, IntArray, IntArray],
+    first: IntArray,
+    n: FloatArray,
+    buffer: IntArray,
+) -> IntArray:
+    """Layers of each kind whose states the host updates, are streamed, and are on storage from either [4, kinds]; what is in use is
+    all there as soon as one layer needs it.
+    """
+    z, p, states, working = variables
+    kinds, away = len(first), i.state_bytes[first] > 0
+    may = np.array([i.may.host_optimizer, i.may.streamed_optimizer])[:, None] * away
+    stored = may * (i.storage_cap_bytes > 0)
+    places = lp.variables(4 * kinds, most=(np.concatenate([may, stored]) * n).reshape(-1)).reshape(4, kinds)
+    for place, bytes_ in zip(places, states, strict=True):
+        lp.row("C1", [(bytes_, -1.0), (place, i.state_bytes[first] / SCALE)], lower=0.0, upper=0.0)
+    lp.rows("C1", [(p, 1.0), (places[0], 1.0), (places[1], 1.0)], upper=np.where(away, n, np.inf))
+    lp.rows("C1", [(places[2:].reshape(-1), 1.0), (places[:2].reshape(-1), -1.0)], upper=0.0)
+    uses = np.where(i.allowed[:, first], i.working_bytes[:, first], 0.0)
+    _at_once(lp, (z, uses), working, n)
+    _at_once(lp, (places[1:2], 2 * i.state_bytes[None, first] * may[1:]), buffer, n)
+    if kinds <= MANY_KINDS:
+        lp.whole.extend([*z.reshape(-1).tolist(), *p.tolist(), *places.reshape(-1).tolist()])
+    return places
+
+
+def _at_once(lp: LinearProgram, uses: tuple[IntArray, FloatArray], most: IntArray, n: FloatArray) -> None:
+    """At least the bytes of every variable [K, kinds] that is not zero, of layers n [kinds], by levels of bytes."""
+    variables, bytes_ = uses
+    sizes = np.unique(bytes_[bytes_ > 0])
+    if not len(sizes):
+        return
+    floors = sizes[np.unique(np.linspace(0, len(sizes), MOST_LEVELS, endpoint=False).astype(np.int64))]
+    any_ = lp.variables(len(floors), most=1.0)
+    lp.whole.extend(any_.tolist())
+    lp.rows("working", [(most[0], 1.0), (any_, -floors / SCALE)], lower=0.0)
+    layers = np.broadcast_to(n, bytes_.shape)[bytes_ > 0]
+    level = np.searchsorted(floors, bytes_[bytes_ > 0], side="right") - 1
+    lp.rows("working", [(variables[bytes_ > 0], 1.0), (any_[level], -layers)], upper=0.0)
 
 
 def _passes(

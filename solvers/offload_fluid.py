@@ -18,15 +18,21 @@ SCALE = 1e9
 
 @dataclass(frozen=True)
 class Fluid:
-    """An answer: options [K, L] and parameters [L] as fractions, states in bytes, and what more of each resource would save."""
+    """An answer: options [K, L] and parameters [L] as fractions, states in bytes, and what more of each resource would save.
+
+    ``bound_s``: no schedule is below. ``places`` [4, L], where told: layers whose states the host updates, are streamed, and are on
+    storage from either, as fractions.
+    """
 
     objective_s: float
+    bound_s: float
     options: FloatArray
     parameters: FloatArray
     host_bytes: float
     streamed_bytes: float
     storage_bytes: float
     worth: Worth
+    places: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ def solve(instance: Instance, choice: Choice | None = None) -> tuple[Status, Flu
     states = answer.values[model.states] * SCALE
     return status, Fluid(
         objective_s=answer.objective,
+        bound_s=answer.bound,
         options=answer.values[model.z],
         parameters=answer.values[model.p],
         host_bytes=float(states[0]),

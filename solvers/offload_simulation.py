@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
 from .linear_program import FloatArray
 from .offload_instance import Choice, Instance
 
-COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = range(5)
+COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)
 _LEAST_RATE = 0.05
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Work of one stream; ``after`` are jobs that end before it starts, ``begun`` ones that have at least started."""
 
     stream: int
@@ -33,14 +33,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of a step and of its parts; the most bytes on the device, in a micro-batch and in the update; what lies elsewhere and
-    what moves in a step, bytes.
+    """Seconds of a step and of its parts; the most bytes on the device until the backward pass of a micro-batch begins, in it, and
+    in the update; what lies elsewhere and what moves in a step, bytes.
     """
 
     step_s: float
     microbatch_s: float
     update_s: float
-    microbatch_bytes: float
+    forward_bytes: float
+    backward_bytes: float
     update_bytes: float
     host_bytes: float
     storage_bytes: float
@@ -48,17 +49,24 @@ class Simulated:
     to_device_bytes: float
 
     @property
+    def microbatch_bytes(self) -> float:
+        """The most of a micro-batch."""
+        return max(self.forward_bytes, self.backward_bytes)
+
+    @property
     def peak_bytes(self) -> float:
-        """The larger of the two phases."""
+        """The largest of the phases."""
         return max(self.microbatch_bytes, self.update_bytes)
 
 
-def simulate(instance: Instance, choice: Choice, *, prefetch: int = 1) -> Simulated:
-    """Run one micro-batch and the update; micro-batches repeat."""
+def simulate(
+    instance: Instance, choice: Choice, *, prefetch: int = 1, updates: dict[bytes, float] | None = None
+) -> Simulated:
+    """Run one micro-batch and the update; micro-batches repeat. ``updates`` remembers updates of the same problem."""
     jobs, of = _microbatch_jobs(instance, choice, prefetch)
     start, end = run(jobs, instance)
-    update_jobs = _update_jobs(instance, choice)
-    update_s = float(run(update_jobs, instance)[1].max(initial=0.0)) if update_jobs else 0.0
+    forward_bytes, backward_bytes = _peak_bytes(instance, choice, of, start, end)
+    update_s = _update_s(instance, choice, {} if updates is None else updates)
     microbatch_s = float(end.max(initial=0.0))
     m = instance.num_microbatches
     moved, p = choice.of(instance.moved_bytes), choice.parameters
@@ -71,7 +79,8 @@ def simulate(instance: Instance, choice: Choice, *, prefetch: int = 1) -> Simula
         step_s=m * microbatch_s + update_s,
         microbatch_s=microbatch_s,
         update_s=update_s,
-        microbatch_bytes=_peak_bytes(instance, choice, of, start, end),
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
         update_bytes=_update_bytes(instance, choice),
         host_bytes=float(on_host),
         storage_bytes=on_storage,
@@ -82,110 +91,126 @@ def simulate(instance: Instance, choice: Choice, *, prefetch: int = 1) -> Simula
 
 def run(jobs: list[Job], instance: Instance) -> tuple[FloatArray, FloatArray]:
     """Start and end of each job [J]; of the jobs of a stream whose conditions hold the first of the list is taken."""
-    start, end = np.full(len(jobs), np.inf), np.full(len(jobs), np.inf)
-    missing = [len(job.after) + len(job.begun) for job in jobs]
-    enables: list[tuple[list[int], list[int]]] = [([], []) for _ in jobs]  # by its start, by its end
-    for idx, job in enumerate(jobs):
-        for other in job.begun:
-            enables[other][0].append(idx)
-        for other in job.after:
-            enables[other][1].append(idx)
-    ready: list[list[int]] = [[] for _ in range(5)]
-    for idx, job in enumerate(jobs):
-        if not missing[idx]:
-            heappush(ready[job.stream], idx)
-
-    def release(freed: list[int]) -> None:
+    start, end = [np.inf] * len(jobs), [np.inf] * len(jobs)
+    missing, by_start, by_end = _waiting(jobs)
+    ready: list[list[int]] = [[] for _ in STREAMS]
+    for idx, count in enumerate(missing):
+        if not count:
+            ready[jobs[idx].stream].append(idx)  # in order, so a heap
+    working, left = [-1] * len(STREAMS), [0.0] * len(STREAMS)
+    now, done, rates = 0.0, 0, _rates(instance)
+    while done < len(jobs):
+        freed: list[int] = []
+        for stream in STREAMS:
+            if working[stream] < 0 and ready[stream]:
+                first = heappop(ready[stream])
+                start[first], working[stream], left[stream] = now, first, jobs[first].seconds
+                freed += by_start.get(first, ())
+        if not freed:
+            rate = rates[2 * (working[TO_HOST] >= 0) + (working[TO_DEVICE] >= 0)]
+            step = np.inf
+            for stream in STREAMS:
+                if working[stream] >= 0 and left[stream] < step * rate[stream]:
+                    step = left[stream] / rate[stream]
+            assert step < np.inf, "a job waits for one that never runs"
+            now += step
+            for stream in STREAMS:
+                idx = working[stream]
+                if idx >= 0:
+                    left[stream] -= step * rate[stream]
+                    if left[stream] <= 1e-12 * now:
+                        working[stream], end[idx], done = -1, now, done + 1
+                        freed += by_end[idx]
         for idx in freed:
             missing[idx] -= 1
             if not missing[idx]:
                 heappush(ready[jobs[idx].stream], idx)
-
-    active: dict[int, list[float]] = {}  # stream -> [job, seconds left]
-    now, done = 0.0, 0
-    while done < len(jobs):
-        idle = [stream for stream in range(5) if stream not in active]
-        while any(ready[stream] for stream in idle):
-            stream = next(stream for stream in idle if ready[stream])
-            first = heappop(ready[stream])
-            idle.remove(stream)
-            start[first], active[stream] = now, [first, jobs[first].seconds]
-            release(enables[first][0])
-        assert active, "a job waits for one that never runs"
-        rates = {stream: _rate(stream, active, instance) for stream in active}
-        step = min(left / rates[stream] for stream, (_, left) in active.items())
-        now += step
-        for stream in list(active):
-            active[stream][1] -= step * rates[stream]
-            if active[stream][1] <= 1e-12 * max(now, 1e-9):
-                last = int(active.pop(stream)[0])
-                end[last], done = now, done + 1
-                release(enables[last][1])
-    return start, end
+    return np.array(start), np.array(end)
 
 
-def _rate(stream: int, active: dict[int, list[float]], instance: Instance) -> float:
-    links = instance.links
-    if stream == COMPUTE:
-        lost = links.compute_lost_to_host * (TO_HOST in active) + links.compute_lost_to_device * (TO_DEVICE in active)
-        return max(1.0 - lost, _LEAST_RATE)
-    if stream in (TO_HOST, TO_DEVICE) and TO_HOST in active and TO_DEVICE in active:
-        return (1.0 + links.duplex) / 2
-    return 1.0
+def _waiting(jobs: list[Job]) -> tuple[list[int], dict[int, list[int]], list[list[int]]]:
+    """How many others each job waits for; the jobs that wait for the start of each one, and for its end."""
+    missing, by_start, by_end = [0] * len(jobs), dict[int, list[int]](), list[list[int]]([] for _ in jobs)
+    for idx, (_, _, after, begun) in enumerate(jobs):
+        missing[idx] = len(after) + len(begun)
+        for other in after:
+            by_end[other].append(idx)
+        for other in begun:
+            by_start.setdefault(other, []).append(idx)
+    return missing, by_start, by_end
+
+
+def _rates(instance: Instance) -> list[list[float]]:
+    """[4, 5]: rates of all streams as shares of full speed, by 2 (to the host works) + (to the device works)."""
+    links, rates = instance.links, list[list[float]]()
+    for down, up in ((False, False), (False, True), (True, False), (True, True)):
+        lost = links.compute_lost_to_host * down + links.compute_lost_to_device * up
+        copy = (1.0 + links.duplex) / 2 if down and up else 1.0
+        rates.append([max(1.0 - lost, _LEAST_RATE), copy, copy, 1.0, 1.0])
+    return rates
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Jobs of each layer: passes [L]; copies where there are some."""
+    """Jobs of each layer: passes [L]; copies where there are some: activations, parameters before each pass, gradients."""
 
     forward: list[int]
     backward: list[int]
     down: dict[int, int]
     up: dict[int, int]
+    gathered: list[tuple[int, int, int]]  # layer, copy, the pass that waits for it
+    reduced: list[tuple[int, int]]  # layer, copy
 
 
 def _microbatch_jobs(i: Instance, choice: Choice, prefetch: int) -> tuple[list[Job], _Places]:
     """Passes in order; activations leave after a layer's forward pass and come back in a window before its backward pass."""
     size, links = i.num_layers, i.links
-    moved, repeated = choice.of(i.moved_bytes), choice.of(i.repeated_s)
+    moved_bytes, repeated = choice.of(i.moved_bytes), choice.of(i.repeated_s)
     # Numbers of the passes are known beforehand: forward 0..L-1, backward L..2L-1 from the last layer on.
     forward, backward = list(range(size)), [2 * size - 1 - idx for idx in range(size)]
-    again = i.backward_s + repeated
-    jobs = [Job(COMPUTE, float(i.forward_s[idx]), (forward[idx - 1],) if idx else ()) for idx in range(size)]
-    jobs += [Job(COMPUTE, float(again[idx]), (backward[idx] - 1,)) for idx in reversed(range(size))]
+    once, again, moved = i.forward_s.tolist(), (i.backward_s + repeated).tolist(), moved_bytes.tolist()
+    streamed = (i.parameter_bytes * choice.parameters).tolist()
+    jobs = [Job(COMPUTE, once[idx], (forward[idx - 1],) if idx else ()) for idx in range(size)]
+    jobs += [Job(COMPUTE, again[idx], (backward[idx] - 1,)) for idx in reversed(range(size))]
     down, up, needs = dict[int, int](), dict[int, int](), dict[int, int]()
-    for idx in map(int, np.flatnonzero(moved > 0)):
+    gathered, reduced = list[tuple[int, int, int]](), list[tuple[int, int]]()
+    for idx in map(int, np.flatnonzero(moved_bytes > 0)):
         down[idx] = len(jobs)
-        jobs.append(Job(TO_HOST, float(moved[idx] / links.to_host_bytes_per_s), (forward[idx],)))
+        jobs.append(Job(TO_HOST, moved[idx] / links.to_host_bytes_per_s, (forward[idx],)))
     passes = [(idx, forward[idx], False) for idx in range(size)]
     passes += [(idx, backward[idx], True) for idx in reversed(range(size))]
     users: list[int] = []  # passes that wait for a copy up, in order
     for idx, place, is_backward in passes:
-        bytes_ = i.parameter_bytes[idx] * choice.parameters[idx] + is_backward * moved[idx]
+        bytes_ = streamed[idx] + is_backward * moved[idx]
         if bytes_ <= 0:
             continue
         opens = (users[-prefetch],) if len(users) >= prefetch else ()
         after = (forward[-1], *((down[idx],) if idx in down else ())) if is_backward else ()
         needs[place] = len(jobs)
+        if streamed[idx]:
+            gathered.append((idx, len(jobs), place))
         if is_backward:
             up[idx] = len(jobs)
-        jobs.append(Job(TO_DEVICE, float(bytes_ / links.to_device_bytes_per_s), after, opens))
+        jobs.append(Job(TO_DEVICE, bytes_ / links.to_device_bytes_per_s, after, opens))
         users.append(place)
     for place, copy in needs.items():
         jobs[place] = Job(COMPUTE, jobs[place].seconds, (*jobs[place].after, copy))
     gradients_s = i.gradient_bytes / links.to_host_bytes_per_s
-    streamed = [int(idx) for idx in reversed(np.flatnonzero(choice.parameters))]
-    jobs += [Job(TO_HOST, float(gradients_s[idx]), (backward[idx],)) for idx in streamed]
-    return jobs, _Places(forward, backward, down, up)
+    for idx in map(int, reversed(np.flatnonzero(choice.parameters))):
+        reduced.append((idx, len(jobs)))
+        jobs.append(Job(TO_HOST, float(gradients_s[idx]), (backward[idx],)))
+    return jobs, _Places(forward, backward, down, up, gathered, reduced)
 
 
-def _peak_bytes(i: Instance, choice: Choice, of: _Places, start: FloatArray, end: FloatArray) -> float:
-    """Most bytes on the device while micro-batches run: what is there all the time, and changes at starts and ends of jobs."""
+def _peak_bytes(i: Instance, choice: Choice, of: _Places, start: FloatArray, end: FloatArray) -> tuple[float, float]:
+    """Most bytes on the device until backward passes begin and from then on: what is there all the time, and changes at starts and
+    ends of jobs.
+    """
     moved, kept, working = choice.of(i.moved_bytes), choice.of(i.kept_bytes), choice.of(i.working_bytes)
     leaves = i.parameter_bytes + i.copy_bytes + i.state_bytes * 1.0
     gone = np.where(choice.parameters, leaves, 0.0).sum()
     gone += i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
-    gradients = np.where(choice.parameters, 0.0, i.gradient_bytes)
+    gradients = i.gradient_bytes
     fixed = i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
     if i.gradients_accumulate:
         fixed -= i.gradient_bytes[choice.parameters].sum()
@@ -195,12 +220,18 @@ def _peak_bytes(i: Instance, choice: Choice, of: _Places, start: FloatArray, end
         changes += [(start[first], 1, kept[idx] + moved[idx]), (end[last], 0, -kept[idx] - moved[idx])]
         if idx in of.down:
             changes += [(end[of.down[idx]], 0, -moved[idx]), (start[of.up[idx]], 1, moved[idx])]
-        if not i.gradients_accumulate:
+        if not i.gradients_accumulate or choice.parameters[idx]:
             changes.append((start[last], 1, gradients[idx]))
+    # Parameters of a block that runs are among the fixed bytes.
+    for idx, copy, place in of.gathered:
+        changes += [(start[copy], 1, i.parameter_bytes[idx]), (start[place], 0, -i.parameter_bytes[idx])]
+    changes += [(end[copy], 0, -gradients[idx]) for idx, copy in of.reduced]
     turn = end[of.forward[-1]]
     changes += [(turn, 1, i.turn_bytes), (end[of.backward[-1]], 0, -i.turn_bytes)]
-    held = np.cumsum([change for _, _, change in sorted(changes)])
-    return float(fixed + max(held.max(initial=0.0), 0.0))
+    at, order, bytes_ = np.array(changes).T
+    held = np.cumsum(bytes_[np.lexsort((order, at))])
+    early = at[np.lexsort((order, at))] <= turn
+    return float(fixed + held[early].max(initial=0.0)), float(fixed + held[~early].max(initial=0.0))
 
 
 def _update_bytes(i: Instance, choice: Choice) -> float:
@@ -211,6 +242,14 @@ def _update_bytes(i: Instance, choice: Choice) -> float:
     working = choice.of(i.working_bytes).max(initial=0.0)
     static = (i.parameter_bytes + i.gradient_bytes)[there].sum() + states
     return float(static + 2 * streamed.max(initial=0.0) + i.fixed_bytes + working + i.update_bytes)
+
+
+def _update_s(i: Instance, choice: Choice, known: dict[bytes, float]) -> float:
+    masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters, choice.storage)
+    key = b"".join(mask.tobytes() for mask in masks)
+    if key not in known:
+        known[key] = float(run(_update_jobs(i, choice), i)[1].max(initial=0.0))
+    return known[key]
 
 
 def _update_jobs(i: Instance, choice: Choice) -> list[Job]:

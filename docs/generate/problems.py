@@ -24,6 +24,7 @@ TITLES = {
     "solvers/pipeline_schedule.py": "Order of the passes of a pipeline",
     "solvers/rank_mapping.py": "Which node holds which ranks",
     "solvers/offload_instance.py": "What lies on the host, and what is recomputed",
+    "solvers/inference_instance.py": "Where weights, keys and values lie while text is generated",
     "solvers/expert_instance.py": "Where experts stand",
     "solvers/expert_exact.py": "Where experts stand, exactly",
     "solvers/expert_shares.py": "Shares of the replicas of an expert",

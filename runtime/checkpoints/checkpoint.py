@@ -8,9 +8,7 @@ when it is whole, so what is called ``step-...`` can always be loaded. Loading r
 
 from __future__ import annotations
 
-import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +30,7 @@ from ...schema import ConfigError, MeshwrightError, ModelSpec
 from ...schema.base import Document, Frozen
 from ...schema.units import format_bytes
 from ..models.init import is_adapter
+from .folders import INFO_FILE, list_checkpoints
 from .index import SafeReader, TensorsOnly
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 KEPT_CHECKPOINTS = 2
 """The newest checkpoints that stay; older ones are deleted once a newer one is whole."""
 
-_INFO_FILE = "checkpoint.json"
-_STEP_FOLDER = re.compile(r"step-(\d{8})")
 _TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -69,29 +66,6 @@ class CheckpointInfo(Progress, Document):
     """What is known of a checkpoint without reading its tensors."""
 
     model: ModelSpec
-
-
-def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
-    """Whole checkpoints under ``root``, oldest first; none where the folder does not exist."""
-    root = Path(root)
-    if not root.is_dir():
-        return ()
-    found = (path for path in root.iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / _INFO_FILE).is_file())
-    return tuple(sorted(found, key=lambda path: path.name))
-
-
-def check_writable(root: str | Path) -> None:
-    """Make the folder of the checkpoints and write in it, before a run depends on it.
-
-    Raises:
-        ConfigError: it cannot be made or written.
-    """
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root) as file:
-            file.write(b"checkpoints fit")
-    except OSError as error:
-        raise ConfigError(f"cannot write checkpoints to {root}: {error.strerror}") from None
 
 
 def save_checkpoint(
@@ -127,7 +101,7 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
         ConfigError: the checkpoint is damaged, is of another model, or holds what is not an index of tensors.
     """
     folder = Path(folder)
-    info = CheckpointInfo.load(folder / _INFO_FILE)
+    info = CheckpointInfo.load(folder / INFO_FILE)
     if info.model != model.plan.model:
         raise ConfigError(
             f"the checkpoint {folder} is of another model: {info.model.name} with {info.model.num_params} parameters; "
@@ -217,10 +191,10 @@ def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> 
     if dist.get_rank() != 0:
         return
     try:
-        info.save(partial / _INFO_FILE)
+        info.save(partial / INFO_FILE)
         partial.rename(folder)
         for old in list_checkpoints(folder.parent)[:-keep]:
-            (old / _INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint
+            (old / INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint
             shutil.rmtree(old)
     except OSError as error:
         raise MeshwrightError(f"cannot finish the checkpoint {folder}: {error.strerror}") from None

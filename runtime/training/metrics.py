@@ -14,7 +14,7 @@ import numpy as np
 
 from ...schema import ConfigError, Plan
 from .memory import MemorySource
-from .step_parts import PARTS, Part
+from .parts import PARTS, Part
 from .stragglers import stragglers
 
 WARMUP_STEPS = 2

@@ -18,12 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ...schema import ConfigError, MeshwrightError
-from ..checkpoints.checkpoint import (
-    CheckpointInfo,
-    Progress,
-    list_checkpoints,
-    load_checkpoint,
-)
+from ..checkpoints.checkpoint import CheckpointInfo, Progress, load_checkpoint
+from ..checkpoints.folders import list_checkpoints
 from ..checkpoints.writer import CheckpointWriter
 from ..job.progress import FOLDER_VARIABLE, ProgressFile
 from ..job.stopping import STOPPED_FILE
@@ -32,8 +28,8 @@ from .memory import MemoryMeter
 from .metrics import KEPT_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
 from .optimizer import build_scheduler, local_square, scale_gradients
 from .options import TrainOptions
+from .parts import Part
 from .router_balance import RouterBalance
-from .step_parts import Part
 from .zeroth_order import ZerothOrderSGD
 
 T = TypeVar("T")

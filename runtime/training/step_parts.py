@@ -12,20 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-Part = Literal["forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted"]
-PARTS: tuple[Part, ...] = (
-    "forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted",
-)  # fmt: skip
-"""``optimizer`` is the update alone, ``other`` the rest of the step. The last two do not add to its time: ``data`` comes before it;
-``preempted`` is how long, of the parts that compute on a CPU, the process had no core, because other work had it.
-"""
-BESIDE: tuple[Part, ...] = ("data", "preempted")
+from .parts import BESIDE, PARTS, Part
 
 _Mark = tuple[Part, Any, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,65 +11,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...schema import ConfigError, Plan, RuntimeMismatchError
+from ...schema import Plan, RuntimeMismatchError
 from ..adapters import merge_adapters, save_adapters
-from ..checkpoints.checkpoint import check_writable, list_checkpoints
-from ..data.samples import TokenBatches, TokenStream
-from ..data.source import open_data, tokenized
+from ..data.samples import TokenBatches
 from ..job.machine import check_device
 from ..job.out_of_memory import naming_rank
-from ..parallelize import parallelize
-from ..weights.load import check_weights
-from ..weights.save import check_weights_target, save_weights
-from .compiled import require_compilable
+from ..spread import parallelize
+from ..weights.save import save_weights
 from .memory import MemoryMeter
 from .metrics import MetricsWriter
 from .optimizer import build_optimizer
 from .options import TrainOptions
+from .prepare import open_batches, prepare_options
 from .run import TrainingRun, gather
 from .step_parts import waiting_timed
-from .zeroth_order import require_zeroth_order
-
-
-def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
-    """The options with text made into tokens, after everything about them that can be wrong was looked at; starts nothing.
-
-    Raises:
-        ConfigError: no data, too little of it, not those of the model's vocabulary, or options that contradict.
-        RuntimeMismatchError: the plan cannot be compiled.
-    """
-    if options.checkpoint_dir is None and (options.checkpoint_every or options.resume):
-        raise ConfigError("--checkpoint-every and --resume need a folder", help="add --checkpoint-dir DIR")
-    found = list_checkpoints(options.checkpoint_dir) if options.checkpoint_dir and not options.resume else ()
-    if found:
-        raise ConfigError(
-            f"{options.checkpoint_dir} already holds {found[-1].name}",
-            help="add --resume to go on from it, or give another --checkpoint-dir",
-        )
-    if options.compile_blocks:
-        require_compilable(plan)
-    if options.checkpoint_dir:
-        check_writable(options.checkpoint_dir)
-    check_weight_options(plan, options)
-    options = options.replace(data=tokenized(options.data, options.tokenizer), tokenizer=None)
-    _batches(plan, options, local_batch=1, dp_rank=0)
-    return options
-
-
-def check_weight_options(plan: Plan, options: TrainOptions) -> None:
-    """Look at the weights a run starts from and at the place of those it ends with.
-
-    Raises:
-        ConfigError: they are of another model or damaged, or the place cannot be written.
-    """
-    if options.zeroth_order:
-        require_zeroth_order(plan)
-    if options.save_adapters and plan.workload.adapters is None:
-        raise ConfigError("--save-adapters, but the plan trains no adapters", help="plan with --train lora:r=16")
-    if options.weights:
-        check_weights(plan.model, options.weights)
-    if options.save_weights:
-        check_weights_target(plan.model, options.save_weights)
 
 
 def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0) -> None:
@@ -97,7 +51,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
             compile_blocks=options.compile_blocks,
         )
         local_batch = plan.workload.global_batch_size // model.mesh.dp_degree
-        batches, data = _batches(plan, options, local_batch=local_batch, dp_rank=model.mesh.dp_rank)
+        batches, data = open_batches(plan, options, local_batch=local_batch, dp_rank=model.mesh.dp_rank)
         if len(set(gather(data))) > 1:
             raise RuntimeMismatchError(
                 "the ranks found different data", help="give --data a folder that all nodes share"
@@ -141,16 +95,6 @@ def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tenso
                 tokens = coming.result()
             coming = reader.submit(batches.batch, run.samples + batch)
             yield tokens
-
-
-def _batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank: int) -> tuple[TokenBatches, str]:
-    """The sequences of one data-parallel rank, and what tells these data from others."""
-    vocab_size, seq_len = plan.model.vocab_size, plan.workload.seq_len
-    stream: TokenStream = open_data(options.data, vocab_size=vocab_size)
-    batches = TokenBatches(
-        stream, seq_len=seq_len, local_batch=local_batch, dp_rank=dp_rank, seed=options.seed, vocab_size=vocab_size
-    )
-    return batches, hashlib.sha256(f"{stream.fingerprint} {seq_len}".encode()).hexdigest()
 
 
 def _join(plan: Plan, timeout_s: float) -> torch.device:

@@ -30,6 +30,15 @@ SEED = 7
 MAX_NORM = 0.5
 LEARNING_RATE = 1e-2
 GRACE_S = 5.0
+PRELOADED = [
+    "pytest",
+    "torch.distributed.tensor",
+    "torch.profiler",
+    "meshwright.runtime.spread",
+    "meshwright.runtime.checkpoints.checkpoint",
+    "meshwright.runtime.training.optimizer",
+    "meshwright.runtime.weights.save",
+]
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def run_group(
         AssertionError: a rank failed (with its traceback), or the group did not end in time (with the stacks of all ranks).
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "meshwright.runtime"])
+    context.set_forkserver_preload(PRELOADED)
     ranks = [
         context.Process(target=_rank_main, args=(rank, world_size, cases, folder, timeout_s))
         for rank in range(world_size)

@@ -24,7 +24,11 @@ import pages  # noqa: E402
 import picture  # noqa: E402
 import problems  # noqa: E402
 
-SHORT = ["docs/errors.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/howto/*.md")))]
+SHORT = [
+    "docs/errors.md",
+    "docs/inference.md",
+    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/howto/*.md"))),
+]
 """Pages whose commands take about a second each. Those of README and tutorial measure and train too: .ci/run runs them."""
 
 HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.DOTALL | re.MULTILINE)

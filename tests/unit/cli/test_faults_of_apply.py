@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.checkpoints.folders import list_checkpoints
 from meshwright.runtime.job.machine import num_cores
 from meshwright.schema import Layout
 from small_jobs import assert_gone, read_lines, small_plan

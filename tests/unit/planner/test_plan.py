@@ -23,21 +23,22 @@ from meshwright.schema import (
 )
 
 SMALL = [
-    ("smollm2-135m", "4xA100-SXM-80GB", 16, 2048),
+    ("smollm2-135m", "4xA100-SXM-80GB", 8, 2048),
     ("llama-3.2-1b", "8xRTX4090", 32, 2048),
     ("llama-3.1-8b", "8xH100-SXM-80GB", 16, 8192),
     ("llama-2-13b", "8xA100-SXM-40GB", 24, 4096),
-    ("qwen2.5-7b", "6xH100-SXM-80GB", 12, 4096),
+    ("qwen2.5-7b", "6xH100-SXM-80GB", 6, 4096),
     ("mixtral-8x7b", "16xH100-SXM-80GB", 32, 4096),
 ]
 
 PARTS = {
-    "llama-3.2-1b": {"cp": 1},
-    "llama-3.1-8b": {"num_model_chunks": 1},
-    "llama-2-13b": {"cp": 1},
-    "mixtral-8x7b": {"cp": 1, "num_model_chunks": 1, "etp": 1},
+    "smollm2-135m": {"cp": 1},
+    "llama-3.2-1b": {"cp": 1, "tp": 2},
+    "llama-3.1-8b": {"num_model_chunks": 1, "micro_batch_size": 1},
+    "llama-2-13b": {"cp": 1, "pp": 4},
+    "mixtral-8x7b": {"cp": 1, "num_model_chunks": 1, "etp": 1, "micro_batch_size": 2},
 }
-"""Of the larger spaces a part, because every layout of it is expanded."""
+"""Of the larger spaces a part, because every layout of it is expanded: some 150 each, where every axis varies in two or more."""
 
 PAIRS = [
     *SMALL,

@@ -10,7 +10,7 @@ from meshwright.runtime.training.metrics import (
     follow,
     summarise,
 )
-from meshwright.runtime.training.step_parts import PARTS
+from meshwright.runtime.training.parts import PARTS
 from meshwright.schema import ConfigError, Layout
 from small_jobs import small_plan
 

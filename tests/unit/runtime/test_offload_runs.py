@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.checkpoints.folders import list_checkpoints
 from meshwright.runtime.job.machine import check_machine
-from meshwright.runtime.parallelize import parallelize
+from meshwright.runtime.spread import parallelize
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.runtime.training.run import TrainingRun
 from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, Plan, RuntimeMismatchError

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import parallelize
-from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.checkpoints.folders import list_checkpoints
 from meshwright.runtime.job.out_of_memory import naming_rank
 from meshwright.runtime.training import loss_scale
 from meshwright.runtime.training.compiled import require_compilable

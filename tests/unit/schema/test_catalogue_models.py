@@ -53,6 +53,10 @@ ROUNDED = {
     "llama-4-scout": (109.0, 1.5),  # model card, with a vision encoder of 0.9 B that is left out here
     "gpt-oss-20b": (20.91, 0.005),  # arXiv:2508.10925, table 1
     "gpt-oss-120b": (116.83, 0.005),  # arXiv:2508.10925, table 1
+    "opt-6.7b": (6.7, 0.05),  # Zhang et al. 2022 (arXiv:2205.01068), table 1, as the others
+    "opt-13b": (13.0, 0.2),
+    "opt-30b": (30.0, 0.1),
+    "opt-175b": (175.0, 0.5),
     "nemotron-4-340b": (9.4 + 331.6, 0.1),  # arXiv:2406.11704, section 2: embedding and non-embedding parameters
 }
 

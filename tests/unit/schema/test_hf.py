@@ -34,6 +34,7 @@ MINIMAL = {
     "deepseek_v2": {**SIZES, **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "deepseek_v3": {**SIZES, **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt2": {"n_embd": 64, "n_layer": 6, "n_head": 4, "vocab_size": 128},
+    "opt": {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 128, "ffn_dim": 96},
     "gpt_neox": SIZES,
     "nemotron": {**SIZES, "num_key_value_heads": 4},  # transformers' default, None, does not build a model
     "phi3": SIZES,
@@ -59,6 +60,7 @@ VARIANTS = [
     ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 2, "n_shared_experts": 1, "attention_bias": True}),
     ("deepseek_v3", {"q_lora_rank": 24, "first_k_dense_replace": 0, "attention_bias": True}),
     ("gpt2", {"n_inner": 100, "n_positions": 77, "tie_word_embeddings": False}),
+    ("opt", {"enable_bias": False, "activation_function": "gelu", "max_position_embeddings": 77}),
     ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.5, "rotary_emb_base": 25000, "tie_word_embeddings": True}),
     ("nemotron", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2, "head_dim": 8}),
     ("phi3", {"num_key_value_heads": 2, "sliding_window": 2047}),
@@ -94,7 +96,8 @@ def test_parsed_config_agrees_with_transformers(model_type, changes):
     assert spec.max_seq_len == hf_config.max_position_embeddings
     assert spec.tie_embeddings == hf_config.tie_word_embeddings
     eps_names = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
-    assert spec.norm_eps == next(getattr(hf_config, name) for name in eps_names if hasattr(hf_config, name))
+    stated = (getattr(hf_config, name) for name in eps_names if hasattr(hf_config, name))
+    assert spec.norm_eps == next(stated, 1e-5)  # OPT's layers take torch's default
     rope = getattr(hf_config, "rope_parameters", None)
     if rope:
         assert spec.rope.theta == rope["rope_theta"]
@@ -237,6 +240,8 @@ def test_wrong_size_is_refused_with_field_and_value(value):
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias = true"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = false"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32"),
         ("gpt2", {"n_head": 5}, "n_head = 5: must divide the hidden size, 64"),
         ("gpt_neox", {"rotary_pct": 1.5}, "rotary_pct = 1.5: must be a number from 0 to 1"),
         ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries"),

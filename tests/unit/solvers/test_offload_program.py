@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers import offload, offload_count, offload_fluid
+from meshwright.solvers import offload, offload_changes, offload_count, offload_fluid, offload_uniform
 from meshwright.solvers.offload_instance import OPTIONS, Allowed, Choice, Instance, Links
 from meshwright.solvers.offload_simulation import check, simulate
 from meshwright.solvers.status import Status
@@ -82,8 +82,9 @@ def test_no_choice_of_whole_layers_beats_the_bound_and_few_beat_the_answer() -> 
     assert found.simulated is not None and found.choice is not None
     assert found.bound_s <= min(times) * (1 + 1e-9)
     assert offload_count.lower_bound_s(problem) <= found.bound_s * (1 + 1e-9)
-    # Rounding three blocks is a heuristic: within a tenth of the best of all 2,000 choices.
-    assert min(times) * (1 - 1e-9) <= found.simulated.step_s <= 1.1 * min(times)
+    # Rounding three blocks is a heuristic: within a twentieth of the best of all 2,000 choices.
+    assert min(times) * (1 - 1e-9) <= found.simulated.step_s <= 1.05 * min(times)
+    assert offload_count.lower_bound_s(problem) <= found.bound_s <= min(times) * (1 + 1e-9)
 
 
 @settings(max_examples=12, deadline=None)
@@ -128,8 +129,12 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
     if found.choice is not None and found.simulated is not None:
         again = simulate(problem, found.choice, prefetch=found.prefetch)
         assert again == found.simulated and not check(problem, found.choice, again)
-        assert fluid.objective_s <= again.step_s * (1 + 1e-6)
-        assert found.bound_s == pytest.approx(fluid.objective_s)
+        # The bounds are below the linear program of the choice, and that below its simulation.
+        assert fluid.objective_s <= found.bound_s * (1 + 1e-6) <= found.objective_s * (1 + 2e-6)
+        assert found.objective_s <= again.step_s * (1 + 1e-6)
+        for choice in offload_uniform.policies(problem, (1.0, 0.5)):
+            uniform = simulate(problem, choice, prefetch=2)
+            assert check(problem, choice, uniform) or again.step_s <= uniform.step_s * (1 + 1e-9)
 
 
 def test_worth_is_what_a_little_more_saves() -> None:
@@ -190,3 +195,59 @@ def test_what_does_not_fit_is_infeasible_and_says_what_the_host_needs() -> None:
     assert offload.solve(short).status is Status.INFEASIBLE
     assert offload_count.lower_bound_s(replace(problem, host_cap_bytes=1.1 * needed)) < np.inf
     assert offload.solve(problem.with_cap(1e9)).choice is None
+
+
+def test_whole_layers_need_all_of_what_one_has_in_use() -> None:
+    nowhere = Allowed(host_optimizer=False, streamed_optimizer=False, parameters=False)
+    problem = instance(3, may=nowhere)
+    only = problem.allowed & np.isin(np.arange(5), (KEEP, FULL))[:, None]
+    everything = problem.resident_bytes + 30e9 + problem.fixed_bytes + problem.turn_bytes + 1e9
+    problem = replace(problem, allowed=only).with_cap(everything - 8e9)
+    # A block saves 9 GB and the first one needs 3 GB more in use: two blocks. Fractions: a third of each, with 1 GB more in use.
+    compute_s = problem.compute_s + problem.device_update_s.sum()
+    whole = offload_count.solve_whole(problem)[1]
+    assert whole is not None and whole.bound_s == pytest.approx(compute_s + 2 * 0.8)
+    assert offload_count.lower_bound_s(problem) == pytest.approx(compute_s + 0.8)
+    found = offload.solve(problem)
+    assert found.simulated is not None and found.simulated.step_s == pytest.approx(found.bound_s)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 99), blocks=st.integers(2, 5))
+def test_sums_over_layers_are_what_the_simulation_moves_and_holds(seed: int, blocks: int) -> None:
+    links = Links(to_host_bytes_per_s=10e9, to_device_bytes_per_s=12e9, read_bytes_per_s=4e9, write_bytes_per_s=2e9)
+    problem = instance(blocks, seed=seed, cap_share=0.8, storage_cap_bytes=1e12, links=links)
+    rng = np.random.default_rng(seed)
+    option = rng.integers(0, 5, problem.num_layers)
+    option[[0, -1]] = KEEP
+    place = rng.integers(0, 6, problem.num_layers)
+    choice = offload_changes.choice_of(option, place)
+    assert np.array_equal(offload_changes.places_of(choice), place)
+    sums = offload_changes.Sums(problem)
+    simulated, total = simulate(problem, choice), sums.total(choice)
+    assert total[offload_changes.HOST] == pytest.approx(simulated.host_bytes)
+    assert total[offload_changes.STORED] == pytest.approx(simulated.storage_bytes)
+    down = total[offload_changes.DOWN] + total[offload_changes.UPDATE_DOWN]
+    up = total[offload_changes.UP] + total[offload_changes.UPDATE_UP]
+    assert (down, up) == (pytest.approx(simulated.to_host_bytes), pytest.approx(simulated.to_device_bytes))
+    # A change is worth what the sums of the changed choice say.
+    changes = sums.changes(choice, np.arange(problem.num_layers))
+    for row in range(0, len(changes.layer), 5):
+        other = offload_changes.with_layer(
+            choice, *(int(v[row]) for v in (changes.layer, changes.option, changes.place))
+        )
+        assert sums.seconds(sums.total(other)) - sums.seconds(total) == pytest.approx(changes.seconds[row], abs=1e-9)
+        update = simulate(problem, other).update_bytes - simulated.update_bytes
+        assert changes.sums[row, offload_changes.DEVICE_IN_UPDATE] == pytest.approx(update, abs=1.0)
+
+
+def test_parameters_on_their_way_and_their_gradients_are_on_the_device() -> None:
+    problem = instance(2, cap_share=1.0, gradients_accumulate=True)
+    block = np.array([False, True, False, False])
+    kept = simulate(problem, choice_of(problem, (KEEP, KEEP)))
+    away = simulate(problem, choice_of(problem, (KEEP, KEEP), parameters=block))
+    # 8 GB of states, 4 of parameters and 4 of gradients leave; at the turn the parameters are on their way back.
+    assert kept.forward_bytes - away.forward_bytes == pytest.approx(12e9)
+    # In the backward pass of the block its gradients are there while everything is still kept before it.
+    assert away.backward_bytes <= kept.backward_bytes
+    assert away.backward_bytes >= kept.backward_bytes - 16e9

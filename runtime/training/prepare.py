@@ -1,0 +1,70 @@
+"""What a launcher looks at before it starts the ranks of the built-in training; models are imported only where it needs one."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ...schema import ConfigError, Plan
+from ..checkpoints.folders import check_writable, list_checkpoints
+from ..data.samples import TokenBatches, TokenStream
+from ..data.source import open_data, tokenized
+from .options import TrainOptions
+
+
+def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
+    """The options with text made into tokens, after everything about them that can be wrong was looked at; starts nothing.
+
+    Raises:
+        ConfigError: no data, too little of it, not those of the model's vocabulary, or options that contradict.
+        RuntimeMismatchError: the plan cannot be compiled.
+    """
+    if options.checkpoint_dir is None and (options.checkpoint_every or options.resume):
+        raise ConfigError("--checkpoint-every and --resume need a folder", help="add --checkpoint-dir DIR")
+    found = list_checkpoints(options.checkpoint_dir) if options.checkpoint_dir and not options.resume else ()
+    if found:
+        raise ConfigError(
+            f"{options.checkpoint_dir} already holds {found[-1].name}",
+            help="add --resume to go on from it, or give another --checkpoint-dir",
+        )
+    if options.compile_blocks:
+        from .compiled import require_compilable
+
+        require_compilable(plan)
+    if options.checkpoint_dir:
+        check_writable(options.checkpoint_dir)
+    check_weight_options(plan, options)
+    options = options.replace(data=tokenized(options.data, options.tokenizer), tokenizer=None)
+    open_batches(plan, options, local_batch=1, dp_rank=0)
+    return options
+
+
+def check_weight_options(plan: Plan, options: TrainOptions) -> None:
+    """Look at the weights a run starts from and at the place of those it ends with.
+
+    Raises:
+        ConfigError: they are of another model or damaged, or the place cannot be written.
+    """
+    if options.zeroth_order:
+        from .zeroth_order import require_zeroth_order
+
+        require_zeroth_order(plan)
+    if options.save_adapters and plan.workload.adapters is None:
+        raise ConfigError("--save-adapters, but the plan trains no adapters", help="plan with --train lora:r=16")
+    if options.weights:
+        from ..weights.load import check_weights
+
+        check_weights(plan.model, options.weights)
+    if options.save_weights:
+        from ..weights.save import check_weights_target
+
+        check_weights_target(plan.model, options.save_weights)
+
+
+def open_batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank: int) -> tuple[TokenBatches, str]:
+    """The sequences of one data-parallel rank, and what tells these data from others."""
+    vocab_size, seq_len = plan.model.vocab_size, plan.workload.seq_len
+    stream: TokenStream = open_data(options.data, vocab_size=vocab_size)
+    batches = TokenBatches(
+        stream, seq_len=seq_len, local_batch=local_batch, dp_rank=dp_rank, seed=options.seed, vocab_size=vocab_size
+    )
+    return batches, hashlib.sha256(f"{stream.fingerprint} {seq_len}".encode()).hexdigest()

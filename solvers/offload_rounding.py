@@ -1,0 +1,150 @@
+"""Whole layers from fractions of layers: error diffusion, and numbers of whole layers spread over the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .linear_program import FloatArray, IntArray
+from .offload_count import MANY_KINDS
+from .offload_fluid import Fluid
+from .offload_instance import OPTIONS, Choice, Instance
+
+BoolArray = NDArray[np.bool_]
+
+_TIE = 0.2
+
+_LEAST = 1e-3
+"""What every option of a layer weighs at least, so that numbers can be reached."""
+
+_BALANCES = 12
+"""Rounds of scaling rows and columns in turn; far fewer leave numbers that the quotas then correct."""
+
+
+def rounded(instance: Instance, fluid: Fluid, phase: float) -> Choice:
+    """Whole layers in the proportions of a fluid answer, by error diffusion from the first layer on."""
+    size, rows = instance.num_layers, range(instance.num_layers)
+    option, parameters = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=bool)
+    ahead, due = np.full(len(OPTIONS), 0.0), phase
+    for idx in rows:
+        ahead = ahead + fluid.options[:, idx]
+        allowed = np.where(instance.allowed[:, idx], ahead + _TIE * (phase - 0.5) * np.arange(len(OPTIONS)), -np.inf)
+        option[idx] = int(np.argmax(allowed))
+        ahead[option[idx]] -= 1.0
+        due += fluid.parameters[idx]
+        if due >= 1.0 - 1e-9 and instance.streamable[idx]:
+            parameters[idx], due = True, due - 1.0
+    left = np.where(parameters, 0.0, instance.state_bytes)
+    host = _taken(left, fluid.host_bytes)
+    streamed = _taken(np.where(host, 0.0, left), fluid.streamed_bytes)
+    storage = _taken(np.where(host | streamed, instance.state_bytes, 0.0), fluid.storage_bytes)
+    return Choice(
+        option=option, host_optimizer=host, streamed_optimizer=streamed, parameters=parameters, storage=storage
+    )
+
+
+def _taken(bytes_: FloatArray, wanted: float) -> BoolArray:
+    """Layers that hold at least ``wanted`` of ``bytes_`` [L], spread over all of them, and no layer more than that takes."""
+    total, chosen = float(bytes_.sum()), np.zeros(len(bytes_), dtype=bool)
+    if wanted <= 1e-9 * max(total, 1.0) or total == 0:
+        return chosen
+    share, due = min(wanted / total, 1.0), 0.0
+    for idx in np.flatnonzero(bytes_ > 0):
+        due += share * bytes_[idx]
+        if due >= bytes_[idx] * (1 - 1e-9):
+            chosen[idx], due = True, due - bytes_[idx]
+    missing = wanted - float(bytes_[chosen].sum())
+    for idx in sorted(np.flatnonzero((bytes_ > 0) & ~chosen), key=lambda idx: (bytes_[idx] < missing, bytes_[idx])):
+        if missing <= 1e-9 * total:
+            break
+        chosen[idx], missing = True, missing - float(bytes_[idx])
+    return chosen
+
+
+ENDS = ((0.0, 0.0), (0.0, 0.03), (0.08, 0.03), (0.2, 0.03), (0.35, 0.06))
+"""Shares of the layers at both ends that are not moved where others can be: at the turn what just moved is still there, and when
+the backward passes end so are all gradients."""
+
+
+def spread(
+    instance: Instance,
+    counted: Fluid,
+    phase: float,
+    where: Fluid | None = None,
+    ends: tuple[float, float] = ENDS[0],
+) -> Choice:
+    """Whole numbers of layers of each kind (``counted``) over the sequence: evenly, or near the places of a fluid answer.
+
+    With many kinds the numbers are not whole, and error diffusion makes them so.
+    """
+    if counted.places is None or len(np.unique(instance.kind)) > MANY_KINDS:
+        fluid = counted if where is None else where
+        return rounded(instance, replace(fluid, options=_inside(instance, fluid.options, ends)), phase)
+    inside = _inside(instance, counted.options if where is None else where.options, ends)
+    size = instance.num_layers
+    option = np.zeros(size, dtype=np.int64)
+    masks = np.zeros((5, size), dtype=bool)  # parameters, host, streamed, storage of either
+    for kind in np.unique(instance.kind):
+        members = np.flatnonzero(instance.kind == kind)
+        quotas = np.rint(counted.options[:, members].sum(axis=1))
+        weights = _balanced(inside[:, members], quotas)
+        option[members] = _diffused(weights, quotas, phase)
+        numbers = np.rint([counted.parameters[members].sum(), *counted.places[:, members].sum(axis=1)])
+        left = members
+        for row, number in enumerate(numbers[:3].astype(np.int64)):
+            chosen = left[_evenly(len(left), int(number), phase)]
+            masks[row, chosen] = True
+            left = np.setdiff1d(left, chosen)
+        for row, number in ((1, numbers[3]), (2, numbers[4])):
+            of_row = members[masks[row, members]]
+            masks[row + 2, of_row[_evenly(len(of_row), int(number), phase)]] = True
+    return Choice(
+        option=option,
+        parameters=masks[0],
+        host_optimizer=masks[1],
+        streamed_optimizer=masks[2],
+        storage=masks[3] | masks[4],
+    )
+
+
+def _inside(instance: Instance, options: FloatArray, ends: tuple[float, float]) -> FloatArray:
+    """Fractions [K, L] with what moves much away from both ends, its sum kept."""
+    if ends == ENDS[0]:
+        return options
+    size, moved = instance.num_layers, instance.moved_bytes
+    position = np.arange(size)
+    outside = (position < ends[0] * size) | (position >= (1 - ends[1]) * size)
+    heavy = moved > 0.5 * moved.max(initial=0.0)
+    others = (instance.allowed & ~heavy).any(axis=0)
+    masked = np.where(heavy & outside & others, 1e-6, options + _LEAST) * instance.allowed
+    return _balanced(masked, options.sum(axis=1))
+
+
+def _evenly(size: int, number: int, phase: float) -> IntArray:
+    """``number`` of 0..size-1 with the same distance between them."""
+    if number <= 0:
+        return np.zeros(0, dtype=np.int64)
+    return np.minimum(((np.arange(number) + phase) * size / min(number, size)).astype(np.int64), size - 1)[:size]
+
+
+def _diffused(weights: FloatArray, quotas: FloatArray, phase: float) -> IntArray:
+    """One option for each column of ``weights`` [K, n], as often as its quota [K] says, by error diffusion."""
+    option, left = np.zeros(weights.shape[1], dtype=np.int64), quotas.copy()
+    ahead = _TIE * (phase - 0.5) * np.arange(len(quotas))
+    for idx in range(len(option)):
+        ahead = ahead + weights[:, idx]
+        option[idx] = int(np.argmax(np.where(left > 0, ahead, -np.inf)))
+        ahead[option[idx]] -= 1.0
+        left[option[idx]] -= 1
+    return option
+
+
+def _balanced(weights: FloatArray, quotas: FloatArray) -> FloatArray:
+    """Weights [K, n] scaled until rows add up to the quotas and columns to one."""
+    scaled = weights + _LEAST
+    for _ in range(_BALANCES):
+        scaled = scaled * (quotas / np.maximum(scaled.sum(axis=1), 1e-12))[:, None]
+        scaled = scaled / np.maximum(scaled.sum(axis=0), 1e-12)
+    return scaled

@@ -1,0 +1,78 @@
+"""`meshwright plan --infer`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from meshwright.cli.main import app
+from meshwright.schema.inference import InferencePlan
+from typer.testing import CliRunner
+
+INFER = [
+    "plan", "llama-3.1-8b", "--cluster", "1xT4-16GB", "--infer", "--prompt-len", "128", "--generate-len", "8",
+    "--batch-size", "16", "--host-memory-gib", "64",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_table_says_batch_times_places_and_worth(tmp_path) -> None:
+    result = CliRunner().invoke(app, INFER)
+    assert result.exit_code == 0, result.output
+    for expected in (
+        "batch",
+        "throughput",
+        "latency",
+        "prefill",
+        "binds",
+        "weights",
+        "keys and values",
+        "at the margin",
+    ):
+        assert expected in result.stdout
+    assert "meshwright runs no generation" in result.stderr
+    assert InferencePlan.load(tmp_path / "plan.json").batch_size == 16
+
+
+def test_json_is_the_plan(tmp_path) -> None:
+    result = CliRunner().invoke(app, [*INFER, "--json", "--out", "infer.json"])
+    assert json.loads(result.stdout) == json.loads((tmp_path / "infer.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        (["--host-memory-gib", "2"], 1, ("host memory", "--host-memory-gib", "C8")),
+        (["--latency-limit-s", "0.1"], 1, ("the fastest takes", "--latency-limit-s")),
+        (["--fix", "tp=2"], 2, ("--fix with --infer",)),
+        (["--global-batch-size", "8"], 2, ("--global-batch-size with --infer",)),
+        (["--precision", "fp8"], 2, ("bf16, fp16 or fp32",)),
+        (["--nvme-gib", "8"], 2, ("--nvme-gib without --nvme",)),
+        (["--prompt-len", "0"], 2, ("prompt_len",)),
+        (["--batch-size", "0"], 2, ("--batch-size",)),
+        (["--cluster", "local"], 2, ("no accelerator",)),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_cause(changes, code, words, tmp_path) -> None:
+    result = CliRunner().invoke(app, [*INFER, *changes])
+    assert result.exit_code == code, result.output
+    assert all(word in result.stderr for word in words), result.stderr
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_lengths_and_infer_belong_together() -> None:
+    alone = CliRunner().invoke(app, ["plan", "gpt2", "--cluster", "1xT4-16GB", "--prompt-len", "8"])
+    assert alone.exit_code == 2 and "--prompt-len without --infer" in alone.stderr
+    short = CliRunner().invoke(app, ["plan", "gpt2", "--cluster", "1xT4-16GB", "--infer", "--prompt-len", "8"])
+    assert short.exit_code == 2 and "--infer without --generate-len" in short.stderr
+
+
+def test_apply_refuses_a_plan_for_generation() -> None:
+    assert CliRunner().invoke(app, INFER).exit_code == 0
+    result = CliRunner().invoke(app, ["apply", "plan.json"])
+    assert result.exit_code == 2
+    assert "an estimate of generation" in result.stderr
