@@ -35,6 +35,9 @@ REPEATED = np.array([0.0, 0.03, 0.14, 0.42, 0.80])
 
 BLOCK_BYTES, BLOCK_MS, HEAD_BYTES = 2.0 * GIB, 25.0, 6.0 * GIB
 
+LEAVES = 11
+"""Modules without children in a Llama block: two norms, four projections and the kernel of attention, four of the MLP."""
+
 
 def blocks(count: int, spread: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Bytes and milliseconds of each block."""
@@ -46,10 +49,10 @@ def graph_of(bytes_: np.ndarray, milliseconds: np.ndarray) -> Graph:
     """A model of blocks with one leaf each, and a head, as torch's tools describe it."""
     names = ["model"]
     for idx in range(len(bytes_)):
-        names += [f"model.{idx}", f"model.{idx}.leaf"]
+        names += [f"model.{idx}", *(f"model.{idx}.{leaf}" for leaf in range(LEAVES))]
     names.append("model.head")
-    after = [name for idx in range(len(bytes_)) for name in (f"model.{idx}.leaf", f"model.{idx}")]
-    after += ["model.head", "model"]
+    each = [[*(f"model.{idx}.{leaf}" for leaf in range(LEAVES)), f"model.{idx}"] for idx in range(len(bytes_))]
+    after = [*(name for names_ in each for name in names_), "model.head", "model"]
     graph = Graph(len(names))
     graph.fw_post_order = after
     slopes = np.diff(REPEATED) / np.diff(DROPPED)

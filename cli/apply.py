@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import functools
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -111,7 +112,18 @@ def apply(
         typer.Option("--zeroth-order", help="Train by two forward passes, without backward passes and their memory."),
     ] = False,
     metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
-    nnodes: Annotated[int, typer.Option(help="Nodes of the job; run the same command on each.")] = 1,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.json",
+            help="One measured step for ui.perfetto.dev, in the form that `plan --trace` gives the predicted one.",
+        ),
+    ] = None,
+    nnodes: Annotated[
+        int | None,
+        typer.Option(help="Nodes of the job; run the same command on each. Default: those of Slurm's step, else 1."),
+    ] = None,
     node_rank: Annotated[
         int | None, typer.Option(help="Place of this node in the plan's cluster, if it matters.")
     ] = None,
@@ -140,18 +152,23 @@ def apply(
     with exit_on_error(), _predicted_by(plan, profile, allow_foreign=allow_foreign_profile) as (plan, loaded):
         require_our_engine(loaded.workload)
         from ..runtime.job.launch import Rendezvous
+        from ..runtime.job.slurm import slurm_rendezvous
         from ..runtime.job.worker import Job
         from ..runtime.training.options import TrainOptions
         from ..runtime.training.prepare import prepare_options
         from .restarts import Restarts, run_job
 
-        rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id)
+        given = (nnodes, node_rank, rdzv_endpoint, rdzv_id)
+        told = slurm_rendezvous(os.environ) if given == (None,) * len(given) else None
+        rendezvous = told or Rendezvous(
+            nnodes=1 if nnodes is None else nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, run_id=rdzv_id
+        )  # fmt: skip
         options = TrainOptions(
             steps=steps, data=tuple(data or ()), seed=seed, learning_rate=learning_rate, checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every, resume=resume, tokenizer=tokenizer, restart_data=restart_data,
             schedule=schedule, warmup_steps=warmup_steps, router_bias_rate=router_bias_rate, compile_blocks=compile_blocks,
             keep_checkpoints=keep_checkpoints, checkpoint_beside=checkpoint_beside, weights=weights, save_weights=save_weights,
-            save_adapters=save_adapters, zeroth_order=zeroth_order,
+            save_adapters=save_adapters, zeroth_order=zeroth_order, trace=None if trace is None else str(trace.resolve()),
         )  # fmt: skip
         job = Job(
             plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, hang_timeout_s=hang_timeout_s,
@@ -165,15 +182,21 @@ def apply(
             _refuse_training_options(
                 script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output, tokenizer,
                 compile_blocks, checkpoint_beside, restart_data, weights, save_weights,
-                save_adapters, zeroth_order,
+                save_adapters, zeroth_order, trace,
             )  # fmt: skip
             run(loaded, job)
             return
+        if trace is not None and rendezvous.nnodes == 1 and not os.access(trace.resolve().parent, os.W_OK):
+            raise ConfigError(f"cannot write {trace}: its folder is not there, or may not be written")
         if max_restarts and not checkpoint_dir:
             raise ConfigError("--max-restarts goes on from a checkpoint", help="add --checkpoint-dir DIR")
         job = job.replace(options=prepare_options(loaded, options))
         with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
             run(loaded, job.replace(report=str(report)))
+        if trace is not None and trace.exists():
+            typer.echo(
+                f"wrote {trace}; open it in ui.perfetto.dev, beside that of `meshwright report --trace`", err=True
+            )
 
 
 @contextlib.contextmanager
@@ -208,8 +231,8 @@ def _refuse_training_options(script: str, *values: object) -> None:
         raise ConfigError(f"no such script: {script}")
     if any(values):
         raise ConfigError(
-            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --save-adapters, --metrics and "
-            f"--json are for the built-in training; {script} does its own",
+            "--data, --checkpoint-dir, --checkpoint-every, --resume, --weights, --save-weights, --save-adapters, --metrics, "
+            f"--trace and --json are for the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )
 

@@ -28,13 +28,15 @@ FromOption = Annotated[
 
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `meshwright plan` wrote.")],
-    to: Annotated[str, typer.Option(metavar="ENGINE", help="torchtitan, megatron, nemo, deepspeed or accelerate.")],
+    to: Annotated[
+        str, typer.Option(metavar="ENGINE", help="torchtitan, megatron, nemo, deepspeed, accelerate or kubernetes.")
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder named as the engine.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a plan as the engine's own configuration.
+    """Write a plan as the engine's own configuration, or as the manifest of a job on Kubernetes.
 
     What the engine cannot run is refused with the reason (exit code 2); what its configuration has no words for is listed.
     """

@@ -47,8 +47,8 @@ def write_report(plan: Plan, html: Path | None, trace: Path | None) -> None:
         ConfigError: a file cannot be written, plotly is missing, or the step of the plan has no timeline.
     """
     from ..planner.timeline import timeline
-    from ..planner.trace import chrome_trace
     from ..schema.base import write_atomically
+    from ..schema.trace import chrome_trace
 
     if html is not None:
         from .report_page import page

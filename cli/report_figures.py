@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..planner.timeline import timeline
-from ..planner.trace import NAMES
 from ..schema.errors import ConfigError
+from ..schema.trace import NAMES
 from ..schema.units import GIB
 from .tables import TIME_TITLES
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
     from ..runtime.job.launch import Rendezvous
     from ..runtime.job.worker import Job
     from ..schema import Plan
+
+_BETWEEN_S = 1.0
+"""Between two tries to meet."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,6 @@ def run_job(plan: Plan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts,
     Raises:
         MeshwrightError: of the last attempt.
     """
-    from ..runtime.job.launch import launch
     from ..schema.errors import ConfigError, InfeasibleError, InterruptedRunError, MeshwrightError, RuntimeMismatchError
 
     for attempt in range(restarts.most + 1):
@@ -44,7 +48,7 @@ def run_job(plan: Plan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts,
         if restarts.replan:
             plan, job = _replanned(plan, job, rendezvous.nnodes, say)
         try:
-            launch(plan, job, rendezvous=_of_attempt(rendezvous, attempt))
+            _launch(plan, job, _of_attempt(rendezvous, attempt), until_s=_patience_s(rendezvous, attempt))
             return
         except (ConfigError, InfeasibleError, InterruptedRunError, RuntimeMismatchError):
             raise
@@ -52,6 +56,30 @@ def run_job(plan: Plan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts,
             if attempt == restarts.most:
                 raise
             say(f"{error}\nrestart {attempt + 1} of {restarts.most}")
+
+
+def _launch(plan: Plan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> None:
+    """Launch a job; where nodes do not meet, again until a time of the monotonic clock.
+
+    After a fault the node that holds the meeting place closes it and opens it anew. A node that is back earlier comes to the old
+    one and is thrown out.
+    """
+    from ..runtime.job.launch import launch
+    from ..schema.errors import NodesNotMetError
+
+    while True:
+        try:
+            launch(plan, job, rendezvous=rendezvous)
+            return
+        except NodesNotMetError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_BETWEEN_S)
+
+
+def _patience_s(rendezvous: Rendezvous, attempt: int) -> float:
+    """Until when to wait for nodes that come back; a first attempt waits as long as the rendezvous itself."""
+    return time.monotonic() + rendezvous.timeout_s if attempt and rendezvous.nnodes > 1 else -math.inf
 
 
 def _replanned(plan: Plan, job: Job, nnodes: int, say: Callable[[str], None]) -> tuple[Plan, Job]:

@@ -19,6 +19,7 @@ n_k layers of it and W_g = sum_k n_k b_gk, no slowest stage is below
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,14 +185,14 @@ def edges_s(costs: SpaceCosts, idx: int) -> float:
 def estimate_on_parts(costs: SpaceCosts, idx: int, boundaries: Sequence[int], part_of_stage: IntArray) -> Estimate:
     """Estimate of aligned layout ``idx`` whose stage s holds layers ``boundaries[s] .. boundaries[s+1] - 1`` on its part."""
     first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
-    breakdown_s, forward_s, backward_s = _time(costs, idx, (first, last), part_of_stage)
+    breakdown_s, passes = _time(costs, idx, boundaries, part_of_stage)
     stages, required = [], []
     for s, g in enumerate(part_of_stage):
         parts = _stage_memory(costs.parts[g], idx, (int(first[s]), int(last[s])), s)
         stages.append(
             StageEstimate(
-                forward_s=forward_s[s],
-                backward_s=backward_s[s],
+                forward_s=float(passes.forward[s]),
+                backward_s=float(passes.backward[s]),
                 memory_bytes=memory.breakdown(parts),
                 device=label_of(costs.cluster.parts, int(g)),
             )
@@ -208,11 +209,9 @@ def _stage_memory(part: SpaceCosts, idx: int, layers: tuple[int, int], s: int) -
     return {name: np.broadcast_to(value, (1,))[0] for name, value in parts.items()}
 
 
-def _time(
-    costs: SpaceCosts, idx: int, layers: tuple[IntArray, IntArray], part_of_stage: IntArray
-) -> tuple[TimeBreakdown, FloatArray, FloatArray]:
-    """Parts of the step; seconds of each stage [S] forward and backward for one micro-batch, without transfers."""
-    spans = list(enumerate(zip(*layers, strict=True)))
+def passes_on_parts(costs: SpaceCosts, idx: int, boundaries: Sequence[int], part_of_stage: IntArray) -> step.Passes:
+    """`step.pass_seconds` with each stage on its part; passes are not split, and transfers between stages are not in them."""
+    spans = list(enumerate(pairwise(boundaries)))
 
     def held(values: FloatArray) -> FloatArray:
         return np.array([values[s, i:j].sum() for s, (i, j) in spans])
@@ -220,27 +219,43 @@ def _time(
     def stage_sums(name: str) -> FloatArray:
         return held(per_stage(costs, part_of_stage, lambda part: part.per_layer(name, idx)))
 
-    m = int(costs.batch.num_microbatches[idx])
     sums = {name: stage_sums(name) for names in _PASSES.values() for name in names}
+    none = np.zeros(len(spans))
+    forward = sum((sums[name] for name in _FORWARD), start=none)
+    return step.Passes(
+        forward,
+        sum(sums.values(), start=none) - forward,
+        none,
+        held(exposed_of_stages(costs, idx, part_of_stage)),
+        {part: np.asarray(sum(sums[name] for name in names)) for part, names in _PASSES.items()},
+    )
+
+
+def _time(
+    costs: SpaceCosts, idx: int, boundaries: Sequence[int], part_of_stage: IntArray
+) -> tuple[TimeBreakdown, step.Passes]:
+    """Parts of the step, and the passes of one micro-batch."""
+    m = int(costs.batch.num_microbatches[idx])
+    passes = passes_on_parts(costs, idx, boundaries, part_of_stage)
     transfer = transfer_of_stages(costs, idx, part_of_stage)
-    busy = sum(sums.values(), start=np.zeros(len(part_of_stage))) + transfer
+    busy = passes.forward + passes.backward + transfer
     slowest = int(np.argmax(busy))
     update = per_stage(
         costs,
         part_of_stage,
         lambda part: part.update_s(part.per_layer("num_trained", idx), part.per_layer("expert_params", idx), idx),
     )
-    forward = sum((sums[name] for name in _FORWARD), start=np.zeros(len(busy)))
-    each_way, none = transfer / 2, np.zeros(len(busy))
-    replayed_s = makespan_s(stage_memory.shape_of(costs, idx), forward + each_way, busy - forward - each_way, none)
+    replayed_s = makespan_s(
+        stage_memory.shape_of(costs, idx), passes.forward + transfer / 2, passes.backward + transfer / 2, passes.weight
+    )
     breakdown = TimeBreakdown(
-        **{part: m * float(sum(sums[name][slowest] for name in names)) for part, names in _PASSES.items()},
-        dp=float(np.max(held(exposed_of_stages(costs, idx, part_of_stage)))) + edges_s(costs, idx),
+        **{part: m * float(seconds[slowest]) for part, seconds in passes.parts.items()},
+        dp=float(np.max(passes.exposed)) + edges_s(costs, idx),
         pp=m * float(transfer[slowest]),
         bubble=step.waiting_s(replayed_s, m * float(busy[slowest])),
-        optimizer=float(np.max(held(update))),
+        optimizer=max(float(update[s, i:j].sum()) for s, (i, j) in enumerate(pairwise(boundaries))),
     )
-    return breakdown, forward, busy - transfer - forward
+    return breakdown, passes
 
 
 def _assembled(

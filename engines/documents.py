@@ -14,12 +14,16 @@ from ..schema.plan import Plan
 
 EngineName = Literal["torchtitan", "megatron", "nemo", "deepspeed", "accelerate"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+TargetName = EngineName | Literal["kubernetes"]
+TARGETS: tuple[TargetName, ...] = (*ENGINES, "kubernetes")
+"""What a plan can be written for: engines, and what starts our own one."""
 
 
 class Exported(Frozen):
     """A plan in an engine's own form.
 
     Attributes:
+        engine: of whose form the files are.
         version: of the engine whose options these are.
         files: (name, text) of each file.
         not_expressed: what of the plan the engine's configuration has no words for; it changes speed, never what fits.
@@ -27,7 +31,7 @@ class Exported(Frozen):
         command: starts the job in the folder of the files.
     """
 
-    engine: EngineName
+    engine: TargetName
     version: str
     files: tuple[tuple[str, str], ...]
     not_expressed: tuple[str, ...] = ()
@@ -81,7 +85,7 @@ class Limit:
     help: str
 
 
-def require_expressible(plan: Plan, engine: EngineName, version: str, limits: tuple[Limit, ...]) -> None:
+def require_expressible(plan: Plan, engine: TargetName, version: str, limits: tuple[Limit, ...]) -> None:
     """Raise unless the engine can run the plan as it is.
 
     Raises:

@@ -59,7 +59,7 @@ def expand_on_parts(costs: SpaceCosts, idx: int, stage_fits: StageFits) -> OnPar
     found: list[OnParts] = []
     bound_s = np.inf
     for order in orders(costs):
-        placed = _in_order(costs, order)
+        placed = in_order_of_parts(costs, order)
         part_of_stage = np.repeat(np.array(order), stages_of_parts(costs)[list(order), idx])
         allowed = np.array([fits[g][s] for s, g in enumerate(part_of_stage)])
         splits, least_s = _splits(placed, idx, part_of_stage, allowed)
@@ -88,7 +88,7 @@ def nodes_of(costs: SpaceCosts, part_of_stage: tuple[int, ...]) -> tuple[int, ..
     return tuple(n for g in dict.fromkeys(part_of_stage) for n in parts[g].nodes)
 
 
-def _in_order(costs: SpaceCosts, order: tuple[int, ...]) -> SpaceCosts:
+def in_order_of_parts(costs: SpaceCosts, order: tuple[int, ...]) -> SpaceCosts:
     """The same where the matrix of bandwidths between nodes, if there is one, joins stages in this order of the parts."""
     if costs.cluster.bandwidth_matrix is None:
         return costs

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..cost_models.pipeline_simulation import Action
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from .context_parallel import own_positions
@@ -125,8 +126,8 @@ class ParallelModel:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         count = self.plan.num_microbatches
         total = torch.zeros((), device=self.device)
-        for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-            with self.clock.part("forward"):
+        for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+            with self.clock.part("forward", Action(0, "F", i)):
                 total += self._loss_fn(self.module, x, y).sum() / count
         drop_gathered(self.module)
         return self._share_of_mean(total)
@@ -158,9 +159,9 @@ class ParallelModel:
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             before_micro_batch(self.module, self.plan, is_last=i == count - 1)
-            with self.clock.part("forward"):
+            with self.clock.part("forward", Action(0, "F", i)):
                 loss = self._loss_fn(self.module, x, y).sum() / count
-            with self.clock.part("backward"):
+            with self.clock.part("backward", Action(0, "BW", i)):
                 (loss * scale).backward()
                 if self._reduction is not None:
                     self._reduction.settle(self.clock)

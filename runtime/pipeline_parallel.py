@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from ..cost_models.pipeline_simulation import Action
 from ..schema.plan import Plan
 from ..solvers.pipeline_csv import to_torch_csv
 from .data_parallel import compute_dtype
@@ -114,19 +115,21 @@ class _Stage(PipelineStage):
 
     clock: StepClock
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """One forward pass."""
-        with self.clock.part("forward"):
-            return super().forward_one_chunk(*args, **kwargs)
+        with self.clock.part("forward", Action(self.stage_index, "F", fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         """One backward pass, or that of the activations alone."""
-        with self.clock.part("backward"):
-            super().backward_one_chunk(*args, **kwargs)
+        with self.clock.part("backward", Action(self.stage_index, "BW" if full_backward else "B", bwd_chunk_id)):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """One weight pass; FSDP's own hooks, which would move its gradients to fp32, do not run in it."""
-        with self.clock.part("backward"):
+        with self.clock.part("backward", Action(self.stage_index, "W", bwd_chunk_id)):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)  # type: ignore[no-untyped-call]
             for parameter in _sharded_parameters(self.submod):
                 parameter.accumulate_unsharded_grad_if_needed()

@@ -43,7 +43,7 @@ class Reduction:
     def settle(self, clock: StepClock) -> None:
         """After a backward pass that reduced: what passed since its last bucket was full was waiting."""
         if self.left_s:
-            clock.waited(time.perf_counter() - self.left_s)
+            clock.waited(self.left_s)
             self.left_s = 0.0
 
 

@@ -6,6 +6,7 @@ MeshwrightError
  +- InfeasibleError        nothing fits; names the binding resource                   exit code 1
  +- SolverLimitError       a time limit ended the search before any answer            exit code 1
  +- RuntimeMismatchError   a plan that this machine, job or torch cannot execute      exit code 1
+ +- NodesNotMetError       not all nodes of a job came to the meeting place           exit code 1
  +- InterruptedRunError    a signal ended a job                                       exit code 128 + signal
 """
 
@@ -72,6 +73,10 @@ class SolverLimitError(MeshwrightError):
 
 class RuntimeMismatchError(MeshwrightError):
     """The plan and this machine, job or torch do not match."""
+
+
+class NodesNotMetError(MeshwrightError):
+    """A job on several nodes did not begin: one did not come, or what they met at went away."""
 
 
 class InterruptedRunError(MeshwrightError):

@@ -32,9 +32,10 @@ from ...schema import (
     NodeGroup,
     Plan,
 )
-from ...schema.errors import InterruptedRunError
+from ...schema.errors import InterruptedRunError, NodesNotMetError
 from .faults import RankDeath, explain
 from .machine import check_machine, local_group
+from .network import holds_endpoint, interface_of, own_address
 from .out_of_memory import memory_line
 from .progress import FOLDER_VARIABLE
 from .stopping import Stopping
@@ -48,6 +49,7 @@ _LOG_TAIL_LINES = 200
 """Lines of a rank's log that are searched for the kind of its failure; fewer are shown."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _AGENT_LOGGER = "torch.distributed.elastic"
 
 
@@ -89,7 +91,8 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
 
     Raises:
         RuntimeMismatchError: this machine is not what the plan is for.
-        MeshwrightError: a rank failed, a signal ended the job, or the nodes did not meet. No process is left behind.
+        NodesNotMetError: not all nodes came.
+        MeshwrightError: a rank failed, or a signal ended the job. No process is left behind.
     """
     rendezvous = rendezvous or Rendezvous()
     group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank)
@@ -102,7 +105,7 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
         logs = DefaultLogsSpecs(f"{folder}/ranks", redirects=redirects)
         stopping = Stopping(job.grace_s, progress, has_checkpoints=_has_checkpoints(job))
         run = elastic_launch(_config(rendezvous, group.devices_per_node, logs, stopping.agent_signals), sys.executable)
-        variables = {**_worker_environment(job, group), FOLDER_VARIABLE: str(progress)}
+        variables = {**_worker_environment(job, group), **_network(rendezvous), FOLDER_VARIABLE: str(progress)}
         watch = Watch()
         try:
             with environment(variables), watching(progress, watch, job.hang_timeout_s), stopping.listening():
@@ -123,7 +126,8 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
             received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             raise InterruptedRunError(received) from None
         except (RendezvousError, DistError) as error:
-            raise _rendezvous_error(rendezvous, error) from None
+            has_begun = any(Path(folder).glob("ranks/*/attempt_0/0"))
+            raise (_lost_nodes(error) if has_begun else _not_met(rendezvous, error)) from None
 
 
 def _has_checkpoints(job: Job) -> bool:
@@ -136,7 +140,9 @@ def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs,
     if is_static:
         settings["rank"] = rendezvous.node_rank
     elif rendezvous.nnodes > 1:
-        settings["join_timeout"] = rendezvous.timeout_s
+        settings |= {"join_timeout": rendezvous.timeout_s, "read_timeout": rendezvous.timeout_s}
+        is_host = holds_endpoint(rendezvous.endpoint or "")
+        settings |= {} if is_host is None else {"is_host": is_host}
     options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S, "signals_to_handle": signals}
     known = {field.name for field in fields(LaunchConfig)}
     return LaunchConfig(
@@ -147,7 +153,7 @@ def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs,
         rdzv_backend="static" if is_static else "c10d",
         rdzv_endpoint=rendezvous.endpoint or "localhost:0",
         rdzv_configs=settings,
-        local_addr="localhost" if rendezvous.nnodes == 1 else None,
+        local_addr=_address(rendezvous),
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=logs,
@@ -160,6 +166,17 @@ def _worker_environment(job: Job, group: NodeGroup) -> dict[str, str]:
     chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
     memory = cpu_rank_environment() if group.device.vendor == "cpu" else {}
     return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
+
+
+def _address(rendezvous: Rendezvous) -> str | None:
+    return "localhost" if rendezvous.nnodes == 1 else own_address(rendezvous.endpoint or "")
+
+
+def _network(rendezvous: Rendezvous) -> dict[str, str]:
+    """The interface for gloo's connections: by itself it takes that of the machine's name, which may be the loopback."""
+    address = _address(rendezvous)
+    interface = interface_of(address) if rendezvous.nnodes > 1 and address else None
+    return {_GLOO_INTERFACE: interface} if interface and _GLOO_INTERFACE not in os.environ else {}
 
 
 @contextlib.contextmanager
@@ -234,10 +251,22 @@ def _log_tail(folder: Path, local_rank: int) -> list[str]:
     return lines[-_LOG_TAIL_LINES:]
 
 
-def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> MeshwrightError:
-    lines = str(error).strip().splitlines() or [""]
+def _lost_nodes(error: Exception) -> MeshwrightError:
     return MeshwrightError(
+        "the connection to the other nodes of the job was lost",
+        details=(_first_line(error),),
+        help="the cause is on another node: see the messages there",
+    )
+
+
+def _not_met(rendezvous: Rendezvous, error: Exception) -> NodesNotMetError:
+    return NodesNotMetError(
         f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint or 'localhost'}",
-        details=(f"{type(error).__name__}: {lines[0]}",),
+        details=(_first_line(error),),
         help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
     )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

@@ -34,6 +34,7 @@ class TrainOptions(Frozen):
             then only the layout means anything.
         save_adapters: folder to write low-rank adapters to at the end, as peft reads them.
         compile_blocks: let torch.compile fuse the operators of each block.
+        trace: file for the timeline of one step, the first after the warm-up.
         router_bias_rate: by how much a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3).
     """
 
@@ -58,6 +59,7 @@ class TrainOptions(Frozen):
     save_adapters: str | None = None
     zeroth_order: bool = False
     compile_blocks: bool = False
+    trace: str | None = None
     router_bias_rate: NonNegativeFloat = 1e-3
 
     def learning_rate_factor(self, step: int) -> float:

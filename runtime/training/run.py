@@ -25,11 +25,12 @@ from ..job.progress import FOLDER_VARIABLE, ProgressFile
 from ..job.stopping import STOPPED_FILE
 from ..parallel_model import ParallelModel
 from .memory import MemoryMeter
-from .metrics import KEPT_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
+from .metrics import KEPT_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
 from .optimizer import build_scheduler, local_square, scale_gradients
 from .options import TrainOptions
 from .parts import Part
 from .router_balance import RouterBalance
+from .step_trace import StepTrace
 from .zeroth_order import ZerothOrderSGD
 
 T = TypeVar("T")
@@ -84,6 +85,8 @@ class TrainingRun:
         self._scheduler = build_scheduler(self.optimizer, options, done=self._steps)
         self._balance = RouterBalance(self.model, options.router_bias_rate)
         self._progress = ProgressFile()
+        self._trace = StepTrace(self.model.plan, self.model.clock, options.trace) if options.trace else None
+        self._traced_step = min(self._steps + WARMUP_STEPS + 1, options.steps)
         self._saves = None
         if options.checkpoint_dir is not None:
             self._saves = CheckpointWriter(
@@ -135,7 +138,12 @@ class TrainingRun:
     def step(self, tokens: torch.Tensor) -> None:
         """Forward, backward and update; the clock runs from the batch being there to the parameters being new."""
         model, options = self.model, self.options
+        trace = self._trace if self._steps + 1 == self._traced_step else None
+        if trace is not None:
+            trace.begin()
         start_s = self._now_s()
+        if trace is not None:
+            model.clock.keep()
         share = self._losses(tokens)
         asked = torch.full_like(share, float(self.stop.received))
         sums = torch.stack((share.float(), local_square(model), asked.float()))
@@ -160,6 +168,8 @@ class TrainingRun:
         self._progress.beat()
         self.step_times_s.append(step_time_s)
         self.parts_s.append(model.clock.take(step_time_s))
+        if trace is not None:
+            trace.write(step=self._steps, start_s=start_s, step_time_s=step_time_s)
         record = StepRecord(
             step=self._steps,
             loss=loss,

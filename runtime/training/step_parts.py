@@ -4,6 +4,8 @@ On a CPU every collective and message blocks the process, so waiting is timed wh
 during a pass, the clipping or the loss it is communication, between the passes of a pipeline it is waiting for a neighbour. On a
 GPU nothing blocks: parts are the stream's seconds between two events, waiting included. A part costs microseconds, so that
 all steps of every run have them. All-to-alls of a backward pass wait inside torch's C++ and count as backward.
+
+Of one step the clock can also keep when each part and each wait began and ended, as `Piece`s.
 """
 
 from __future__ import annotations
@@ -12,15 +14,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from ...cost_models.pipeline_simulation import Action
 from .parts import BESIDE, PARTS, Part
 
-_Mark = tuple[Part, Any, Any]
+
+class Piece(NamedTuple):
+    """A part, or a wait, of the step that is kept; seconds since the step began. ``action`` is what a pass was of."""
+
+    part: Part
+    start_s: float
+    end_s: float
+    action: Action | None = None
+    is_wait: bool = False
+
+
+_Mark = tuple[Part, Any, Any, Action | None]
 
 
 class StepClock:
@@ -37,16 +51,31 @@ class StepClock:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._marks: list[_Mark] = []
         self._waited, self._depth, self._thread = 0.0, 0, threading.get_ident()
+        self._begun: Any = None
+        self._pieces: list[Piece] = []
+
+    def keep(self) -> None:
+        """The step begins, and each of its parts and waits is kept until `take_pieces`."""
+        self._pieces = []
+        self._begun = time.perf_counter()
+        if self._on_gpu:
+            self._begun = torch.cuda.Event(enable_timing=True)
+            self._begun.record()
+
+    def take_pieces(self) -> list[Piece]:
+        """What was kept of the step that has ended; on a GPU after it was synchronised and taken. Nothing more is kept."""
+        pieces, self._pieces, self._begun = self._pieces, [], None
+        return pieces
 
     @contextmanager
-    def part(self, name: Part) -> Iterator[None]:
+    def part(self, name: Part, action: Action | None = None) -> Iterator[None]:
         """What happens inside belongs to a part, except for waiting. Parts do not nest."""
         if self._on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._marks.append((name, begin, end))
+            self._marks.append((name, begin, end, action))
             return
         start, before, ran = time.perf_counter(), self._waited, time.thread_time()
         self._depth += 1
@@ -54,23 +83,33 @@ class StepClock:
             yield
         finally:
             self._depth -= 1
-            own = time.perf_counter() - start - (self._waited - before)
+            ended = time.perf_counter()
+            own = ended - start - (self._waited - before)
+            if self._begun is not None:
+                self._pieces.append(Piece(name, start - self._begun, ended - self._begun, action))
             self._seconds[name] += own
             if name != "data":
                 self._seconds["preempted"] += max(0.0, own - (time.thread_time() - ran))
 
     def take(self, step_time_s: float) -> dict[Part, float]:
         """Parts of the step that has ended, seconds, and begin anew; on a GPU after it was synchronised."""
-        for name, begin, end in self._marks:
+        for name, begin, end, action in self._marks:
             self._seconds[name] += begin.elapsed_time(end) / 1e3
+            if self._begun is not None:
+                since = [self._begun.elapsed_time(event) / 1e3 for event in (begin, end)]
+                self._pieces.append(Piece(name, since[0], since[1], action))
         seconds, self._seconds, self._marks = self._seconds, dict.fromkeys(PARTS, 0.0), []
         counted = sum(value for name, value in seconds.items() if name not in BESIDE)
         return {**seconds, "other": max(0.0, step_time_s - counted)}
 
-    def waited(self, elapsed_s: float) -> None:
-        """What passed, until now and on this thread, was waiting for other ranks."""
-        self._waited += elapsed_s
-        self._seconds["communication" if self._depth else self._outside] += elapsed_s
+    def waited(self, since_s: float) -> None:
+        """What passed from a moment of time.perf_counter until now, on this thread, was waiting for other ranks."""
+        ended = time.perf_counter()
+        part: Part = "communication" if self._depth else self._outside
+        self._waited += ended - since_s
+        self._seconds[part] += ended - since_s
+        if self._begun is not None and not self._on_gpu:
+            self._pieces.append(Piece(part, since_s - self._begun, ended - self._begun, is_wait=True))
 
     def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """A waiting function that tells this clock how long it took."""
@@ -82,7 +121,7 @@ class StepClock:
             try:
                 return wait(*args, **kwargs)
             finally:
-                self.waited(time.perf_counter() - start)
+                self.waited(start)
 
         return timed_wait
 

@@ -1,0 +1,171 @@
+"""Kubernetes: jobs of Kubeflow whose pods run `meshwright apply` on the plan, one pod a node.
+
+Two manifests for the two generations of the operator, each with the plan as a ConfigMap beside it: a PyTorchJob, whose operator
+tells every pod its place in RANK, MASTER_ADDR and MASTER_PORT (of pods, not of processes), and a TrainJob, whose operator has them
+as PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
+
+Source: kubeflow/training-operator v1.9 (pkg/controller.v1/pytorch/envvar.go, pkg/webhooks/pytorch/pytorchjob_webhook.go);
+kubeflow/trainer v2 (pkg/apis/trainer/v1alpha1/trainjob_types.go, pkg/runtime/framework/plugins/torch/torch.go).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from ..schema.plan import Plan
+from .documents import Exported, Limit, require_expressible
+from .launching import devices_per_node, num_nodes
+
+VERSION = "v1.9 (PyTorchJob), v2 (TrainJob)"
+PYTORCH_JOB, TRAIN_JOB = "pytorchjob.yaml", "trainjob.yaml"
+
+MAX_PLAN_BYTES = 128_000
+"""Of a plan as an environment variable: Linux takes strings of up to 128 KiB (MAX_ARG_STRLEN in include/uapi/linux/binfmts.h)."""
+
+_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "cpu": "cpu"}
+_KEY = "plan.json"
+_VARIABLE = "MESHWRIGHT_PLAN_JSON"
+_FILE = "/tmp/plan.json"
+
+LIMITS = (
+    Limit(
+        "own_engine",
+        lambda p: p.workload.engine == "fsdp2",
+        lambda p: (
+            f"the plan is for {p.workload.engine}: the pods run `meshwright apply`, which has an engine of its own"
+        ),
+        "plan again without --engine",
+    ),
+    Limit(
+        "alike_nodes",
+        lambda p: len(p.cluster.groups) == 1,
+        lambda p: f"{p.cluster.name} has several kinds of nodes: the pods of a job ask for the same devices",
+        "plan for one kind of nodes",
+    ),
+    Limit(
+        "known_device",
+        lambda p: p.cluster.groups[0].device.vendor in _RESOURCES,
+        lambda p: f"no resource of Kubernetes is known for {p.cluster.groups[0].device.name}",
+        "plan for NVIDIA or AMD GPUs, or for CPUs",
+    ),
+    Limit(
+        "plan_size",
+        lambda p: len(_text(p)) <= MAX_PLAN_BYTES,
+        lambda p: f"the plan has {len(_text(p))} bytes, a pod takes {MAX_PLAN_BYTES} in a variable",
+        "put plan.json on storage that the pods share, and start `meshwright apply` there",
+    ),
+)
+
+
+def export(plan: Plan) -> Exported:
+    """The plan as two manifests; one of them is to be applied.
+
+    Raises:
+        ConfigError: its nodes differ, or it is for another engine.
+    """
+    require_expressible(plan, "kubernetes", VERSION, LIMITS)
+    name = _name(plan)
+    head = f"# {plan.model.name} on {plan.layout.world_size} devices, {plan.layout}\n"
+    files = tuple(
+        (file, head + yaml.safe_dump_all([_config_map(plan, name), job], sort_keys=False))
+        for file, job in ((PYTORCH_JOB, _pytorch_job(plan, name)), (TRAIN_JOB, _train_job(plan, name)))
+    )
+    return Exported(
+        engine="kubernetes",
+        version=VERSION,
+        files=files,
+        to_set=(
+            "image: one that has meshwright",
+            "--steps and --data after `meshwright apply`",
+            "a volume that all pods share and --checkpoint-dir on it; then --resume lets a pod that comes back go on",
+            f"{TRAIN_JOB}: shared memory (/dev/shm) of the pods, in the runtime torch-distributed",
+        ),
+        command=f"kubectl apply -f {PYTORCH_JOB} (Kubeflow Trainer v2: {TRAIN_JOB})",
+    )
+
+
+def _name(plan: Plan) -> str:
+    """A name by RFC 1035, short enough for the names of pods to be made of it."""
+    words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
+    return f"meshwright-{words}"[:40].rstrip("-")
+
+
+def _text(plan: Plan) -> str:
+    """What `apply` needs of the plan."""
+    return plan.replace(alternatives=(), pareto=()).model_dump_json()
+
+
+def _config_map(plan: Plan, name: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_KEY: _text(plan)}}
+
+
+def _script(plan: Plan, name: str, *, rank: str, address: str, port: str) -> str:
+    nodes = num_nodes(plan)
+    meet = f' --nnodes {nodes} --node-rank "${rank}" --rdzv-endpoint "${address}:${port}" --rdzv-id {name}'
+    return f'printf %s "${_VARIABLE}" > {_FILE} && exec meshwright apply {_FILE} --steps 100{meet if nodes > 1 else ""}'
+
+
+def _container(plan: Plan, name: str, script: str) -> dict[str, Any]:
+    """Fields that the container of a PyTorchJob and the trainer of a TrainJob share."""
+    reference = {"configMapKeyRef": {"name": name, "key": _KEY}}
+    return {
+        "image": "meshwright:latest",
+        "command": ["sh", "-c"],
+        "args": [script],
+        "env": [{"name": _VARIABLE, "valueFrom": reference}],
+    }
+
+
+def _resources(plan: Plan) -> dict[str, Any]:
+    amount = {_RESOURCES[plan.cluster.groups[0].device.vendor]: devices_per_node(plan)}
+    return {"requests": dict(amount), "limits": dict(amount)}
+
+
+def _pytorch_job(plan: Plan, name: str) -> dict[str, Any]:
+    script = _script(plan, name, rank="RANK", address="MASTER_ADDR", port="MASTER_PORT")
+    container = {
+        "name": "pytorch",
+        **_container(plan, name, script),
+        "resources": _resources(plan),
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "terminationGracePeriodSeconds": 60,
+        "containers": [container],
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+    }
+    workers = num_nodes(plan) - 1
+    replicas = {"Master": 1, **({"Worker": workers} if workers else {})}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": name},
+        "spec": {
+            "runPolicy": {"backoffLimit": 3, "cleanPodPolicy": "None"},
+            "pytorchReplicaSpecs": {
+                kind: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+                for kind, count in replicas.items()
+            },
+        },
+    }
+
+
+def _train_job(plan: Plan, name: str) -> dict[str, Any]:
+    script = _script(plan, name, rank="PET_NODE_RANK", address="PET_MASTER_ADDR", port="PET_MASTER_PORT")
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": {
+                "numNodes": num_nodes(plan),
+                "numProcPerNode": devices_per_node(plan),
+                "resourcesPerNode": _resources(plan),
+                **_container(plan, name, script),
+            },
+        },
+    }

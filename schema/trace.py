@@ -1,0 +1,131 @@
+"""A step as a timeline: who does what when; and as the Trace Event Format that chrome://tracing and ui.perfetto.dev open.
+
+A predicted step and a measured one have the same form, ranks as processes and streams as threads under the same names, so that the
+two can be laid over each other.
+
+Source: Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; ``ts`` and ``dur`` are
+microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from .layout import Layout
+    from .plan import Plan
+
+Stream = Literal["compute", "communication", "optimizer"]
+STREAMS: tuple[Stream, ...] = ("compute", "communication", "optimizer")
+
+NAMES = {"F": "forward", "B": "backward (input)", "W": "backward (weights)", "BW": "backward"}
+"""What the letters of passes stand for."""
+
+OPTIMIZER = "optimizer"
+DATA_PARALLEL = "data-parallel communication that nothing hides"
+SPLIT_VOCABULARY = "vocabulary split over the stages"
+COPIES = "waiting for copies from and to the host"
+
+MAX_PROCESSES = 8
+"""Ranks of a job that are drawn one by one; of more, one stands for all the ranks of its stage."""
+
+
+class Slice(NamedTuple):
+    """Something one rank does, from ``start_s`` for ``seconds``; ``rank`` is its position along the pipeline, in a measured step
+    the rank of the job.
+
+    ``stage`` and ``micro_batch`` are -1 of what is done once a step.
+    """
+
+    rank: int
+    stream: Stream
+    kind: str
+    start_s: float
+    seconds: float
+    stage: int = -1
+    micro_batch: int = -1
+
+
+class StepTimeline(NamedTuple):
+    """All slices of a predicted step, and the ranks of the job that each rank of the pipeline stands for."""
+
+    slices: tuple[Slice, ...]
+    ranks: tuple[range, ...]
+    step_time_s: float
+
+
+def chrome_trace(plan: Plan, steps: StepTimeline) -> dict[str, Any]:
+    """A predicted step as an object to be written as JSON."""
+    processes = _processes(plan.layout)
+    events = [
+        _event(piece, pid)
+        for pid, ranks in enumerate(processes)
+        for piece in steps.slices
+        if ranks.start in steps.ranks[piece.rank]
+    ]
+    return _trace(plan, "predicted", processes, events, step_time_s=steps.step_time_s)
+
+
+def measured_trace(
+    plan: Plan, by_rank: Sequence[Sequence[Slice]], *, starts_s: Sequence[float], step: int, step_time_s: float
+) -> dict[str, Any]:
+    """A measured step as an object to be written as JSON; of ranks that are drawn as one, the one that computed longest.
+
+    Args:
+        by_rank: what each rank of the job did.
+        starts_s: when each of them began.
+        step: its number.
+        step_time_s: its seconds on the first rank, as reported.
+    """
+
+    def computing_s(rank: int) -> float:
+        return sum(piece.seconds for piece in by_rank[rank] if piece.stream == "compute")
+
+    processes = _processes(plan.layout)
+    shown = [max(ranks, key=computing_s) for ranks in processes]
+    events = [_event(piece, pid) for pid, rank in enumerate(shown) for piece in by_rank[rank]]
+    others = {"step": step, "ranks": shown, "starts_s": [starts_s[rank] for rank in shown]}
+    return _trace(plan, "measured", processes, events, step_time_s=step_time_s, **others)
+
+
+def _processes(layout: Layout) -> tuple[range, ...]:
+    """Ranks of the job that each process stands for."""
+    size = 1 if layout.world_size <= MAX_PROCESSES else layout.stage_ranks
+    return tuple(range(first, first + size) for first in range(0, layout.world_size, size))
+
+
+def _trace(
+    plan: Plan, kind: str, processes: Sequence[range], events: list[dict[str, Any]], **others: Any
+) -> dict[str, Any]:
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"kind": kind, "layout": str(plan.layout), **others},
+        "traceEvents": [*_names(processes), *events],
+    }
+
+
+def _names(processes: Sequence[range]) -> Iterator[dict[str, Any]]:
+    """Events that name processes and threads."""
+    for pid, ranks in enumerate(processes):
+        name = f"pipeline rank {pid} (ranks {ranks.start}..{ranks.stop - 1})" if len(ranks) > 1 else f"rank {pid}"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+        for thread, stream in enumerate(STREAMS):
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": stream}}
+
+
+def _event(piece: Slice, pid: int) -> dict[str, Any]:
+    once = piece.micro_batch < 0
+    event: dict[str, Any] = {
+        "ph": "X",
+        "name": piece.kind if once else f"{piece.kind}{piece.micro_batch}",
+        "cat": piece.stream if once else NAMES[piece.kind],
+        "pid": pid,
+        "tid": STREAMS.index(piece.stream),
+        "ts": 1e6 * piece.start_s,
+        "dur": 1e6 * piece.seconds,
+    }
+    if not once:
+        event["args"] = {"stage": piece.stage, "micro_batch": piece.micro_batch}
+    return event

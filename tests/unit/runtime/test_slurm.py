@@ -1,0 +1,62 @@
+"""Where nodes meet: what Slurm says, and which address a node has for the others."""
+
+from __future__ import annotations
+
+import pytest
+from meshwright.runtime.job.launch import Rendezvous
+from meshwright.runtime.job.network import holds_endpoint, interface_of, own_address
+from meshwright.runtime.job.slurm import first_host, slurm_rendezvous
+from meshwright.schema import ConfigError
+
+STEP = {
+    "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
+}  # fmt: skip
+
+
+def test_task_of_a_step_knows_where_the_others_are() -> None:
+    expected = Rendezvous(nnodes=2, node_rank=1, endpoint="gpu07:23456", run_id="123456.2")
+    assert slurm_rendezvous(STEP) == expected
+
+
+@pytest.mark.parametrize("lacking", ["SLURM_STEP_ID", "SLURM_STEP_NUM_NODES"])
+def test_outside_srun_a_job_has_one_node(lacking: str) -> None:
+    assert slurm_rendezvous({name: value for name, value in STEP.items() if name != lacking}) is None
+
+
+def test_step_on_one_node_needs_no_meeting() -> None:
+    assert slurm_rendezvous({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+def test_several_tasks_on_a_node_are_refused() -> None:
+    with pytest.raises(ConfigError, match="16 tasks on 2 nodes"):
+        slurm_rendezvous({**STEP, "SLURM_STEP_NUM_TASKS": "16"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("login", "login"),
+        ("gpu[003-007,12],login", "gpu003"),
+        ("a1,gpu[003-007]", "a1"),
+        ("rack[2-3]node[01,05]", "rack2node01"),
+        ("gpu[5,7-9]-ib", "gpu5-ib"),
+    ],
+)
+def test_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_loopback_is_no_address_for_others() -> None:
+    assert own_address("127.0.0.1:29400") is None
+    assert holds_endpoint("127.0.0.1:29400") is None
+    assert interface_of("127.0.0.1") is not None
+
+
+@pytest.mark.parametrize("endpoint", ["no.such.host.invalid:1", "", "host:", "[::1]:29400"])
+def test_endpoint_without_an_answer(endpoint: str) -> None:
+    assert own_address(endpoint) is None
+
+
+def test_interface_of_nobody() -> None:
+    assert interface_of("192.0.2.77") is None
