@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -185,6 +186,7 @@ def _pyplot() -> Any:
 def _save_plot(path: Path, rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> None:
     """One log-log panel per source: scored rows, the diagonal, and a factor of two either side."""
     from ..schema import ConfigError
+    from ..schema.base import write_atomically
 
     points: dict[str, list[tuple[float, float]]] = {}
     for row, prediction in zip(rows, predictions, strict=True):
@@ -206,9 +208,11 @@ def _save_plot(path: Path, rows: Sequence[RunRow], predictions: Sequence[Predict
     for panel in list(panels.flat)[len(points) :]:
         panel.set_visible(False)
     figure.tight_layout()
+    drawn = io.BytesIO()
     try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
+        figure.savefig(drawn, dpi=120, format=path.suffix[1:] or None)
+    except ValueError as error:
         raise ConfigError(f"cannot write {path}: {error}") from None
     finally:
         pyplot.close(figure)
+    write_atomically(path, drawn.getvalue())

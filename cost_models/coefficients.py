@@ -11,7 +11,9 @@ from importlib.resources import files
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from ..schema import ClusterSpec, Device, Workload
+from ..schema.catalogue import find_device
 from ..schema.cluster import GemmFit
+from ..schema.cluster_levels import catalogue_device
 from ..schema.errors import ConfigError
 from ..schema.profile import MatmulPoint
 from ..schema.workload import Precision
@@ -108,11 +110,13 @@ class AttentionRates(NamedTuple):
         kernel: whose coefficients (learned/attention.py).
         silicon: what the device has.
         arithmetic_ratio: what this generation's arithmetic takes over the kernel's.
+        reference: what the learned residual takes the device for: the catalogue's of its name, and nothing of a calibration.
     """
 
     kernel: str
     silicon: Silicon
     arithmetic_ratio: float
+    reference: Silicon
 
 
 class DeviceRates(NamedTuple):
@@ -264,9 +268,23 @@ def gemm_rates(
         ratio = peak_flops_per_s(device, "fp8") / peak_flops_per_s(device, "bf16-mixed")
         ratio *= coefficients()["fp8"]["gemm_efficiency_ratio"]
     element_bytes = {"nvfp4": 0.5, "fp32": 4.0}.get(precision, 2.0)
-    sheet = gemm_hardware(device, "bf16-mixed" if precision == "fp8" else precision)
-    rates = corrected_by(points, dtype, GemmRates(own, sheet, software, element_bytes))
+    products: Precision = "bf16-mixed" if precision == "fp8" else precision
+    known = _catalogued(device.name)
+    is_measured_here = any(point.dtype == dtype for point in points)
+    is_sheet = known is not None and known.gemm == device.gemm and _dtype(known, products) == dtype
+    reference = gemm_hardware(known, products) if known is not None and is_sheet and not is_measured_here else None
+    sheet = gemm_hardware(device, products)
+    rates = corrected_by(points, dtype, GemmRates(own, sheet, software, element_bytes, reference=reference))
     return rates._replace(sustained_ratio=_sustained(device) * calibration * ratio)
+
+
+@cache
+def _catalogued(name: str) -> Device | None:
+    """The catalogue's device of this name; None where it has none."""
+    try:
+        return catalogue_device(*find_device(name))
+    except ConfigError:
+        return None
 
 
 def _dtype(device: Device, precision: Precision) -> str:
@@ -304,11 +322,17 @@ def _sustained(device: Device) -> float:
 def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates:
     """Kernel and device of fused attention; fp8 and nvfp4 training run it in bf16."""
     device, in_bf16 = cluster.weakest_device, workload.precision in ("fp8", "nvfp4")
-    peak = peak_flops_per_s(device, "bf16-mixed" if in_bf16 else workload.precision)
+    precision: Precision = "bf16-mixed" if in_bf16 else workload.precision
     c, kernel = coefficients()["attention"], kernel_name(device.architecture, workload.engine)
+
     # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
-    sustained = cluster.calibration.attention * (1.0 if kernel == "hopper_fa2" else _sustained(device))
-    processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
-    silicon = Silicon(peak * sustained, device.memory_bandwidth_bytes_per_s, processors)
-    is_first = workload.flash_generation == 1
-    return AttentionRates(kernel, silicon, c["first_generation_ratio"] if is_first else 1.0)
+    def silicon(device: Device, ratio: float) -> Silicon:
+        sustained = ratio * (1.0 if kernel == "hopper_fa2" else _sustained(device))
+        processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
+        return Silicon(peak_flops_per_s(device, precision) * sustained, device.memory_bandwidth_bytes_per_s, processors)
+
+    known = _catalogued(device.name)
+    has_peak = known is not None and _dtype(known, precision) == _dtype(device, precision)
+    reference = silicon(known if known is not None and has_peak else device, 1.0)
+    ratio = c["first_generation_ratio"] if workload.flash_generation == 1 else 1.0
+    return AttentionRates(kernel, silicon(device, cluster.calibration.attention), ratio, reference)

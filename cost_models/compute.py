@@ -178,7 +178,12 @@ def attention_s(
     )
     own = rates.attention
     seconds = attention_seconds(
-        own.kernel, shape, own.silicon, backward=backward, arithmetic_ratio=own.arithmetic_ratio
+        own.kernel,
+        shape,
+        own.silicon,
+        backward=backward,
+        arithmetic_ratio=own.arithmetic_ratio,
+        reference=own.reference,
     )
     return np.asarray(seconds[inverse.reshape(np.shape(tokens / tp))], dtype=np.float64)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema import Layout
+from ..schema import ConfigError, Layout
 from ..schema.layout import NUMBERS, SCHEDULES, LayoutRecompute, Offload, Recompute, Vocabulary
 
 IntArray = NDArray[np.int64]
@@ -226,7 +226,13 @@ class LayoutBatch:
 
     @classmethod
     def of(cls, layouts: list[Layout], global_batch_size: int) -> Self:
-        """From Layout objects."""
+        """From Layout objects.
+
+        Raises:
+            ConfigError: one has an offload schedule, whose costs are its own (planner/offload.py).
+        """
+        if any(layout.offload == "scheduled" for layout in layouts):
+            raise ConfigError("what a layout with an offload schedule costs is known for the plan's own schedule only")
         columns: dict[str, list[Any]] = {
             **{name: [getattr(layout, name) for layout in layouts] for name in NUMBERS},
             "num_microbatches": [layout.num_microbatches(global_batch_size) for layout in layouts],

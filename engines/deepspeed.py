@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ..schema.base import shown
 from ..schema.engine_rules import DEEPSPEED_RULES
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
@@ -119,7 +120,7 @@ def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec |
         raise ConfigError("zero_optimization and tensor_parallel must be tables")
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"zero_optimization.stage = {stage!r}: must be 0, 1, 2 or 3")
+        raise ConfigError(f"zero_optimization.stage = {shown(stage)}: must be 0, 1, 2 or 3")
     tp = whole(tensor.get("autotp_size") or 1, "tensor_parallel.autotp_size")
     cp = whole(content.get("sequence_parallel_size", 1), "sequence_parallel_size")
     dp = divided(num_devices, tp=tp, cp=cp)

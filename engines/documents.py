@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..schema.base import Count, Frozen, write_atomically
+from ..schema.base import Count, Frozen, shown, write_atomically
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
 from ..schema.plan import Plan
@@ -124,5 +124,5 @@ def whole(value: Any, name: str) -> int:
     if isinstance(value, str) and value.strip().isdigit():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
-        raise ConfigError(f"{name} = {value!r}: must be a whole number above 0")
+        raise ConfigError(f"{name} = {shown(value)}: must be a whole number above 0")
     return value

@@ -16,6 +16,9 @@ from ..schema.model import ModelSpec
 from . import accelerate, deepspeed, megatron, nemo, torchtitan_read
 from .documents import ENGINES, Imported
 
+MAX_YAML_NODES = 100_000
+"""Values of a YAML file, those that aliases stand for counted each time."""
+
 
 def read_configuration(
     path: str | Path, *, engine: str | None = None, num_devices: int | None = None, model: ModelSpec | None = None
@@ -61,18 +64,44 @@ def _read(path: Path, text: str, engine: str | None, num_devices: int | None, mo
 
 def _parsed(suffix: str, text: str) -> Mapping[str, Any]:
     try:
-        content = (
-            tomllib.loads(text)
-            if suffix == ".toml"
-            else json.loads(text)
-            if suffix == ".json"
-            else yaml.safe_load(text)
-        )
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        content = tomllib.loads(text) if suffix == ".toml" else json.loads(text) if suffix == ".json" else _yaml(text)
+    except (
+        ValueError,
+        yaml.YAMLError,
+        RecursionError,
+        KeyError,
+        TypeError,
+    ) as error:  # as PyYAML raises them for odd tags
         raise ConfigError(f"not valid {suffix[1:]}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, Mapping):
         raise ConfigError("holds no table of settings")
     return content
+
+
+def _yaml(text: str) -> Any:
+    """YAML without code; an alias of what has aliases in it may stand for more than any memory holds, and is refused."""
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
+
+    def add(size: int) -> None:
+        anchor, before = open_nodes[-1]
+        open_nodes[-1] = anchor, before + size
+        if before + size > MAX_YAML_NODES:
+            raise ValueError(f"its aliases stand for more than {MAX_YAML_NODES} values")
+
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            add(sizes.get(event.anchor, MAX_YAML_NODES))
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = 1
+            add(1)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_nodes.pop()
+            sizes[str(anchor)] = size
+            add(size)
+    return yaml.safe_load(text)
 
 
 def _engine_of(content: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..schema.base import shown
 from ..schema.engine_rules import MEGATRON_RULES
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
@@ -251,7 +252,7 @@ def _ulysses(settings: Mapping[str, Any], cp: int) -> int:
         return whole(sizes[0], "hierarchical_context_parallel_sizes")
     if kind in ("p2p", "all_gather", "allgather"):
         return 1
-    raise ConfigError(f"cp_comm_type {kind!r}: one of p2p, a2a, a2a+p2p")
+    raise ConfigError(f"cp_comm_type {shown(kind)}: one of p2p, a2a, a2a+p2p")
 
 
 def _recompute_of(settings: Mapping[str, Any], model: ModelSpec | None, stages: int) -> dict[str, Any]:
@@ -261,7 +262,7 @@ def _recompute_of(settings: Mapping[str, Any], model: ModelSpec | None, stages: 
     if granularity is None:
         return {"recompute": "none"}
     if granularity not in ("full", "selective"):
-        raise ConfigError(f"recompute_granularity {granularity!r}: full or selective")
+        raise ConfigError(f"recompute_granularity {shown(granularity)}: full or selective")
     if granularity == "selective" or settings.get("recompute_method") != "block":
         return {"recompute": granularity}
     count = whole(settings.get("recompute_num_layers", 1), "recompute_num_layers")

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from ..schema.base import shown
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout, Recompute
 from .documents import Imported, divided, whole
@@ -22,6 +23,14 @@ def read_module(text: str, num_devices: int | None) -> Imported:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"not a Python module: {error}") from None
+    try:
+        return read(_assigned(tree), num_devices)
+    except (RecursionError, MemoryError):
+        raise ConfigError("not a configuration: its expressions are nested too deeply") from None
+
+
+def _assigned(tree: ast.Module) -> dict[str, dict[str, Any]]:
+    """Section -> name -> literal of the assignments to ``config``."""
     content: dict[str, dict[str, Any]] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
@@ -36,9 +45,9 @@ def read_module(text: str, num_devices: int | None) -> Imported:
         elif len(path) == 3:
             try:
                 content.setdefault(path[1], {})[path[2]] = ast.literal_eval(node.value)
-            except ValueError:
+            except (ValueError, TypeError):  # no literal; a dictionary with a list as a key
                 continue
-    return read(content, num_devices)
+    return content
 
 
 def read(content: Mapping[str, Any], num_devices: int | None) -> Imported:
@@ -112,7 +121,7 @@ def _schedule(axes: Mapping[str, Any], pp: int) -> tuple[Any, int, tuple[str, ..
     if pp == 1:
         return "1f1b", 1, ()
     if found is None:
-        raise ConfigError(f"pipeline_parallel_schedule {name!r}: one of {', '.join(SCHEDULES.values())}")
+        raise ConfigError(f"pipeline_parallel_schedule {shown(name)}: one of {', '.join(SCHEDULES.values())}")
     ours, many = found
     if chunks is None:
         chunks = 2 if many else 1

@@ -25,10 +25,16 @@ from numpy.typing import NDArray
 
 from ..schema.base import read_json, read_text
 from ..schema.errors import ConfigError
-from ..solvers.expert_instance import as_loads
+from ..solvers.expert_instance import MAX_LOADS, as_loads
 
 LOAD_KEYS = ("logical_count", "load", "loads", "expert_load", "weight", "counts")
 TRACE_KEYS = ("routed_experts", "topk_ids", "trace")
+MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO = 2**30, 64
+"""An archive of routing data may unpack to the first, or to the second times its own size."""
+
+MAX_EXPERTS = 10**6
+"""Of a layer: a larger number is no expert."""
+
 _SUFFIXES = (".npy", ".npz", ".csv", ".json", ".jsonl", ".pt", ".pth")
 
 
@@ -71,7 +77,8 @@ def read_trace(path: Path, key: str = "") -> NDArray[np.int64]:
 
 def _as_trace(array: Any, path: Path) -> NDArray[np.int64]:
     trace = np.asarray(array)
-    if trace.ndim != 3 or not np.issubdtype(trace.dtype, np.integer) or trace.size == 0 or trace.min() < 0:
+    is_trace = trace.ndim == 3 and np.issubdtype(trace.dtype, np.integer) and trace.size > 0
+    if not is_trace or trace.min() < 0 or trace.max() >= MAX_EXPERTS:
         raise ConfigError(
             f"{path}: a trace holds the experts of each token as whole numbers [tokens, layers, top_k]; this has shape "
             f"{trace.shape} of {trace.dtype}"
@@ -126,17 +133,32 @@ def read_numpy(path: Path) -> dict[str, Any]:
 
 def _numpy(path: Path) -> dict[str, Any]:
     try:
+        _require_plain(path)
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return {"array": loaded}
         with loaded:
-            return {name: loaded[name] for name in loaded.files}
+            return {name: array for name in loaded.files if isinstance(array := loaded[name], np.ndarray)} or _nothing(
+                path
+            )
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, MemoryError) as error:
+    except Exception as error:  # a damaged archive or header can fail in any way
         refused = "pickle" in str(error).lower()
         reason = "it holds Python objects, which could run code; refused" if refused else str(error) or "truncated"
         raise ConfigError(f"{path} is not a usable numpy file: {reason}") from None
+
+
+def _require_plain(path: Path) -> None:
+    """Raise for an archive that unpacks to far more than it is."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > MAX_UNPACKED_BYTES and size > MAX_UNPACKED_RATIO * path.stat().st_size:
+        raise ConfigError(f"{path} would unpack to {size / 2**30:.0f} GiB from {path.stat().st_size} bytes; refused")
 
 
 def _csv(path: Path) -> dict[str, Any]:
@@ -147,7 +169,7 @@ def _csv(path: Path) -> dict[str, Any]:
             columns = np.array(lines[1:], dtype=float)[:, [header.index(name) for name in ("layer", "expert", "load")]]
             return {"load": _dense(columns, path)}
         return {"load": np.array(lines[1:] if header and not _is_number(header[0]) else lines, dtype=float)}
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, OverflowError) as error:
         raise ConfigError(
             f"{path} is not a table of numbers: {error}", help="one row a layer, or columns layer,expert,load"
         ) from None
@@ -163,9 +185,11 @@ def _is_number(text: str) -> bool:
 
 def _dense(columns: NDArray[np.float64], path: Path) -> NDArray[np.float64]:
     index = columns[:, :2]
-    if np.any(index < 0) or np.any(index != np.floor(index)) or index.max() >= 10**6:
+    if np.any(index < 0) or np.any(index != np.floor(index)) or index.max() >= MAX_EXPERTS:
         raise ConfigError(f"{path}: layers and experts are whole numbers from 0")
     layers, experts = index.astype(np.int64).T
+    if (int(layers.max()) + 1) * (int(experts.max()) + 1) > MAX_LOADS:
+        raise ConfigError(f"{path}: {int(layers.max()) + 1} layers of {int(experts.max()) + 1} experts are too many")
     dense = np.zeros((int(layers.max()) + 1, int(experts.max()) + 1))
     np.add.at(dense, (layers, experts), columns[:, 2])
     return dense
@@ -193,7 +217,7 @@ def _jsonl(path: Path) -> dict[str, Any]:
         if routed is None:
             raise ConfigError(f"{path}: line {number} has no routed_experts")
         requests.append(_rectangular(routed, path))
-    if not requests or len({request.shape[1:] for request in requests}) != 1:
+    if not requests or requests[0].ndim != 3 or len({request.shape[1:] for request in requests}) != 1:
         raise ConfigError(f"{path}: requests with routed_experts [tokens, layers, top_k] of one model are needed")
     return {"routed_experts": np.concatenate(requests)}
 
@@ -201,7 +225,7 @@ def _jsonl(path: Path) -> dict[str, Any]:
 def _rectangular(value: Any, path: Path) -> NDArray[Any]:
     try:
         array = np.array(value)
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: not a rectangular array: {error}") from None
     if array.dtype == object or not np.issubdtype(array.dtype, np.number):
         raise ConfigError(f"{path}: not an array of numbers")
@@ -219,22 +243,35 @@ def _torch(path: Path) -> dict[str, Any]:
     import torch
 
     try:
+        _require_plain(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"{path} holds more than tensors, which could run code; refused",
-            details=(str(error).splitlines()[0][:200],),
+            details=(" ".join(str(error).split())[:200],),
         ) from None
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path} is not a usable torch file: {str(error).splitlines()[0][:200]}") from None
+    except Exception as error:  # a forged or damaged file can fail in any way
+        raise ConfigError(f"{path} is not a usable torch file: {' '.join(str(error).split())[:200]}") from None
     if isinstance(loaded, torch.Tensor):
-        return {"array": loaded.double().numpy() if loaded.is_floating_point() else loaded.numpy()}
+        return {"array": _as_array(loaded, path)}
     tensors = loaded.items() if isinstance(loaded, dict) else ()
     found = {
-        str(name): (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+        str(name): _as_array(tensor, path)
         for name, tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
     }
     return found or _nothing(path)
+
+
+def _as_array(tensor: Any, path: Path) -> Any:
+    """A tensor as numpy; strides may make a few stored numbers as many as nobody has memory for."""
+    if tensor.numel() > MAX_LOADS:
+        raise ConfigError(f"{path}: a tensor {list(tensor.shape)} is too large for loads")
+    try:
+        return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{path}: a tensor of loads is dense, on the CPU and of numbers: {error}") from None

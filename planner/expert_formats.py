@@ -31,6 +31,8 @@ from .expert_files import read_numpy
 Format = Literal["npz", "sglang", "vllm", "vllm-ascend", "tensorrt-llm"]
 _KIND = "meshwright-expert-placement"
 _OPTIONAL = ("home", "node_part")
+_ASSIGNMENT = re.compile(r"^[ \t]+[0-9]{1,9}[ \t]*:[ \t]*\[([0-9,\s]*)\][ \t]*$", re.MULTILINE)
+"""The slots of a layer in YAML; a long list goes on in further lines."""
 
 
 def write_placement(placement: ExpertPlacement, path: Path, form: Format, *, first_layer_idx: int = 0) -> None:
@@ -107,7 +109,8 @@ def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 
             raise ConfigError(f"the {placed.shape[1]} slots of {path} do not divide among {num_gpus} GPUs")
         slots = np.full(num_gpus, placed.shape[1] // num_gpus)
     num_experts = int(placed.max()) + 1
-    if placed.min() < 0 or np.any(replica_counts(placed, num_experts) == 0):
+    is_whole = placed.min() >= 0 and num_experts <= placed.shape[1]
+    if not is_whole or np.any(replica_counts(placed, num_experts) == 0):
         raise ConfigError(f"{path}: some expert below {num_experts} has no slot in some layer (C1)")
     if len(slots) % num_nodes:
         raise ConfigError(f"{len(slots)} GPUs cannot be divided among {num_nodes} nodes")
@@ -138,8 +141,11 @@ def _read(path: Path) -> tuple[IntArray, IntArray | None, ExpertPlacement | None
         rows = data.get("physical_to_logical_map") if isinstance(data, dict) else data
         return _matrix(rows, path), None, None
     if suffix in (".yaml", ".yml"):
-        rows = re.findall(r"^\s+\d+\s*:\s*\[([\d,\s]*)\]\s*$", read_text(path), re.MULTILINE)
-        return _matrix([[int(e) for e in row.split(",") if e.strip()] for row in rows], path), None, None
+        lists = _ASSIGNMENT.findall(read_text(path))
+        rows = [[expert.strip() for expert in row.split(",") if expert.strip()] for row in lists]
+        if not all(re.fullmatch("[0-9]{1,18}", expert) for row in rows for expert in row):
+            raise ConfigError(f"{path}: the experts of a layer are whole numbers separated by commas")
+        return _matrix([[int(expert) for expert in row] for row in rows], path), None, None
     raise ConfigError(f"{path}: a placement comes as .npz, .npy, .json or .yaml")
 
 

@@ -26,7 +26,7 @@ from ..cost_models.layouts import MIXED, LayoutBatch
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import estimate_step
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate, Plan
-from ..schema.base import read_text
+from ..schema.base import read_text, shown
 from .calibration import MEAN_TO_DEVIATION, MeasuredRun, memory_ratios
 from .planning import estimate as fresh_estimate
 from .validation.inputs import RunInputs
@@ -64,17 +64,31 @@ def read_run(plan: str | Path, metrics: str | Path) -> PlanRun:
             f"{metrics} does not end with a comparison of prediction and measurement",
             help="let `meshwright apply PLAN --metrics FILE` run to its end with this version",
         )
-    predicted = last.get("predicted", {}).get("tokens_per_s", 0) * last.get("predicted", {}).get("step_time_s", 0)
+    predicted = math.prod(_number(metrics, last.get("predicted"), name) for name in ("tokens_per_s", "step_time_s"))
     if abs(predicted / loaded.workload.tokens_per_step - 1) > 1e-6:
         raise ConfigError(f"{metrics} is of another plan than {plan}: steps of {predicted:.0f} tokens")
-    return PlanRun(loaded, measured["parts_s"], float(measured["step_time_s"]), float(measured["peak_reserved_bytes"]))
+    parts_s = measured["parts_s"]
+    seconds = {name: _number(metrics, parts_s, name, least=0.0) for name in parts_s}
+    step_s, peak = (_number(metrics, measured, name) for name in ("step_time_s", "peak_reserved_bytes"))
+    for name in ("compute", "communication"):
+        if name not in seconds or (name == "compute" and not seconds[name]):
+            raise ConfigError(f"{metrics}: parts_s says nothing of {name}")
+    return PlanRun(loaded, seconds, step_s, peak)
+
+
+def _number(metrics: str | Path, record: Any, name: str, *, least: float = 1e-12) -> float:
+    """A number of a record, seconds or bytes."""
+    value = record.get(name) if isinstance(record, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 2**60:
+        raise ConfigError(f"{metrics}: {name} = {shown(value)} is no number that a run measures")
+    return float(value)
 
 
 def _last_record(metrics: str | Path) -> dict[str, Any]:
     lines = [line for line in read_text(metrics).splitlines() if line.strip()]
     try:
         last = json.loads(lines[-1]) if lines else None
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a ValueError that is none of JSON's: an integer of thousands of digits
         last = None
     if not isinstance(last, dict):
         raise ConfigError(f"{metrics} holds no metrics of a run")

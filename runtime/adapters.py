@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from ..schema.base import write_atomically
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
 from .data_parallel import compute_dtype
@@ -88,9 +89,11 @@ def save_adapters(model: ParallelModel, folder: str | Path) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write_safetensors(folder / "adapter_model.safetensors", tensors)
-            (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}, indent=2) + "\n")
+            write_atomically(folder / "adapter_config.json", json.dumps({**config, "bias": "none"}, indent=2) + "\n")
         except OSError as error:
             problem[0] = str(error.strerror)
+        except ConfigError as error:
+            problem[0] = error.message
     dist.broadcast_object_list(problem)
     if problem[0] is not None:
         raise ConfigError(f"cannot write adapters to {folder}: {problem[0]}")
@@ -142,7 +145,12 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
         end += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in sorted(tensors.items()):
-            file.write(tensor.contiguous().numpy().tobytes())
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in sorted(tensors.items()):
+                file.write(tensor.contiguous().numpy().tobytes())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import reprlib
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
 
@@ -18,6 +20,27 @@ SCHEMA_VERSION = 1
 
 Count = Annotated[int, Field(gt=0, le=10**9)]
 """How many of something that a user states: positive, and small enough to compute with."""
+
+CountOrNone = Annotated[int, Field(ge=0, le=10**9)]
+"""The same where there may be none."""
+
+PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**62)]
+"""Whole numbers that an array of 64-bit integers can hold."""
+
+
+def _not_vanishing(value: float) -> float:
+    if value < 1e-60:
+        raise ValueError("it is too small to compute with")
+    return value
+
+
+PositiveFloat = Annotated[float, Field(gt=0, le=1e60), AfterValidator(_not_vanishing)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e60)]
+"""Numbers whose products and quotients are numbers again."""
+
+MAX_TEXT_BYTES = 2**30
+"""Of a file that is read as text: the largest plans have some hundred megabytes, and what never ends is not read to its end."""
 
 
 class Frozen(BaseModel):
@@ -29,7 +52,7 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -63,7 +86,7 @@ class Document(Frozen):
         version = data["schema_version"]
         if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= SCHEMA_VERSION:
             raise ConfigError(
-                f"{path} has schema version {version!r}; this meshwright reads 1 to {SCHEMA_VERSION}",
+                f"{path} has schema version {shown(version)}; this meshwright reads 1 to {SCHEMA_VERSION}",
                 help="install a newer meshwright, or write the file again with this one",
             )
         try:
@@ -75,7 +98,11 @@ class Document(Frozen):
 def read_text(path: str | Path) -> str:
     """Text of a file the user named; every way this fails is a ConfigError."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise ConfigError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES // 2**20} MiB")
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -120,8 +147,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    finally:  # an interrupt leaves nothing behind either
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _config_error(kind: str, error: ValidationError) -> ConfigError:
@@ -142,5 +170,25 @@ def _describe(item: Any) -> str:
         return f"unknown field `{where}`"
     if not where:
         return text
-    shown = repr(item["input"])
-    return f"{where} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {text}"
+    return f"{where} = {shown(item['input'])}: {text}"
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, whatever it holds; nested ones may hold themselves, or one another many times over."""
+    if isinstance(value, int) and value.bit_length() > 128:  # beyond 4300 digits Python refuses to print one
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str) and len(value) > 60:
+        value = value[:60]
+    text = repr(value) if value is None or isinstance(value, bool | int | float | str) else _NESTED.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _Nested(reprlib.Repr):
+    """Of lists and the like the outermost few; an integer of thousands of digits as its size."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return shown(x)
+
+
+_NESTED = _Nested()
+_NESTED.maxlevel = 3

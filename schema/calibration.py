@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field
 
-from .base import Frozen
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 Ratio = Field(default=1.0, gt=0.05, lt=20.0)
 

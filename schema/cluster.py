@@ -6,9 +6,9 @@ import itertools
 from functools import cached_property
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from .base import Frozen
+from .base import Count, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .calibration import Calibration
 from .cluster_parts import Part, joined_levels, parts_of
 from .profile import CollectivePoint, Profile
@@ -23,6 +23,9 @@ Sources: context and NCCL buffers take 1-2 GiB of nvidia-smi memory on A100/H100
 measured B200 runs (SimuMax, Apache-2.0).
 """
 
+
+MAX_DEVICES = 10_000_000
+"""More than anybody has built by a factor of ten: a larger count is a typing error."""
 
 MIN_BANDWIDTH = 1e3
 """Bytes/s; no link is slower, and a smaller number is a wrong unit or a pair of nodes that do not reach each other."""
@@ -127,7 +130,7 @@ class LinkLevel(Frozen):
     """All devices of one domain reach each other over ``link``; domains nest."""
 
     link: Link
-    domain_size: PositiveInt
+    domain_size: Count
 
 
 def _require_nesting(levels: tuple[LinkLevel, ...], num_devices: int, owner: str) -> None:
@@ -153,8 +156,8 @@ class NodeGroup(Frozen):
     """
 
     device: Device
-    num_nodes: PositiveInt
-    devices_per_node: PositiveInt
+    num_nodes: Count
+    devices_per_node: Count
     host_memory_bytes: PositiveInt | None = None
     host_link_bytes_per_s: PositiveFloat | None = None
     storage_bytes_per_s: PositiveFloat | None = None
@@ -200,6 +203,8 @@ class ClusterSpec(Frozen):
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
         _require_nesting(self.levels, self.num_devices, "the cluster")
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(f"{self.num_devices} devices are more than the {MAX_DEVICES} that make sense")
         if len(self.groups) == 1 and self.groups[0].levels:
             raise ValueError("the links of the only group are those of the cluster: give them as its levels")
         smallest = min(group.device.memory_bytes for group in self.groups)

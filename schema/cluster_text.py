@@ -16,9 +16,9 @@ from importlib import metadata
 from typing import Any
 
 from .catalogue import device_entries, find_device, find_link
-from .cluster import ClusterSpec, NodeGroup
+from .cluster import MAX_DEVICES, ClusterSpec, NodeGroup
 from .cluster_levels import catalogue_device, derived_levels
-from .cluster_toml import MAX_DEVICES, cluster_from_file, file_mode, shown
+from .cluster_toml import cluster_from_file, file_mode, shown
 from .errors import ConfigError
 
 ENTRY_POINTS = "meshwright.clusters"

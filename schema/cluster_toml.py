@@ -33,13 +33,10 @@ from typing import Any
 
 from .base import read_text
 from .catalogue import find_device
-from .cluster import ClusterSpec, Device, Link, LinkLevel, NodeGroup
+from .cluster import MAX_DEVICES, ClusterSpec, Device, Link, LinkLevel, NodeGroup
 from .cluster_levels import catalogue_device, catalogue_link, derived_levels
 from .errors import ConfigError
 from .units import GIB
-
-MAX_DEVICES = 10_000_000
-"""More than anybody has built by a factor of ten: a larger count is a typing error."""
 
 DEFAULT_EFFICIENCY = {"p2p": 0.8, "all_reduce": 0.79, "all_gather": 0.65, "reduce_scatter": 0.65, "all_to_all": 0.5}
 """Of a link that is described without them: the medians over catalogue/links.toml.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
-from .base import Frozen
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .layout import Layout
 
 Outcome = Literal["chosen", "on the front", "dearer", "too slow", "does not fit", "no layout", "not examined"]

@@ -49,6 +49,8 @@ def model_fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | 
 def _config_path(config: str | Path) -> Path:
     path = Path(config)
     try:
+        if path.is_dir() and not (path / "config.json").exists():
+            raise ConfigError(f"cannot read {shown(str(path / 'config.json'))}: the folder holds no config.json")
         return path / "config.json" if path.is_dir() else path
     except OSError as error:  # a name longer than the file system allows
         raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None

@@ -11,7 +11,6 @@ from typing import Any
 
 from .errors import ConfigError
 from .hf_fields import (
-    MAX_LAYERS,
     Fields,
     activation,
     full_heads,
@@ -24,7 +23,7 @@ from .hf_fields import (
     runs,
     windows,
 )
-from .model import Block, DenseMLP, FeedForward, LatentAttention, LayerRun, MoE, SoftmaxAttention
+from .model import MAX_LAYERS, Block, DenseMLP, FeedForward, LatentAttention, LayerRun, MoE, SoftmaxAttention
 
 
 def _llama(config: Fields) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from itertools import groupby
 from typing import Any, Literal, NoReturn, TypeVar, final
 
 from .errors import ConfigError
-from .model import Activation, Block, Embedding, Head, LayerRun, Rope
+from .model import MAX_LAYERS, Activation, Block, Embedding, Head, LayerRun, Rope
 
 MAX_SIZE = 10**9
-MAX_LAYERS = 10_000
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

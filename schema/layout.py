@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from .base import Count, Frozen
+from .base import Count, Frozen, shown
 from .errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
@@ -155,7 +157,7 @@ class Layout(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From ``tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=selective``.
+        """From ``tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=selective``, or as a layout is printed.
 
         Raises:
             ConfigError: an item is not ``name=value``, a name is unknown or repeated, or a value is out of range.
@@ -163,16 +165,18 @@ class Layout(Frozen):
         return cls(**parse_assignments(text))
 
     def __str__(self) -> str:
-        """The axes that are used, e.g. ``tp=8 pp=4 dp_shard=8 (zero 1) micro_batch=1 recompute=selective``."""
+        """The axes that are used, as `parse` reads them: ``dp_shard=8 tp=8 pp=4 zero=1 micro_batch=1 recompute=none 1f1b``."""
         degrees = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "pp", "ep", "etp", "num_model_chunks")
         parts = [f"{name}={getattr(self, name)}" for name in degrees if getattr(self, name) > 1]
-        if self.dp_shard > 1:
+        if self.dp_shard > 1 or self.zero_stage != _default_zero_stage({"cp": self.cp, "pp": self.pp}):
             parts.append(f"zero={self.zero_stage}")
         wider = ("gradient_shard", "optimizer_shard")
         parts += [f"{name}={getattr(self, name)}" for name in wider if getattr(self, name) > 1]
         part = f"x{self.recompute_fraction:g}" if self.recompute_fraction < 1 else ""
         if self.vocabulary != "ends":
             parts.append(f"vocabulary={self.vocabulary}")
+        if self.sequence_parallel != (self.tp > 1):
+            parts.append("sequence_parallel=false")
         parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}{part}"]
         if self.offload != "none":
             parts.append(
@@ -180,6 +184,8 @@ class Layout(Frozen):
             )
         if self.offload_activations:
             parts.append(f"offload_activations={self.offload_activations:g}")
+        if self.offload_to != "host":
+            parts.append(f"offload_to={self.offload_to}")
         if self.pp > 1:
             parts.append(self.schedule)
         return " ".join(parts)
@@ -201,30 +207,54 @@ def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         info = Layout.model_fields.get(name)
         if info is None:
-            raise ConfigError(f"unknown layout field {name!r}", help="one of " + ", ".join(Layout.model_fields))
+            near = difflib.get_close_matches(name, Layout.model_fields, n=3, cutoff=0.5)
+            like = [field for field in Layout.model_fields if name and field.startswith(name)] or near
+            known = f"did you mean {' or '.join(like)}? " if like else ""
+            raise ConfigError(
+                f"unknown layout field {name!r}", help=f"{known}fields are {', '.join(Layout.model_fields)}"
+            )
         try:
             field: Any = Annotated[info.annotation, *info.metadata, "without its default"]
             TypeAdapter(field).validate_python(value)
         except ValidationError as error:
-            raise ConfigError(f"{name} = {value!r}: {error.errors()[0]['msg']}") from None
+            raise ConfigError(f"{name} = {shown(value)}: {error.errors()[0]['msg']}") from None
     return dict(fields)
+
+
+PRINTED = {"zero": "zero_stage", "micro_batch": "micro_batch_size"}
+"""Short names under which tables show fields."""
 
 
 def parse_assignments(text: str) -> dict[str, Any]:
     """``name=value,name=value`` as fields of a Layout; integers and true/false become what they say.
 
+    What a table prints is read too: blanks between items, ``zero=1``, ``micro_batch=2``, ``recompute=fullx0.5`` for a part of the
+    blocks, and a schedule by its name alone.
+
     Raises:
         ConfigError: an item is not ``name=value``, or a name is unknown or repeated.
     """
     fields: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not value:
-            raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
-        if name in fields:
-            raise ConfigError(f"layout field {name!r} is given twice")
-        fields[name] = _parse_value(name, value)
+    for item in filter(None, re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", text))):
+        for name, value in _assignments(item):
+            if name in fields:
+                raise ConfigError(f"layout field {name!r} is given twice")
+            fields[name] = _parse_value(name, value)
     return check_fields(fields)
+
+
+def _assignments(item: str) -> list[tuple[str, str]]:
+    """Fields and their values, both as text, that an item stands for."""
+    if item in SCHEDULES:
+        return [("schedule", item)]
+    name, equals, value = item.partition("=")
+    if not equals or not value:
+        raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
+    name = PRINTED.get(name, name)
+    parted = re.fullmatch(r"([a-z]+)x([\d.e-]+)", value)
+    if name in ("recompute", "offload") and parted:
+        return [(name, parted[1]), (f"{name}_fraction", parted[2])]
+    return [(name, value)]
 
 
 def format_assignments(fields: Mapping[str, Any]) -> str:

@@ -11,13 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from .base import Frozen, read_json
+from .base import Count, CountOrNone, Frozen, PositiveFloat, read_json
+from .errors import ConfigError
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+MAX_LAYERS = 10_000
+"""Of equal layers in a row: more than any model has by a factor of ten."""
 
 
 class SoftmaxAttention(Frozen):
@@ -34,10 +38,10 @@ class SoftmaxAttention(Frozen):
     """
 
     kind: Literal["mha", "gqa"]
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    window: PositiveInt | None = None
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    window: Count | None = None
     chunked: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -78,12 +82,12 @@ class LatentAttention(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values from one compressed vector."""
 
     kind: Literal["mla"] = "mla"
-    num_heads: PositiveInt
-    q_lora_rank: PositiveInt | None = None
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
+    num_heads: Count
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
     bias: bool = False
     window: None = None
 
@@ -120,7 +124,7 @@ class DenseMLP(Frozen):
     """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU)."""
 
     kind: Literal["dense"] = "dense"
-    ffn_dim: PositiveInt
+    ffn_dim: Count
     gated: bool = True
     activation: Activation = "silu"
     bias: bool = False
@@ -149,17 +153,17 @@ class MoE(Frozen):
     """
 
     kind: Literal["moe"] = "moe"
-    num_experts: PositiveInt
-    top_k: PositiveInt
-    ffn_dim: PositiveInt
-    shared_ffn_dim: NonNegativeInt = 0
+    num_experts: Count
+    top_k: Count
+    ffn_dim: Count
+    shared_ffn_dim: CountOrNone = 0
     shared_gate: bool = False
     router_bias: bool = False
     router: Literal["softmax", "top_k_softmax", "sigmoid"] = "softmax"
     normalize: bool = True
     scale: PositiveFloat = 1.0
-    num_groups: PositiveInt = 1
-    top_groups: PositiveInt = 1
+    num_groups: Count = 1
+    top_groups: Count = 1
     gated: bool = True
     activation: Activation = "silu"
     bias: bool = False
@@ -208,8 +212,8 @@ class Embedding(Frozen):
     """
 
     kind: Literal["embedding"] = "embedding"
-    vocab_size: PositiveInt
-    num_positions: NonNegativeInt = 0
+    vocab_size: Count
+    num_positions: CountOrNone = 0
     traced: Traced | None = None
 
     def num_params(self, hidden_dim: int) -> int:
@@ -262,7 +266,7 @@ class Head(Frozen):
     """
 
     kind: Literal["head"] = "head"
-    vocab_size: PositiveInt
+    vocab_size: Count
     tied: bool = False
     norm: NormKind = "rmsnorm"
     norm_bias: bool = False
@@ -298,7 +302,7 @@ class LayerRun(Frozen):
     """``count`` equal layers in a row."""
 
     layer: Layer
-    count: PositiveInt = 1
+    count: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
 
 
 class Rope(Frozen):
@@ -316,7 +320,7 @@ class Rope(Frozen):
     factor: PositiveFloat = 1.0
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
-    original_max_seq_len: PositiveInt | None = None
+    original_max_seq_len: Count | None = None
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
     mscale: PositiveFloat | None = None
@@ -336,10 +340,10 @@ class ModelSpec(Frozen):
 
     name: str = Field(min_length=1)
     architecture: str
-    hidden_dim: PositiveInt
+    hidden_dim: Count
     layers: tuple[LayerRun, ...] = Field(min_length=3)
     tie_embeddings: bool
-    max_seq_len: PositiveInt
+    max_seq_len: Count
     norm_eps: PositiveFloat = 1e-5
     rope: Rope | None = None
     source: str = ""
@@ -448,11 +452,31 @@ class ModelSpec(Frozen):
 
     @classmethod
     def resolve(cls, text: str) -> Self:
-        """What a user types for MODEL: a catalogue name, a ``config.json``, a folder that holds one, or a saved ModelSpec."""
+        """What a user types for MODEL: a catalogue name, a ``config.json``, a folder that holds one, or a saved ModelSpec.
+
+        Raises:
+            ConfigError: there is no such name or file, or it is no model; a name of the Hugging Face Hub is told what to do.
+        """
         # os.path.exists, because Path.exists raises for names that no file can have (too long, NUL).
-        if os.path.exists(text) or text.endswith(".json") or "/" in text:  # noqa: PTH110
+        is_there = os.path.exists(text)  # noqa: PTH110
+        if "/" in text and not is_there and not text.endswith(".json"):
+            raise _no_such_path(text)
+        if is_there or text.endswith(".json"):
             data = read_json(text) if text.endswith(".json") else None
             if isinstance(data, dict) and {"layers", "architecture", "hidden_dim"} <= data.keys():
                 return cls(**data)  # what `profilers.profile_module` made of a model outside the catalogue
             return cls.from_hf(text)
         return cls.named(text)
+
+
+def _no_such_path(text: str) -> ConfigError:
+    from .catalogue import nearest_models
+    from .hf_fields import shown
+
+    near = nearest_models(text.rstrip("/").rpartition("/")[2])
+    known = f"did you mean {' or '.join(near)} of the catalogue? " if near else ""
+    what = shown(text)
+    return ConfigError(
+        f"cannot read {what}: there is no such file or folder",
+        help=f"{known}nothing is downloaded: give the path of the model's config.json, or a name of `meshwright models`",
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from .base import Frozen, read_text
+from .base import Frozen, read_text, shown
 from .catalogue import find_device
 from .cluster import ClusterSpec, LinkLevel
 from .cluster_text import cluster_from_text
@@ -124,7 +124,7 @@ def _offer(table: Mapping[str, Any], where: str, folder: Path) -> Offer:
     check_keys(table, _KEYS, where)
     price = table.get("price_per_device_hour")
     if price is not None and (type(price) not in (int, float) or not 0 < price < 1e6):
-        raise ConfigError(f"{where}: price_per_device_hour = {price!r} is no price in USD such as 2.5")
+        raise ConfigError(f"{where}: price_per_device_hour = {shown(price)} is no price in USD such as 2.5")
     if ("device" in table) == ("cluster" in table):
         raise ConfigError(f"{where}: an offer is of a `device` or of a `cluster`: give one of them")
     text = _device_cluster(table, where) if "device" in table else _named_cluster(table, where, folder)

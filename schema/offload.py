@@ -14,11 +14,12 @@ p bytes of a master parameter (fp32 under mixed precision), as many of its gradi
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from .base import Frozen
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 LayerOffload = Literal["none", "activations", "boundary"]
 """What of a block waits for its backward pass in the host's memory: nothing; all tensors that autograd saves in its forward pass
@@ -92,7 +93,7 @@ class OffloadSchedule(Frozen):
             if list(layers) != sorted(set(layers)):
                 raise ValueError(f"{name} must name layers once and in order")
         named = [idx for layers in kinds.values() for idx in layers]
-        twice = next((idx for idx in named if named.count(idx) > 1), None)
+        twice = next((idx for idx, count in Counter(named).items() if count > 1), None)
         if twice is not None:
             both = " and ".join(name for name, layers in kinds.items() if twice in layers)
             raise ValueError(f"layer {twice} is in {both}: it can be in one of them only")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from .base import Document, Frozen
+from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .cluster import ClusterSpec
 from .cost_summary import CostSummary, ParetoPoint
 from .layout import Layout, Recompute
@@ -309,8 +309,8 @@ class Plan(Document):
         layout = self.layout
         if len(self.stages) != layout.pp * layout.num_model_chunks:
             raise ValueError(f"{len(self.stages)} stages for pp {layout.pp} x {layout.num_model_chunks} chunks")
-        covered = [idx for stage in self.stages for idx in stage.layer_idxs]
-        if covered != list(range(self.model.num_layers)):
+        ends = [0, *(stage.first_layer_idx + stage.num_layers for stage in self.stages)]
+        if ends[:-1] != [stage.first_layer_idx for stage in self.stages] or ends[-1] != self.model.num_layers:
             raise ValueError(f"the stages must cover layers 0..{self.model.num_layers - 1} once and in order")
         if layout.world_size != self.cluster.num_devices:
             raise ValueError(

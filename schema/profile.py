@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from .base import Document, Frozen
+from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .calibration import Calibration
 from .profile_points import (
     AllocatorMemory,

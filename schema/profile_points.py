@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from .base import Frozen
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .layout import Recompute
 from .model import Block, Embedding, Head
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
-
-from .base import Frozen
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 class TracedProduct(Frozen):

@@ -42,7 +42,8 @@ from ..schema.errors import ConfigError
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_MAX_ELEMENTS = 10**8
+MAX_LOADS = 10**8
+"""Of an array of loads: a gigabyte, and more than any model has."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def as_loads(load: Any) -> FloatArray:
         array = np.asarray(_to_numpy(load), dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a load is an array of numbers [layers, experts]: {error}") from None
-    if not 1 <= array.ndim <= 3 or array.size == 0 or array.size > _MAX_ELEMENTS:
+    if not 1 <= array.ndim <= 3 or array.size == 0 or array.size > MAX_LOADS:
         raise ConfigError(
             f"a load has shape [experts], [layers, experts] or [scenarios, layers, experts]; this one {array.shape}"
         )

@@ -12,11 +12,12 @@ import io
 import re
 
 from ..cost_models.pipeline_simulation import Action, Kind, Order
+from ..schema.base import shown
 from ..schema.errors import ConfigError
 
 _LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _KINDS: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}
-_CELL = re.compile(r"(\d+)([FIWB])(\d+)")
+_CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 
 
 def to_torch_csv(order: Order) -> str:
@@ -33,7 +34,10 @@ def from_torch_csv(text: str) -> Order:
     Raises:
         ConfigError: a cell that is not a pass, such as a transfer of torch's other format.
     """
-    rows = csv.reader(io.StringIO(text))
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ConfigError(f"the schedule is not CSV: {error}") from None
     return tuple(
         tuple(action for cell in row for action in _actions(cell.strip(), rank)) for rank, row in enumerate(rows)
     )
@@ -46,7 +50,7 @@ def _actions(cell: str, rank: int) -> list[Action]:
         match = _CELL.fullmatch(part.strip())
         if match is None:
             raise ConfigError(
-                f"schedule row {rank}: {cell!r} is not a pass",
+                f"schedule row {rank}: {shown(cell)} is not a pass",
                 details=("expected a cell like 0F3, 0I3, 0W3 or 0B3 (compute_only)",),
             )
         actions.append(Action(int(match[1]), _KINDS[match[2]], int(match[3])))

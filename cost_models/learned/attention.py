@@ -122,11 +122,18 @@ def residual_features(
 
 
 def attention_seconds(
-    name: str, shape: AttentionShape, silicon: Silicon, *, backward: bool, arithmetic_ratio: float = 1.0
+    name: str,
+    shape: AttentionShape,
+    silicon: Silicon,
+    *,
+    backward: bool,
+    arithmetic_ratio: float = 1.0,
+    reference: Silicon | None = None,
 ) -> FloatArray:
     """Seconds [N] of kernel ``name``; the residual, learned on forward passes, applies to them alone.
 
-    ``arithmetic_ratio`` slows what is not traffic: kernels of an earlier generation move the same bytes.
+    ``arithmetic_ratio`` slows what is not traffic: kernels of an earlier generation move the same bytes. The residual takes the
+    device for ``reference`` (unset: for what it is), so that it does not change with a device's rates alone.
     """
     chosen = kernel(name)
     columns = term_columns(shape, silicon, backward=backward)
@@ -135,5 +142,7 @@ def attention_seconds(
     roofline = columns @ terms
     if backward:
         return np.asarray(roofline, dtype=np.float64)
+    if reference is not None:
+        silicon, columns = reference, term_columns(shape, reference, backward=False)
     features = residual_features(shape, silicon, columns, terms)
     return np.asarray(roofline * np.exp(ResidualModel.load("attention").log_residual(features)), dtype=np.float64)

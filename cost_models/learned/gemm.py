@@ -77,6 +77,8 @@ class GemmRates(NamedTuple):
         element_bytes: of an operand.
         sustained_ratio: arithmetic rate over hours of training over that of a short benchmark.
         correction: of points measured on this device, where there are any.
+        reference: what the residual takes the device for; None: for its data sheet. It was learned on real devices: one that
+            differs from a known device in its rates alone keeps that one's residual, and is faster for every shape where they are.
     """
 
     coefficients: GemmCoefficients
@@ -85,6 +87,7 @@ class GemmRates(NamedTuple):
     element_bytes: float = 2.0
     sustained_ratio: float = 1.0
     correction: Correction | None = None
+    reference: Hardware | None = None
 
 
 def model() -> ResidualModel:
@@ -157,7 +160,7 @@ def predict(
 ) -> FloatArray:
     """Seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
     own, sheet, size = rates.coefficients, rates.hardware, rates.element_bytes
-    columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
+    columns = features(m, n, k, own, rates.reference or sheet, element_bytes=size, software=rates.software)
     log_residual = (residual or model()).log_residual(columns) + correction_of(columns, rates.correction)
     slowed = own._replace(compute_efficiency=own.compute_efficiency * rates.sustained_ratio)
     return roofline_s(m, n, k, slowed, sheet, size) * np.exp(log_residual)

@@ -156,8 +156,11 @@ def stage_cuts(row: RunRow) -> tuple[int, ...]:
 
 def _list_of_parts(text: str) -> tuple[float, ...]:
     """The numbers of ``[0.5, 0.25]``, at most 1 each; none where there is no such list."""
-    match = re.search(r"\[((?:\s*\d+(?:\.\d+)?\s*,?)+)\]", text)
-    return tuple(min(float(part), 1.0) for part in re.findall(r"\d+(?:\.\d+)?", match[1])) if match else ()
+    match = re.search(r"\[([\d\s.,]+)\]", text)
+    parts = re.split(r"[\s,]+", match[1].strip(" ,\t")) if match else []
+    if not all(re.fullmatch(r"\d+(?:\.\d+)?", part) for part in parts):
+        return ()
+    return tuple(min(float(part), 1.0) for part in parts)
 
 
 def _numbers(name: str, notes: str) -> list[int]:

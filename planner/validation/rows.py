@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -33,6 +34,11 @@ REQUIRED = (
 )
 
 Part = Literal["fit", "held-out"]
+
+MAX_COUNT = 10**9
+"""Of devices, layers, tokens and whatever else a column counts."""
+
+_LONG_NUMBER = re.compile("[0-9]{31}")
 
 _MAY_BE_ZERO = ("experts", "topk")
 _NO_DEFAULT = ("id", "gpu_type", "model")  # the column must exist, the cell may be empty
@@ -184,6 +190,10 @@ def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tupl
                 raise ConfigError(
                     f"{path} line {reader.line_num}: {len(cells)} cells, the header has {len(header)} columns"
                 )
+            if long := next(
+                (name for name, cell in zip(header, cells, strict=True) if _LONG_NUMBER.search(cell)), None
+            ):
+                raise ConfigError(f"{path} line {reader.line_num} column {long}: a number of more than 30 digits")
             empty = False
             yield reader.line_num, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
     except csv.Error as error:
@@ -222,6 +232,6 @@ def _parse(path: str | Path, line: int, name: str, kind: str, text: str) -> str 
         raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a positive number")
     if not kind.startswith("int"):
         return value
-    if value != int(value):
+    if value != int(value) or value > MAX_COUNT:
         raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a whole number")
     return int(value)

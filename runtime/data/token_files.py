@@ -16,7 +16,9 @@ A ``.npy`` file holds one row of integers. Nothing is unpickled, and files are m
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
+import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -146,7 +148,9 @@ def _open_npy(path: Path) -> tuple[np.ndarray, int]:
         is_npy = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False) if is_npy else None
-    except ValueError as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header can fail in any way
         raise ConfigError(f"{path} is damaged or is no array of numbers: {error}") from None
     if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
         found = "no .npy file" if ids is None else f"an array {list(ids.shape)} of {ids.dtype}"
@@ -181,10 +185,15 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], *, vocab_size: int) -
         MeshwrightError: the file cannot be written.
     """
     width = 2 if vocab_size <= 2**16 else 4
-    partial = path.with_name(f".{path.name}.partial")
     count = largest = 0
     try:
-        with partial.open("wb") as file:
+        # A name of its own: several processes may make the same file at once.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    except OSError as error:
+        raise MeshwrightError(f"cannot write {path}: {error.strerror}") from None
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
             file.write(bytes(_HEADER.size))
             for piece in pieces:
                 file.write(piece.astype(_DTYPES[width]).tobytes())
@@ -194,6 +203,7 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], *, vocab_size: int) -
             file.write(_HEADER.pack(MAGIC, _VERSION, width, count, largest))
         if not count:
             raise ConfigError("the text has no tokens")
+        partial.chmod(0o644)
         partial.replace(path)
     except OSError as error:
         raise MeshwrightError(f"cannot write {path}: {error.strerror}") from None

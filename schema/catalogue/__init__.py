@@ -34,6 +34,11 @@ def model_names() -> tuple[str, ...]:
     )
 
 
+def nearest_models(name: str) -> list[str]:
+    """Shipped models whose names are like this one, the nearest first."""
+    return difflib.get_close_matches(name.lower(), model_names(), n=3, cutoff=0.5)
+
+
 def load_model(name: str) -> dict[str, Any]:
     """One shipped model: ``{"name", "source", "config"}`` where config is the published ``config.json``.
 

@@ -36,15 +36,25 @@ SIX = WORKLOAD.replace(global_batch_size=6)
 SGD = WORKLOAD.replace(optimizer="sgd")
 FP16 = WORKLOAD.replace(precision="fp16-mixed")
 MODELS = {
-    "plain": tiny_model(),
+    "plain": tiny_model(num_blocks=3),
     "rich": tiny_model(
+        num_blocks=3,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
         qk_norm="per_head",
         rope=Rope(theta=1e4, scaling="linear", factor=2.0),
     ),
-    "tied": tiny_model(tied=True),
+    "tied": tiny_model(num_blocks=3, tied=True),
+    "five": tiny_model(),
+    "five tied": tiny_model(tied=True),
+    "five rich": tiny_model(
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        qk_norm="per_head",
+        rope=Rope(theta=1e4, scaling="linear", factor=2.0),
+    ),
     "mha": tiny_model(num_kv_heads=4, vocab_size=98),
     "experts": tiny_model(num_blocks=3, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
     "five with experts": tiny_model(experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
@@ -77,8 +87,8 @@ MODELS = {
     ),
     "gpt2": gpt2_model(),
     # Names of their own, because their references have other workloads.
-    "sgd": tiny_model(),
-    "six": tiny_model(),
+    "sgd": tiny_model(num_blocks=3),
+    "six": tiny_model(num_blocks=3),
 }
 
 
@@ -126,10 +136,10 @@ ONE = (
     Setup("full", Layout(micro_batch_size=8, recompute="full"), model="rich"),
     Setup("selective", Layout(micro_batch_size=2, recompute="selective"), model="rich"),
     Setup("math attention", Layout(micro_batch_size=4), workload=WORKLOAD.replace(attention="math")),
-    Setup("bf16", Layout(micro_batch_size=4), workload=BF16),
+    Setup("bf16", Layout(micro_batch_size=4), workload=BF16, model="five"),
     Setup("experts full", Layout(micro_batch_size=4, recompute="full"), model="experts"),
     Setup("experts selective", Layout(micro_batch_size=4, recompute="selective"), model="shared experts"),
-    Setup("fp16", Layout(micro_batch_size=4), workload=FP16),
+    Setup("fp16", Layout(micro_batch_size=4), workload=FP16, model="five"),
 )
 TWO = (
     Setup("zero 1", Layout(dp_shard=2, zero_stage=1, micro_batch_size=2)),
@@ -138,10 +148,10 @@ TWO = (
     Setup("zero 3 tied", Layout(dp_shard=2, micro_batch_size=2), model="tied"),
     Setup("zero 3 selective", Layout(dp_shard=2, micro_batch_size=2, recompute="selective"), model="rich"),
     Setup("zero 3 full", Layout(dp_shard=2, micro_batch_size=2, recompute="full")),
-    Setup("zero 3 bf16", Layout(dp_shard=2, micro_batch_size=2), workload=BF16),
+    Setup("zero 3 bf16", Layout(dp_shard=2, micro_batch_size=2), workload=BF16, model="five"),
     Setup("zero 1 bf16", Layout(dp_shard=2, zero_stage=1, micro_batch_size=2), workload=BF16, model="tied"),
     Setup("replicas", Layout(dp_replicate=2, micro_batch_size=2), rank_map=(1, 0)),
-    Setup("replicas bf16", Layout(dp_replicate=2, micro_batch_size=2), workload=BF16),
+    Setup("replicas bf16", Layout(dp_replicate=2, micro_batch_size=2), workload=BF16, model="five"),
     Setup("tp", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="rich"),
     Setup("tp tied", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="tied"),
     Setup("own model, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="rich", own_model=True),
@@ -153,11 +163,11 @@ TWO = (
     Setup("tp sp tied", Layout(tp=2, micro_batch_size=4), model="tied"),
     Setup("tp sp selective", Layout(tp=2, micro_batch_size=4, recompute="selective"), model="rich"),
     Setup("tp sp full", Layout(tp=2, micro_batch_size=4, recompute="full")),
-    Setup("tp sp bf16", Layout(tp=2, micro_batch_size=4), workload=BF16),
-    Setup("tp sp fp16", Layout(tp=2, micro_batch_size=4), workload=FP16),
+    Setup("tp sp bf16", Layout(tp=2, micro_batch_size=4), workload=BF16, model="five"),
+    Setup("tp sp fp16", Layout(tp=2, micro_batch_size=4), workload=FP16, model="five"),
     Setup("pp", Layout(pp=2, micro_batch_size=2), model="rich"),
     Setup("pp gpipe", Layout(pp=2, micro_batch_size=2, schedule="gpipe"), rank_map=(1, 0)),
-    Setup("pp uneven", Layout(pp=2, micro_batch_size=1), blocks_per_stage=(4, 1)),
+    Setup("pp uneven", Layout(pp=2, micro_batch_size=1), blocks_per_stage=(2, 1)),
     Setup("pp tied", Layout(pp=2, micro_batch_size=2), model="tied"),
     Setup("pp selective", Layout(pp=2, micro_batch_size=2, recompute="selective")),
     Setup("pp mixed", Layout(pp=2, micro_batch_size=2, recompute="mixed"), model="rich"),
@@ -190,14 +200,14 @@ THREE = (
     Setup("pp 3", Layout(pp=3, micro_batch_size=2), model="six", workload=SIX, rank_map=(2, 0, 1)),
 )
 FOUR = (
-    Setup("hsdp", Layout(dp_replicate=2, dp_shard=2)),
-    Setup("tp zero 3", Layout(tp=2, dp_shard=2), model="rich", rank_map=(0, 2, 1, 3)),
-    Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1), model="tied"),
-    Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="rich"),
-    Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="tied", rank_map=(1, 3, 0, 2)),
-    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="rich", blocks_per_stage=(1, 4)),
-    Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="tied"),
-    Setup("pp 4", Layout(pp=4), model="tied", rank_map=(1, 3, 0, 2)),
+    Setup("hsdp", Layout(dp_replicate=2, dp_shard=2), model="five"),
+    Setup("tp zero 3", Layout(tp=2, dp_shard=2), model="five rich", rank_map=(0, 2, 1, 3)),
+    Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1), model="five tied"),
+    Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="five rich"),
+    Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="five tied", rank_map=(1, 3, 0, 2)),
+    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
+    Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="five tied"),
+    Setup("pp 4", Layout(pp=4), model="five tied", rank_map=(1, 3, 0, 2)),
     Setup("tp 4", Layout(tp=4), model="mha"),
     Setup("ep 2 of 4", Layout(dp_shard=4, ep=2), model="shared experts"),
     Setup("ep 2, replicas of shards", Layout(dp_replicate=2, dp_shard=2, ep=2), model="experts"),
@@ -212,9 +222,12 @@ FOUR = (
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (
-    Setup("3d", Layout(pp=2, tp=2, dp_shard=2), model="tied", rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
+    Setup("3d", Layout(pp=2, tp=2, dp_shard=2), model="five tied", rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
     Setup(
-        "3d bf16", Layout(pp=2, tp=2, dp_shard=2, recompute="selective", schedule="gpipe"), model="rich", workload=BF16
+        "3d bf16",
+        Layout(pp=2, tp=2, dp_shard=2, recompute="selective", schedule="gpipe"),
+        model="five rich",
+        workload=BF16,
     ),
     Setup("pp tp ep", Layout(pp=2, tp=2, dp_shard=2, ep=4), model="experts", rank_map=(1, 3, 5, 7, 0, 2, 4, 6)),
 )
@@ -317,7 +330,7 @@ def test_a_group_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError, match=r"(?s)exit codes \[(-9|-11|1), (-9|-11|1)\].*most recent call.*forward_backward"
     ):
-        run_group(2, [endless], tmp_path, timeout_s=8.0)
+        run_group(2, [endless], tmp_path, timeout_s=16.0)
 
 
 def test_gradients_of_the_reference_are_not_trivial(references: dict[str, Outcome]) -> None:

@@ -34,7 +34,7 @@ def zb_v_from_the_last_rank(num_ranks: int, num_microbatches: int) -> tuple[str,
 class Piped(Setup):
     """A setup of these models; two micro-batches at a time unless a layout says otherwise."""
 
-    model: str = "tied"
+    model: str = "five tied"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,23 +58,23 @@ REFERENCES = tuple(
         workload=SGD if "sgd" in name else WORKLOAD,
         num_steps=STEPS if "sgd" in name else 3,
     )
-    for name in ("rich", "tied", *ADDED)
+    for name in ("five rich", "five tied", *ADDED)
 )
 TWO = (
     Piped("zb-h1", Layout(pp=2, micro_batch_size=2, schedule="zb-h1")),
     LongRun("ten steps of zb-h1", Layout(pp=2, micro_batch_size=2, schedule="zb-h1")),
     LongRun("ten steps of chunks", Layout(pp=2, num_model_chunks=3, micro_batch_size=2)),
     LongRun("ten steps of zb-v", v("zb-v", micro_batch_size=2)),
-    Piped("zb-h1 of two micro-batches", Layout(pp=2, micro_batch_size=4, schedule="zb-h1"), model="rich"),
-    Piped("zb-h2", Layout(pp=2, micro_batch_size=2, schedule="zb-h2"), model="rich", rank_map=(1, 0)),
+    Piped("zb-h1 of two micro-batches", Layout(pp=2, micro_batch_size=4, schedule="zb-h1"), model="five rich"),
+    Piped("zb-h2", Layout(pp=2, micro_batch_size=2, schedule="zb-h2"), model="five rich", rank_map=(1, 0)),
     Piped("chunks", Layout(pp=2, num_model_chunks=2, micro_batch_size=2), saves=True),
     Piped("chunks gpipe", v("gpipe", micro_batch_size=2), rank_map=(1, 0)),
-    Piped("chunks zb", v("zb-h1", micro_batch_size=2), model="rich"),
+    Piped("chunks zb", v("zb-h1", micro_batch_size=2), model="five rich"),
     Piped("four chunks", Layout(pp=2, num_model_chunks=4), model="deep", blocks_per_stage=(1, 1, 2, 1, 1, 1, 1, 1)),
     Piped("zb-v", v("zb-v", micro_batch_size=2), saves=True),
-    Piped("zb-v of two micro-batches", v("zb-v", micro_batch_size=4), model="rich"),
+    Piped("zb-v of two micro-batches", v("zb-v", micro_batch_size=4), model="five rich"),
     Piped("zb-v bf16", v("zb-v"), workload=BF16),
-    Piped("v-half", v("v-half", micro_batch_size=2), model="rich", rank_map=(1, 0)),
+    Piped("v-half", v("v-half", micro_batch_size=2), model="five rich", rank_map=(1, 0)),
     Piped("v-min", v("v-min"), blocks_per_stage=(2, 1, 1, 1)),
     Piped("own model, zb-v", v("zb-v", micro_batch_size=2), own_model=True),
     Piped("synthesised", v("synthesised", micro_batch_size=2), pipeline_order=zb_v_from_the_last_rank(2, 4)),
@@ -89,20 +89,24 @@ FOUR = (
     Piped("pp 4 v-half", v("v-half", pp=4), model="deep", blocks_per_stage=(1, 1, 1, 1, 1, 1, 1, 2)),
     Piped("pp 4 v-min", v("v-min", pp=4), model="deep"),
     Piped("zb-v tp", v("zb-v", tp=2), rank_map=(1, 3, 0, 2)),
-    Piped("chunks tp", Layout(pp=2, tp=2, num_model_chunks=2, sequence_parallel=False), model="rich"),
-    Piped("zb-h1 tp", Layout(pp=2, tp=2, schedule="zb-h1"), model="rich"),
+    Piped("chunks tp", Layout(pp=2, tp=2, num_model_chunks=2, sequence_parallel=False), model="five rich"),
+    Piped("zb-h1 tp", Layout(pp=2, tp=2, schedule="zb-h1"), model="five rich"),
     Piped("zb-v zero 1", v("zb-v", dp_shard=2)),
-    Piped("v-half replicas", v("v-half", dp_replicate=2), model="rich"),
+    Piped("v-half replicas", v("v-half", dp_replicate=2), model="five rich"),
     Piped("zb-v ep", v("zb-v", dp_shard=2, ep=2), model="deep experts"),
     Piped("chunks ep over tp", Layout(pp=2, tp=2, ep=2, num_model_chunks=2), model="deep experts"),
     Piped("four chunks zb zero 1", Layout(pp=2, dp_shard=2, num_model_chunks=4, schedule="zb-h1"), model="deep"),
     Piped("four chunks zero 1 full", Layout(pp=2, dp_shard=2, num_model_chunks=4, recompute="full"), model="deep"),
-    Piped("chunks zero 1 selective", Layout(pp=2, dp_shard=2, num_model_chunks=2, recompute="selective"), model="rich"),
-    Piped("zb-h1 zero 1 bf16", Layout(pp=2, dp_shard=2, schedule="zb-h1"), model="rich", workload=BF16),
+    Piped(
+        "chunks zero 1 selective",
+        Layout(pp=2, dp_shard=2, num_model_chunks=2, recompute="selective"),
+        model="five rich",
+    ),
+    Piped("zb-h1 zero 1 bf16", Layout(pp=2, dp_shard=2, schedule="zb-h1"), model="five rich", workload=BF16),
 )
 EIGHT = (
     LongRun("ten steps in 3d", v("v-half", tp=2, dp_shard=2)),
-    Piped("3d chunks", Layout(pp=2, tp=2, dp_shard=2, num_model_chunks=2), model="rich"),
+    Piped("3d chunks", Layout(pp=2, tp=2, dp_shard=2, num_model_chunks=2), model="five rich"),
     Piped("3d zb-v", v("zb-v", tp=2, dp_shard=2), rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
 )
 

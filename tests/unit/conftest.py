@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "parity"), str(TESTS / "unit"), str(TESTS / "unit" / "runtime")]
+sys.path[:0] = [str(TESTS / name) for name in ("fuzz", "parity", "unit", "unit/runtime")]

@@ -132,19 +132,20 @@ def test_rank_with_busy_loops_is_named(tmp_path: Path) -> None:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("tied", [False, True])
-def test_checkpoint_resumes_under_another_layout(tmp_path: Path, tied: bool) -> None:
-    """Two data-parallel ranks save, two pipeline stages go on; the sums of fp32 gradients differ in their last bits only."""
+def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
+    """Two data-parallel ranks save, two pipeline stages go on, whose embedding and head are tied (parity: others); the sums of
+    fp32 gradients differ in their last bits only.
+    """
     folder = tmp_path / "checkpoints"
     common = ("--steps", "6", "--learning-rate", "0.01", "--checkpoint-dir", str(folder), "--json")
-    first = small_plan(Layout(dp_replicate=2), tied=tied)
+    first = small_plan(Layout(dp_replicate=2), tied=True)
     code, output, messages = finish(start(*common, "--checkpoint-every", "2", saved(first, tmp_path)))
     assert code == 0, messages
     whole = losses([json.loads(line) for line in output.splitlines()])
     kept = list_checkpoints(folder)
     assert [path.name for path in kept] == ["step-00000004", "step-00000006"]
     kept[-1].rename(folder / "aside")
-    second = small_plan(Layout(pp=2), tied=tied)
+    second = small_plan(Layout(pp=2), tied=True)
     code, output, messages = finish(start(*common, "--resume", saved(second, tmp_path)))
     assert code == 0, messages
     assert losses([json.loads(line) for line in output.splitlines()]) == pytest.approx(whole[4:], abs=1e-5)

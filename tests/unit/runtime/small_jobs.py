@@ -58,5 +58,5 @@ def losses(records: list[dict[str, Any]]) -> list[float]:
 
 def assert_gone(processes: list[psutil.Process]) -> None:
     """No process of the list is alive."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +49,47 @@ def test_layout_survives_json_and_text(layout: Layout) -> None:
     text = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in fields.items())
     assert Layout.parse(text) == layout
     assert layout.replace(tp=layout.tp) == layout
+
+
+@given(
+    layouts,
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([0, 1, 2, 3, None]),
+    st.sampled_from(
+        [
+            {},
+            {"sequence_parallel": False},
+            {"recompute": "full", "recompute_fraction": 0.25},
+            {"offload": "optimizer", "offload_fraction": 0.5, "offload_to": "storage"},
+            {"offload_activations": 0.125, "vocabulary": "split"},
+        ]
+    ),
+)
+def test_layout_is_read_as_it_is_printed(layout: Layout, cp: int, zero: int | None, more: dict[str, Any]) -> None:
+    fields = {**layout.model_dump(exclude={"zero_stage", "sequence_parallel"}), "cp": cp, **more}
+    if layout.pp == 1:
+        fields["schedule"] = "1f1b"  # without a pipeline there is none to print
+    if zero is not None and (zero == 0) <= (layout.dp_shard == 1) and (zero > 0) <= (layout.dp_shard * cp > 1):
+        fields["zero_stage"] = zero
+    printed = Layout(**fields)
+    assert Layout.parse(str(printed)) == printed
+    assert Layout.parse(str(printed).replace(" ", ", ")) == printed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("dp=8", "dp_replicate or dp_shard"), ("zer=1", "zero_stage"), ("micro_batchsize=2", "micro_batch_size")],
+)
+def test_unknown_field_of_a_layout_names_the_nearest(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {said}"):
+        Layout.parse(text)
+
+
+def test_name_of_the_hub_is_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean llama-3.1-8b .*nothing is downloaded"):
+        ModelSpec.resolve("meta-llama/Llama-3.1-8B")
+    with pytest.raises(ConfigError, match=r"the folder holds no config\.json"):
+        ModelSpec.resolve(str(tmp_path))
 
 
 @given(layouts, st.sampled_from([8, 24, 64, 96]), st.sampled_from([1024, 1000]))
