@@ -357,5 +357,5 @@ def _straggler_line(slow: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
     stage = next(rank["stage_idx"] for rank in ranks if rank["rank"] == slow["rank"])
     return (
         f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its peers, "
-        f"noise {100 * slow['noise']:.0f} %"
+        f"by chance once in {1 / slow['chance']:,.0f} runs"
     )

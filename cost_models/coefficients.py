@@ -215,6 +215,8 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 
 def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one) and the calibration."""
+    from .measured_streams import elementwise_bytes_per_s
+
     c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_cpu = device.vendor == "cpu"
@@ -223,6 +225,10 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
     gemm = None if is_cpu else gemm_rates(device, workload.precision, ratio.products, points)
     fit = _cpu_fit(device) if gemm is None else gemm.coefficients
     slowed = ratio.products if gemm is None else gemm.sustained_ratio
+    elementwise = elementwise_bytes_per_s(cluster, workload)
+    if elementwise is None:
+        in_sheet = 1.0 if is_cpu else c["elementwise"]["memory_efficiency"]
+        elementwise = device.memory_bandwidth_bytes_per_s * in_sheet
     return DeviceRates(
         gemm=gemm,
         full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points) if is_fp8 else gemm,
@@ -231,9 +237,7 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
         expert_by_expert=workload.engine != "fsdp2",  # Transformer Engine's GroupedLinear loops over streams
         attention=None if is_cpu else _attention_rates(cluster, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
-        elementwise_bytes_per_s=device.memory_bandwidth_bytes_per_s
-        * ratio.elementwise
-        * (1.0 if is_cpu else c["elementwise"]["memory_efficiency"]),
+        elementwise_bytes_per_s=elementwise * ratio.elementwise,
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
         update_bytes_per_s=device.memory_bandwidth_bytes_per_s

@@ -15,6 +15,7 @@ from ..schema import ClusterSpec, Workload
 from .coefficients import coefficients
 from .engines import update_bytes_per_param
 from .host_memory import host_link_bytes_per_s
+from .measured_streams import host_update_bytes_per_s, measured_interference
 from .overlap import STREAMS, Fabric, interference
 
 USABLE_HOST_MEMORY = 0.94
@@ -46,6 +47,8 @@ def host_rates(workload: Workload, cluster: ClusterSpec, *, memory_bytes: float 
     c, device = coefficients()["offload"], cluster.weakest_device
     line = float(host_link_bytes_per_s(np.zeros(1), cluster)[0])
     slow = interference(_fabric(cluster))
+    if cluster.profile is not None:
+        slow = measured_interference(slow, cluster.profile.overlaps)
     compute, to_device, to_host = (STREAMS.index(name) for name in ("compute", "to_device", "to_host"))
     both = 1 / (1 + slow[to_device, to_host]) + 1 / (1 + slow[to_host, to_device])
     ranks = cluster.largest_node
@@ -54,7 +57,7 @@ def host_rates(workload: Workload, cluster: ClusterSpec, *, memory_bytes: float 
     if whole is None:
         sizes = [size for size in known if size]
         whole = USABLE_HOST_MEMORY * min(sizes) if len(sizes) == len(known) else np.inf
-    on_host = update_bytes_per_param(workload) * ranks / float(c["host_update_bytes_per_s"])
+    on_host = update_bytes_per_param(workload) * ranks / host_update_bytes_per_s(cluster)
     drives = [group.storage_bytes_per_s or float(c["storage_bytes_per_s"]) for group in cluster.groups]
     is_cpu = device.vendor == "cpu"  # a copy within one memory takes cores from the compute and is shared by all ranks
     return HostRates(

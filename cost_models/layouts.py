@@ -101,6 +101,12 @@ class LayoutBatch:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    @cached_property
+    def is_replicated(self) -> NDArray[np.bool_]:
+        """Whether ranks hold whole replicas of one stage and nothing more (runtime/replicated.py)."""
+        once = (self.pp == 1) & (self.tp == 1) & (self.ep == 1) & (self.expert_tp == 1) & (self.offload == 0)
+        return np.asarray(once & (self.zero_stage == 0) & (self.cp == 1) & (self.dp > 1))
+
     def __len__(self) -> int:
         return len(self.tp)
 
@@ -203,7 +209,13 @@ class LayoutBatch:
     def _inside_columns(self) -> list[NDArray[Any]]:
         names = ("tp", "cp", "cp_ulysses", "micro_batch_size", "sequence_parallel")
         offload = ("offload", "offload_fraction", "offload_activations", "offload_to_storage")
-        return [*(getattr(self, name) for name in names + offload), self.vocabulary, self.pp > 1, self.dp > 1]
+        return [
+            *(getattr(self, name) for name in names + offload),
+            self.vocabulary,
+            self.pp > 1,
+            self.dp > 1,
+            self.is_replicated,
+        ]
 
     @cached_property
     def across_data(self) -> Distinct:

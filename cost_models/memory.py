@@ -17,7 +17,8 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
 
 Other engines than fsdp2 keep copies and one gradient buffer for the whole step: engine_memory.py.
 
-fully_shard is there whenever ranks share data parallelism or parameters are cast; without it nothing is gathered or reduced.
+fully_shard is there whenever ranks share data parallelism or parameters are cast, but for whole fp32 replicas, which DDP reduces:
+their gradients end in its buckets, 4 P that are always there. Without either nothing is gathered or reduced.
 Phase `loss`: the last micro-batch's backward begins; activations, logits, copies and gradients of earlier micro-batches are there.
 Phase `update`: activations and copies are gone, all gradients are there. The peak is the larger one; its parts are reported.
 Source: runtime/data_parallel.py, runtime/loss.py and torch's fully_shard; measured by benchmarks/apply_accuracy.py.
@@ -89,6 +90,7 @@ class StepShape:
 
     Attributes:
         dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
+        is_replicated: whether ranks hold whole replicas of one stage and nothing more.
         expert_shards: ranks over which the states of experts are sharded.
         gradient_shards, optimizer_shards: the same two for gradients and for optimizer states, multiples of the former.
     """
@@ -99,6 +101,7 @@ class StepShape:
     gradient_shards: tuple[Array, Array]
     optimizer_shards: tuple[Array, Array]
     zero_stage: Array
+    is_replicated: Array
     num_microbatches: Array
     in_flight: Array
     num_neighbours: Array
@@ -118,8 +121,14 @@ class StepShape:
 
 
 def has_copies(layout: Any, workload: Workload) -> Array:
-    """Whether parameters are gathered or cast by fully_shard; ``layout`` has dp_replicate and dp_shard, numbers or arrays."""
-    return (layout.dp_shard * layout.dp_replicate > 1) | (workload.precision not in ("fp32", "bf16"))
+    """Whether parameters are gathered or cast by fully_shard, not replicated by DDP; ``layout`` is a StepShape or a LayoutBatch."""
+    is_cast = workload.precision not in ("fp32", "bf16")
+    return ((layout.dp_shard * layout.dp_replicate > 1) & ~_in_buckets(layout, workload)) | is_cast
+
+
+def _in_buckets(layout: Any, workload: Workload) -> Array:
+    """Whether gradients are reduced in DDP's buckets, which stay from step to step."""
+    return layout.is_replicated & (workload.engine == "fsdp2") & (workload.precision == "fp32")
 
 
 def in_flight(
@@ -206,7 +215,9 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.
     final = np.where((step.zero_stage == 0) | ((step.zero_stage == 1) & accumulates), whole, sharded)
-    return np.where(accumulates, final, 0.0), final
+    # Sums of earlier micro-batches lie beside DDP's buckets until the last one moves into them.
+    buckets = np.where(_in_buckets(step, workload), whole, 0.0)
+    return np.where(accumulates, final, 0.0) + buckets, final
 
 
 def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Workload) -> Array:

@@ -87,7 +87,16 @@ def pair_of(sent_bytes: FloatArray, collective_s: FloatArray, cluster: ClusterSp
     """Slow-downs [N] while a collective runs in which each device sends ``sent_bytes``: a fixed share for its channels'
     multiprocessors, and one for its traffic through the device's memory.
     """
-    law = coefficients()["overlap"]
+    from .measured_streams import overlap_ratio
+
     rate = np.divide(sent_bytes, collective_s, out=np.zeros_like(collective_s), where=collective_s > 0)
-    traffic = rate / cluster.weakest_device.memory_bandwidth_bytes_per_s
+    memory, profile = cluster.weakest_device.memory_bandwidth_bytes_per_s, cluster.profile
+    law = law_of(rate / memory)
+    ratio = overlap_ratio(profile.overlaps, memory) if profile is not None and profile.overlaps else 1.0
+    return Pair(compute=law.compute * ratio, collective=law.collective * ratio)
+
+
+def law_of(traffic: FloatArray | float) -> Pair:
+    """Slow-downs of kernels and a collective; ``traffic``: bytes sent per second over the memory's bandwidth."""
+    law = coefficients()["overlap"]
     return Pair(compute=law["channels"] + law["traffic"] * traffic, collective=law["compute"])

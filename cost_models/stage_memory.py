@@ -157,6 +157,7 @@ def step_shape(
         gradient_shards=(batch.num_gradient_shards[at], batch.expert_gradient_shards[at]),
         optimizer_shards=(batch.num_optimizer_shards[at], batch.expert_optimizer_shards[at]),
         zero_stage=batch.zero_stage[at],
+        is_replicated=batch.is_replicated[at],
         num_microbatches=batch.num_microbatches[at],
         in_flight=in_flight,
         num_neighbours=num_neighbours,

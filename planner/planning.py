@@ -12,6 +12,7 @@ from typing import Any
 
 from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import RECOMPUTES, LayoutBatch
+from ..cost_models.measured_streams import measured_terms
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import (
     Alternative,
@@ -162,6 +163,7 @@ def _with_offload(
         notes.append(
             f"the host's memory is not known: each node needs {held} for what is offloaded (--host-memory-gib)"
         )
+    notes += _note_on_measured(cluster, workload)
     if lacking := why_not_runnable(model, workload):
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
     runner_ups = () if found is None else found.alternatives
@@ -304,6 +306,7 @@ def _notes(
         notes.append(
             f"other work used {load:.0f} % of the cores while this machine was measured: its figures are too low"
         )
+    notes += _note_on_measured(cluster, workload)
     if model.is_moe and workload.engine == "deepspeed":
         notes.append(
             "experts are split over tp only: DeepSpeed is planned without expert parallelism; fsdp2 and megatron have it"
@@ -318,6 +321,12 @@ def _notes(
     if lacking and is_ours:
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
     return tuple(notes)
+
+
+def _note_on_measured(cluster: ClusterSpec, workload: Workload) -> list[str]:
+    """What of the estimate comes from the profile beside products, attention, layers and collectives."""
+    terms = measured_terms(cluster, workload)
+    return [f"from the profile: {'; '.join(terms)}"] if terms else []
 
 
 def _note_on_parts(chosen: Candidate) -> str:

@@ -1,6 +1,7 @@
 """Data parallelism by FSDP2's `fully_shard`, for every zero_stage and for mixed precision.
 
-One mechanism for all of it, because it composes with tensor and pipeline parallelism and keeps parameter names:
+One mechanism for all of it, because it composes with tensor and pipeline parallelism and keeps parameter names; whole fp32 replicas
+and nothing else are replicated.py's:
 
 | layout                               | what happens                                                                          |
 |--------------------------------------|---------------------------------------------------------------------------------------|
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import DDP
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..schema.errors import RuntimeMismatchError
@@ -34,6 +36,7 @@ from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .offload.schedule import layer_of
+from .replicated import Reduction, is_replicated, replicate_whole
 
 _DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -56,8 +59,10 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
-    """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place."""
+def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Reduction | None:
+    """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
+    if is_replicated(mesh, plan):
+        return replicate_whole(stage, mesh)
     shard_units(
         stage,
         mesh,
@@ -67,6 +72,7 @@ def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
         head=stage.lm_head,
         placement=expert_placement(stage, mesh),
     )
+    return None
 
 
 def shard_units(
@@ -153,8 +159,10 @@ def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
     return units
 
 
-def before_backward(stage: nn.Module, plan: Plan, *, is_last: bool) -> None:
-    """Tell FSDP whether this micro-batch ends the step: below zero_stage 2 gradients wait for it, and parameters stay gathered."""
+def before_micro_batch(stage: nn.Module, plan: Plan, *, is_last: bool) -> None:
+    """Tell DDP or FSDP whether this micro-batch ends the step: below zero 2 gradients wait for it, parameters stay gathered."""
+    if isinstance(stage, DDP):
+        stage.set_requires_gradient_sync(is_last)
     if isinstance(stage, FSDPModule) and plan.layout.zero_stage < 2:
         stage.set_is_last_backward(is_last)
         stage.set_requires_gradient_sync(is_last)

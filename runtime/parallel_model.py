@@ -13,11 +13,12 @@ from ..cost_models.pipeline_simulation import Action
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from .context_parallel import own_positions
-from .data_parallel import before_backward
+from .data_parallel import before_micro_batch
 from .mesh import ParallelMesh
 from .models.init import local_tensor
 from .offload.schedule import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
+from .replicated import Reduction
 from .training.loss_scale import LossScale
 from .training.step_parts import StepClock
 from .training.zeroth_order import drop_gathered
@@ -53,6 +54,7 @@ class ParallelModel:
         schedule: Schedule | None = None,
         offload: HostOffload | None = None,
         *,
+        reduction: Reduction | None = None,
         ends: tuple[nn.Module | None, nn.Module | None] | None = None,
         loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _own_loss,
     ) -> None:
@@ -66,7 +68,7 @@ class ParallelModel:
         self.clock = StepClock(device, is_pipeline=schedule is not None)
         if schedule is not None:
             set_clock(schedule, self.clock)
-        self._ends = ends
+        self._ends, self._reduction = ends, reduction
         self._loss_fn = loss_fn
         self._positions = own_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
@@ -156,11 +158,13 @@ class ParallelModel:
         count, scale = self.plan.num_microbatches, self.loss_scale.value
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
-            before_backward(self.module, self.plan, is_last=i == count - 1)
+            before_micro_batch(self.module, self.plan, is_last=i == count - 1)
             with self.clock.part("forward", Action(0, "F", i)):
                 loss = self._loss_fn(self.module, x, y).sum() / count
             with self.clock.part("backward", Action(0, "BW", i)):
                 (loss * scale).backward()
+                if self._reduction is not None:
+                    self._reduction.settle(self.clock)
             total += loss.detach()
         return total
 

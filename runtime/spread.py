@@ -82,7 +82,7 @@ def parallelize(
             apply_compile(part)
         if offload is not None:
             offload.apply_activations(part, stage)
-        shard_data_parallel(part, mesh, plan)
+        reduction = shard_data_parallel(part, mesh, plan)
         if model is None:
             materialise(part, plan, device)
             part.tie()
@@ -96,7 +96,7 @@ def parallelize(
     loss_scale = LossScale.of(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
     ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
-    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends)
+    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends, reduction=reduction)
 
 
 def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -167,20 +167,22 @@ def pipeline(model: Llama, plan: dict, device: torch.device) -> Schedule1F1B:
     if rank > 0:
         model.embedding = None
     if rank < last:
-        model.output = None
+        model.norm = model.output = None
     stage = PipelineStage(model, rank, len(stages), device)
     batch = plan["workload"]["global_batch_size"] // plan["layout"]["micro_batch_size"]
     return Schedule1F1B(stage, batch, loss_fn=cross_entropy)
 
 
 def clip(parameters: list[nn.Parameter], layout: dict) -> None:
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    kinds = [[p.grad for p in parameters if isinstance(p.grad, DTensor) == is_spread] for is_spread in (True, False)]
+    norms = [nn.utils.get_total_norm(kind) for kind in kinds if kind]
+    norm = nn.utils.get_total_norm([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
     if layout["pp"] > 1:
         square = norm**2
         dist.all_reduce(square)
         norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+    for is_spread in (True, False):
+        nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor) == is_spread], 1.0, norm)
 
 
 def main(plan_path: str, steps: str, out: str) -> None:
@@ -207,7 +209,9 @@ def main(plan_path: str, steps: str, out: str) -> None:
     if on_gpu and layout["dp_shard"] == 1:
         cast = lambda: torch.autocast("cuda", torch.bfloat16)  # noqa: E731
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    groups = [[p for p in parameters if isinstance(p, DTensor) == is_spread] for is_spread in (True, False)]
+    groups = [{"params": group} for group in groups if group]  # one fused update takes one kind
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     replicas = layout["dp_replicate"] * layout["dp_shard"]
     local_batch, seq_len = workload["global_batch_size"] // replicas, workload["seq_len"]
     micro = layout["micro_batch_size"]

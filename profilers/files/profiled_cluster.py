@@ -40,7 +40,7 @@ def profiled_cluster(profile: Profile) -> ClusterSpec:
     inside = tuple(point for point in alone if point.num_nodes == 1)
     one_node = profile.machine.replace(num_devices=each, num_nodes=1)
     machine = cluster_from_profile(profile.replace(machine=one_node, collectives=_widest(inside)))
-    group = machine.groups[0].replace(num_nodes=nodes, **_host_link(profile))
+    group = machine.groups[0].replace(num_nodes=nodes, **_host_link(profile), **_storage(profile))
     levels = tuple(_with_points(level, inside) for level in machine.levels)
     if nodes > 1:
         across = tuple(point for point in alone if point.num_nodes > 1)
@@ -104,12 +104,23 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     lines = {op: _line([p for p in _widest(points) if p.op == op]) for op in OPS}
     shared = ("all_reduce", "all_gather", "reduce_scatter")
     lines = {op: (latency, rate / each if op in shared else rate) for op, (latency, rate) in lines.items()}
+    lines |= _of_groups_at_once(profile.collectives, each)
     best = max(rate for _, rate in lines.values())
     return link.replace(
         name=f"{link.name}-nodes", kind="scale-out", title="between the measured nodes", bandwidth_bytes_per_s=best,
         efficiency=LinkEfficiency(**{op: rate / best for op, (_, rate) in lines.items()}),
         collective_latency_s=CollectiveLatency(base=lines["all_reduce"][0], per_hop=0.0),
     )  # fmt: skip
+
+
+def _of_groups_at_once(points: Sequence[CollectivePoint], each: int) -> dict[str, tuple[float, float]]:
+    """Latency and rate of one device between counterparts of all nodes, while its node's others send, too.
+
+    Of the operations that have two sizes at least.
+    """
+    at_once = [p for p in points if p.num_nodes > 1 and p.stride == each and p.concurrent_groups == each > 1]
+    by_op = {op: [point for point in _widest(at_once) if point.op == op] for op in OPS}
+    return {op: _line(mine) for op, mine in by_op.items() if len({point.size_bytes for point in mine}) > 1}
 
 
 def _line(points: Sequence[CollectivePoint]) -> tuple[float, float]:
@@ -123,6 +134,14 @@ def _host_link(profile: Profile) -> dict[str, Any]:
     if not all(rates):
         return {}
     return {"host_link_bytes_per_s": min(median(rate) for rate in rates)}
+
+
+def _storage(profile: Profile) -> dict[str, Any]:
+    """The rate of one node's storage with all its ranks at once, the slower of reading and writing; nothing where not measured."""
+    rates: dict[str, float] = {}
+    for point in sorted(profile.storage, key=lambda point: point.size_bytes):  # the largest file counts
+        rates[point.operation] = point.ranks_at_once * point.size_bytes / point.time_s
+    return {"storage_bytes_per_s": min(rates.values())} if len(rates) > 1 else {}
 
 
 def _rates(points: Sequence[HostCopyPoint], direction: str) -> list[float]:

@@ -57,7 +57,7 @@ class Counts(TorchDispatchMode):
     attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
     elements: float = 0.0
     kernels: int = 0
-    kept_outputs: dict[int, float] = field(default_factory=dict)
+    kept_outputs: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -76,7 +76,9 @@ class Counts(TorchDispatchMode):
         if product is not None or name in _SDPA:
             for output in tree_leaves(result):
                 if isinstance(output, Tensor):
-                    self.kept_outputs[_storage(output)] = _storage_bytes(output)
+                    self.kept_outputs[_storage(output)] = (
+                        output.untyped_storage()
+                    )  # held, so that no other takes its place
         return result
 
     def _add_elementwise(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -115,6 +117,11 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _storages(values: Any) -> set[int]:
+    """Of all tensors among arguments."""
+    return {_storage(t) for t in tree_leaves(values) if isinstance(t, Tensor)}
+
+
 def _storage_bytes(tensor: Tensor) -> float:
     return float(tensor.untyped_storage().nbytes())
 
@@ -145,7 +152,7 @@ class Tracer:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._calls: dict[nn.Module, tuple[Any, Any]] = {}
         self._before, self._after = Counts(), Counts()
-        self._saved_outside = 0.0
+        self._saved: dict[nn.Module | None, int] = {}
         self._found: dict[Any, Traced] = {}
         with self._mode:
             self._state = {name: _fake(t, grad=True) for name, t in model.named_parameters(remove_duplicate=False)}
@@ -164,24 +171,34 @@ class Tracer:
         with self._mode, _noting(self.blocks, self._calls, self._before, self._after) as switch:
             inputs = tree_map(_one_sequence, example_inputs)
             args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-            with saved_tensors_hooks(self._saves(switch), lambda t: t):
-                self._call(self._model, "", args, kwargs)
+            kept: dict[int, tuple[Any, nn.Module | None]] = {}
+            with saved_tensors_hooks(self._saves(switch, kept), lambda t: t):
+                output = self._call(self._model, "", args, kwargs)
+            self._share_out(kept)
+            del output  # until here autograd holds all that it keeps
         if len(self._calls) < len(self.blocks):
             raise ConfigError(f"{len(self.blocks) - len(self._calls)} of {len(self.blocks)} blocks are not called")
         hidden = self._hidden(self._calls[self.blocks[0]])
         self.seq_len, self.width = hidden.shape[1], hidden.shape[2]
 
-    def _saves(self, switch: _Switch) -> Callable[[Tensor], Tensor]:
-        """Adds up what is kept outside the blocks."""
-        seen = {_storage(t) for t in self._state.values()}
+    def _saves(self, switch: _Switch, kept: dict[int, tuple[Any, nn.Module | None]]) -> Callable[[Tensor], Tensor]:
+        """Notes each storage that is kept beside parameters and buffers, and the block that keeps it first."""
+        persistent = {_storage(t) for t in self._state.values()}
 
         def pack(tensor: Tensor) -> Tensor:
-            if not switch.inside and _storage(tensor) not in seen:
-                seen.add(_storage(tensor))
-                self._saved_outside += _storage_bytes(tensor)
+            key = _storage(tensor)
+            if key not in persistent and key not in kept:
+                kept[key] = tensor.untyped_storage(), switch.block
             return tensor
 
         return pack
+
+    def _share_out(self, kept: Mapping[int, tuple[Any, nn.Module | None]]) -> None:
+        """Bytes that each block keeps, and the model outside: also what several blocks are called with, as a table of angles."""
+        read_by = Counter(key for call in self._calls.values() for key in _storages(call))
+        self._saved = dict.fromkeys(self.blocks, 0) | {None: 0}
+        for key, (storage, block) in kept.items():
+            self._saved[None if read_by[key] > 1 else block] += storage.nbytes()
 
     def _call(self, module: nn.Module, prefix: str, args: Any, kwargs: Any) -> Any:
         start = f"{prefix}." if prefix else ""
@@ -201,18 +218,16 @@ class Tracer:
         args, kwargs = self._calls[block]
         shapes = tuple(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         layout = tuple((name, tuple(t.shape)) for name, t in block.named_parameters())
-        key = (type(block), layout, shapes, str(block))
+        key = (type(block), layout, shapes, str(block), self._saved[block])
         if key not in self._found:
             self._found[key] = self._count(block, args, kwargs)
         return self._found[key]
 
     def _count(self, block: nn.Module, args: Any, kwargs: Any) -> Traced:
-        parameters = {_storage(t) for t in self._state.values()}
-        kept: dict[int, float] = {}
+        kept: dict[int, Any] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if _storage(tensor) not in parameters and tensor.is_floating_point():
-                kept[_storage(tensor)] = _storage_bytes(tensor)
+            kept[_storage(tensor)] = tensor.untyped_storage()
             return tensor
 
         forward, backward = Counts(), Counts()
@@ -225,13 +240,13 @@ class Tracer:
             gradient = torch.ones_like(result)
             with backward:
                 result.backward(gradient)
-        products = sum(size for storage, size in forward.kept_outputs.items() if storage in kept)
+        products = sum(storage.nbytes() for key, storage in forward.kept_outputs.items() if key in kept)
         size = self._element_bytes
         num_params = sum(parameter.numel() for parameter in block.parameters())
         return _traced(
             forward, self.seq_len, num_params, size,
             backward_elements=round(backward.elements / size), backward_kernels=backward.kernels,
-            saved_elements=round(sum(kept.values()) / size), selective_elements=round((products + read) / size),
+            saved_elements=math.ceil(self._saved[block] / size), selective_elements=round((products + read) / size),
             full_elements=round(read / size),
         )  # fmt: skip
 
@@ -246,11 +261,11 @@ class Tracer:
         first = sum(numel for key, numel in sizes.items() if key in embeddings)
         parts = []
         for counts, params in ((self._before, first), (self._after, total - first)):
-            saved = self._saved_outside / size if counts is self._after else 0.0
+            saved = math.ceil(self._saved[None] / size) if counts is self._after else 0
             parts.append(
                 _traced(
                     counts, self.seq_len, params, size, backward_elements=round(2 * counts.elements / size),
-                    backward_kernels=2 * counts.kernels, saved_elements=round(saved),
+                    backward_kernels=2 * counts.kernels, saved_elements=saved,
                 )
             )  # fmt: skip
         return parts[0], parts[1]
@@ -276,6 +291,7 @@ class _Switch:
     """Where the model is: inside a block, before the first or after the last one."""
 
     inside: int = 0
+    block: nn.Module | None = None
 
 
 @contextmanager
@@ -288,12 +304,14 @@ def _noting(
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not switch.inside:
             active.pop().__exit__(None, None, None)
+            switch.block = module
         calls[module] = args, kwargs
         switch.inside += 1
 
     def leave(*_: Any) -> None:
         switch.inside -= 1
         if not switch.inside:
+            switch.block = None
             active.append(after)
             after.__enter__()
 

@@ -102,6 +102,15 @@ class StepClock:
         counted = sum(value for name, value in seconds.items() if name not in BESIDE)
         return {**seconds, "other": max(0.0, step_time_s - counted)}
 
+    def waited(self, since_s: float) -> None:
+        """What passed from a moment of time.perf_counter until now, on this thread, was waiting for other ranks."""
+        ended = time.perf_counter()
+        part: Part = "communication" if self._depth else self._outside
+        self._waited += ended - since_s
+        self._seconds[part] += ended - since_s
+        if self._begun is not None and not self._on_gpu:
+            self._pieces.append(Piece(part, since_s - self._begun, ended - self._begun, is_wait=True))
+
     def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """A waiting function that tells this clock how long it took."""
 
@@ -112,12 +121,7 @@ class StepClock:
             try:
                 return wait(*args, **kwargs)
             finally:
-                ended = time.perf_counter()
-                part: Part = "communication" if self._depth else self._outside
-                self._waited += ended - start
-                self._seconds[part] += ended - start
-                if self._begun is not None and not self._on_gpu:
-                    self._pieces.append(Piece(part, start - self._begun, ended - self._begun, is_wait=True))
+                self.waited(start)
 
         return timed_wait
 

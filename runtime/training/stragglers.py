@@ -1,13 +1,15 @@
-"""Ranks that compute slower than their peers beyond noise: robust statistics over the steps of a run.
+"""Ranks that compute slower than their peers beyond noise: an exact sign test over the steps of a run.
 
 Of every rank r and step t the seconds c[r, t] of its own work, waiting left out. Peers have the same work: the other ranks of the
 same pipeline stage; of a stage with one rank all others, each over what the plan expects of it. With
 
     d[r, t] = log(c[r, t] / expected[r]) - median over peers of the same,   m[r] = median over steps of d[r]
-    noise[r] = 1.25 * 1.48 * median |d[r] - m[r]| / sqrt(steps)             (deviation of a median of normal errors)
 
-a rank is slow where m exceeds both ``DEVIATIONS`` times its noise and the smallest difference that is worth naming: `SLOWER` among
-ranks with the same work, `SLOWER_THAN_EXPECTED` where only the plan's expectation makes them comparable.
+a rank is slow where m exceeds the smallest difference that is worth naming, `SLOWER` among ranks with the same work and
+`SLOWER_THAN_EXPECTED` where only the plan's expectation makes them comparable, and where d is above zero in more steps than chance
+allows: of a rank like its peers each step is above or below with equal odds, so that k or more of T are above with the probability
+of a binomial tail, whatever the distribution of the noise. Over all ranks together a run without a slow rank names one at most
+once in 1 / `FALSE_ALARMS` runs (Bonferroni), which is why few steps name nobody: T >= log2(R / FALSE_ALARMS).
 """
 
 from __future__ import annotations
@@ -17,23 +19,20 @@ from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import bdtrc
 
 FloatArray = NDArray[np.float64]
 
 SLOWER, SLOWER_THAN_EXPECTED = 0.10, 0.50
-DEVIATIONS = 5.0
-MIN_STEPS = 5
-"""Fewer have no spread to speak of."""
-
-_MEDIAN_DEVIATION = 1.2533 * 1.4826
+FALSE_ALARMS = 0.01
 
 
 class Straggler(TypedDict):
-    """A slow rank: by what fraction its own work takes longer than its peers', and the standard deviation of that."""
+    """A slow rank: by what fraction its own work takes longer than its peers', and how likely so many slow steps are by chance."""
 
     rank: int
     slower_fraction: float
-    noise: float
+    chance: float
 
 
 def stragglers(compute_s: FloatArray, stage_of_rank: NDArray[np.int64], expected_s: FloatArray) -> list[Straggler]:
@@ -44,7 +43,7 @@ def stragglers(compute_s: FloatArray, stage_of_rank: NDArray[np.int64], expected
         stage_of_rank: pipeline position [R]; expected_s: what the plan expects of each rank's work [R], in any unit.
     """
     num_ranks, num_steps = compute_s.shape
-    if num_ranks < 2 or num_steps < MIN_STEPS or np.any(compute_s <= 0):
+    if num_ranks < 2 or num_steps == 0 or np.any(compute_s <= 0):
         return []
     logs = np.log(compute_s / expected_s[:, None])
     found = []
@@ -53,8 +52,8 @@ def stragglers(compute_s: FloatArray, stage_of_rank: NDArray[np.int64], expected
         peers = others & (stage_of_rank == stage_of_rank[rank])
         least = SLOWER if peers.any() else SLOWER_THAN_EXPECTED
         difference = logs[rank] - np.median(logs[peers if peers.any() else others], axis=0)
-        middle = float(np.median(difference))
-        noise = _MEDIAN_DEVIATION * float(np.median(np.abs(difference - middle))) / math.sqrt(num_steps)
-        if middle > max(math.log1p(least), DEVIATIONS * noise):
-            found.append(Straggler(rank=rank, slower_fraction=math.expm1(middle), noise=noise))
+        slower = math.expm1(float(np.median(difference)))
+        chance = float(bdtrc(max(np.count_nonzero(difference > 0), 1) - 1, num_steps, 0.5))
+        if slower > least and chance * num_ranks <= FALSE_ALARMS:
+            found.append(Straggler(rank=rank, slower_fraction=slower, chance=chance))
     return sorted(found, key=lambda entry: -entry["slower_fraction"])

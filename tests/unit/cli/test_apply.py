@@ -113,7 +113,7 @@ def busy(*_):
 
 if os.environ["RANK"] == "1":
     torch.nn.modules.module.register_module_forward_pre_hook(busy)
-train(Plan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=7), report=sys.argv[1])
+train(Plan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=12), report=sys.argv[1])
 """
 
 

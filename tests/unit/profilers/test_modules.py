@@ -152,3 +152,126 @@ def test_model_without_repeated_blocks_or_with_odd_ones_is_refused() -> None:
         profile_module(nn.ModuleDict({"all": flat})["all"], [torch.empty(1, 4)], blocks="")
     with pytest.raises(ConfigError, match="no module"):
         profile_module(flat, [torch.empty(1, 4)], blocks="layers")
+
+
+# --- what autograd keeps, against a real run --------------------------------------------------------------------------
+
+
+class Dropping(Attend):
+    """With dropout, whose mask is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(super().forward(x))
+
+
+class Wide(nn.Module):
+    """GPT-like: layer norms, one projection for q, k and v, dropout, a learned table of positions."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(97, WIDTH), nn.Embedding(SEQ_LEN, WIDTH)
+        self.blocks = nn.ModuleList(Dropping() for _ in range(depth))
+        self.drop, self.norm, self.head = nn.Dropout(0.1), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 97, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Rotated(nn.Module):
+    """A Llama block: RMS norms, angles that all blocks share, grouped queries, a gated feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.kv, self.out = (nn.Linear(WIDTH, n * WIDTH // 2, bias=False) for n in (2, 2, 2))
+        self.gate, self.up = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        def rotated(t: torch.Tensor) -> torch.Tensor:
+            first, second = t.chunk(2, dim=-1)
+            return t * cos + torch.cat((-second, first), dim=-1) * sin
+
+        y, heads = self.norms[0](x), WIDTH // 32
+        q = rotated(self.q(y).unflatten(-1, (heads, 32)).transpose(1, 2))
+        k, v = (t.unflatten(-1, (heads // 2, 32)).transpose(1, 2) for t in self.kv(y).chunk(2, dim=-1))
+        y = nn.functional.scaled_dot_product_attention(q, rotated(k), v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(97, WIDTH), nn.RMSNorm(WIDTH)
+        self.layers = nn.ModuleList(Rotated() for _ in range(depth))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * torch.ones(32, device=tokens.device)
+        x, cos, sin = self.tokens(tokens), angles.cos(), angles.sin()
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x) @ self.tokens.weight.t()
+
+
+class Odd(nn.Module):
+    """Convolutions over tokens, a batch norm, work in place, a mask, indices of a sort, an output that it keeps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+        self.norm, self.mix = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.conv(x.transpose(1, 2))).transpose(1, 2).relu_()
+        value, gate = self.mix(y).chunk(2, dim=-1)
+        best, _ = value.sort(dim=1)
+        return torch.tanh(x + best.masked_fill(gate > 0.5, 0.0) * gate.sigmoid().cumsum(1))
+
+
+class Convolved(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(5, WIDTH), nn.Sequential(*(Odd() for _ in range(depth)))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.max_pool1d(self.blocks(self.first(x)).transpose(1, 2), 4).transpose(1, 2))
+
+
+def kept_bytes(model: nn.Module, inputs: torch.Tensor) -> int:
+    """What autograd really keeps of one call: bytes of distinct storages other than parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(inputs)
+    assert out.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("kind", [Wide, Llama, Convolved])
+def test_saved_bytes_are_those_of_a_real_run(kind: type[nn.Module]) -> None:
+    """Of the whole model, and of a block by the difference that one more makes: equal but for rounding up to an element."""
+    inputs = torch.randn(1, SEQ_LEN, 5) if kind is Convolved else torch.randint(97, (1, SEQ_LEN))
+    real = [kept_bytes(kind(depth), inputs) for depth in (3, 4)]
+    spec = profile_module(kind(4), [inputs])
+    traced = [(run.layer.traced, run.count) for run in spec.layers]
+    found = 4 * sum(layer.saved_elements * count for layer, count in traced)
+    assert real[1] <= found < real[1] + 4 * len(traced)
+    blocks = {run.layer.traced.saved_elements for run in spec.layers if run.layer.kind == "block"}
+    assert -(-(real[1] - real[0]) // 4) in blocks

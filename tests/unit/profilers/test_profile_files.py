@@ -14,7 +14,7 @@ from meshwright.profilers.machine import identify
 from meshwright.schema import ConfigError
 from meshwright.schema.errors import ProfileError
 from meshwright.schema.profile import CollectivePoint, MatmulPoint, Profile
-from meshwright.schema.profile_points import HostCopyPoint
+from meshwright.schema.profile_points import HostCopyPoint, StoragePoint
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -121,3 +121,39 @@ def test_larger_cluster_of_the_measured_devices_takes_their_rates() -> None:
     other = larger.replace(groups=(larger.groups[0].replace(device=larger.groups[0].device.replace(name="other")),))
     with pytest.raises(ProfileError, match="the cluster has other"):
         of_these_devices(other, measured)
+
+
+def test_storage_is_that_of_a_node_with_all_its_ranks() -> None:
+    points = tuple(
+        StoragePoint(
+            operation=operation, size_bytes=2**26, block_bytes=2**22, direct=True, ranks_at_once=2, time_s=2**26 / rate
+        )
+        for operation, rate in (("read", 3e9), ("write", 1e9))
+    )
+    assert profiled_cluster(profile(storage=points)).groups[0].storage_bytes_per_s == pytest.approx(2e9)
+    assert profiled_cluster(profile(storage=points[:1])).groups[0].storage_bytes_per_s is None
+
+
+def test_groups_that_share_a_nic_make_the_link_between_nodes_slower() -> None:
+    """Counterparts of two nodes, both pairs of them at once: what a device gets then stands for what the world's ring left it."""
+    known = profile(num_nodes=2)
+
+    def outer(rate: float) -> float:
+        at_once = tuple(
+            CollectivePoint(
+                op=op,
+                group_size=2,
+                num_nodes=2,
+                stride=2,
+                concurrent_groups=2,
+                size_bytes=size,
+                time_s=1e-4 + size / rate,
+            )
+            for op in OPS
+            for size in (2**18, 2**23)
+        )
+        link = profiled_cluster(profile(num_nodes=2, collectives=(*known.collectives, *at_once))).levels[-1].link
+        return link.bandwidth_bytes_per_s * link.efficiency.all_reduce
+
+    assert outer(2e8) == pytest.approx(2e8, rel=0.01)
+    assert outer(1e8) == pytest.approx(1e8, rel=0.01)
