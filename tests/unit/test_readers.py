@@ -229,7 +229,9 @@ def test_line_ends_are_those_of_a_text_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [10**5000, [10**5000], "x" * 10**6, [[[[[[1]]]]]] * 9, json.loads(NESTED), float("nan"), None]
+    "value",
+    [10**5000, [10**5000], "x" * 10**6, [[[[[[1]]]]]] * 9, json.loads(NESTED), float("nan"), None],
+    ids=["digits", "digits in a list", "text", "lists", "nested", "nan", "none"],
 )
 def test_any_value_is_shown_in_a_few_words(value: Any) -> None:
     assert 0 < len(shown(value)) <= 60
