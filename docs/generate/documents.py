@@ -16,8 +16,8 @@ from pydantic_core import PydanticUndefined
 
 ROOTS = (Layout, Workload, Plan, ModelSpec, ClusterSpec, Offer, Profile, InferencePlan)
 
-MOST = 10**9
-"""The upper limit of every count that a user states; not worth a mention."""
+MOST = (10**9, 2**62, 1e60)
+"""Upper limits of every count that a user states, and of every number (schema/base.py); not worth a mention."""
 
 INTRO = """# Documents
 
@@ -133,7 +133,7 @@ def _limits(metadata: Any) -> list[str]:
             found += [
                 f"{sign} {getattr(one, name)}"
                 for kind, name, sign in ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
-                if isinstance(one, kind | Interval) and getattr(one, name) not in (None, MOST)
+                if isinstance(one, kind | Interval) and getattr(one, name) not in (None, *MOST)
             ]
             if isinstance(one, MinLen | MaxLen):
                 found.append("not empty" if isinstance(one, MinLen) else f"of at most {one.max_length}")
