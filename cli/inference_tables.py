@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from ..schema.units import format_bytes, format_count, format_seconds
-from .tables import bar, cluster_title
+from .tables import bar, cluster_title, figures_table
 
 if TYPE_CHECKING:
     from ..schema.inference import InferencePlan, PhaseEstimate
@@ -29,13 +27,7 @@ STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on
 def inference_table(plan: InferencePlan) -> Table:
     """Batch, times with what binds them, places, memory, what more of each would be worth."""
     title = f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}: generation"
-    table = Table(
-        title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False
-    )
-    table.add_column(min_width=26, overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = figures_table(title)
     _add_batch(table, plan)
     _add_times(table, plan)
     _add_places(table, plan)

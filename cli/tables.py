@@ -76,6 +76,15 @@ def estimate_table(
 ) -> Table:
     """Layout, step time and its parts, throughput, memory and its parts against the budget."""
     title = f"{model.name} ({format_count(model.num_params)}) on {cluster_title(cluster)}"
+    table = figures_table(title)
+    _add_layout(table, workload, layout)
+    _add_time(table, estimate)
+    _add_memory(table, cluster, estimate)
+    return table
+
+
+def figures_table(title: str) -> Table:
+    """An empty table of rows: what it is, two figures, and words about them."""
     table = Table(
         title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False
     )
@@ -83,9 +92,6 @@ def estimate_table(
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    _add_layout(table, workload, layout)
-    _add_time(table, estimate)
-    _add_memory(table, cluster, estimate)
     return table
 
 

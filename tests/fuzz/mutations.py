@@ -54,7 +54,7 @@ def _once(data: bytes, form: Form | None, others: list[bytes], random: Random) -
         try:
             tree = form.parse(data)
             return form.render(_tree_mutated(tree, random))
-        except Exception:
+        except Exception:  # no longer of its form after earlier mutations: bytes are changed instead
             pass
     return _bytes_mutated(data, others, random)
 

@@ -64,7 +64,7 @@ class Guard:
         raise Hang
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._is_on and event in FORBIDDEN and not str(args[:1]).count("/tmp"):
+        if self._is_on and event in FORBIDDEN and tempfile.gettempdir() not in str(args[:1]):
             self._forbidden = f"{event} {args!r}"
             raise Executed(self._forbidden)
 

@@ -152,9 +152,10 @@ def test_bad_input_is_refused() -> None:
         made(generation=SHORT.replace(precision="bf16"))
 
 
-# FlexGen (arXiv:2303.06865) on one T4 of 16 GB with 208 GB of host memory and a 1.5 TB drive that reads 2 GB/s (its table 1);
-# 32 tokens after the prompt. Throughputs of 512 and 1024 tokens: tables 2 and 4; of 256: benchmark suite of its code, where
-# the policies stand too (weights on device and host, batch, batches in a block). `error`: what this model makes of each.
+# FlexGen (arXiv:2303.06865) on one T4 of 16 GB with 208 GB of host memory and a 1.5 TB drive that reads 2 GB/s;
+# 32 tokens after the prompt. Throughputs of 512 tokens: the README of its code; of 256: its benchmark suite, where the policies
+# stand too (weights on device and host, batch, batches in a block); 175B at 1024 and without compute on the host: second hand.
+# `error`: what this model makes of each.
 PUBLISHED = [
     # model, prompt, batch, batches, weights on device and host, keys and values, tokens per second, error in percent
     ("opt-6.7b", 256, 4, 1, (1.0, 0.0), "device", 53.29, 2),
