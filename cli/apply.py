@@ -120,6 +120,10 @@ def apply(
             help="One measured step for ui.perfetto.dev, in the form that `plan --trace` gives the predicted one.",
         ),
     ] = None,
+    count_memory: Annotated[
+        bool,
+        typer.Option("--count-memory", help="On CPUs: count the bytes of all tensors until the second step is over."),
+    ] = False,
     nnodes: Annotated[
         int | None,
         typer.Option(help="Nodes of the job; run the same command on each. Default: those of Slurm's step, else 1."),
@@ -169,6 +173,7 @@ def apply(
             schedule=schedule, warmup_steps=warmup_steps, router_bias_rate=router_bias_rate, compile_blocks=compile_blocks,
             keep_checkpoints=keep_checkpoints, checkpoint_beside=checkpoint_beside, weights=weights, save_weights=save_weights,
             save_adapters=save_adapters, zeroth_order=zeroth_order, trace=None if trace is None else str(trace.resolve()),
+            count_memory=count_memory,
         )  # fmt: skip
         job = Job(
             plan=str(plan.resolve()), options=options, timeout_s=collective_timeout_s, hang_timeout_s=hang_timeout_s,
@@ -182,7 +187,7 @@ def apply(
             _refuse_training_options(
                 script[0], data, checkpoint_dir, checkpoint_every, resume, metrics, json_output, tokenizer,
                 compile_blocks, checkpoint_beside, restart_data, weights, save_weights,
-                save_adapters, zeroth_order, trace,
+                save_adapters, zeroth_order, trace, count_memory,
             )  # fmt: skip
             run(loaded, job)
             return

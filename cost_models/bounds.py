@@ -14,6 +14,7 @@ from .pipeline import Work, fewest_in_flight, lower_bound_s
 from .recompute_bounds import least_step_s
 from .room_bounds import slowest_within_memory_s
 from .space_costs import SpaceCosts
+from .stage_contents import StageContents, StepShape
 from .stage_memory import more_in_flight, step_shape, with_vocabulary
 
 
@@ -167,11 +168,11 @@ def _kept_by_all_stages(costs: SpaceCosts) -> FloatArray:
     return np.asarray(room * costs.batch.pp)
 
 
-def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
+def _balanced_contents(costs: SpaceCosts) -> StageContents:
     """The mean of all stages of every layout [N]."""
     b = costs.batch
     params, trained, expert_params = (costs.total(n) / b.pp for n in ("num_params", "num_trained", "expert_params"))
-    contents = memory.StageContents(
+    contents = StageContents(
         params=params,
         trained=trained,
         expert_params=expert_params,
@@ -187,7 +188,7 @@ def _balanced_contents(costs: SpaceCosts) -> memory.StageContents:
     return with_vocabulary(costs, contents)
 
 
-def _least_shape(costs: SpaceCosts) -> memory.StepShape:
+def _least_shape(costs: SpaceCosts) -> StepShape:
     """Of the stage with the fewest micro-batches in flight."""
     b = costs.batch
     fewest = fewest_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)

@@ -240,10 +240,20 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
         elementwise_bytes_per_s=elementwise * ratio.elementwise,
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
-        update_bytes_per_s=device.memory_bandwidth_bytes_per_s
-        * (1.0 if is_cpu else c["optimizer"]["memory_efficiency"]),
+        update_bytes_per_s=_update_bytes_per_s(cluster),
         vector_flops_per_s=_vector_flops_per_s(device) * slowed,
     )
+
+
+def _update_bytes_per_s(cluster: ClusterSpec) -> float:
+    """A device's traffic in an update; ranks that compute in host memory do as a profile's AdamW on the host."""
+    from .measured_streams import measured_host_update_bytes_per_s
+
+    device = cluster.weakest_device
+    if device.vendor != "cpu":
+        return float(device.memory_bandwidth_bytes_per_s * coefficients()["optimizer"]["memory_efficiency"])
+    measured = measured_host_update_bytes_per_s(cluster)
+    return device.memory_bandwidth_bytes_per_s if measured is None else measured / cluster.largest_node
 
 
 def _vector_flops_per_s(device: Device) -> float:

@@ -28,7 +28,7 @@ from ..schema.workload import Engine
 from .engines import DATA_PARALLEL
 
 if TYPE_CHECKING:
-    from .memory import StageContents, StepShape
+    from .stage_contents import StageContents, StepShape
 
 Array = Any
 

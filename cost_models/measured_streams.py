@@ -125,10 +125,16 @@ def pinned_rates(points: Sequence[HostCopyPoint], direction: str, devices_at_onc
 
 def host_update_bytes_per_s(cluster: ClusterSpec) -> float:
     """Traffic of one node's processors that update parameters, measured by all ranks of it at once, or the coefficient."""
+    measured = measured_host_update_bytes_per_s(cluster)
+    return float(coefficients()["offload"]["host_update_bytes_per_s"]) if measured is None else measured
+
+
+def measured_host_update_bytes_per_s(cluster: ClusterSpec) -> float | None:
+    """The same; None where no profile has it."""
     points = cluster.profile.cpu_adam if cluster.profile is not None else ()
     mine = [point for point in points if point.ranks_at_once == cluster.largest_node]
     if not mine:
-        return float(coefficients()["offload"]["host_update_bytes_per_s"])
+        return None
     largest = max(mine, key=lambda point: point.num_parameters)
     return ADAM_BYTES * largest.num_parameters * largest.ranks_at_once / largest.time_s
 

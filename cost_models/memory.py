@@ -9,24 +9,25 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
                  zero 2, 3: 4 P / N
     with levels  gradients and states have an N each (gradient_shard, optimizer_shard), masters that of the states; parameters that
                  stay within fewer ranks (zero 3) are a copy of b P / N besides, counted as unsharded
-    unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: b (R + 2 U), this block and the next
+    unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: this unit and the block gathered in advance
     activations  i * (kept by the stage's layers)
     logits       b T V / tp on the stage with the head, turned into their gradient in place
-    temporary    working set of one layer, gradients and fp32 reduction buffers of one unit, workspace; under a pipeline the
-                 receive buffers of all m micro-batches, hidden states from one side and gradients from the other
+    temporary    of the moment (`transients`): what the loss makes of a chunk, the gradients of the head and their reduction, or
+                 the working set of one layer, its gradients and theirs; under a pipeline the receive buffers of all m
+                 micro-batches, hidden states from one side and gradients from the other
 
 Other engines than fsdp2 keep copies and one gradient buffer for the whole step: engine_memory.py.
 
 fully_shard is there whenever ranks share data parallelism or parameters are cast, but for whole fp32 replicas, which DDP reduces:
 their gradients end in its buckets, 4 P that are always there. Without either nothing is gathered or reduced.
-Phase `loss`: the last micro-batch's backward begins; activations, logits, copies and gradients of earlier micro-batches are there.
+Phase `full`: the last micro-batch's backward begins; activations, copies and gradients of earlier micro-batches are there.
 Phase `update`: activations and copies are gone, all gradients are there. The peak is the larger one; its parts are reported.
 Source: runtime/data_parallel.py, runtime/loss.py and torch's fully_shard; measured by benchmarks/apply_accuracy.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from ..schema import ClusterSpec, Workload
 from ..schema.plan import MemoryBreakdown
 from . import engine_memory
 from .coefficients import coefficients
-from .experts import sharded_params
+from .stage_contents import StageContents, StepShape
 
 Array = Any
 """A float or a float array; all arguments of one call broadcast together."""
@@ -47,77 +48,8 @@ but the first); the fp32 copy is gone by then."""
 _MORE_THAN_ANY = float(2**52)
 """Bytes beyond any device's, whose sum with its parts is exact to less than one."""
 
-LOSS_CHUNK_BYTES = 3 * 4 * 2**24
-"""fp32 logits that the loss works on at a time, with what it makes of them (runtime/loss.py: CHUNK_ELEMENTS)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageContents:
-    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``."""
-
-    params: Array
-    expert_params: Array
-    trained: Array
-    block_trained: Array
-    frozen_bytes: Array
-    root_params: Array
-    block_params: Array
-    activation_bytes: Array
-    working_bytes: Array
-    logits: Array
-    boundary_bytes: Array
-
-    def frozen(self, step: StepShape) -> Array:
-        """Bytes of a frozen model beside adapters: whole, or this rank's shard under zero 3."""
-        return self.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
-
-    def owned(self, step: StepShape) -> Array:
-        """Trained parameters of which one rank owns the states; those of experts are sharded over groups of their own."""
-        return sharded_params(self.trained, self.expert_params, *step.optimizer_shards)
-
-    def reduced(self, step: StepShape) -> Array:
-        """Trained parameters of which one rank keeps the gradients where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, *step.gradient_shards)
-
-    def kept(self, step: StepShape) -> Array:
-        """Trained parameters of which one rank keeps the values that passes read where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """The choices of the layout that memory depends on; ints or arrays.
-
-    Attributes:
-        dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
-        is_replicated: whether ranks hold whole replicas of one stage and nothing more.
-        expert_shards: ranks over which the states of experts are sharded.
-        gradient_shards, optimizer_shards: the same two for gradients and for optimizer states, multiples of the former.
-    """
-
-    dp_replicate: Array
-    dp_shard: Array
-    expert_shards: Array
-    gradient_shards: tuple[Array, Array]
-    optimizer_shards: tuple[Array, Array]
-    zero_stage: Array
-    is_replicated: Array
-    num_microbatches: Array
-    in_flight: Array
-    num_neighbours: Array
-    offload: Array
-    offload_fraction: Array
-
-    @property
-    def has_second_copy(self) -> Array:
-        """Whether parameters are sharded over fewer ranks than the optimizer states they are made from."""
-        wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
-        return (self.zero_stage == 3) & wider
-
-    @property
-    def on_device(self) -> Array:
-        """Part of the optimizer states, and of the masters they update, that is not on the host."""
-        return 1.0 - np.where(self.offload > 0, self.offload_fraction, 0.0)
+LOSS_CHUNK_ELEMENTS = 2**24
+"""Logits that the loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)."""
 
 
 def has_copies(layout: Any, workload: Workload) -> Array:
@@ -149,45 +81,83 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     stage = replace(stage, activation_bytes=stage.activation_bytes * cluster.calibration.activations)
     if workload.engine != "fsdp2":
         return _other_engine(stage, step, workload, cluster)
-    b = workload.compute_bytes
-    copies = has_copies(step, workload)
-    in_pieces = (step.zero_stage == 3) | (step.offload == 2)
-    gathered = b * np.where(in_pieces, stage.root_params + 2 * stage.block_params, stage.trained)
+    b, copies = workload.compute_bytes, has_copies(step, workload)
+    kept, final = _gradients(stage, step, workload)
     # fully_shard keeps them from the forward to the backward pass (reshard_after_forward=N).
     second_copy = b * np.where(step.has_second_copy, stage.kept(step), 0.0)
-    kept, final = _gradients(stage, step, workload)
-    temporary = stage.working_bytes + _buffers(stage, step, copies, workload)
-    loss = {
+    receive = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
+    passing = _fullest(transients(stage, step, workload, cluster))
+    full = {
         "gradients": kept,
-        "unsharded": np.where(copies, gathered + second_copy, 0.0),
+        "unsharded": passing["unsharded"] + np.where(copies, second_copy, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
-        "logits": _logits(stage, workload, temporary),
+        "logits": passing["logits"],
+        "temporary": passing["temporary"] + receive,
     }
+    unit = np.maximum(stage.root_params, stage.block_params)
     update = {
         "gradients": final,
         "unsharded": np.where(copies, b * stage.root_params, 0.0),
-        "activations": 0.0 * loss["activations"],
-        "logits": 0.0 * loss["logits"],
+        "activations": 0.0 * full["activations"],
+        "logits": 0.0 * full["logits"],
+        "temporary": _reduction(unit, stage, step, workload, cluster) + receive,
     }
-    at_loss = total_bytes(loss) >= total_bytes(update)
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": float(workload.optimizer_bytes) * stage.owned(step) * step.on_device,
-        "temporary": temporary + _workspace_bytes(cluster),
-        **{name: np.where(at_loss, loss[name], update[name]) for name in loss},
+        **_fullest([full, update], also_temporary=_workspace_bytes(cluster)),
     }
 
 
-def _logits(stage: StageContents, workload: Workload, temporary: Array) -> Array:
-    """Bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel that leaves a gradient.
+def transients(
+    stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec
+) -> list[dict[str, Array]]:
+    """What comes and goes while all activations are there, by moment: the loss; then the backward pass of the head and the
+    reduction of its gradients, of a block and the reduction of its; unsharded parameters, logits and temporary bytes.
 
-    A loss that works on all logits at once is over before the first layer's backward pass, which finds their gradient only.
+    Where parameters are gathered in pieces a unit's are there in its backward pass, with those of the block gathered in advance;
+    what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward).
     """
     b = workload.compute_bytes
-    if workload.fusion != "engine":
-        in_loss = (2 * b if workload.fusion == "compiled" else _EAGER_LOGIT_BYTES) * stage.logits
-        return np.maximum(b * stage.logits, in_loss - temporary)
-    return np.where(stage.logits > 0, b * stage.logits + np.minimum(LOSS_CHUNK_BYTES, 12.0 * stage.logits), 0.0)
+    head = np.where(stage.logits > 0, stage.root_params, 0.0)
+    block = stage.block_params
+    in_pieces = (step.zero_stage == 3) | (step.offload == 2)
+    copies = has_copies(step, workload)
+
+    def gathered(params: Array) -> Array:
+        return np.where(copies, b * np.where(in_pieces, params, stage.trained), 0.0)
+
+    def moment(params: Array, logits: Array, temporary: Array) -> dict[str, Array]:
+        return {"unsharded": gathered(params), "logits": logits, "temporary": temporary + 0.0 * stage.params}
+
+    none = 0.0 * stage.logits
+    grads = block if workload.adapters is None else stage.block_trained
+    return [
+        moment(head, loss_bytes(stage.logits, workload), 0.0),
+        moment(head + block, b * stage.logits, b * head),
+        moment(block, none, _reduction(head, stage, step, workload, cluster)),
+        moment(2 * block, none, stage.working_bytes + b * grads + np.where(copies, 4.0 * np.maximum(head, grads), 0.0)),
+        moment(block, none, _reduction(block, stage, step, workload, cluster)),
+    ]
+
+
+def loss_bytes(logits: Array, workload: Workload) -> Array:
+    """Bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel that leaves a gradient.
+
+    Ours takes the logsumexp of a chunk's differences from the largest, in fp32, beside the chunk in fp32 (runtime/loss.py).
+    """
+    b = workload.compute_bytes
+    if workload.fusion == "engine":
+        beside = 4.0 if b == 4 else 8.0
+        return b * logits + beside * np.minimum(LOSS_CHUNK_ELEMENTS, logits)
+    return (2 * b if workload.fusion == "compiled" else _EAGER_LOGIT_BYTES) * logits
+
+
+def _fullest(phases: list[dict[str, Array]], *, also_temporary: float = 0.0) -> dict[str, Array]:
+    """Of phases with the same parts, those of the one with the largest sum."""
+    largest = np.argmax(np.stack(np.broadcast_arrays(*(total_bytes(phase) for phase in phases))), axis=0)
+    peak = {name: np.choose(largest, [phase[name] for phase in phases]) for name in phases[0]}
+    return {**peak, "temporary": peak["temporary"] + also_temporary}
 
 
 def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Array:
@@ -203,9 +173,7 @@ def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Ar
 
 def _other_engine(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     always, phases = engine_memory.phases(stage, step, workload)
-    largest = np.argmax(np.stack(np.broadcast_arrays(*(total_bytes(phase) for phase in phases))), axis=0)
-    peak = {name: np.choose(largest, [phase[name] for phase in phases]) for name in phases[0]}
-    return {**always, **peak, "temporary": peak["temporary"] + _workspace_bytes(cluster)}
+    return {**always, **_fullest(phases, also_temporary=_workspace_bytes(cluster))}
 
 
 def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tuple[Array, Array]:
@@ -220,14 +188,12 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
     return np.where(accumulates, final, 0.0) + buckets, final
 
 
-def _buffers(stage: StageContents, step: StepShape, copies: Array, workload: Workload) -> Array:
-    """Gradients of one unit in the compute dtype, input and output of its fp32 reduction; receive buffers of a pipeline."""
-    b = workload.compute_bytes
-    whole = np.maximum(stage.block_params, stage.root_params)
-    unit = whole if workload.adapters is None else stage.block_trained
-    reduction = np.where(copies, b + 4.0 + 4.0 / step.gradient_shards[0], b) * unit
-    # torch's pipelining allocates receive buffers for every micro-batch once.
-    return reduction + step.num_neighbours * step.num_microbatches * stage.boundary_bytes
+def _reduction(params: Array, stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> Array:
+    """Gradients of one unit in the compute dtype, input and output of their fp32 reduction; gloo scatters a copy of its input."""
+    b, shards = workload.compute_bytes, step.gradient_shards[0]
+    unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
+    copy = np.where(shards > 1, 4.0, 0.0) if cluster.weakest_device.vendor == "cpu" else 0.0
+    return np.where(has_copies(step, workload), b + 4.0 + copy + 4.0 / shards, b) * unit
 
 
 def _workspace_bytes(cluster: ClusterSpec) -> float:

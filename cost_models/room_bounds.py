@@ -27,6 +27,7 @@ from . import memory
 from .layouts import FloatArray, IntArray
 from .option_costs import OptionCosts
 from .space_costs import SpaceCosts
+from .stage_contents import StageContents
 from .stage_memory import step_shape
 
 LARGEST_RATIO = 4.0
@@ -108,7 +109,7 @@ def _room_bytes(costs: SpaceCosts, kind: int, count: float) -> tuple[FloatArray,
     Both fall at least as fast from any number of blocks to the next as from none to one: the peak is a maximum of such lines.
     """
     block, like, cap_bytes = costs.inside[kind], costs.like, costs.cluster.memory_budget_bytes
-    contents = memory.StageContents(
+    contents = StageContents(
         params=count * block.num_params[like],
         trained=count * block.num_trained[like],
         expert_params=count * block.expert_params[like],

@@ -12,12 +12,11 @@ from . import memory
 from .layouts import FloatArray, IntArray, LayoutBatch
 from .pipeline_replay import Shape, held, in_flight
 from .space_costs import SpaceCosts
+from .stage_contents import StageContents, StepShape
 from .vocabulary import MORE_IN_FLIGHT
 
 
-def with_vocabulary(
-    costs: SpaceCosts, contents: memory.StageContents, at: int | slice = slice(None)
-) -> memory.StageContents:
+def with_vocabulary(costs: SpaceCosts, contents: StageContents, at: int | slice = slice(None)) -> StageContents:
     """Contents of stages that have a share of the vocabulary each, under layouts ``at`` that split it."""
     share = costs.vocabulary
     if share is None:
@@ -43,13 +42,13 @@ def more_in_flight(costs: SpaceCosts, in_flight: Any, at: int | slice = slice(No
 
 
 def stage_memory_parts(
-    costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray
+    costs: SpaceCosts, idx: int, contents: StageContents, stage_idx: IntArray
 ) -> dict[str, FloatArray]:
     """Memory parts of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage, equal to each other."""
     return memory.stage_memory(contents, _stage_shape(costs, idx, stage_idx), costs.workload, costs.cluster)
 
 
-def _stage_shape(costs: SpaceCosts, idx: int, stage_idx: IntArray) -> memory.StepShape:
+def _stage_shape(costs: SpaceCosts, idx: int, stage_idx: IntArray) -> StepShape:
     b = costs.batch
     if shape_of(costs, idx).splits_backward:
         flight = in_flight(shape_of(costs, idx))[stage_idx]
@@ -63,7 +62,7 @@ def _stage_shape(costs: SpaceCosts, idx: int, stage_idx: IntArray) -> memory.Ste
 
 
 def kept_room_bytes(
-    costs: SpaceCosts, idx: int, contents: memory.StageContents, stage_idx: IntArray, *, cap_bytes: float
+    costs: SpaceCosts, idx: int, contents: StageContents, stage_idx: IntArray, *, cap_bytes: float
 ) -> FloatArray:
     """Activations that stages ``stage_idx`` of layout ``idx`` may keep for each micro-batch, bytes; negative where none fit."""
     shape = _stage_shape(costs, idx, stage_idx)
@@ -75,8 +74,8 @@ def kept_room_bytes(
 
 
 def rank_memory_parts(
-    costs: SpaceCosts, idx: int, contents: memory.StageContents
-) -> tuple[memory.StageContents, dict[str, FloatArray]]:
+    costs: SpaceCosts, idx: int, contents: StageContents
+) -> tuple[StageContents, dict[str, FloatArray]]:
     """Contents and memory parts of each rank [..., pp] of layout ``idx``, given those of its stages [..., S], chunks included.
 
     Activations are those of the fullest moment of the schedule (pipeline_replay.held).
@@ -94,7 +93,7 @@ def rank_memory_parts(
     return whole, memory.stage_memory(whole, step, costs.workload, costs.cluster)
 
 
-def rank_room_bytes(costs: SpaceCosts, idx: int, contents: memory.StageContents, *, cap_bytes: float) -> FloatArray:
+def rank_room_bytes(costs: SpaceCosts, idx: int, contents: StageContents, *, cap_bytes: float) -> FloatArray:
     """Activations that each rank [..., pp] of layout ``idx`` may hold at once, given the contents of its stages [..., S]."""
     shape = shape_of(costs, idx)
     whole, once = _of_ranks(costs, idx, contents), np.ones(shape.pp)
@@ -102,7 +101,7 @@ def rank_room_bytes(costs: SpaceCosts, idx: int, contents: memory.StageContents,
     return np.asarray(memory.kept_room_bytes(whole, step, costs.workload, costs.cluster, cap_bytes=cap_bytes))
 
 
-def _of_ranks(costs: SpaceCosts, idx: int, contents: memory.StageContents) -> memory.StageContents:
+def _of_ranks(costs: SpaceCosts, idx: int, contents: StageContents) -> StageContents:
     """Contents of each rank [..., pp] given those of its stages [..., S]."""
     shape = shape_of(costs, idx)
     on_rank = np.array(shape.rank_of_stage)[:, None] == np.arange(shape.pp)
@@ -110,7 +109,7 @@ def _of_ranks(costs: SpaceCosts, idx: int, contents: memory.StageContents) -> me
     def summed(values: FloatArray) -> FloatArray:
         return np.asarray(values @ on_rank)
 
-    return memory.StageContents(
+    return StageContents(
         params=summed(contents.params),
         trained=summed(contents.trained),
         expert_params=summed(contents.expert_params),
@@ -148,9 +147,9 @@ def shape_of(costs: SpaceCosts, idx: int) -> Shape:
 
 def step_shape(
     batch: LayoutBatch, in_flight: IntArray | FloatArray, *, num_neighbours: IntArray, at: int | slice = slice(None)
-) -> memory.StepShape:
+) -> StepShape:
     """What memory.py looks at of the layouts ``at``, given the micro-batches in flight and the neighbours of a stage."""
-    return memory.StepShape(
+    return StepShape(
         dp_replicate=batch.num_replicas[at],
         dp_shard=batch.num_shards[at],
         expert_shards=batch.expert_shards[at],
@@ -166,7 +165,7 @@ def step_shape(
     )
 
 
-def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> memory.StageContents:
+def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -> StageContents:
     """Contents of stages that hold layers ``first .. last - 1`` under layout ``idx``; arrays of any one shape."""
 
     def span(name: str) -> FloatArray:
@@ -174,7 +173,7 @@ def contents_between(costs: SpaceCosts, idx: int, first: IntArray, last: IntArra
         return np.asarray(prefix[last] - prefix[first])
 
     roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * costs.is_root)])
-    contents = memory.StageContents(
+    contents = StageContents(
         params=span("num_params"),
         trained=span("num_trained"),
         expert_params=span("expert_params"),

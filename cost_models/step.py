@@ -24,6 +24,7 @@ from .operators import model_flops_per_token
 from .pipeline import pipelined_s
 from .pipeline_replay import Shape, makespan_s
 from .space_costs import SpaceCosts
+from .stage_contents import StageContents
 from .stage_memory import contents_between, rank_memory_parts, shape_of, stage_memory_parts
 
 
@@ -99,7 +100,7 @@ def pass_seconds(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -
 
 
 def _time_breakdown(
-    costs: SpaceCosts, idx: int, shape: Shape, passes: Passes, ranks: IntArray, contents: memory.StageContents
+    costs: SpaceCosts, idx: int, shape: Shape, passes: Passes, ranks: IntArray, contents: StageContents
 ) -> TimeBreakdown:
     """``ranks`` says which rank has each of the ``passes``."""
     m, pp = shape.num_microbatches, shape.pp

@@ -1,11 +1,11 @@
 """Peak memory of this rank since a baseline.
 
 CUDA: the caching allocator's own peaks (``max_memory_allocated``, ``max_memory_reserved``): exact, and what plans
-predict. CPU: torch counts nothing there, so it is the growth of the resident set: the highest resident set since the
-baseline minus the resident set at the baseline. The kernel keeps that highest value (VmHWM) and resets it on a write to
-``/proc/self/clear_refs``; where that is not allowed, the process's lifetime peak (``ru_maxrss``) stands in, an upper
-bound. Code and buffers of libraries that load only later count as well, some tens of MiB, and so does memory that the C
-allocator keeps: models of a few MiB drown in that.
+predict. CPU: torch counts nothing there. Reserved is the growth of the resident set: the highest resident set since the
+baseline minus the resident set at the baseline; allocated is the same unless tensors are counted (allocations.py). The
+kernel keeps that highest value (VmHWM) and resets it on a write to ``/proc/self/clear_refs``; where that is not allowed,
+the process's lifetime peak (``ru_maxrss``) stands in, an upper bound. Code and buffers of libraries that load only later
+count as well, some tens of MiB, and so does memory that the C allocator keeps: models of a few MiB drown in that.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Literal
 import psutil
 import torch
 
+from .allocations import AllocationCount
+
 MemorySource = Literal["cuda-allocator", "resident-growth", "lifetime-resident-growth"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -30,13 +32,15 @@ class MemoryMeter:
 
     Args:
         device: the CUDA device whose allocator is asked, or the CPU.
+        count: on a CPU, count tensors until `stop_counting`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, count: bool = False) -> None:
         self._device = device
         self._allocated = 0
         self._reserved = 0
         self._baseline = 0
+        self._count: AllocationCount | None = None
         self.source: MemorySource = "cuda-allocator"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -45,14 +49,20 @@ class MemoryMeter:
         gc.collect()
         self.source = "resident-growth" if _reset_high_water() else "lifetime-resident-growth"
         self._baseline = psutil.Process().memory_info().rss
+        self._count = AllocationCount() if count else None
+
+    def stop_counting(self) -> None:
+        """From here on the allocated peak stays what was counted."""
+        if self._count is not None:
+            self._count.stop()
 
     def peak_allocated_bytes(self) -> int:
-        """Highest allocation so far, bytes."""
+        """Highest allocation so far, bytes; on a CPU what was counted, or else the reservation."""
         self._read()
-        return self._allocated
+        return self._count.peak_bytes if self._count is not None and self._count.peak_bytes else self._allocated
 
     def peak_reserved_bytes(self) -> int:
-        """Highest reservation of the caching allocator so far; on a CPU there is none and it equals the allocation."""
+        """Highest reservation of the caching allocator so far; on a CPU the growth of the resident set."""
         self._read()
         return self._reserved
 

@@ -35,6 +35,7 @@ class TrainOptions(Frozen):
         save_adapters: folder to write low-rank adapters to at the end, as peft reads them.
         compile_blocks: let torch.compile fuse the operators of each block.
         trace: file for the timeline of one step, the first after the warm-up.
+        count_memory: on a CPU, count every tensor until the steps of the warm-up are over.
         router_bias_rate: by how much a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3).
     """
 
@@ -60,6 +61,7 @@ class TrainOptions(Frozen):
     zeroth_order: bool = False
     compile_blocks: bool = False
     trace: str | None = None
+    count_memory: bool = False
     router_bias_rate: NonNegativeFloat = 1e-3
 
     def learning_rate_factor(self, step: int) -> float:

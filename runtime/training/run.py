@@ -167,6 +167,8 @@ class TrainingRun:
         self._scheduler.step()
         self._progress.beat()
         self.step_times_s.append(step_time_s)
+        if len(self.step_times_s) == WARMUP_STEPS:
+            self.meter.stop_counting()
         self.parts_s.append(model.clock.take(step_time_s))
         if trace is not None:
             trace.write(step=self._steps, start_s=start_s, step_time_s=step_time_s)
@@ -233,6 +235,7 @@ class TrainingRun:
 
     def finish(self) -> None:
         """Report the measurements of all ranks beside the prediction."""
+        self.meter.stop_counting()
         self._progress.rest()
         own = RankRecord(
             rank=self.model.plan.rank_map.index(dist.get_rank()),

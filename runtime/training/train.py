@@ -39,7 +39,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
         MeshwrightError: the loss is no longer a number, a checkpoint cannot be written, or there is no memory left.
     """
     device = _join(plan, timeout_s)
-    meter = MemoryMeter(device)
+    meter = MemoryMeter(device, count=options.count_memory)
     options = prepare_options(plan, options)
     with naming_rank(plan, device):
         model = parallelize(
