@@ -16,10 +16,10 @@ from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, IntArray
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout import NUMBERS, SCHEDULES, Schedule
 from ..schema.layout_facts import SPLIT_SCHEDULES, V_SCHEDULES, Facts, PartialFacts, model_facts
-from ..schema.rules import exchange_rules
+from ..schema.rules import exchange_rules, sequence_rules
 from ..schema.workload import Engine
 from .deadline import Deadline
-from .dominance import exchanges_worth_trying
+from .dominance import exchanges_worth_trying, worth_whole_sequence
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -31,6 +31,11 @@ _LEVELS_UNDER_ZERO_3: tuple[Engine, ...] = ("fsdp2", "deepspeed")
 """Engines that keep parameters within fewer ranks than gradients and optimizer states (schema/rules.py)."""
 
 _FACTS = (*NUMBERS, "sequence_parallel", "schedule")
+
+_IN_LAYERS = frozenset(
+    ("recompute_fraction", "offload", "offload_fraction", "offload_activations", "offload_to", "vocabulary")
+)
+"""Fields that are not searched and change what layers cost."""
 
 _LEFT = ("tp", "cp", "pp", "dp_shard")
 """Degrees that are chosen; dp_replicate is what they leave."""
@@ -94,10 +99,11 @@ class Enumeration:
         self.deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
         return _cross(c, name, [int(self.fixed[name])]) if name in self.fixed else _cross(c, name, options, allowed)
 
-    def degrees(self, admitted: Admitted) -> Columns:
+    def degrees(self, admitted: Admitted, *, only_worth: bool = True) -> Columns:
         """Every combination of degrees: what layers and stages are, and ``dp``, the ranks that see different sequences.
 
-        ``admitted`` says which rows are worth going on with, of columns that are there already.
+        ``admitted`` says which rows are worth going on with, of columns that are there already. Without ``only_worth`` none of them
+        is costed to see what sequence parallelism is worth.
         """
         fixed, num_blocks, batch_size = self.fixed, self.model.num_blocks, self.workload.global_batch_size
         all_of, in_domain = divisors(self.cluster.num_devices), divisors(self.cluster.scaleup_domain)
@@ -118,7 +124,7 @@ class Enumeration:
             c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1))
         )
         c = c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])}
-        return admitted(_with_sequence(c, self.workload, fixed))
+        return admitted(self._with_sequence(admitted(c), only_worth=only_worth))
 
     def _splits(
         self, tps: Sequence[int], cps: Sequence[int], sizes: Sequence[int]
@@ -144,6 +150,29 @@ class Enumeration:
         group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
         is_taken = np.bincount(group, weights=holds)[group] > 0
         return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
+
+    def _with_sequence(self, c: Columns, *, only_worth: bool) -> Columns:
+        """Sequence parallelism wherever it is possible, and beside it the same without where that may be faster."""
+        tp = c["tp"]
+        if "sequence_parallel" in self.fixed:
+            given = np.full_like(tp, self.fixed["sequence_parallel"])
+            return _select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
+        split = (tp > 1) & (self.workload.seq_len % (c["cp"] * tp) == 0)
+        choice = np.flatnonzero(split & self._takes_whole_sequence(c))
+        if len(choice) and only_worth and not self.fixed.keys() & _IN_LAYERS:
+            some = {name: column[choice] for name, column in c.items()}
+            choice = choice[worth_whole_sequence(some, self.model, self.workload, self.cluster)]
+        rows = np.concatenate([np.arange(len(tp)), choice])
+        has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
+        return {name: column[rows] for name, column in c.items()} | {"sequence_parallel": has_it}
+
+    def _takes_whole_sequence(self, c: Columns) -> NDArray[np.bool_]:
+        """Whether the engine runs these degrees without sequence parallelism."""
+        facts = self.facts(c | {"sequence_parallel": np.zeros_like(c["tp"])})
+        of_engine = sequence_rules(self.workload.engine)
+        holds = np.all([np.broadcast_to(rule.holds(facts), c["tp"].shape) for rule in of_engine], axis=0)
+        # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
+        return np.asarray(holds & (not self.workload.tp_overlap))
 
     def options(self, c: Columns) -> Columns:
         """Every row of degrees with what does not change its layers: how states are sharded, and the schedule."""
@@ -308,15 +337,6 @@ def _with_split_backward(c: Columns, microbatches: IntArray) -> Columns:
         for name, keep in where.items()
     ]
     return {name: np.concatenate([row[name] for row in rows]) for name in c}
-
-
-def _with_sequence(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
-    """Sequence parallelism wherever it is possible."""
-    tp = c["tp"]
-    if "sequence_parallel" not in fixed:
-        return c | {"sequence_parallel": ((tp > 1) & (workload.seq_len % (c["cp"] * tp) == 0)).astype(np.int64)}
-    given = np.full_like(tp, fixed["sequence_parallel"])
-    return _select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
 
 
 def _with_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
