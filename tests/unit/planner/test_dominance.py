@@ -68,8 +68,14 @@ def keep_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enumeration, "worth_whole_sequence", lambda c, *_: np.ones(len(c["tp"]), dtype=bool))
 
 
-@pytest.mark.parametrize(("cluster", "seq_len"), [("8xH100-SXM-80GB", 32768), ("2x4xA100-SXM-40GB/ib200", 16384)])
-@pytest.mark.parametrize("engine", ["fsdp2", "megatron", "deepspeed"])
+@pytest.mark.parametrize(
+    ("engine", "cluster", "seq_len"),
+    [
+        ("fsdp2", "8xH100-SXM-80GB", 32768),
+        ("megatron", "2x4xA100-SXM-40GB/ib200", 16384),
+        ("deepspeed", "8xH100-SXM-80GB", 32768),
+    ],
+)
 def test_whole_sequences_left_out_gain_no_more_than_is_said(
     engine: str, cluster: str, seq_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
