@@ -32,9 +32,10 @@ from ..cost_models.layouts import OFFLOADS, VOCABULARIES, IntArray, LayoutBatch,
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout_facts import Facts, Rule, Undecided
 from ..schema.rules import rules_of
+from .columns import Columns, divisors
 from .deadline import Deadline
 from .degree_groups import DegreeGroups
-from .enumeration import Columns, Enumeration, divisors
+from .enumeration import Enumeration
 
 __all__ = ["Space", "build_space", "divisors"]
 
