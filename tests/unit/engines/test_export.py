@@ -354,5 +354,11 @@ def test_commands(tmp_path: Path) -> None:
     assert read.stdout.strip() == "dp_shard=4,tp=2,zero_stage=3,recompute=full"
     beside = run("compare", "accelerate/accelerate.yaml", "plan.json", "--json")
     assert beside.returncode == 0 and json.loads(beside.stdout)["fields"] == []
+    plan_of(Layout(dp_shard=8), precision="fp32").save(tmp_path / "other.json")
+    beside = run("compare", "other.json", "plan.json", "--json")
+    assert beside.returncode == 0, beside.stderr
+    assert {name for name, *_ in json.loads(beside.stdout)["fields"]} == {"dp_shard", "tp", "recompute"}
+    refused = run("import", "plan.json")
+    assert refused.returncode == 2 and "is a plan" in refused.stderr
     refused = run("export", "plan.json", "--to", "megatron")
     assert refused.returncode == 2 and "megatron_zero_stage" in refused.stderr and not (tmp_path / "megatron").exists()
