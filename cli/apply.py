@@ -54,7 +54,8 @@ def apply(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text file or folder, or token files (`meshwright tokens`); repeatable. Default: Python's own sources."
+            metavar="PATH",
+            help="Text file or folder, or token files (`meshwright tokens`); repeatable. Default: Python's own sources.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -75,7 +76,9 @@ def apply(
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="torch.compile each block, where the plan allows it.")
     ] = False,
-    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints; shared by all nodes.")] = None,
+    checkpoint_dir: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder for checkpoints; shared by all nodes.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints. Default: one at the end.")
     ] = None,
@@ -87,20 +90,23 @@ def apply(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
     weights: Annotated[
-        str | None, typer.Option(help="Folder of Hugging Face safetensors to start from.", show_default=False)
+        str | None, typer.Option(metavar="FOLDER", help="Hugging Face safetensors to start from.", show_default=False)
     ] = None,
     save_weights: Annotated[
         str | None,
-        typer.Option(help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."),
+        typer.Option(
+            metavar="FOLDER", help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."
+        ),
     ] = None,
     save_adapters: Annotated[
-        str | None, typer.Option(help="Folder for trained adapters at the end, as peft reads them.", show_default=False)
+        str | None,
+        typer.Option(metavar="FOLDER", help="For trained adapters at the end, as peft reads them.", show_default=False),
     ] = None,
     zeroth_order: Annotated[
         bool,
         typer.Option("--zeroth-order", help="Train by two forward passes, without backward passes and their memory."),
     ] = False,
-    metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
+    metrics: Annotated[Path | None, typer.Option(metavar="FILE", help="For the JSON lines of the run.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -116,8 +122,8 @@ def apply(
     node_rank: Annotated[
         int | None, typer.Option(help="Place of this node in the plan's cluster, if it matters.")
     ] = None,
-    rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT where the nodes meet.")] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job at that place.")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet.")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(metavar="NAME", help="Of the job at that place.")] = None,
     collective_timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another.")] = 600.0,
     hang_timeout_s: Annotated[
         float, typer.Option(help="A rank that keeps others waiting longer (and for ten steps) is ended; 0: never.")
