@@ -115,13 +115,17 @@ def compare(
             _tell(present.read)
         for line in present.notes:
             typer.echo(f"note: {line}", err=True)
-        speed = present.estimate.step_time_s / given.estimate.step_time_s
-        typer.echo(
-            f"the plan takes {100 / speed:.1f} % of its time"
-            if speed >= 1
-            else f"it takes {100 * speed:.1f} % of the plan's time",
-            err=True,
-        )
+        typer.echo(_summary(present.estimate.step_time_s / given.estimate.step_time_s), err=True)
+
+
+def _summary(slower: float) -> str:
+    if slower == 1:
+        return "both take the same time"
+    return (
+        f"the plan takes {100 / slower:.1f} % of its time"
+        if slower > 1
+        else f"it takes {100 * slower:.1f} % of the plan's time"
+    )
 
 
 class _Present(NamedTuple):

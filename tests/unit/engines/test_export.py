@@ -142,6 +142,14 @@ def test_deepspeed_and_back(layout: Layout, tmp_path: Path) -> None:
     assert back(export(plan, "deepspeed"), tmp_path, plan) == layout
 
 
+def test_deepspeeds_script_is_told_which_blocks_recompute() -> None:
+    plan = plan_of(Layout(dp_shard=8, recompute="mixed"))
+    choices = ("none", "full", "full", "selective", *["none"] * (plan.model.num_layers - 4))
+    stages = (plan.stages[0].replace(layer_recompute=choices),)
+    lines = export(plan.replace(stages=stages), "deepspeed").not_expressed
+    assert any("recompute of blocks 0-1 (full), blocks 2-2 (selective):" in line for line in lines)
+
+
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "gpt2-xl",
                                   "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v3", "smollm2-135m"])  # fmt: skip
 def test_every_option_is_megatrons(name: str, tmp_path: Path) -> None:
