@@ -8,18 +8,25 @@ every pass after what it reads, device and host memory within their caps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .linear_program import FloatArray
 from .offload_instance import Choice, Instance
 
 COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)
 _LEAST_RATE = 0.05
+
+MOST_PIECES = 3
+"""Pieces of states on the device at once: one that comes, one that is updated, one that leaves (runtime/offload/optimizer.py)."""
+
+MANY_PIECES = 160
+"""Pieces that are told apart; of more, one is so little of the update that whole layers take as long."""
 
 
 class Job(NamedTuple):
@@ -253,44 +260,56 @@ def _update_s(i: Instance, choice: Choice, known: dict[bytes, float]) -> float:
 
 
 def _update_jobs(i: Instance, choice: Choice) -> list[Job]:
-    """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down, two of them at a time."""
+    """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down. All in pieces."""
     links, jobs = i.links, list[Job]()
+    moved = choice.host_optimizer | choice.parameters | choice.streamed_optimizer
+    pieces = np.broadcast_to(np.minimum(i.pieces, max(1, MANY_PIECES // max(1, int(moved.sum())))), i.num_layers)
 
     def add(stream: int, seconds: float, *after: int) -> int:
         jobs.append(Job(stream, float(seconds), after))
         return len(jobs) - 1
 
-    for idx in np.flatnonzero(choice.host_optimizer | choice.parameters):
+    def in_pieces(mask: NDArray[np.bool_]) -> Iterator[tuple[int, float]]:
+        for idx in map(int, np.flatnonzero(mask)):
+            yield from [(idx, 1.0 / pieces[idx])] * int(pieces[idx])
+
+    def read(idx: int, part: float) -> tuple[int, ...]:
+        return (add(STORAGE, part * i.state_bytes[idx] / links.read_bytes_per_s),) if choice.storage[idx] else ()
+
+    def write(idx: int, part: float, updated: int) -> None:
+        if choice.storage[idx]:
+            add(STORAGE, part * i.state_bytes[idx] / links.write_bytes_per_s, updated)
+
+    for idx, part in in_pieces(choice.host_optimizer | choice.parameters):
         before: tuple[int, ...] = ()
         if not choice.parameters[idx]:
-            before = (add(TO_HOST, i.gradient_bytes[idx] / links.to_host_bytes_per_s),)
-        updated = add(HOST, i.host_update_s[idx], *before, *_read(i, choice, int(idx), add))
+            before = (add(TO_HOST, part * i.gradient_bytes[idx] / links.to_host_bytes_per_s),)
+        updated = add(HOST, part * i.host_update_s[idx], *before, *read(idx, part))
         if not choice.parameters[idx]:
-            add(TO_DEVICE, i.parameter_bytes[idx] / links.to_device_bytes_per_s, updated)
-        _write(i, choice, int(idx), add, updated)
-    gone: list[int] = []
-    for idx in np.flatnonzero(choice.streamed_optimizer):
-        read = _read(i, choice, int(idx), add)
-        buffer = (gone[-2],) if len(gone) > 1 else ()
-        up = add(TO_DEVICE, i.state_bytes[idx] / links.to_device_bytes_per_s, *read, *buffer)
-        updated = add(COMPUTE, i.device_update_s[idx], up)
-        gone.append(add(TO_HOST, i.state_bytes[idx] / links.to_host_bytes_per_s, updated))
-        _write(i, choice, int(idx), add, gone[-1])
+            add(TO_DEVICE, part * i.parameter_bytes[idx] / links.to_device_bytes_per_s, updated)
+        write(idx, part, updated)
+    gone, room = list[tuple[float, int]](), 2 * i.state_bytes[choice.streamed_optimizer].max(initial=0.0)
+    for idx, part in in_pieces(choice.streamed_optimizer):
+        bytes_ = part * i.state_bytes[idx]
+        buffer = _buffer_of(gone, bytes_, float(room))
+        up = add(TO_DEVICE, bytes_ / links.to_device_bytes_per_s, *read(idx, part), *buffer)
+        updated = add(COMPUTE, part * i.device_update_s[idx], up)
+        gone.append((bytes_, add(TO_HOST, bytes_ / links.to_host_bytes_per_s, updated)))
+        write(idx, part, gone[-1][1])
     there = ~(choice.parameters | choice.host_optimizer | choice.streamed_optimizer)
     for idx in np.flatnonzero(there & (i.device_update_s > 0)):
         add(COMPUTE, i.device_update_s[idx])
     return jobs
 
 
-def _read(i: Instance, choice: Choice, idx: int, add: Callable[..., int]) -> tuple[int, ...]:
-    if not choice.storage[idx]:
-        return ()
-    return (add(STORAGE, i.state_bytes[idx] / i.links.read_bytes_per_s),)
-
-
-def _write(i: Instance, choice: Choice, idx: int, add: Callable[..., int], updated: int) -> None:
-    if choice.storage[idx]:
-        add(STORAGE, i.state_bytes[idx] / i.links.write_bytes_per_s, updated)
+def _buffer_of(gone: list[tuple[float, int]], bytes_: float, room: float) -> tuple[int, ...]:
+    """The copy down that must have ended before the next states come: they share the room with those just before."""
+    held = bytes_
+    for before in range(1, min(len(gone), MOST_PIECES) + 1):
+        held += gone[-before][0]
+        if before == MOST_PIECES or held > room * (1 + 1e-9):
+            return (gone[-before][1],)
+    return ()
 
 
 def check(instance: Instance, choice: Choice, simulated: Simulated) -> list[str]:
