@@ -35,7 +35,7 @@ PHASES = (0.5, 0.0)
 GOOD_ENOUGH = 0.002
 """A simulated step within this of the bound ends the search for a better one; no model of a machine is as exact."""
 
-MOST_TRIES = 60
+MOST_TRIES = 30
 """Simulations spent on changes of one or two layers."""
 
 MOST_TRIES_QUICKLY = 6
@@ -141,6 +141,7 @@ def _with_room(
     """Numbers of layers that leave as much room as whole copies need more than fluid ones."""
     ends = ENDS[::2] if quickly else ENDS
     choice, reserve = _best_spread(sums, counted, phase, where, ends), offload_count.NOTHING
+    ends = (choice[2],)
     for _ in range(MOST_TIGHTER // 2 if quickly else MOST_TIGHTER):
         more = tighter(sums.instance, reserve, choice[1])
         if more is None:
@@ -154,16 +155,16 @@ def _with_room(
 
 def _best_spread(
     sums: Sums, counted: Fluid, phase: float, where: Fluid | None, all_ends: tuple[tuple[float, float], ...]
-) -> tuple[Choice, Simulated]:
-    """Of the ways to place the same numbers of layers the one that is within memory, or the least beyond, and the fastest."""
-    best: tuple[Choice, Simulated] | None = None
+) -> tuple[Choice, Simulated, tuple[float, float]]:
+    """Of the ways to place the same numbers of layers that within memory, or the least beyond, which is the fastest; its ends."""
+    best: tuple[Choice, Simulated, tuple[float, float]] | None = None
     least = (np.inf, np.inf)
     for ends in all_ends:
         choice = spread(sums.instance, counted, phase, where, ends)
         simulated = sums.simulate(choice)
         rank = (beyond_bytes(sums.instance, simulated), simulated.step_s)
         if rank < least:
-            best, least = (choice, simulated), rank
+            best, least = (choice, simulated, ends), rank
     assert best is not None
     return best
 

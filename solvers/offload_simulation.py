@@ -221,23 +221,33 @@ def _peak_bytes(i: Instance, choice: Choice, of: _Places, start: FloatArray, end
     fixed = i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
     if i.gradients_accumulate:
         fixed -= i.gradient_bytes[choice.parameters].sum()
-    changes: list[tuple[float, int, float]] = []
-    for idx in range(i.num_layers):
-        first, last = of.forward[idx], of.backward[idx]
-        changes += [(start[first], 1, kept[idx] + moved[idx]), (end[last], 0, -kept[idx] - moved[idx])]
-        if idx in of.down:
-            changes += [(end[of.down[idx]], 0, -moved[idx]), (start[of.up[idx]], 1, moved[idx])]
-        if not i.gradients_accumulate or choice.parameters[idx]:
-            changes.append((start[last], 1, gradients[idx]))
+    moves, down = np.array([*of.down], dtype=np.int64), np.array([*of.down.values()], dtype=np.int64)
+    back = np.array([of.up[idx] for idx in of.down], dtype=np.int64)
+    made = np.where(choice.parameters, True, not i.gradients_accumulate)
+    last = np.array(of.backward)
     # Parameters of a block that runs are among the fixed bytes.
-    for idx, copy, place in of.gathered:
-        changes += [(start[copy], 1, i.parameter_bytes[idx]), (start[place], 0, -i.parameter_bytes[idx])]
-    changes += [(end[copy], 0, -gradients[idx]) for idx, copy in of.reduced]
+    gathered, copy, place = np.array(of.gathered, dtype=np.int64).reshape(-1, 3).T
+    reduced, sent = np.array(of.reduced, dtype=np.int64).reshape(-1, 2).T
     turn = end[of.forward[-1]]
-    changes += [(turn, 1, i.turn_bytes), (end[of.backward[-1]], 0, -i.turn_bytes)]
-    at, order, bytes_ = np.array(changes).T
-    held = np.cumsum(bytes_[np.lexsort((order, at))])
-    early = at[np.lexsort((order, at))] <= turn
+    comes = [
+        (start[of.forward], kept + moved),
+        (start[back], moved[moves]),
+        (start[last[made]], gradients[made]),
+        (start[copy], i.parameter_bytes[gathered]),
+        (np.array([turn]), np.array([i.turn_bytes])),
+    ]
+    goes = [
+        (end[last], kept + moved),
+        (end[down], moved[moves]),
+        (start[place], i.parameter_bytes[gathered]),
+        (end[sent], gradients[reduced]),
+        (end[last[-1:]], np.array([i.turn_bytes])),
+    ]
+    at = np.concatenate([when for when, _ in [*comes, *goes]])
+    bytes_ = np.concatenate([*(size for _, size in comes), *(-size for _, size in goes)])
+    going = np.arange(len(at)) >= sum(len(when) for when, _ in comes)
+    sorted_ = np.lexsort((~going, at))  # what goes makes room for what comes
+    held, early = np.cumsum(bytes_[sorted_]), at[sorted_] <= turn
     return float(fixed + held[early].max(initial=0.0)), float(fixed + held[~early].max(initial=0.0))
 
 
