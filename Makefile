@@ -23,8 +23,7 @@ demo: $(VENV)/installed
 	$(BIN)/meshwright apply demo/plan.json --steps $(DEMO_STEPS) --metrics demo/metrics.jsonl
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile tests/unit
-	$(BIN)/python -m pytest tests/parity # up to eight processes each: one after the other
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile tests
 
 check: $(VENV)/installed-check
 	$(BIN)/ruff check .

@@ -1,0 +1,41 @@
+"""Hands the files of the suite out to worker processes so that no core is idle.
+
+First parity, up to eight ranks at a time, one file after the other on one worker; beside it the long computations of one process;
+then tests that start jobs of their own and look at clocks; what is short last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+PARITY = "tests/parity/"
+ORDER = (
+    PARITY,
+    *(f"tests/unit/{folder}/" for folder in ("planner", "solvers", "cost_models", "cli", "runtime", "profilers")),
+)
+
+
+def place(nodeid: str) -> int:
+    """Position of the test's folder in ``ORDER``; others come last."""
+    return next((at for at, folder in enumerate(ORDER) if nodeid.startswith(folder)), len(ORDER))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place(item.nodeid))  # stable: tests of a file stay together, as they were
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The scheduler of ``--dist loadfile`` to which parity is one file; it must not put those with the most tests first."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return PARITY if nodeid.startswith(PARITY) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
