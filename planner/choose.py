@@ -31,7 +31,7 @@ _PART_TITLES = {
 
 def complexity(layout: Layout) -> tuple[int, ...]:
     """Order of simplicity: fewer axes, backward passes in one, no recompute, a lower ZeRO stage, smaller degrees of the axes that
-    cost the most care.
+    cost the most care, less memory where only sequence parallelism is left out.
     """
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
     levels = (layout.gradient_shard, layout.optimizer_shard)
@@ -39,7 +39,13 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         1 < layout.cp_ulysses < layout.cp
     )
     recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
-    further = (layout.cp, layout.ep, layout.etp, layout.num_model_chunks)
+    further = (
+        layout.cp,
+        layout.ep,
+        layout.etp,
+        layout.num_model_chunks,
+        int(layout.tp > 1 and not layout.sequence_parallel),
+    )
     splits = int(layout.schedule in SPLIT_SCHEDULES)
     return (axes, splits, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
 

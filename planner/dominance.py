@@ -5,6 +5,11 @@ all that differs is what context parallelism adds to attention. A split is left 
 no more seconds in either pass and no more dispatches of the host, for every kind of attention and the same micro-batch: with the
 same cut into stages a step does not get faster when its layers take longer, because every start waits for what ends before it and
 communication that hides beside a layer saves at most what that takes (overlap.pair_s).
+
+Sequence parallelism never takes more memory, sends no more between stages and leaves less to do beside products, but its two
+collectives in place of one may take longer, mostly where messages are small. Layouts without it are left out where no stage has
+more than SAME_SECONDS_FRACTION less work for a micro-batch. A step follows the work of its stages; how that is divided between
+passes shows where a pipeline fills and drains, so this is measured, not a theorem.
 """
 
 from __future__ import annotations
@@ -16,10 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models.layer_costs import context_of_attention
-from ..cost_models.layouts import FloatArray, IntArray, LayoutBatch, not_searched
+from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch, distinct_rows, not_searched
 from ..cost_models.setting import Setting
+from ..cost_models.space_costs import SpaceCosts
 from ..schema import ClusterSpec, ModelSpec, Workload
 from ..schema.layout import NUMBERS
+from ..schema.model import Block, Embedding, Head
+
+SAME_SECONDS_FRACTION = 0.01
+"""Layouts this close are equal within any model's error (choose.SAME_TIME_FRACTION): the one that needs less memory stays."""
 
 
 def exchanges_worth_trying(
@@ -71,3 +81,58 @@ def _added(
         forward, backward = added.forward_s + added.exposed_forward_s, added.backward_s + added.exposed_backward_s
         parts += [values.reshape(size, repeats) for values in (forward, backward, added.dispatches)]
     return np.stack(parts, axis=-1)
+
+
+def worth_whole_sequence(
+    columns: dict[str, IntArray], model: ModelSpec, workload: Workload, cluster: ClusterSpec
+) -> NDArray[np.bool_]:
+    """Whether layouts with tp > 1 may gain more than SAME_SECONDS_FRACTION by leaving sequence parallelism out [N].
+
+    They may not where no part of a stage (`_work`) gains more, whatever is recomputed.
+
+    Args:
+        columns: degrees [N], their micro-batch sizes and ``dp``.
+        model, workload, cluster: what they train and where.
+    """
+    if (
+        cluster.is_mixed or cluster.bandwidth_matrix is not None
+    ):  # what holds of one device or node may not hold of another
+        return np.ones(len(columns["tp"]), dtype=bool)
+    names = ("tp", "cp", "cp_ulysses", "micro_batch_size", "ep", "etp")
+    rows, like = distinct_rows([*(columns[name] for name in names), columns["pp"] > 1, columns["dp"] > 1])
+    some = {name: columns[name][rows] for name in (*names, "pp", "dp")}
+    work = _work(_whole_and_split(some, model, workload, cluster)).reshape(-1, 2, len(RECOMPUTES), len(rows))
+    no_slower = work[:, 1] <= (1 + SAME_SECONDS_FRACTION) * work[:, 0]
+    return np.asarray(~np.all(no_slower, axis=(0, 1))[like])
+
+
+def _whole_and_split(
+    columns: dict[str, IntArray], model: ModelSpec, workload: Workload, cluster: ClusterSpec
+) -> SpaceCosts:
+    """Costs of layouts [2 x recomputes x N] without and with sequence parallelism, under every recompute, nothing sharded."""
+    size, options = len(columns["tp"]), len(RECOMPUTES)
+    ones = np.ones(2 * options * size, dtype=np.int64)
+    zeros: dict[str, Any] = dict.fromkeys(("zero_stage", "schedule"), 0 * ones)
+    arrays: dict[str, Any] = dict.fromkeys(NUMBERS, ones) | zeros | not_searched(len(ones))
+    arrays |= {name: np.tile(column, 2 * options) for name, column in columns.items() if name != "dp"}
+    arrays |= {
+        "dp_replicate": np.tile(columns["dp"], 2 * options),
+        "sequence_parallel": np.repeat(np.arange(2), options * size),
+        "recompute": np.tile(np.repeat(np.arange(options), size), 2),
+    }
+    return SpaceCosts.of(model, workload, cluster, LayoutBatch(**arrays, num_microbatches=ones))
+
+
+def _work(costs: SpaceCosts) -> FloatArray:
+    """Seconds of one micro-batch, forward and backward, of what every stage is a sum of [parts, N].
+
+    A stage has a block for certain, so the embedding and the head count with one of every kind.
+    """
+    layers = tuple(zip(costs.kinds, costs.inside, strict=True))
+    ends = [cost.busy_s for kind, cost in layers if isinstance(kind, Embedding | Head)]
+    beside = [np.zeros_like(ends[0]), *ends, np.sum(ends, axis=0)]
+    parts = []
+    for kind, cost in layers:
+        if not isinstance(kind, Embedding | Head):
+            parts += [cost.busy_s + other for other in (beside if isinstance(kind, Block) else beside[:1])]
+    return np.stack(parts)[:, costs.like]

@@ -5,37 +5,35 @@ What is never enumerated unless it is asked for stands in space.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import LAYOUT_RECOMPUTES, MIXED, IntArray
-from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.layout import NUMBERS, SCHEDULES, Schedule
-from ..schema.layout_facts import SPLIT_SCHEDULES, V_SCHEDULES, Facts, PartialFacts, model_facts
-from ..schema.rules import exchange_rules
-from ..schema.workload import Engine
+from ..cost_models.layouts import IntArray
+from ..schema import ClusterSpec, ModelSpec, Workload
+from ..schema.layout import NUMBERS
+from ..schema.layout_facts import Facts, PartialFacts, model_facts
+from ..schema.rules import exchange_rules, sequence_rules
+from .columns import Columns, always, cross, divisors, select
 from .deadline import Deadline
-from .dominance import exchanges_worth_trying
+from .dominance import exchanges_worth_trying, worth_whole_sequence
+from .option_columns import ZERO_STAGES, has_zero_stage, splits_backward, with_levels, with_recompute, with_schedule
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
 
-_ZERO_STAGES: dict[Engine, tuple[int, ...]] = {"megatron": (0, 1)}
-"""What is enumerated where an engine has not all of 0 to 3; asking for another one names the engine's rule."""
-
-_LEVELS_UNDER_ZERO_3: tuple[Engine, ...] = ("fsdp2", "deepspeed")
-"""Engines that keep parameters within fewer ranks than gradients and optimizer states (schema/rules.py)."""
-
 _FACTS = (*NUMBERS, "sequence_parallel", "schedule")
+
+_IN_LAYERS = frozenset(
+    ("recompute_fraction", "offload", "offload_fraction", "offload_activations", "offload_to", "vocabulary")
+)
+"""Fields that are not searched and change what layers cost."""
 
 _LEFT = ("tp", "cp", "pp", "dp_shard")
 """Degrees that are chosen; dp_replicate is what they leave."""
-
-Columns = dict[str, IntArray]
 
 Admitted = Callable[[Columns], Columns]
 
@@ -92,12 +90,13 @@ class Enumeration:
     ) -> Columns:
         """Every row with every option that is allowed, or with the one that is asked for."""
         self.deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
-        return _cross(c, name, [int(self.fixed[name])]) if name in self.fixed else _cross(c, name, options, allowed)
+        return cross(c, name, [int(self.fixed[name])]) if name in self.fixed else cross(c, name, options, allowed)
 
-    def degrees(self, admitted: Admitted) -> Columns:
+    def degrees(self, admitted: Admitted, *, only_worth: bool = True) -> Columns:
         """Every combination of degrees: what layers and stages are, and ``dp``, the ranks that see different sequences.
 
-        ``admitted`` says which rows are worth going on with, of columns that are there already.
+        ``admitted`` says which rows are worth going on with, of columns that are there already. Without ``only_worth`` none of them
+        is costed to see what sequence parallelism is worth.
         """
         fixed, num_blocks, batch_size = self.fixed, self.model.num_blocks, self.workload.global_batch_size
         all_of, in_domain = divisors(self.cluster.num_devices), divisors(self.cluster.scaleup_domain)
@@ -110,15 +109,15 @@ class Enumeration:
         c = self.cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, num_blocks, is_ours=self.is_ours))
         c = admitted(c | {"dp": self.left(c)})
         c = self.cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, batch_size))
-        c = _select(c, worth[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
+        c = select(c, worth[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
         experts = list(model_facts(self.model)["expert_counts"])
-        c = self.cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _always)
+        c = self.cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], always)
         # A given ep that does not fold onto the ranks is left to the rules, which say so.
         c = self.cross(
             c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1))
         )
         c = c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])}
-        return admitted(_with_sequence(c, self.workload, fixed))
+        return admitted(self._with_sequence(admitted(c), only_worth=only_worth))
 
     def _splits(
         self, tps: Sequence[int], cps: Sequence[int], sizes: Sequence[int]
@@ -127,10 +126,10 @@ class Enumeration:
         world = self.cluster.num_devices
         c = self.cross({}, "tp", tps, lambda c: world % c["tp"] == 0)
         c = self.cross(c, "cp", cps, lambda c: _divides(c, "cp", self.left))
-        c = self.cross(c, "cp_ulysses", cps, _always)
+        c = self.cross(c, "cp_ulysses", cps, always)
         if "cp_ulysses" in self.fixed:
             return c, np.ones((len(c["tp"]), len(sizes)), dtype=bool)
-        c = _select(c, self._can_exchange(c))
+        c = select(c, self._can_exchange(c))
         worth = exchanges_worth_trying(c, sizes, self.model, self.workload, self.cluster)
         ever = np.flatnonzero(worth.any(axis=1))
         return {name: column[ever] for name, column in c.items()}, worth[ever]
@@ -145,6 +144,29 @@ class Enumeration:
         is_taken = np.bincount(group, weights=holds)[group] > 0
         return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
 
+    def _with_sequence(self, c: Columns, *, only_worth: bool) -> Columns:
+        """Sequence parallelism wherever it is possible, and beside it the same without where that may be faster."""
+        tp = c["tp"]
+        if "sequence_parallel" in self.fixed:
+            given = np.full_like(tp, self.fixed["sequence_parallel"])
+            return select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
+        split = (tp > 1) & (self.workload.seq_len % (c["cp"] * tp) == 0)
+        choice = np.flatnonzero(split & self._takes_whole_sequence(c))
+        if len(choice) and only_worth and not self.fixed.keys() & _IN_LAYERS:
+            some = {name: column[choice] for name, column in c.items()}
+            choice = choice[worth_whole_sequence(some, self.model, self.workload, self.cluster)]
+        rows = np.concatenate([np.arange(len(tp)), choice])
+        has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
+        return {name: column[rows] for name, column in c.items()} | {"sequence_parallel": has_it}
+
+    def _takes_whole_sequence(self, c: Columns) -> NDArray[np.bool_]:
+        """Whether the engine runs these degrees without sequence parallelism."""
+        facts = self.facts(c | {"sequence_parallel": np.zeros_like(c["tp"])})
+        of_engine = sequence_rules(self.workload.engine)
+        holds = np.all([np.broadcast_to(rule.holds(facts), c["tp"].shape) for rule in of_engine], axis=0)
+        # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
+        return np.asarray(holds & (not self.workload.tp_overlap))
+
     def options(self, c: Columns) -> Columns:
         """Every row of degrees with what does not change its layers: how states are sharded, and the schedule."""
         fixed, engine, runnable = self.fixed, self.workload.engine, self.runnable
@@ -156,71 +178,21 @@ class Enumeration:
             lambda c: _divides(c, "dp_shard", self.left) & (runnable | _fills(c, islands, self.left)),
         )
         c = (
-            _cross(c, "dp_replicate", [fixed["dp_replicate"]])
+            cross(c, "dp_replicate", [fixed["dp_replicate"]])
             if "dp_replicate" in fixed
             else c | {"dp_replicate": self.left(c)}
         )
-        c = self.cross(c, "zero_stage", _ZERO_STAGES.get(engine, (0, 1, 2, 3)), _has_zero_stage)
-        c = _select(c, _has_zero_stage(c))
-        c = _with_levels(c, engine, fixed, islands, runnable=runnable)
-        return _with_schedule(c, self.workload, fixed)
+        c = self.cross(c, "zero_stage", ZERO_STAGES.get(engine, (0, 1, 2, 3)), has_zero_stage)
+        c = select(c, has_zero_stage(c))
+        c = with_levels(c, engine, fixed, islands, runnable=runnable)
+        return with_schedule(c, self.workload, fixed)
 
     def recomputes(self, c: Columns) -> Columns:
         """Every row of options with what is recomputed."""
-        c = _with_recompute(c, self.fixed, mixes=not self.cluster.parts)
+        c = with_recompute(c, self.fixed, mixes=not self.cluster.parts)
         if self.is_ours:  # as the rule split_backward_keeps_activations, which saw what is asked for only
-            c = _select(c, ~_splits_backward(c) | (c["recompute"] == 0))
+            c = select(c, ~splits_backward(c) | (c["recompute"] == 0))
         return c
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors of n, increasing."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
-
-
-def _cross(
-    columns: Columns,
-    name: str,
-    options: Sequence[int],
-    allowed: Callable[[Mapping[str, IntArray]], NDArray[np.bool_]] | None = None,
-) -> Columns:
-    """Every row with every option of a new column; those that are ``allowed``."""
-    size = len(next(iter(columns.values()))) if columns else 1
-    rows = np.repeat(np.arange(size), len(options))
-    values = np.tile(np.asarray(options, dtype=np.int64), size)
-    if allowed is not None:
-        keep = allowed(_Crossed(columns, rows, name, values))
-        rows, values = rows[keep], values[keep]
-    return {key: column[rows] for key, column in columns.items()} | {name: values}
-
-
-class _Crossed(Mapping[str, IntArray]):
-    """Rows of some columns beside a new one; a column is made when it is asked for, because few are."""
-
-    def __init__(self, columns: Columns, rows: IntArray, name: str, values: IntArray) -> None:
-        """``values`` of the new column ``name`` stand beside ``rows`` of the others."""
-        self._columns, self._rows, self._new = columns, rows, {name: values}
-
-    def __getitem__(self, name: str) -> IntArray:
-        return self._new[name] if name in self._new else self._columns[name][self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._columns, **self._new})
-
-    def __len__(self) -> int:
-        return len({**self._columns, **self._new})
-
-
-def _select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
-    if keep.all():
-        return columns
-    rows = np.flatnonzero(keep)
-    return {name: column[rows] for name, column in columns.items()}
-
-
-def _always(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
-    return np.ones_like(c["tp"], dtype=bool)
 
 
 def _divides(
@@ -243,34 +215,6 @@ def _fills(
     return np.asarray(fills)
 
 
-def _with_levels(
-    c: Columns, engine: Engine, fixed: Mapping[str, Any], islands: Sequence[int], *, runnable: bool
-) -> Columns:
-    """Where gradients and optimizer states may be sharded over more ranks than parameters: a domain of a link level, or all."""
-    dp = c["dp_replicate"] * c["dp_shard"]
-    widths = [np.ones_like(dp)]
-    if given := [int(fixed[name]) for name in ("optimizer_shard", "gradient_shard") if name in fixed]:
-        widths = [np.full_like(dp, given[0])]
-    elif not runnable and engine in _LEVELS_UNDER_ZERO_3:
-        widths += [np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), dp) for size in islands] + [dp]
-    rows = []
-    for idx, width in enumerate(widths):
-        keep = np.asarray((idx == 0) | ((c["zero_stage"] == 3) & (width > c["dp_shard"])))
-        for earlier in widths[:idx]:
-            keep &= width != earlier
-        of_gradients = np.where(c["zero_stage"] == 3, width, 1)
-        levels = {"optimizer_shard": width, "gradient_shard": of_gradients}
-        levels |= {name: np.full_like(dp, fixed[name]) for name in levels if name in fixed}
-        rows.append(_select(c | levels, np.broadcast_to(keep, dp.shape)))
-    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-
-
-def _has_zero_stage(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
-    """Ranks to shard over, if and only if something is sharded; context ranks alone may be."""
-    stage = c["zero_stage"]
-    return np.asarray(((c["dp_shard"] == 1) | (stage > 0)) & ((c["dp_shard"] * c["cp"] > 1) | (stage == 0)))
-
-
 def _folds(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
     """Experts fill the ranks of a stage; etp = tp without ep is the same as no axes of their own."""
     ranks = c["dp"] * c["cp"] * c["tp"]
@@ -288,74 +232,3 @@ def _equal_chunks(c: Mapping[str, IntArray], num_blocks: int, *, is_ours: bool) 
     chunks, pp = c["num_model_chunks"], c["pp"]
     divide = ((is_ours & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (chunks * pp <= num_blocks)
     return np.asarray((chunks == 1) | ((pp > 1) & divide))
-
-
-def _splits_backward(c: Columns) -> NDArray[np.bool_]:
-    return np.isin(c["schedule"], [SCHEDULES.index(schedule) for schedule in SPLIT_SCHEDULES])
-
-
-def _with_split_backward(c: Columns, microbatches: IntArray) -> Columns:
-    """Beside every row those with the schedules that postpone gradients of weights, where they are defined."""
-    chunks, pp = c["num_model_chunks"], c["pp"]
-    fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
-    where: dict[Schedule, NDArray[np.bool_]] = {
-        "zb-h1": fills & ((chunks == 1) | (microbatches % pp == 0)),
-        "zb-h2": fills & (chunks == 1),
-        **dict.fromkeys(V_SCHEDULES, fills & (chunks == 2)),
-    }
-    rows = [c] + [
-        _select(c, keep) | {"schedule": np.full(int(keep.sum()), SCHEDULES.index(name), dtype=np.int64)}
-        for name, keep in where.items()
-    ]
-    return {name: np.concatenate([row[name] for row in rows]) for name in c}
-
-
-def _with_sequence(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
-    """Sequence parallelism wherever it is possible."""
-    tp = c["tp"]
-    if "sequence_parallel" not in fixed:
-        return c | {"sequence_parallel": ((tp > 1) & (workload.seq_len % (c["cp"] * tp) == 0)).astype(np.int64)}
-    given = np.full_like(tp, fixed["sequence_parallel"])
-    return _select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
-
-
-def _with_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
-    """The schedules that the micro-batches allow."""
-    pp, microbatches = c["pp"], c["num_microbatches"]
-    possible = np.ones_like(pp, dtype=bool)
-    fills = (microbatches >= pp) | (pp == 1) | (workload.engine != "fsdp2")
-    schedule = np.where(fills, SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
-    if "schedule" in fixed:
-        schedule = np.full_like(schedule, SCHEDULES.index(fixed["schedule"]))
-        # An order is made over a V (planner/synthesis.py), where the named schedules that it stands in for are defined.
-        possible &= (fixed["schedule"] != "synthesised") | ((c["num_model_chunks"] == 2) & (microbatches >= pp))
-    if fixed.get("offload") == "parameters":
-        possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
-    c = c | {"schedule": schedule}
-    if "schedule" not in fixed and workload.engine == "fsdp2":
-        return _with_split_backward(_select(c, possible), microbatches[possible])
-    return _select(c, possible)
-
-
-def _with_recompute(c: Columns, fixed: Mapping[str, Any], *, mixes: bool) -> Columns:
-    """The given recompute; else one for each block where ranks have one stage of 1f1b or gpipe, and every uniform one elsewhere.
-
-    Without ``mixes`` every one is uniform: stages on devices that differ are cut with one choice for all.
-    """
-    plain = np.isin(c["schedule"], [SCHEDULES.index(name) for name in ("1f1b", "gpipe")])
-    mixed = mixes & plain & (c["num_model_chunks"] == 1) & (fixed.get("vocabulary", "ends") == "ends")
-    if "recompute" in fixed:
-        given = _cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
-        if fixed["recompute"] != "mixed":
-            return given
-        if not mixed.any():
-            raise ConfigError(
-                "recompute=mixed is planned for one stage a rank under 1f1b or gpipe, on devices that are alike"
-            )
-        return _select(given, mixed)
-    mixed &= "recompute_fraction" not in fixed
-    return _cross(c, "recompute", list(range(MIXED + 1)), lambda c: _takes(c["recompute"], np.repeat(mixed, MIXED + 1)))
-
-
-def _takes(recompute: IntArray, mixed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    return np.asarray((recompute == MIXED) == mixed)

@@ -12,8 +12,9 @@ What an engine executes is in schema/rules.py. Of that, some combinations are ne
     chunks         as many as divide a stage's blocks, ceil(blocks / pp), into chunks of equal size; for our runtime two besides
     offloading, partial recompute
     cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
+    sequence       tp without sequence parallelism, where no stage has 1 % less work by it (dominance.py)
 
-The first two and the last lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is
+The first two and cp_ulysses lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is
 left.
 """
 
@@ -31,16 +32,17 @@ from ..cost_models.layouts import OFFLOADS, VOCABULARIES, IntArray, LayoutBatch,
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.layout_facts import Facts, Rule, Undecided
 from ..schema.rules import rules_of
+from .columns import Columns, divisors
 from .deadline import Deadline
 from .degree_groups import DegreeGroups
-from .enumeration import Columns, Enumeration, divisors
+from .enumeration import Enumeration
 
 __all__ = ["Space", "build_space", "divisors"]
 
 _KEY = (
-    "tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "sequence_parallel", "num_microbatches",
+    "tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches",
 )  # fmt: skip
-"""Degrees that say what may be chosen beside them; those of experts and of exchanges do not."""
+"""Degrees that say what may be chosen beside them; those of experts and of exchanges and sequence parallelism do not."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
 
 def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str]]:
     """Rules that exclude everything by themselves, or else those that exclude something, with how many combinations."""
-    facts = choices.facts(c := choices.options(choices.degrees(lambda c: c)))
+    facts = choices.facts(c := choices.options(choices.degrees(lambda c: c, only_worth=False)))
     keep = np.ones(len(c["tp"]), dtype=bool)
     reasons, decisive = [], []
     for rule in rules:

@@ -9,6 +9,14 @@ import numpy as np
 from .layout import SCHEDULES
 from .layout_facts import V_SCHEDULES, Facts, Rule, all_divide, as_array, not_dividing, runs
 
+TOKENS_OF_EXPERTS = Rule(
+    "tokens_of_experts",
+    lambda f: f.experts_follow_tp | (f.tp == 1) | (f.sequence_parallel != 0),
+    lambda f: (
+        f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times"
+    ),
+)
+
 EXCHANGE_RULES: tuple[Rule, ...] = (
     Rule(
         "ulysses_divides_cp",
@@ -175,12 +183,6 @@ ENGINE_RULES: tuple[Rule, ...] = (
         lambda f: f.experts_follow_tp | (f.stage_ranks % (f.ep * f.etp) == 0),
         lambda f: f"ep x etp = {f.ep} x {f.etp} does not divide the {f.stage_ranks} ranks of a stage",
     ),
-    Rule(
-        "tokens_of_experts",
-        lambda f: f.experts_follow_tp | (f.tp == 1) | (f.sequence_parallel != 0),
-        lambda f: (
-            f"ep {f.ep}, etp {f.etp} with tp {f.tp}: without sequence_parallel each token would reach its experts tp times"
-        ),
-    ),
+    TOKENS_OF_EXPERTS,
 )
 """What any engine needs."""

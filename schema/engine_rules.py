@@ -16,6 +16,12 @@ MEGATRON_EXCHANGE = Rule(
     ),
 )
 
+MEGATRON_SEQUENCE = Rule(
+    "megatron_experts_split_sequence",
+    lambda f: (f.tp == 1) | (f.sequence_parallel != 0) | (len(f.expert_counts) == 0),
+    lambda f: f"experts with tp {f.tp}: Megatron trains them with sequence_parallel only (MoELayer raises without)",
+)
+
 DEEPSPEED_EXCHANGE = Rule(
     "deepspeed_exchange",
     lambda f: (f.cp == 1) | ((f.cp_ulysses == f.cp) & (f.tp == 1)),
@@ -130,6 +136,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         ),
     ),
     MEGATRON_EXCHANGE,
+    MEGATRON_SEQUENCE,
     _ONE_F_ONE_B,
 )
 """What Megatron-Core executes besides ENGINE_RULES: DistributedOptimizer shards states over the data-parallel ranks or, with

@@ -6,8 +6,15 @@ for numbers and for arrays of them: the search evaluates it over its whole space
 
 from __future__ import annotations
 
-from .common_rules import ENGINE_RULES, EXCHANGE_RULES
-from .engine_rules import DEEPSPEED_EXCHANGE, MEGATRON_EXCHANGE, RULES, RULES_OF_ENGINE, VERSION_RULES
+from .common_rules import ENGINE_RULES, EXCHANGE_RULES, TOKENS_OF_EXPERTS
+from .engine_rules import (
+    DEEPSPEED_EXCHANGE,
+    MEGATRON_EXCHANGE,
+    MEGATRON_SEQUENCE,
+    RULES,
+    RULES_OF_ENGINE,
+    VERSION_RULES,
+)
 from .errors import ConfigError
 from .layout import Layout
 from .layout_facts import Facts, Rule, layout_facts
@@ -19,6 +26,11 @@ def exchange_rules(engine: Engine) -> tuple[Rule, ...]:
     """Of the rules of an engine those that look at tp, cp and cp_ulysses alone."""
     of_engine = {"megatron": (MEGATRON_EXCHANGE,), "deepspeed": (DEEPSPEED_EXCHANGE,)}
     return EXCHANGE_RULES + of_engine.get(engine, ())
+
+
+def sequence_rules(engine: Engine) -> tuple[Rule, ...]:
+    """Of the rules of an engine those that want sequence parallelism beside some degrees."""
+    return (TOKENS_OF_EXPERTS, MEGATRON_SEQUENCE) if engine == "megatron" else (TOKENS_OF_EXPERTS,)
 
 
 def rules_of(engine: Engine, *, runnable: bool = False) -> tuple[Rule, ...]:

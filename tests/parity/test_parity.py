@@ -153,6 +153,9 @@ TWO = (
     Setup("replicas", Layout(dp_replicate=2, micro_batch_size=2), rank_map=(1, 0)),
     Setup("replicas bf16", Layout(dp_replicate=2, micro_batch_size=2), workload=BF16, model="five"),
     Setup("tp", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="rich"),
+    Setup(
+        "tp bf16 selective", Layout(tp=2, sequence_parallel=False, recompute="selective"), workload=BF16, model="five"
+    ),
     Setup("tp tied", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="tied"),
     Setup("own model, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="rich", own_model=True),
     Setup("own model, tp", Layout(tp=2, micro_batch_size=4), model="tied", own_model=True),
@@ -204,6 +207,8 @@ FOUR = (
     Setup("tp zero 3", Layout(tp=2, dp_shard=2), model="five rich", rank_map=(0, 2, 1, 3)),
     Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1), model="five tied"),
     Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="five rich"),
+    Setup("tp zero 3 full", Layout(tp=2, dp_shard=2, sequence_parallel=False, recompute="full"), model="five rich"),
+    Setup("cp tp, whole sequence", Layout(cp=2, tp=2, sequence_parallel=False), model="gpt2"),
     Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="five tied", rank_map=(1, 3, 0, 2)),
     Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
     Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="five tied"),

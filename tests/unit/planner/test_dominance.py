@@ -7,10 +7,12 @@ import pytest
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.space_costs import SpaceCosts
 from meshwright.cost_models.step import estimate_step
-from meshwright.planner import enumeration
+from meshwright.planner import enumeration, frontier, plan, search
+from meshwright.planner.dominance import SAME_SECONDS_FRACTION
 from meshwright.planner.expansion import expand
-from meshwright.planner.space import build_space
-from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.planner.space import Space, build_space
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from small_spaces import shortened
 
 CLUSTERS = ("8xH100-SXM-80GB", "2x4xA100-SXM-40GB/ib200", "8x1xA100-SXM-40GB/eth25")
 
@@ -60,3 +62,93 @@ def test_every_degree_that_the_engine_takes_stays_reachable() -> None:
     batch = build_space(spec, Workload(seq_len=2048, global_batch_size=8, engine="deepspeed"), machine, {}).batch
     assert set(batch.cp) == {1, 2, 4, 8}
     assert np.array_equal(batch.cp, batch.cp_ulysses)
+
+
+def keep_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enumeration, "worth_whole_sequence", lambda c, *_: np.ones(len(c["tp"]), dtype=bool))
+
+
+@pytest.mark.parametrize(
+    ("engine", "cluster", "seq_len"),
+    [
+        ("fsdp2", "8xH100-SXM-80GB", 32768),
+        ("megatron", "2x4xA100-SXM-40GB/ib200", 16384),
+        ("deepspeed", "8xH100-SXM-80GB", 32768),
+    ],
+)
+def test_whole_sequences_left_out_gain_no_more_than_is_said(
+    engine: str, cluster: str, seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse(cluster)
+    workload = Workload(seq_len=seq_len, global_batch_size=16, engine=engine)
+    kept = build_space(spec, workload, machine, NO_RECOMPUTE).batch
+    keep_every_sequence(monkeypatch)
+    whole = build_space(spec, workload, machine, NO_RECOMPUTE).batch
+    left_out = sorted(
+        {whole.layout(idx) for idx in range(len(whole))} - {kept.layout(idx) for idx in range(len(kept))},
+        key=lambda layout: layout.model_dump_json(),
+    )
+    assert left_out
+    rng = np.random.default_rng(0)
+    for idx in rng.choice(len(left_out), size=min(12, len(left_out)), replace=False):
+        assert not left_out[idx].sequence_parallel
+        times = _step_times([left_out[idx], left_out[idx].replace(sequence_parallel=True)], spec, machine, workload)
+        assert times[1] <= times[0] * (1 + SAME_SECONDS_FRACTION)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron", "deepspeed"])
+def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_parallelism_alone(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where links are slow; the reference has both values of every layout, whatever a layer gains."""
+    spec, machine = shortened("llama-3.2-1b", 3), ClusterSpec.parse("4xA100-PCIE-40GB")
+    workload, fixed = Workload(seq_len=1024, global_batch_size=8, engine=engine), {"micro_batch_size": 2}
+    monkeypatch.setattr(search, "REL_GAP", 0.0)
+    monkeypatch.setattr(frontier, "BLOCK", 16)
+    found = search.search(spec, workload, machine, build_space(spec, workload, machine, fixed), time_limit_s=600)
+    keep_every_sequence(monkeypatch)
+    batch = build_space(spec, workload, machine, fixed).batch
+    assert np.array_equal(np.unique(batch.sequence_parallel[batch.tp > 1]), [0, 1])
+    costs = SpaceCosts.of(spec, workload, machine, batch)
+    times = np.array(
+        [e.step_time_s if (e := expand(costs, idx).estimate).fits else np.inf for idx in range(len(batch))]
+    )
+    best_s = found.fitting[0].estimate.step_time_s
+    assert times.min() * (1 - 1e-9) <= best_s <= times.min() * (1 + SAME_SECONDS_FRACTION)
+    assert found.bound_s <= times.min() * (1 + SAME_SECONDS_FRACTION)
+    split = (batch.tp == 1) | (batch.sequence_parallel == 1)
+    alone = search.search(spec, workload, machine, Space(batch.select(split), {}), time_limit_s=600)
+    assert best_s <= alone.fitting[0].estimate.step_time_s * (1 + 1e-9)
+
+
+def test_tensor_parallelism_does_without_where_that_is_faster_and_with_where_memory_is_short() -> None:
+    spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("4xA100-PCIE-40GB")
+    workload, tp = Workload(seq_len=4096, global_batch_size=64), {"tp": 4, "micro_batch_size": 4, "recompute": "none"}
+    found = plan(spec, machine, workload, fixed=tp)
+    other = plan(spec, machine, workload, fixed=tp | {"sequence_parallel": True})
+    assert not found.layout.sequence_parallel
+    assert other.layout.sequence_parallel
+    assert found.estimate.step_time_s < other.estimate.step_time_s
+    middle = (found.estimate.required_bytes + other.estimate.required_bytes) // 2
+    short = machine.replace(reserved_bytes=machine.memory_budget_bytes + machine.reserved_bytes - middle)
+    assert plan(spec, short, workload, fixed=tp).layout.sequence_parallel
+
+
+def test_what_the_engine_takes_with_sequence_parallelism_only_is_never_enumerated_without() -> None:
+    spec, machine = ModelSpec.named("mixtral-8x7b"), ClusterSpec.parse("8xA100-PCIE-80GB")
+    for engine, changes in {"megatron": {}, "fsdp2": {"tp_overlap": True}}.items():
+        workload = Workload(seq_len=4096, global_batch_size=8, engine=engine, **changes)
+        batch = build_space(spec, workload, machine, {}).batch
+        assert np.array_equal(batch.sequence_parallel == 1, batch.tp > 1)
+    with pytest.raises(ConfigError) as error:
+        build_space(
+            spec,
+            Workload(seq_len=4096, global_batch_size=8, engine="megatron"),
+            machine,
+            {"tp": 2, "sequence_parallel": False},
+        )
+    assert "[megatron_experts_split_sequence]" in str(error.value)
+    batch = build_space(spec, Workload(seq_len=4096, global_batch_size=8), machine, {}).batch
+    without = (batch.tp > 1) & (batch.sequence_parallel == 0)
+    assert without.any()
+    assert np.all(batch.experts_follow_tp[without])
