@@ -139,7 +139,7 @@ def _with_room(
     sums: Sums, counted: Fluid, phase: float, where: Fluid | None = None, *, quickly: bool = False
 ) -> Choice:
     """Numbers of layers that leave as much room as whole copies need more than fluid ones."""
-    ends = ENDS[::2] if quickly else ENDS
+    ends: tuple[tuple[float, float], ...] = ENDS[::2] if quickly else ENDS
     choice, reserve = _best_spread(sums, counted, phase, where, ends), offload_count.NOTHING
     ends = (choice[2],)
     for _ in range(MOST_TIGHTER // 2 if quickly else MOST_TIGHTER):

@@ -307,7 +307,7 @@ def _update_jobs(i: Instance, choice: Choice) -> list[Job]:
         gone.append((bytes_, add(TO_HOST, bytes_ / links.to_host_bytes_per_s, updated)))
         write(idx, part, gone[-1][1])
     there = ~(choice.parameters | choice.host_optimizer | choice.streamed_optimizer)
-    for idx in np.flatnonzero(there & (i.device_update_s > 0)):
+    for idx in map(int, np.flatnonzero(there & (i.device_update_s > 0))):
         add(COMPUTE, i.device_update_s[idx])
     return jobs
 
