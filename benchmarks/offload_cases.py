@@ -88,6 +88,7 @@ def problem(
         host_cap_bytes=2e12 / ranks,
         num_microbatches=microbatches,
         gradients_accumulate=microbatches > 1,
+        pieces=np.where(is_block, 3, 1),
     )
 
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import functools
-import json
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from typer.core import TyperCommand
 
-from ..schema import ConfigError, MeshwrightError, Plan
+from ..schema import ConfigError, Plan
 from ..schema.rules import require_our_engine
-from ..schema.units import format_bytes, format_count, format_seconds
 from .errors import exit_on_error
 from .inputs import ForeignOption, ProfileOption
-
-_LOG_LINES = 20
-"""Lines of progress for a whole run where standard error is not a terminal."""
+from .running import running_report
 
 
 class ApplyCommand(TyperCommand):
@@ -65,7 +54,8 @@ def apply(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text file or folder, or token files (`meshwright tokens`); repeatable. Default: Python's own sources."
+            metavar="PATH",
+            help="Text file or folder, or token files (`meshwright tokens`); repeatable. Default: Python's own sources.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -86,7 +76,9 @@ def apply(
     compile_blocks: Annotated[
         bool, typer.Option("--compile", help="torch.compile each block, where the plan allows it.")
     ] = False,
-    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints; shared by all nodes.")] = None,
+    checkpoint_dir: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder for checkpoints; shared by all nodes.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints. Default: one at the end.")
     ] = None,
@@ -98,20 +90,23 @@ def apply(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
     weights: Annotated[
-        str | None, typer.Option(help="Folder of Hugging Face safetensors to start from.", show_default=False)
+        str | None, typer.Option(metavar="FOLDER", help="Hugging Face safetensors to start from.", show_default=False)
     ] = None,
     save_weights: Annotated[
         str | None,
-        typer.Option(help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."),
+        typer.Option(
+            metavar="FOLDER", help="New folder for weights in Hugging Face's layout at the end; shared by all nodes."
+        ),
     ] = None,
     save_adapters: Annotated[
-        str | None, typer.Option(help="Folder for trained adapters at the end, as peft reads them.", show_default=False)
+        str | None,
+        typer.Option(metavar="FOLDER", help="For trained adapters at the end, as peft reads them.", show_default=False),
     ] = None,
     zeroth_order: Annotated[
         bool,
         typer.Option("--zeroth-order", help="Train by two forward passes, without backward passes and their memory."),
     ] = False,
-    metrics: Annotated[Path | None, typer.Option(help="File for the JSON lines of the run.")] = None,
+    metrics: Annotated[Path | None, typer.Option(metavar="FILE", help="For the JSON lines of the run.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -131,8 +126,8 @@ def apply(
     node_rank: Annotated[
         int | None, typer.Option(help="Place of this node in the plan's cluster, if it matters.")
     ] = None,
-    rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT where the nodes meet.")] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job at that place.")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet.")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(metavar="NAME", help="Of the job at that place.")] = None,
     collective_timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another.")] = 600.0,
     hang_timeout_s: Annotated[
         float, typer.Option(help="A rank that keeps others waiting longer (and for ten steps) is ended; 0: never.")
@@ -196,7 +191,7 @@ def apply(
         if max_restarts and not checkpoint_dir:
             raise ConfigError("--max-restarts goes on from a checkpoint", help="add --checkpoint-dir DIR")
         job = job.replace(options=prepare_options(loaded, options))
-        with _report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
+        with running_report(steps, metrics=metrics, append=resume, as_json=json_output) as report:
             run(loaded, job.replace(report=str(report)))
         if trace is not None and trace.exists():
             typer.echo(
@@ -240,127 +235,3 @@ def _refuse_training_options(script: str, *values: object) -> None:
             f"--trace and --json are for the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )
-
-
-@contextlib.contextmanager
-def _report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) -> Iterator[Path]:
-    """A file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
-    from ..runtime.training.metrics import MetricsWriter, follow
-
-    writer, screen, finished = MetricsWriter(metrics, append=append), _Screen(steps), threading.Event()
-
-    def handle(record: dict[str, Any]) -> None:
-        writer.write(record)
-        if as_json:
-            typer.echo(json.dumps(record))
-        screen.show(record)
-
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, screen, ThreadPoolExecutor(1) as pool:
-        path = Path(folder) / "report.jsonl"
-        reader = pool.submit(_for_each, handle, follow(path, finished))
-        try:
-            yield path
-        except MeshwrightError:
-            finished.set()
-            reader.result()  # raises what the run was ended for, where it was this
-            raise
-        finally:
-            finished.set()
-        reader.result()
-    writer.close()
-    screen.show_comparison()
-
-
-def _for_each(handle: Callable[[dict[str, Any]], None], records: Iterator[dict[str, Any]]) -> None:
-    """Handle each record; if that fails (a full disk, a closed pipe) end the run."""
-    try:
-        for record in records:
-            handle(record)
-    except OSError as error:
-        _thread.interrupt_main()
-        raise MeshwrightError(f"cannot write the metrics of the run: {error.strerror}") from None
-
-
-class _Screen:
-    """Progress and result of a run on standard error: a bar on a terminal, now and then a line elsewhere."""
-
-    def __init__(self, steps: int) -> None:
-        self._console = Console(stderr=True)
-        self._steps = steps
-        self._comparison: dict[str, Any] | None = None
-        self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn(),
-            console=self._console, disable=not self._console.is_terminal,
-        )  # fmt: skip
-        self._task = self._progress.add_task("starting", total=steps)
-
-    def __enter__(self) -> None:
-        self._progress.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def show(self, record: dict[str, Any]) -> None:
-        """One line of the report."""
-        if "step" not in record:
-            self._comparison = record
-            return
-        step = record["step"]
-        text = (
-            f"loss {record['loss']:.4f}  {format_seconds(record['step_time_s'])}/step  "
-            f"{format_count(record['tokens_per_s'])} tokens/s"
-        )
-        self._progress.update(self._task, completed=step, description=text)
-        if not self._console.is_terminal and step % max(1, self._steps // _LOG_LINES) == 0:
-            self._console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
-
-    def show_comparison(self) -> None:
-        """The table of prediction and measurement, where this node has them."""
-        if self._comparison is None:
-            return
-        predicted, measured, ratio = (self._comparison[name] for name in ("predicted", "measured", "ratio"))
-        title = f"predicted and measured, median of {measured['steps'] - measured['warmup_steps']} steps"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-        table.add_column("")
-        for name in ("predicted", "measured", "measured / predicted"):
-            table.add_column(name, justify="right")
-        for title, key, show in (
-            ("step time", "step_time_s", format_seconds),
-            ("tokens/s", "tokens_per_s", format_count),
-            ("peak memory", "peak_reserved_bytes", format_bytes),
-        ):
-            table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
-            if key == "step_time_s":
-                _add_parts(table, predicted.get("parts_s", {}), measured.get("parts_s", {}))
-        self._console.print(table)
-        for slow in measured.get("stragglers", ()):
-            self._console.print(_straggler_line(slow, measured["ranks"]), highlight=False, soft_wrap=True)
-
-
-_PARTS = {
-    "compute": "forward and backward",
-    "communication": "exposed communication",
-    "pipeline_wait": "waiting for stages",
-    "optimizer": "update",
-    "other": "clipping, loss, the rest",
-    "data": "data, beside the step",
-    "preempted": "of these without a core",
-}
-
-
-def _add_parts(table: Table, predicted: dict[str, float], measured: dict[str, float]) -> None:
-    """Rows of the busiest rank's parts; what takes less than a thousandth of a millisecond is left out."""
-    for name, title in _PARTS.items():
-        expected, found = predicted.get(name), measured.get(name)
-        if found is None or max(expected or 0.0, found) < 1e-6:
-            continue
-        ratio = f"{found / expected:.2f}" if expected else ""
-        table.add_row(f"  {title}", "" if expected is None else format_seconds(expected), format_seconds(found), ratio)
-
-
-def _straggler_line(slow: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
-    stage = next(rank["stage_idx"] for rank in ranks if rank["rank"] == slow["rank"])
-    return (
-        f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its peers, "
-        f"by chance once in {1 / slow['chance']:,.0f} runs"
-    )

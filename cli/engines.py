@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -12,7 +12,7 @@ from .inputs import JsonOption
 
 if TYPE_CHECKING:
     from ..engines import Imported
-    from ..schema import Layout, Plan
+    from ..schema import Estimate, Layout, Plan
 
 ConfigurationArgument = Annotated[
     Path,
@@ -88,42 +88,85 @@ def import_configuration(
 
 
 def compare(
-    file: ConfigurationArgument,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A configuration as `meshwright import` reads it, or another plan.json."),
+    ],
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of the same model and cluster.")],
     engine: FromOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Set a present configuration beside a plan: what it costs with the plan's model, cluster and batch, line by line."""
+    """Set a present configuration, or another plan, beside a plan: what it costs with the plan's model, cluster and batch."""
     with exit_on_error():
-        from ..engines import read_configuration
         from ..planner import compare as make_comparison
-        from ..planner import estimate
         from ..schema import Plan
         from .explain_tables import side_by_side
         from .tables import show
 
         given = Plan.load(plan)
-        found = read_configuration(file, engine=engine, num_devices=given.cluster.num_devices, model=given.model)
-        current = estimate(given.model, given.cluster, given.workload, found.layout)
-        comparison = make_comparison(given, found.layout, current)
+        present = _planned(file, given) if _is_plan(file) else _configured(file, engine, given)
+        comparison = make_comparison(given, present.layout, present.estimate)
         if json:
             typer.echo(comparison.model_dump_json(indent=2))
         else:
-            show(
-                side_by_side(
-                    f"{file} beside {plan}", given.layout, given.estimate.step_time_s, [(found.engine, comparison)]
-                )
-            )
-        _tell(found)
-        for line in _other_workload(found, given):
+            title, columns = f"{file} beside {plan}", [(present.name, comparison)]
+            show(side_by_side(title, given.layout, given.estimate.step_time_s, columns))
+        if present.read is not None:
+            _tell(present.read)
+        for line in present.notes:
             typer.echo(f"note: {line}", err=True)
-        speed = current.step_time_s / given.estimate.step_time_s
-        typer.echo(
-            f"the plan takes {100 / speed:.1f} % of its time"
-            if speed >= 1
-            else f"it takes {100 * speed:.1f} % of the plan's time",
-            err=True,
-        )
+        typer.echo(_summary(present.estimate.step_time_s / given.estimate.step_time_s), err=True)
+
+
+def _summary(slower: float) -> str:
+    if slower == 1:
+        return "both take the same time"
+    return (
+        f"the plan takes {100 / slower:.1f} % of its time"
+        if slower > 1
+        else f"it takes {100 * slower:.1f} % of the plan's time"
+    )
+
+
+class _Present(NamedTuple):
+    """What stands beside a plan: its name in the table, its layout and costs, in what it differs otherwise, and how it was read."""
+
+    name: str
+    layout: Layout
+    estimate: Estimate
+    notes: list[str]
+    read: Imported | None = None
+
+
+def _configured(file: Path, engine: str | None, given: Plan) -> _Present:
+    from ..engines import read_configuration
+    from ..planner import estimate
+
+    found = read_configuration(file, engine=engine, num_devices=given.cluster.num_devices, model=given.model)
+    costs = estimate(given.model, given.cluster, given.workload, found.layout)
+    return _Present(found.engine, found.layout, costs, _other_workload(found, given), found)
+
+
+def _planned(file: Path, given: Plan) -> _Present:
+    from ..planner import estimate
+    from ..schema import Plan
+
+    other = Plan.load(file)
+    differing = [name for name in ("model", "cluster", "workload") if getattr(other, name) != getattr(given, name)]
+    if not differing:
+        return _Present("the other plan", other.layout, other.estimate, [])
+    costs = estimate(given.model, given.cluster, given.workload, other.layout)
+    note = f"{file} is for another {' and '.join(differing)}; its layout is costed with the plan's"
+    return _Present("the other plan", other.layout, costs, [note])
+
+
+def _is_plan(file: Path) -> bool:
+    from ..schema.base import read_json
+
+    if file.suffix != ".json":
+        return False
+    content = read_json(file)
+    return isinstance(content, dict) and {"schema_version", "layout"} <= content.keys()
 
 
 def _said(layout: Layout) -> dict[str, object]:

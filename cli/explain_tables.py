@@ -117,13 +117,19 @@ def side_by_side(title: str, layout: Layout, step_time_s: float, named: Sequence
         table.add_row(f"  {name}", escape(str(getattr(layout, name))), *(escape(value) for value in theirs))
     table.add_section()
     table.add_row(
-        "[bold]step time", format_seconds(step_time_s), *(f"{100 * o.slower_fraction:+.1f} %" for o in others)
+        "[bold]step time",
+        format_seconds(step_time_s),
+        *(_slower(o) for o in others),
     )
     _add_parts(table, [o.time_s for o in others], TIME_TITLES, format_seconds)
     table.add_section()
     table.add_row("[bold]memory", "", *("fits" if o.fits else "[red]does not fit" for o in others))
     _add_parts(table, [o.memory_bytes for o in others], {}, format_bytes)
     return table
+
+
+def _slower(other: Comparison) -> str:
+    return f"{100 * other.slower_fraction:+.1f} %" if other.slower_fraction else "="
 
 
 def _add_parts(

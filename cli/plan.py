@@ -251,7 +251,16 @@ def plan(
             if found.pareto:
                 show(pareto_table(found.pareto))
         write_report(found, report, trace)
-        then = f"next: meshwright apply {out}" if engine == "fsdp2" else f"it is for {engine}, not for meshwright apply"
-        typer.echo(f"wrote {out}; {then}", err=True)
+        is_here = profile is not None or str(cluster).startswith("local")
+        typer.echo(f"wrote {out}; next: {_next_command(out, engine, is_here=is_here)}", err=True)
         if deadline.is_stopped:
             raise typer.Exit(INTERRUPTED)
+
+
+def _next_command(out: Path, engine: str, *, is_here: bool) -> str:
+    """What a plan is taken to: this machine, the cluster it is for, or another engine."""
+    if engine != "fsdp2":
+        return f"meshwright export {out} --to {engine}"
+    return (
+        f"meshwright apply {out}" if is_here else f"meshwright explain {out}, and on the cluster meshwright apply {out}"
+    )

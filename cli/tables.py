@@ -55,8 +55,9 @@ def plan_table(plan: Plan) -> Table:
             "[bold]search",
             search.status,
             f"gap {100 * search.gap:.2g} %",
-            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds ({search.pruned_in_groups} of them by those "
-            f"of their degrees), {format_seconds(search.search_s)}"
+            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds"
+            + (f" ({search.pruned_in_groups} of them by those of their degrees)" if search.pruned_in_groups else "")
+            + f", {format_seconds(search.search_s)}"
             + (f"; simpler for {100 * plan.price_of_simplicity:.2g} % of time" if plan.price_of_simplicity > 0 else ""),
         )
     if plan.alternatives:
@@ -65,8 +66,9 @@ def plan_table(plan: Plan) -> Table:
         for other in plan.alternatives:
             memory = format_bytes(other.peak_reserved_bytes)
             table.add_row(f"  {other.layout}", format_seconds(other.step_time_s), memory, other.reason)
-    for note in plan.notes:
+    if plan.notes:
         table.add_section()
+    for note in plan.notes:
         table.add_row("[bold]note", "", "", escape(note))
     return table
 
@@ -109,8 +111,13 @@ def _add_layout(table: Table, workload: Workload, layout: Layout) -> None:
         "  batch",
         f"{workload.global_batch_size} x {workload.seq_len}",
         workload.precision,
-        f"{microbatches} micro-batches of {layout.micro_batch_size} sequences on each of {layout.dp} data-parallel ranks",
+        f"{_counted(microbatches, 'micro-batch', 'es')} of {_counted(layout.micro_batch_size, 'sequence')} on "
+        + (f"each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "the one data-parallel rank"),
     )
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
 
 
 def _add_time(table: Table, estimate: Estimate) -> None:

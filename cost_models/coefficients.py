@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, wraps
 from importlib.resources import files
+from statistics import geometric_mean
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from ..schema import ClusterSpec, Device, Workload
@@ -18,7 +19,7 @@ from ..schema.errors import ConfigError
 from ..schema.profile import MatmulPoint
 from ..schema.workload import Precision
 from .learned.attention import PROCESSORS, Silicon, kernel_name
-from .learned.gemm import GemmRates, Hardware, is_known, known_coefficients
+from .learned.gemm import GemmRates, Hardware, is_known, known_coefficients, known_devices
 from .learned.measured import corrected_by
 
 P = ParamSpec("P")
@@ -110,7 +111,7 @@ class AttentionRates(NamedTuple):
         kernel: whose coefficients (learned/attention.py).
         silicon: what the device has.
         arithmetic_ratio: what this generation's arithmetic takes over the kernel's.
-        reference: what the learned residual takes the device for: the catalogue's of its name, and nothing of a calibration.
+        reference: what the learned residual takes the device for (`_reference`), and nothing of a calibration.
     """
 
     kernel: str
@@ -283,13 +284,40 @@ def gemm_rates(
         ratio *= coefficients()["fp8"]["gemm_efficiency_ratio"]
     element_bytes = {"nvfp4": 0.5, "fp32": 4.0}.get(precision, 2.0)
     products: Precision = "bf16-mixed" if precision == "fp8" else precision
-    known = _catalogued(device.name)
     is_measured_here = any(point.dtype == dtype for point in points)
-    is_sheet = known is not None and known.gemm == device.gemm and _dtype(known, products) == dtype
-    reference = gemm_hardware(known, products) if known is not None and is_sheet and not is_measured_here else None
+    like = None if is_measured_here else _reference(device, products)
+    reference = None if like is None else gemm_hardware(like, products)
     sheet = gemm_hardware(device, products)
     rates = corrected_by(points, dtype, GemmRates(own, sheet, software, element_bytes, reference=reference))
     return rates._replace(sustained_ratio=_sustained(device) * calibration * ratio)
+
+
+def _reference(device: Device, precision: Precision) -> Device | None:
+    """What the learned residuals take a device for: the catalogue's of its name, else itself at usual rates.
+
+    Not at its own: a residual that follows them may grow by more than higher rates save. Usual are those of the measured devices
+    of its architecture, of all where none is measured; None where no measured device has a unit for the precision.
+    """
+    known, dtype = _catalogued(device.name), _dtype(device, precision)
+    if known is not None and _dtype(known, precision) == dtype:
+        return known
+    usual = _usual_rates(device.architecture, dtype)
+    if usual is None:
+        return None
+    peaks = device.peak_flops_per_s.replace(**{dtype: usual[0]})
+    return device.replace(peak_flops_per_s=peaks, memory_bandwidth_bytes_per_s=usual[1])
+
+
+@cache
+def _usual_rates(architecture: str, dtype: str) -> tuple[float, float] | None:
+    """Geometric means of peak FLOP/s and bytes/s of the measured devices of an architecture that have a unit for ``dtype``."""
+    measured = [device for name in known_devices() if (device := _catalogued(name)) is not None]
+    able = [device for device in measured if getattr(device.peak_flops_per_s, dtype, None)]
+    alike = [device for device in able if device.architecture == architecture] or able
+    if not alike:
+        return None
+    peaks = [getattr(device.peak_flops_per_s, dtype) for device in alike]
+    return geometric_mean(peaks), geometric_mean(device.memory_bandwidth_bytes_per_s for device in alike)
 
 
 @cache
@@ -345,8 +373,6 @@ def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates
         processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
         return Silicon(peak_flops_per_s(device, precision) * sustained, device.memory_bandwidth_bytes_per_s, processors)
 
-    known = _catalogued(device.name)
-    has_peak = known is not None and _dtype(known, precision) == _dtype(device, precision)
-    reference = silicon(known if known is not None and has_peak else device, 1.0)
+    reference = silicon(_reference(device, precision) or device, 1.0)
     ratio = c["first_generation_ratio"] if workload.flash_generation == 1 else 1.0
     return AttentionRates(kernel, silicon(device, cluster.calibration.attention), ratio, reference)

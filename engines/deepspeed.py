@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from ..schema.base import shown
@@ -31,7 +32,12 @@ LIMITS = (
         "--fix dp_replicate=1",
     ),
     limits.FULL_TRAINING,
-    limits.one_recompute("plan again with --fix recompute=full"),
+    Limit(
+        "recompute_of_whole_blocks",
+        lambda p: p.layout.recompute_fraction == 1,
+        lambda p: f"recompute_fraction {p.layout.recompute_fraction:g}: the plan does not say of which blocks",
+        "plan again with --fix recompute=full",
+    ),
     Limit(
         "deepspeed_offload",
         lambda p: p.layout.offload in ("none", "optimizer", "parameters") and not p.layout.offload_activations,
@@ -87,9 +93,25 @@ def _of_model_code(plan: Plan) -> tuple[str, ...]:
     if layout.pp > 1:
         blocks = [sum(isinstance(layers[idx], Block) for idx in stage.layer_idxs) for stage in plan.stages]
         lines += [f"pp: PipelineModule(layers, num_stages={layout.pp})", *stages_not_expressed(plan, blocks)]
-    if layout.recompute != "none":
+    if layout.recompute == "mixed":
+        lines.append(f"recompute of {_recomputed(plan)}: deepspeed.checkpointing.checkpoint around these blocks only")
+    elif layout.recompute != "none":
         lines.append(f"recompute={layout.recompute}: model.gradient_checkpointing_enable() or deepspeed.checkpointing")
     return tuple(lines)
+
+
+def _recomputed(plan: Plan) -> str:
+    """Runs of blocks that recompute alike, counted from 0: ``blocks 0-3 (full), blocks 4-4 (selective)``."""
+    layers = tuple(plan.model.iter_layers())
+    choices = [
+        stage.recompute_of(idx) for stage in plan.stages for idx in stage.layer_idxs if isinstance(layers[idx], Block)
+    ]
+    runs, start = [], 0
+    for choice, members in groupby(choices):
+        end = start + len(tuple(members))
+        runs += [f"blocks {start}-{end - 1} ({choice})"] if choice != "none" else []
+        start = end
+    return ", ".join(runs)
 
 
 def _zero(plan: Plan) -> dict[str, Any]:

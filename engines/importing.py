@@ -50,6 +50,10 @@ def _read(path: Path, text: str, engine: str | None, num_devices: int | None, mo
             raise ConfigError(f"not a configuration file of {engine}", help="its name ends in .toml, .json or .yaml")
         return megatron.read(text, num_devices, model)
     content = _parsed(path.suffix, text)
+    if {"schema_version", "layout"} <= content.keys():
+        raise ConfigError(
+            "is a plan, not an engine's configuration", help="meshwright explain, export and compare take it"
+        )
     engine = engine or _engine_of(content)
     if engine == "torchtitan":
         return torchtitan_read.read(content, num_devices)

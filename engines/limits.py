@@ -32,11 +32,15 @@ def one_recompute(help_: str) -> Limit:
     return Limit(
         "recompute_of_all_blocks",
         lambda p: p.layout.recompute != "mixed" and p.layout.recompute_fraction == 1,
-        lambda p: (
-            f"recompute={p.layout.recompute} of {p.layout.recompute_fraction:g}: the engine has one choice for all blocks"
-        ),
+        _several_choices,
         help_,
     )
+
+
+def _several_choices(plan: Plan) -> str:
+    layout = plan.layout
+    of_some = f" of {layout.recompute_fraction:g} of the blocks" if layout.recompute_fraction < 1 else ""
+    return f"recompute={layout.recompute}{of_some}: the engine has one choice for all blocks"
 
 
 NO_EXPERT_AXES = Limit(

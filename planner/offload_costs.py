@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from ..cost_models import memory
 from ..cost_models.experts import sharded_params
-from ..cost_models.layouts import RECOMPUTES, FloatArray
+from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray
 from ..cost_models.option_costs import OptionCosts
 from ..cost_models.stage_memory import contents_between, stage_memory_parts, step_shape
 from ..cost_models.step import assembled, estimate_step
 from ..schema import Estimate, ModelSpec, OffloadSchedule, OffloadWorth, Stage
 from ..schema.layout import Recompute
-from ..schema.model import Block
+from ..schema.model import Block, Layer
 from ..schema.offload import LayerOffload
 from ..schema.plan import MemoryBreakdown, StageEstimate
 from ..schema.units import GB, GIB
@@ -101,8 +101,20 @@ def _instance(options: OptionCosts, idx: int, request: OffloadRequest, recompute
         streamable=(is_block | (not least.model.tie_embeddings)) & (sizes["parameter_bytes"] > 0),
         host_update_s=sizes["parameter_bytes"] / workload.master_bytes * rates.update_s_per_param,
         device_update_s=options.under[none].update_s(*_trained(options, idx), idx),
+        pieces=_pieces(least.model),
         **sizes,
     )
+
+
+def _pieces(model: ModelSpec) -> IntArray:
+    """Equal pieces [L] in which the runtime updates at least, parameter by parameter: a matrix is at most a third of a block, or
+    half of it where only two are large.
+    """
+
+    def of(layer: Layer) -> int:
+        return 1 if not isinstance(layer, Block) or layer.traced is not None else 2 + layer.mlp.gated
+
+    return np.array([of(layer) for layer in model.iter_layers()], dtype=np.int64)
 
 
 def _of_recomputes(values: FloatArray) -> FloatArray:

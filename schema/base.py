@@ -114,14 +114,14 @@ def read_text(path: str | Path) -> str:
 def read_json(path: str | Path) -> Any:
     """Parsed JSON of a file the user named; every way this fails is a ConfigError."""
     text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}",
-            help="the file may be truncated; write it again"
-            if text.strip() and error.pos >= len(text.rstrip()) - 1
-            else None,
+            help="the file may be truncated; write it again" if error.pos >= len(text.rstrip()) - 1 else None,
         ) from None
     except (RecursionError, ValueError) as error:  # a ValueError is an integer of thousands of digits
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)

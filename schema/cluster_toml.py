@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import read_text
-from .catalogue import find_device
+from .catalogue import device_entries, find_device
 from .cluster import MAX_DEVICES, ClusterSpec, Device, Link, LinkLevel, NodeGroup
 from .cluster_levels import catalogue_device, catalogue_link, derived_levels
 from .errors import ConfigError
@@ -156,7 +156,18 @@ def _device(value: Any, where: str) -> tuple[Device, Mapping[str, Any] | None]:
     fields = {key: item for key, item in value.items() if key not in ("memory_gib", "memory_bytes")}
     if memory is not None:
         fields["memory_bytes"] = memory
+    _check_architecture(fields.get("architecture"), f"{where}.device")
     return _built(Device, f"{where}.device", {"vendor": "other", **fields}), None
+
+
+def _check_architecture(value: Any, where: str) -> None:
+    """Refuse a misspelt one, whose measured kernels would be ignored; one of which nothing is known is no error."""
+    known = {entry["architecture"] for entry in device_entries().values() if "architecture" in entry}
+    if not isinstance(value, str) or value in known:
+        return
+    near = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.75)
+    if near:
+        raise ConfigError(f"{where}: unknown architecture {shown(value)}", help=f"did you mean {near[0]}?")
 
 
 def _level(table: dict[str, Any], where: str, devices_per_node: int) -> LinkLevel:

@@ -5,7 +5,9 @@
 2. error diffusion takes whole layers in their proportions, layer after layer (offload_rounding.py);
 3. layers change until the simulation is within memory (offload_repair.py), for these and for the uniform policies that could be
    faster (offload_uniform.py), so that none of those is faster than the answer;
-4. one or two layers of the fastest change as long as it becomes faster; the linear program with its options gives the best copies.
+4. one or two layers of the fastest change as long as it becomes faster; the linear program with its options gives the best copies,
+   and where it is far below the simulation more blocks ahead are made room for;
+5. where the gap is large, what a faster schedule would have to have in use raises the bound (offload_bound.py).
 
 `objective_s` is what the linear program says of the choice, `simulated` what a runtime should take, which is never less.
 """
@@ -18,11 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import offload_count, offload_fluid, offload_uniform
+from . import offload_bound, offload_count, offload_fluid, offload_uniform
 from .offload_changes import Sums
 from .offload_fluid import Fluid
 from .offload_instance import Choice, Instance, Worth
-from .offload_repair import Found, as_it_is, beyond_bytes, fitting, improved, tighter
+from .offload_repair import Found, as_it_is, beyond_bytes, fitting, improved, roomier, tighter, wider
 from .offload_rounding import ENDS, rounded, spread
 from .offload_simulation import Simulated
 from .status import Status
@@ -33,10 +35,18 @@ PHASES = (0.5, 0.0)
 GOOD_ENOUGH = 0.002
 """A simulated step within this of the bound ends the search for a better one; no model of a machine is as exact."""
 
-MOST_TRIES = 60
+MOST_TRIES = 30
 """Simulations spent on changes of one or two layers."""
 
 MOST_TRIES_QUICKLY = 6
+
+APART = 0.01
+"""Of a step: where the simulation takes so much longer than the linear program, copies wait for room."""
+
+MOST_TRIES_WIDER = 20
+
+LARGE_GAP = 0.01
+"""From which on the bound is worth some more linear programs."""
 
 MOST_TIGHTER = 4
 """Problems with less room that are solved until what comes out is within memory."""
@@ -76,10 +86,21 @@ def solve(instance: Instance) -> Solution:
     best = _with_uniform(sums, best) or _fastest(sums, _more_starts(sums, fluid, counted), good_enough_s)
     if best is None:
         return _nothing(Status.UNKNOWN, bound_s, begun)
-    best = improved(sums, best, good_enough_s=good_enough_s, tries=MOST_TRIES)
-    _, copies = offload_fluid.solve(instance, best.choice)
-    objective_s = best.step_s if copies is None else copies.objective_s
+    best = improved(sums, wider(sums, best), good_enough_s=good_enough_s, tries=MOST_TRIES)
+    objective_s = _planned_s(instance, best)
+    if best.step_s > objective_s * (1 + APART):
+        wide = roomier(sums, best, good_enough_s=good_enough_s, tries=MOST_TRIES_WIDER)
+        if wide.step_s < best.step_s:
+            best, objective_s = wide, _planned_s(instance, wide)
+    if objective_s * (1 - LARGE_GAP) > bound_s:
+        bound_s = max(bound_s, offload_bound.raised(instance, fluid, best.step_s))
     return _answer(best, objective_s, bound_s, fluid.worth, begun)
+
+
+def _planned_s(instance: Instance, found: Found) -> float:
+    """What the linear program says of a choice."""
+    _, copies = offload_fluid.solve(instance, found.choice)
+    return found.step_s if copies is None else copies.objective_s
 
 
 def solve_quickly(instance: Instance) -> Solution:
@@ -118,8 +139,9 @@ def _with_room(
     sums: Sums, counted: Fluid, phase: float, where: Fluid | None = None, *, quickly: bool = False
 ) -> Choice:
     """Numbers of layers that leave as much room as whole copies need more than fluid ones."""
-    ends = ENDS[::2] if quickly else ENDS
+    ends: tuple[tuple[float, float], ...] = ENDS[::2] if quickly else ENDS
     choice, reserve = _best_spread(sums, counted, phase, where, ends), offload_count.NOTHING
+    ends = (choice[2],)
     for _ in range(MOST_TIGHTER // 2 if quickly else MOST_TIGHTER):
         more = tighter(sums.instance, reserve, choice[1])
         if more is None:
@@ -133,16 +155,16 @@ def _with_room(
 
 def _best_spread(
     sums: Sums, counted: Fluid, phase: float, where: Fluid | None, all_ends: tuple[tuple[float, float], ...]
-) -> tuple[Choice, Simulated]:
-    """Of the ways to place the same numbers of layers the one that is within memory, or the least beyond, and the fastest."""
-    best: tuple[Choice, Simulated] | None = None
+) -> tuple[Choice, Simulated, tuple[float, float]]:
+    """Of the ways to place the same numbers of layers that within memory, or the least beyond, which is the fastest; its ends."""
+    best: tuple[Choice, Simulated, tuple[float, float]] | None = None
     least = (np.inf, np.inf)
     for ends in all_ends:
         choice = spread(sums.instance, counted, phase, where, ends)
         simulated = sums.simulate(choice)
         rank = (beyond_bytes(sums.instance, simulated), simulated.step_s)
         if rank < least:
-            best, least = (choice, simulated), rank
+            best, least = (choice, simulated, ends), rank
     assert best is not None
     return best
 

@@ -91,15 +91,12 @@ class Sums:
         gone = sums[..., UPDATE_DOWN] / links.to_host_bytes_per_s
         back = sums[..., UPDATE_UP] / links.to_device_bytes_per_s
         each = 1 / links.read_bytes_per_s + 1 / links.write_bytes_per_s if i.storage_cap_bytes > 0 else 0.0
-        both = 1 + links.duplex
-        passes = np.stack([i.compute_s + sums[..., COMPUTE_S], down, up, (down + up) / both])
+        passes = np.stack([i.compute_s + sums[..., COMPUTE_S], links.seconds(down, up)])
         update = np.stack(
             [
                 sums[..., DEVICE_UPDATE_S],
                 sums[..., HOST_UPDATE_S],
-                gone,
-                back,
-                (gone + back) / both,
+                links.seconds(gone, back),
                 sums[..., STORED] * each,
             ]
         )

@@ -204,7 +204,7 @@ def _passes(
     """(C2), (C3) of all forward passes, and of all backward passes."""
     (forward, backward), (start, turn, tail) = slots
     u, early, a, c, g = copies
-    links = i.links
+    links, h = i.links, i.links.hinder
     down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
 
     def late(rate: float) -> list[Term]:
@@ -223,14 +223,18 @@ def _passes(
         [*ends, *again, (u, -lost[1]), (c, -lost[1]), (g, -lost[0]), *late(-lost[0])],
         lower=float(i.backward_s.sum()),
     )
-    lp.row("C3", [(early, down), (forward, -1.0), (turn, -1.0)], upper=0.0)
-    lp.row("C3", [(a, up), (forward, -1.0), (start, -1.0)], upper=0.0)
-    lp.row("C3", [(u, up), (c, up), (backward, -1.0), (turn, -1.0)], upper=0.0)
-    lp.row("C3", [(g, down), *late(down), (backward, -1.0), (tail, -1.0)], upper=0.0)
-    both = -1.0 - links.duplex
-    lp.row("C3", [(early, down), (a, up), (forward, both), (start, both), (turn, both)], upper=0.0)
-    in_both: list[Term] = [(u, up), (c, up), (g, down), *late(down)]
-    lp.row("C3", [*in_both, (backward, both), (turn, both), (tail, both)], upper=0.0)
+    # A copy in a slot that has one direction alone does not hinder the other one.
+    for slot, gone, come, own_down, own_up in (
+        (forward, [(early, 1.0)], [(a, 1.0)], turn, start),
+        (backward, [(g, 1.0), *late(1.0)], [(u, 1.0), (c, 1.0)], tail, turn),
+    ):
+        going, coming = _times(gone, down), _times(come, up)
+        lp.row("C3", [*going, *_times(coming, h), (slot, -1.0), (own_down, -1.0), (own_up, -h)], upper=0.0)
+        lp.row("C3", [*coming, *_times(going, h), (slot, -1.0), (own_up, -1.0), (own_down, -h)], upper=0.0)
+
+
+def _times(terms: list[Term], factor: float) -> list[Term]:
+    return [(idxs, factor * values) for idxs, values in terms]
 
 
 def _update(
@@ -247,9 +251,10 @@ def _update(
     lp.row("C9", [(update, 1.0), (host, -on_host * unit), (p, -on_host * share)], lower=0.0)
     master, gradient = i.beside_states
     down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
-    lp.row("C9", [(host, gradient * down), (kept, down), (update, -1.0)], upper=0.0)
-    lp.row("C9", [(host, master * up), (kept, up), (update, -1.0)], upper=0.0)
-    lp.row("C9", [(host, gradient * down + master * up), (kept, down + up), (update, -1.0 - links.duplex)], upper=0.0)
+    going: list[Term] = [(host, gradient * down), (kept, down)]
+    coming: list[Term] = [(host, master * up), (kept, up)]
+    lp.row("C9", [*going, *_times(coming, links.hinder), (update, -1.0)], upper=0.0)
+    lp.row("C9", [*coming, *_times(going, links.hinder), (update, -1.0)], upper=0.0)
     if i.storage_cap_bytes > 0:
         each = SCALE / links.read_bytes_per_s + SCALE / links.write_bytes_per_s
         lp.row("C9", [(states[2:], each), (update, -1.0)], upper=0.0)

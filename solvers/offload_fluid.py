@@ -21,7 +21,7 @@ class Fluid:
     """An answer: options [K, L] and parameters [L] as fractions, states in bytes, and what more of each resource would save.
 
     ``bound_s``: no schedule is below. ``places`` [4, L], where told: layers whose states the host updates, are streamed, and are on
-    storage from either, as fractions.
+    storage from either, as fractions. ``working_bytes``: in use at once.
     """
 
     objective_s: float
@@ -33,6 +33,7 @@ class Fluid:
     storage_bytes: float
     worth: Worth
     places: FloatArray | None = None
+    working_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,11 @@ class _Model:
     rates: list[tuple[range, list[Term], str]] = field(default_factory=list)
 
 
-def solve(instance: Instance, choice: Choice | None = None) -> tuple[Status, Fluid | None]:
-    """The fluid optimum, a bound on every schedule; with a ``choice`` the best copies for it."""
-    model = build_model(instance, choice)
+def solve(
+    instance: Instance, choice: Choice | None = None, *, least_working_bytes: float = 0.0
+) -> tuple[Status, Fluid | None]:
+    """The fluid optimum, a bound on every schedule (that has so much in use); with a ``choice`` the best copies for it."""
+    model = build_model(instance, choice, least_working_bytes=least_working_bytes)
     status, answer = solve_rows(model.lp)
     if answer is None:
         return status, None
@@ -73,15 +76,16 @@ def solve(instance: Instance, choice: Choice | None = None) -> tuple[Status, Flu
         streamed_bytes=float(states[1]),
         storage_bytes=float(states[2] + states[3]),
         worth=_worth(instance, model, answer),
+        working_bytes=float(answer.values[model.working]) * SCALE,
     )
 
 
-def build_model(i: Instance, choice: Choice | None = None) -> _Model:
+def build_model(i: Instance, choice: Choice | None = None, *, least_working_bytes: float = 0.0) -> _Model:
     """All rows, named by the labels of offload_instance.py."""
     lp, size, m = LinearProgram(), i.num_layers, i.num_microbatches
     z, p, states = _decisions(lp, i, choice)
     forward, backward, idle = lp.variables(size, cost=m), lp.variables(size, cost=m), lp.variables(3, cost=m)
-    update, working = int(lp.variables(1, cost=1.0)[0]), int(lp.variables(1)[0])
+    update, working = int(lp.variables(1, cost=1.0)[0]), int(lp.variables(1, least=least_working_bytes / SCALE)[0])
     most = np.inf if i.may.parameters and (choice is None or choice.parameters.any()) else 0.0
     copies = {name: lp.variables(size + 1, most=np.inf if name in "uwv" else most) for name in "uwvacg"}
     model = _Model(lp, z, p, states, forward, backward, idle, update, working, copies)
@@ -139,12 +143,18 @@ def _compute_and_links(model: _Model, i: Instance) -> None:
             terms = [(slot, 1.0), *(repeated if slot is b else []), *lost["to_host"], *lost["to_device"]]
             made = lp.rows("C2", terms, lower=compute_s)
             model.rates.extend((made, part, way) for way, part in lost.items())
-        for way, part in (("to_host", going), ("to_device", coming)):
-            if part:
-                model.rates.append((lp.rows("C3", [*part, (slot, -1.0)], upper=0.0), part, way))
-        if going and coming and links.duplex < 1:
-            both = lp.rows("C3", [*going, *coming, (slot, -1.0 - links.duplex)], upper=0.0)
-            model.rates.extend([(both, going, "to_host"), (both, coming, "to_device")])
+        _link(model, "C3", (going, coming), slot, links.hinder)
+
+
+def _link(model: _Model, label: str, copies: tuple[list[Term], list[Term]], slot: Any, hinder: float) -> None:
+    """Seconds of copies down and up within a slot, or within each of some: one row for each direction that has copies."""
+    for own, other, ways in ((0, 1, ("to_host", "to_device")), (1, 0, ("to_device", "to_host"))):
+        if not copies[own]:
+            continue
+        hindered: list[Term] = [(idxs, hinder * rate) for idxs, rate in copies[other]] if hinder > 0 else []
+        terms = [*copies[own], *hindered, (slot, -1.0)]
+        made = model.lp.rows(label, terms, upper=0.0)
+        model.rates.extend([(made, copies[own], ways[0]), (made, hindered, ways[1])])
 
 
 @dataclass(frozen=True)
@@ -207,8 +217,11 @@ def _arrivals(model: _Model, i: Instance) -> _Sums:
         streamed_gradients=_running(lp, of_gradients, size),
         reduced=_running(lp, [(g[:-1], 1.0)], size, reverse=True),
     )
-    lp.row("C4", [(sums.gone[0], 1.0)], upper=0.0)
-    lp.rows("C4", [(sums.gone[1:], 1.0), (sums.moved[:-1], -1.0)], upper=0.0)
+    # Layer l itself can go down as soon as its pass has ended: for as long as its slot is longer.
+    rate = i.links.to_host_bytes_per_s / SCALE
+    f = model.forward
+    lp.rows("C4", [(sums.gone[:1], 1.0), (f[:1], -rate)], upper=-rate * i.forward_s[:1])
+    lp.rows("C4", [(sums.gone[1:], 1.0), (sums.moved[:-1], -1.0), (f[1:], -rate)], upper=-rate * i.forward_s[1:])
     lp.row("C4", [(sums.left[0], 1.0), (sums.moved[-1], -1.0)], lower=0.0, upper=0.0)
     lp.row("C4", [(v[-1], 1.0), (by_turn, -1.0)], upper=0.0)
     lp.rows("C4", [(sums.back, 1.0), (sums.left, -1.0)], upper=0.0)
@@ -219,7 +232,12 @@ def _arrivals(model: _Model, i: Instance) -> _Sums:
         lp.rows("C5", [(sums.gathered, 1.0), (sums.streamed[-1], -1.0)], upper=0.0)
         _return_in_time(lp, c[-1], sums.regathered, sums.streamed)
         total = sums.streamed_gradients[-1]
-        lp.rows("C4", [(sums.reduced, 1.0), (total, -1.0), (sums.streamed_gradients, 1.0)], upper=0.0)
+        ended: list[Term] = [
+            (model.backward, -rate),
+            *((model.z[k], rate * i.repeated_s[k]) for k in range(len(OPTIONS))),
+        ]
+        made: list[Term] = [(sums.reduced, 1.0), (total, -1.0), (sums.streamed_gradients, 1.0)]
+        lp.rows("C4", [*made, *ended], upper=-rate * i.backward_s)
         lp.row("C4", [(sums.reduced[0], 1.0), (g[-1], 1.0), (total, -1.0)], lower=0.0, upper=0.0)
     return sums
 
@@ -313,10 +331,7 @@ def _update(model: _Model, i: Instance) -> None:
     down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
     going: list[Term] = [(host, gradient * down), (streamed, down)]
     coming: list[Term] = [(host, master * up), (streamed, up)]
-    model.rates.append((lp.row("C9", [*going, (t, -1.0)], upper=0.0), going, "to_host"))
-    model.rates.append((lp.row("C9", [*coming, (t, -1.0)], upper=0.0), coming, "to_device"))
-    both = lp.row("C9", [*going, *coming, (t, -1.0 - links.duplex)], upper=0.0)
-    model.rates.extend([(both, going, "to_host"), (both, coming, "to_device")])
+    _link(model, "C9", (going, coming), t, links.hinder)
     if i.storage_cap_bytes > 0:
         each = SCALE / links.read_bytes_per_s + SCALE / links.write_bytes_per_s
         lp.row("C9", [(model.states[2:], each), (t, -1.0)], upper=0.0)

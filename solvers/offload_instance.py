@@ -5,7 +5,8 @@ Data        F_l, B_l            seconds of the passes of one micro-batch      R_
             G_kl, O_kl, W_kl    bytes kept on the device, bytes moved to the host, bytes in use during the backward pass
             P_l, C_l, D_l, S_l  bytes of master parameters, of copies in the compute dtype, of gradients, of optimizer states
             UD_l, UH_l          seconds to update the layer on the device, on the host's processors
-            RATE_d, RATE_h      bytes per second to the host, to the device; both at once reach (1 + DUPLEX) of one
+            RATE_d, RATE_h      bytes per second to the host, to the device; at once each reaches (1 + DUPLEX) / 2 of its own
+            HINDER              (1 - DUPLEX) / (1 + DUPLEX)
             SLOW_d, SLOW_h      seconds of compute lost for each second of a copy beside it
             CAP, HOST, STORAGE  bytes; M micro-batches in a row
 Variables   z_kl in {0, 1}      option of a layer                             p_l   its parameters live on the host
@@ -17,14 +18,19 @@ Variables   z_kl in {0, 1}      option of a layer                             p_
 (O)         min M (start + sum f_l + turn + sum b_l + tail) + t
 (C1)        one option a layer: sum_k z_kl = 1, of the allowed ones; p_l + its parts of x and s at most once: sum S p + x + s <= S
 (C2)        compute: f_l >= F_l + SLOW_d u_l / RATE_d + SLOW_h a_l / RATE_h;  b_l >= B_l + sum_k R_kl z_kl + the same of v, c, g
-(C3)        links: each direction at most RATE times the slot, both together at most 1 + DUPLEX slots
-(C4)        copies move what exists: down before the end of slot l is of layers before l; up no more than has left; g likewise
+(C3)        links: seconds of one direction alone + HINDER times those of the other are at most the slot, both ways
+(C4)        copies move what exists: down before the end of slot l is of layers before l, and of layer l for as long as the slot is
+            longer than its pass; up no more than has left; g likewise
 (C5)        arrive before use: what layers >= l moved is back before the backward pass of l begins; parameters before each pass
 (C6)        device memory, in every slot: states, parameters and gradients that are there + kept + moved but not yet gone or
             already back + in use <= CAP; at the turn the loss's, in the update the update's own bytes
 (C7)        host memory: states, parameters, gradients and activations there <= HOST;  (C8) storage: nx + ns <= STORAGE
 (C9)        update: t >= the device's UD of what is not on the host; >= UH of x and p; >= their gradients and parameters, and the
-            states of s both ways, over the links; >= (nx + ns) read and written on storage
+            states of s both ways, over the links as in (C3); >= (nx + ns) read and written on storage
+
+A slot lasts from the start of its pass to the start of the next one, so that what the next one waits for comes within it.
+(C3) is exact for a link that both directions share evenly: it works both ways for a time T and one way for D or U, so that
+down / RATE_d = T (1 + DUPLEX) / 2 + D, likewise up, and T + D + U is at most the slot.
 
 The slots repeat for each micro-batch. offload_count.py has the relaxation by kinds of layers, offload_fluid.py the linear program
 layer by layer, offload_rounding.py whole layers, offload_simulation.py the schedule as a runtime executes it.
@@ -36,6 +42,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +66,15 @@ class Links:
     read_bytes_per_s: float = 0.0
     write_bytes_per_s: float = 0.0
 
+    @property
+    def hinder(self) -> float:
+        """HINDER: seconds that a second of copies adds to copies the other way beside them."""
+        return (1 - self.duplex) / (1 + self.duplex)
+
+    def seconds(self, to_host_s: Any, to_device_s: Any) -> Any:
+        """(C3): how long copies take that take so long each way alone; numbers or arrays."""
+        return np.maximum(to_host_s + self.hinder * to_device_s, to_device_s + self.hinder * to_host_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
@@ -72,7 +88,8 @@ class Allowed:
 @dataclass(frozen=True, kw_only=True)
 class Instance:
     """One rank; arrays [L] by layer and [K, L] by option and layer, K as in OPTIONS; ``kind`` [L] says which layers are alike and
-    ``streamable`` [L] whose parameters may live on the host. Copies are gone in the update.
+    ``streamable`` [L] whose parameters may live on the host. Copies are gone in the update, which goes over each layer in
+    ``pieces`` [L].
     """
 
     forward_s: FloatArray
@@ -100,6 +117,7 @@ class Instance:
     storage_cap_bytes: float = 0.0
     num_microbatches: int = 1
     gradients_accumulate: bool = False
+    pieces: IntArray | int = 1
 
     @property
     def num_layers(self) -> int:

@@ -16,6 +16,9 @@ from .offload_simulation import Simulated, check
 MOST_PREFETCH = 6
 """Blocks ahead that are tried."""
 
+MOST_WIDER = 2
+"""Blocks more that are tried although it takes some recompute to make room for them."""
+
 MOST_REPAIRS = 40
 
 MOST_PAIRED = 48
@@ -36,18 +39,39 @@ class Found:
         return self.simulated.step_s
 
 
-def fitting(sums: Sums, choice: Choice) -> Found | None:
+def fitting(sums: Sums, choice: Choice, *, prefetch: int = 1) -> Found | None:
     """The choice within memory: layers change, the least seconds a byte first; None if they cannot."""
     instance = sums.instance
     for _ in range(MOST_REPAIRS):
-        simulated = sums.simulate(choice)
+        simulated = sums.simulate(choice, prefetch=prefetch)
         if not _beyond(instance, simulated).any():
             break
         changed = _relieved(sums, choice, simulated)
         if changed is None:
             return None
         choice = changed
-    return None if check(instance, choice, simulated) else with_window(sums, Found(choice, simulated, 1))
+    return None if check(instance, choice, simulated) else with_window(sums, Found(choice, simulated, prefetch))
+
+
+def wider(sums: Sums, best: Found) -> Found:
+    """With more blocks ahead, where layers that change to make room for them cost less than that saves."""
+    while best.prefetch < MOST_PREFETCH:
+        found = fitting(sums, best.choice, prefetch=best.prefetch + 1)
+        if found is None or found.step_s >= best.step_s * (1 - 1e-7):
+            break
+        best = found
+    return best
+
+
+def roomier(sums: Sums, best: Found, *, good_enough_s: float, tries: int) -> Found:
+    """The same where the room must be looked for: with one or two blocks more ahead, and then improved."""
+    fastest = best
+    for prefetch in range(best.prefetch + 1, best.prefetch + 1 + MOST_WIDER):
+        found = fitting(sums, best.choice, prefetch=prefetch)
+        if found is not None and found.prefetch == prefetch:
+            found = improved(sums, found, good_enough_s=good_enough_s, tries=tries)
+            fastest = min(fastest, found, key=lambda each: each.step_s)
+    return fastest
 
 
 def beyond_bytes(instance: Instance, simulated: Simulated) -> float:

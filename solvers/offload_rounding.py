@@ -80,8 +80,10 @@ def spread(
     With many kinds the numbers are not whole, and error diffusion makes them so.
     """
     if counted.places is None or len(np.unique(instance.kind)) > MANY_KINDS:
-        fluid = counted if where is None else where
-        return rounded(instance, replace(fluid, options=_inside(instance, fluid.options, ends)), phase)
+        options = counted.options
+        if where is not None:
+            options = _balanced(where.options * instance.allowed, options.sum(axis=1)) * instance.allowed
+        return rounded(instance, replace(counted, options=_inside(instance, options, ends)), phase)
     inside = _inside(instance, counted.options if where is None else where.options, ends)
     size = instance.num_layers
     option = np.zeros(size, dtype=np.int64)

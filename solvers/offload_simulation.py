@@ -8,18 +8,25 @@ every pass after what it reads, device and host memory within their caps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .linear_program import FloatArray
 from .offload_instance import Choice, Instance
 
 COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)
 _LEAST_RATE = 0.05
+
+MOST_PIECES = 3
+"""Pieces of states on the device at once: one that comes, one that is updated, one that leaves (runtime/offload/optimizer.py)."""
+
+MANY_PIECES = 160
+"""Pieces that are told apart; of more, one is so little of the update that whole layers take as long."""
 
 
 class Job(NamedTuple):
@@ -214,23 +221,33 @@ def _peak_bytes(i: Instance, choice: Choice, of: _Places, start: FloatArray, end
     fixed = i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
     if i.gradients_accumulate:
         fixed -= i.gradient_bytes[choice.parameters].sum()
-    changes: list[tuple[float, int, float]] = []
-    for idx in range(i.num_layers):
-        first, last = of.forward[idx], of.backward[idx]
-        changes += [(start[first], 1, kept[idx] + moved[idx]), (end[last], 0, -kept[idx] - moved[idx])]
-        if idx in of.down:
-            changes += [(end[of.down[idx]], 0, -moved[idx]), (start[of.up[idx]], 1, moved[idx])]
-        if not i.gradients_accumulate or choice.parameters[idx]:
-            changes.append((start[last], 1, gradients[idx]))
+    moves, down = np.array([*of.down], dtype=np.int64), np.array([*of.down.values()], dtype=np.int64)
+    back = np.array([of.up[idx] for idx in of.down], dtype=np.int64)
+    made = np.where(choice.parameters, True, not i.gradients_accumulate)
+    last = np.array(of.backward)
     # Parameters of a block that runs are among the fixed bytes.
-    for idx, copy, place in of.gathered:
-        changes += [(start[copy], 1, i.parameter_bytes[idx]), (start[place], 0, -i.parameter_bytes[idx])]
-    changes += [(end[copy], 0, -gradients[idx]) for idx, copy in of.reduced]
+    gathered, copy, place = np.array(of.gathered, dtype=np.int64).reshape(-1, 3).T
+    reduced, sent = np.array(of.reduced, dtype=np.int64).reshape(-1, 2).T
     turn = end[of.forward[-1]]
-    changes += [(turn, 1, i.turn_bytes), (end[of.backward[-1]], 0, -i.turn_bytes)]
-    at, order, bytes_ = np.array(changes).T
-    held = np.cumsum(bytes_[np.lexsort((order, at))])
-    early = at[np.lexsort((order, at))] <= turn
+    comes = [
+        (start[of.forward], kept + moved),
+        (start[back], moved[moves]),
+        (start[last[made]], gradients[made]),
+        (start[copy], i.parameter_bytes[gathered]),
+        (np.array([turn]), np.array([i.turn_bytes])),
+    ]
+    goes = [
+        (end[last], kept + moved),
+        (end[down], moved[moves]),
+        (start[place], i.parameter_bytes[gathered]),
+        (end[sent], gradients[reduced]),
+        (end[last[-1:]], np.array([i.turn_bytes])),
+    ]
+    at = np.concatenate([when for when, _ in [*comes, *goes]])
+    bytes_ = np.concatenate([*(size for _, size in comes), *(-size for _, size in goes)])
+    going = np.arange(len(at)) >= sum(len(when) for when, _ in comes)
+    sorted_ = np.lexsort((~going, at))  # what goes makes room for what comes
+    held, early = np.cumsum(bytes_[sorted_]), at[sorted_] <= turn
     return float(fixed + held[early].max(initial=0.0)), float(fixed + held[~early].max(initial=0.0))
 
 
@@ -253,44 +270,56 @@ def _update_s(i: Instance, choice: Choice, known: dict[bytes, float]) -> float:
 
 
 def _update_jobs(i: Instance, choice: Choice) -> list[Job]:
-    """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down, two of them at a time."""
+    """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down. All in pieces."""
     links, jobs = i.links, list[Job]()
+    moved = choice.host_optimizer | choice.parameters | choice.streamed_optimizer
+    pieces = np.broadcast_to(np.minimum(i.pieces, max(1, MANY_PIECES // max(1, int(moved.sum())))), i.num_layers)
 
     def add(stream: int, seconds: float, *after: int) -> int:
         jobs.append(Job(stream, float(seconds), after))
         return len(jobs) - 1
 
-    for idx in np.flatnonzero(choice.host_optimizer | choice.parameters):
+    def in_pieces(mask: NDArray[np.bool_]) -> Iterator[tuple[int, float]]:
+        for idx in map(int, np.flatnonzero(mask)):
+            yield from [(idx, 1.0 / pieces[idx])] * int(pieces[idx])
+
+    def read(idx: int, part: float) -> tuple[int, ...]:
+        return (add(STORAGE, part * i.state_bytes[idx] / links.read_bytes_per_s),) if choice.storage[idx] else ()
+
+    def write(idx: int, part: float, updated: int) -> None:
+        if choice.storage[idx]:
+            add(STORAGE, part * i.state_bytes[idx] / links.write_bytes_per_s, updated)
+
+    for idx, part in in_pieces(choice.host_optimizer | choice.parameters):
         before: tuple[int, ...] = ()
         if not choice.parameters[idx]:
-            before = (add(TO_HOST, i.gradient_bytes[idx] / links.to_host_bytes_per_s),)
-        updated = add(HOST, i.host_update_s[idx], *before, *_read(i, choice, int(idx), add))
+            before = (add(TO_HOST, part * i.gradient_bytes[idx] / links.to_host_bytes_per_s),)
+        updated = add(HOST, part * i.host_update_s[idx], *before, *read(idx, part))
         if not choice.parameters[idx]:
-            add(TO_DEVICE, i.parameter_bytes[idx] / links.to_device_bytes_per_s, updated)
-        _write(i, choice, int(idx), add, updated)
-    gone: list[int] = []
-    for idx in np.flatnonzero(choice.streamed_optimizer):
-        read = _read(i, choice, int(idx), add)
-        buffer = (gone[-2],) if len(gone) > 1 else ()
-        up = add(TO_DEVICE, i.state_bytes[idx] / links.to_device_bytes_per_s, *read, *buffer)
-        updated = add(COMPUTE, i.device_update_s[idx], up)
-        gone.append(add(TO_HOST, i.state_bytes[idx] / links.to_host_bytes_per_s, updated))
-        _write(i, choice, int(idx), add, gone[-1])
+            add(TO_DEVICE, part * i.parameter_bytes[idx] / links.to_device_bytes_per_s, updated)
+        write(idx, part, updated)
+    gone, room = list[tuple[float, int]](), 2 * i.state_bytes[choice.streamed_optimizer].max(initial=0.0)
+    for idx, part in in_pieces(choice.streamed_optimizer):
+        bytes_ = part * i.state_bytes[idx]
+        buffer = _buffer_of(gone, bytes_, float(room))
+        up = add(TO_DEVICE, bytes_ / links.to_device_bytes_per_s, *read(idx, part), *buffer)
+        updated = add(COMPUTE, part * i.device_update_s[idx], up)
+        gone.append((bytes_, add(TO_HOST, bytes_ / links.to_host_bytes_per_s, updated)))
+        write(idx, part, gone[-1][1])
     there = ~(choice.parameters | choice.host_optimizer | choice.streamed_optimizer)
-    for idx in np.flatnonzero(there & (i.device_update_s > 0)):
+    for idx in map(int, np.flatnonzero(there & (i.device_update_s > 0))):
         add(COMPUTE, i.device_update_s[idx])
     return jobs
 
 
-def _read(i: Instance, choice: Choice, idx: int, add: Callable[..., int]) -> tuple[int, ...]:
-    if not choice.storage[idx]:
-        return ()
-    return (add(STORAGE, i.state_bytes[idx] / i.links.read_bytes_per_s),)
-
-
-def _write(i: Instance, choice: Choice, idx: int, add: Callable[..., int], updated: int) -> None:
-    if choice.storage[idx]:
-        add(STORAGE, i.state_bytes[idx] / i.links.write_bytes_per_s, updated)
+def _buffer_of(gone: list[tuple[float, int]], bytes_: float, room: float) -> tuple[int, ...]:
+    """The copy down that must have ended before the next states come: they share the room with those just before."""
+    held = bytes_
+    for before in range(1, min(len(gone), MOST_PIECES) + 1):
+        held += gone[-before][0]
+        if before == MOST_PIECES or held > room * (1 + 1e-9):
+            return (gone[-before][1],)
+    return ()
 
 
 def check(instance: Instance, choice: Choice, simulated: Simulated) -> list[str]:

@@ -45,9 +45,7 @@ def least_s(i: Instance, choice: Choice) -> float:
     links, of_host = i.links, choice.host_optimizer
     down = (gradient[of_host].sum() + streamed.sum()) / links.to_host_bytes_per_s
     up = (master[of_host].sum() + streamed.sum()) / links.to_device_bytes_per_s
-    update = max(
-        i.device_update_s[~away].sum(), i.host_update_s[away].sum(), down, up, (down + up) / (1 + links.duplex)
-    )
+    update = max(i.device_update_s[~away].sum(), i.host_update_s[away].sum(), links.seconds(down, up))
     m, moved, p = i.num_microbatches, choice.of(i.moved_bytes).sum(), choice.parameters
     compute = i.compute_s + choice.of(i.repeated_s).sum()
     to_host = (moved + gradient[p].sum()) / links.to_host_bytes_per_s

@@ -78,7 +78,7 @@ class GemmRates(NamedTuple):
         sustained_ratio: arithmetic rate over hours of training over that of a short benchmark.
         correction: of points measured on this device, where there are any.
         reference: what the residual takes the device for; None: for its data sheet. It was learned on real devices: one that
-            differs from a known device in its rates alone keeps that one's residual, and is faster for every shape where they are.
+            differs from the reference in its rates alone keeps that one's residual, and is faster for every shape where they are.
     """
 
     coefficients: GemmCoefficients
@@ -111,9 +111,14 @@ def known_coefficients(
     return GemmCoefficients(*fits["median"]), software, float(errors["unknown"])
 
 
+def known_devices() -> tuple[str, ...]:
+    """Names of the devices whose products the model was fitted on."""
+    return tuple(model().provenance["rooflines"]["bf16"]["devices"])
+
+
 def is_known(device: str) -> bool:
     """Whether products of this device are among those the model was fitted on."""
-    return device in model().provenance["rooflines"]["bf16"]["devices"]
+    return device in known_devices()
 
 
 def relative_error(device: str, architecture: str) -> float:

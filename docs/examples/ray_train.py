@@ -4,7 +4,7 @@
 
 Ray starts one worker a rank and joins them in a process group; each runs `train_on_rank`. The plan travels in the configuration, so
 that no storage need be shared. Ranks of a tensor-parallel group should be on one node: ask for whole nodes
-(`resources_per_worker`, `placement_strategy="PACK"`). Written for Ray 2.60.
+(`resources_per_worker`, `placement_strategy="PACK"`). Run with Ray 2.60.
 """
 
 from __future__ import annotations

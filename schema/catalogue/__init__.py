@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -47,7 +48,12 @@ def load_model(name: str) -> dict[str, Any]:
     """
     key = name.lower()
     if key not in model_names():
-        raise _unknown("model", name, model_names(), "give a path to a config.json, or one of `meshwright models`")
+        raise _unknown(
+            "model",
+            name,
+            {known: known for known in model_names()},
+            "give a path to a config.json, or one of `meshwright models`",
+        )
     data: dict[str, Any] = json.loads(_ROOT.joinpath("models", f"{key}.json").read_text(encoding="utf-8"))
     return data
 
@@ -62,7 +68,7 @@ def find_device(name: str) -> tuple[str, dict[str, Any]]:
     by_alias = {alias.lower(): key for key, entry in entries.items() for alias in (key, *entry["aliases"])}
     key = by_alias.get(name.lower())
     if key is None:
-        raise _unknown("device", name, tuple(entries), "describe it in a cluster TOML, or one of `meshwright devices`")
+        raise _unknown("device", name, by_alias, "describe it in a cluster TOML, or one of `meshwright devices`")
     return key, entries[key]
 
 
@@ -74,12 +80,12 @@ def find_link(name: str) -> tuple[str, dict[str, Any]]:
     """
     entries = link_entries()
     if name.lower() not in entries:
-        raise _unknown("link", name, tuple(entries), "one of " + ", ".join(entries))
+        raise _unknown("link", name, {known: known for known in entries}, "one of " + ", ".join(entries))
     return name.lower(), entries[name.lower()]
 
 
-def _unknown(what: str, name: str, known: tuple[str, ...], otherwise: str) -> ConfigError:
-    by_lower = {entry.lower(): entry for entry in known}
-    near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+def _unknown(what: str, name: str, known: Mapping[str, str], otherwise: str) -> ConfigError:
+    """``known``: each spelling in lower case, and the name it stands for."""
+    near = dict.fromkeys(known[match] for match in difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5))
     hint = f"did you mean {' or '.join(near)}?" if near else otherwise
     return ConfigError(f"unknown {what} {name!r}", help=hint)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import hashlib
 import random
 import resource
 import signal
@@ -36,7 +37,8 @@ from targets import TARGETS, Target, attempt  # noqa: E402
 
 ROOT = str(Path(meshwright.schema.__file__).resolve().parents[1])
 TRACED = ("/schema/", "/engines/", "/planner/expert_", "/planner/run_calibration", "/planner/validation/", "/solvers/pipeline_csv",
-          "/solvers/expert_", "/runtime/data/", "/runtime/weights/", "/runtime/checkpoints/", "/profilers/files/")  # fmt: skip
+          "/solvers/expert_", "/runtime/data/", "/runtime/job/slurm", "/runtime/weights/", "/runtime/checkpoints/",
+          "/profilers/files/")  # fmt: skip
 FORBIDDEN = frozenset({
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect",
     "os.remove", "os.mkdir", "os.rename", "os.rmdir", "os.putenv", "os.kill", "shutil.rmtree", "pty.spawn", "urllib.Request",
@@ -146,13 +148,31 @@ class Findings:
         print(f"--- {name}: {type(error).__name__} at {where}\n    {path}\n{text[-1500:]}", flush=True)
 
 
-def fuzz(name: str, seconds: float, *, seed: int, guard: Guard, findings: Findings) -> tuple[int, int, int]:
+class Kept:
+    """Documents that reached something new, in a folder where a later run begins with them; nowhere without one."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def of(self, name: str) -> list[bytes]:
+        """What earlier runs kept of a reader, in a fixed order."""
+        return [path.read_bytes() for path in sorted(self._folder.glob(f"{name}/*"))] if self._folder else []
+
+    def add(self, name: str, data: bytes) -> None:
+        """Keep a document."""
+        if self._folder is not None:
+            path = self._folder / name / hashlib.sha256(data).hexdigest()[:24]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+
+def fuzz(name: str, seconds: float, *, seed: int, guard: Guard, findings: Findings, kept: Kept) -> tuple[int, int, int]:
     """Documents tried, documents kept and pairs of lines reached within so many seconds."""
     target, chosen, lines = TARGETS[name], random.Random(f"{seed} {name}"), Lines()
-    corpus = target.documents()
+    corpus = [*target.documents(), *kept.of(name)]
     tried = 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        for data in list(corpus):
+        for data in corpus:
             lines.of(lambda data=data: attempt(target, data, Path(folder)))  # type: ignore[misc]
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -162,6 +182,7 @@ def fuzz(name: str, seconds: float, *, seed: int, guard: Guard, findings: Findin
             tried += 1
             if _is_new(name, target, data, Path(folder), lines, guard, findings) and len(data) < 20_000:
                 corpus.append(data)
+                kept.add(name, data)
     return tried, len(corpus), len(lines.seen)
 
 
@@ -192,6 +213,7 @@ def main() -> int:
     parser.add_argument(
         "--memory-gib", type=float, default=2.0, help="of address space beyond what is used at the start"
     )
+    parser.add_argument("--corpus", type=Path, help="folder where documents are kept for, and taken from, other runs")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "meshwright-fuzz")
     options = parser.parse_args()
     names = list(TARGETS) if options.reader == "all" else options.reader.split(",")
@@ -199,10 +221,11 @@ def main() -> int:
     most = used + int(options.memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     warnings.simplefilter("ignore")
-    guard, findings = Guard(options.limit_s), Findings(options.out)
+    guard, findings, kept = Guard(options.limit_s), Findings(options.out), Kept(options.corpus)
     for name in names:
-        tried, kept, pairs = fuzz(name, options.seconds / len(names), seed=options.seed, guard=guard, findings=findings)
-        print(f"{name:18} {tried:7} documents, {kept:4} kept, {pairs:5} pairs of lines", flush=True)
+        share_s = options.seconds / len(names)
+        tried, grown, pairs = fuzz(name, share_s, seed=options.seed, guard=guard, findings=findings, kept=kept)
+        print(f"{name:18} {tried:7} documents, {grown:4} kept, {pairs:5} pairs of lines", flush=True)
     for (name, error, where), count in findings.kinds.items():
         print(f"{count:6} x {name}: {error} {where}")
     return min(len(findings.kinds), 100)

@@ -20,11 +20,13 @@ import mutations
 import numpy as np
 import torch
 import yaml
+from meshwright.cli.inference_tables import inference_table
 from meshwright.engines import export, read_configuration
 from meshwright.engines.documents import ENGINES
 from meshwright.planner import estimate
 from meshwright.planner.expert_files import read_loads, read_trace
 from meshwright.planner.expert_formats import read_placement
+from meshwright.planner.inference import plan_inference
 from meshwright.planner.request import Request
 from meshwright.planner.run_calibration import calibrated, read_run
 from meshwright.planner.timeline import timeline
@@ -34,15 +36,21 @@ from meshwright.profilers.files.profiled_cluster import profiled_cluster
 from meshwright.profilers.files.summary import compare, summary
 from meshwright.runtime.checkpoints.checkpoint import CheckpointInfo
 from meshwright.runtime.checkpoints.index import SafeReader
+from meshwright.runtime.data.text import find_text
 from meshwright.runtime.data.token_files import open_token_files
+from meshwright.runtime.data.tokenize import make_token_file
+from meshwright.runtime.job.slurm import slurm_rendezvous
 from meshwright.runtime.pipeline_order import pipeline_order
 from meshwright.runtime.weights.load import find_weights
 from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, Plan, Workload
 from meshwright.schema.cluster_text import cluster_from_text
+from meshwright.schema.inference import Generation, InferencePlan
+from meshwright.schema.layout import check_fields, format_assignments, parse_assignments
 from meshwright.schema.offers import offers_from_file
 from meshwright.schema.offload import OffloadSchedule
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
 from meshwright.schema.profile_points import HostCopyPoint
+from meshwright.schema.training import parse_training
 from meshwright.solvers.pipeline_csv import from_torch_csv, to_torch_csv
 from plans import cpu_cluster, make_plan, tiny_model, with_offload
 from torch.distributed.checkpoint.metadata import (
@@ -191,7 +199,7 @@ def _offers(path: Path) -> None:
 
 
 def _text(path: Path) -> None:
-    text = path.read_bytes().decode("utf-8", "replace")
+    text = _decoded(path)
     if not text.strip().startswith("local"):  # measures this machine
         _cluster(ClusterSpec(**cluster_from_text(text)))
 
@@ -221,6 +229,38 @@ def _plan(path: Path) -> None:
         return
     engines = [lambda engine=engine: export(plan, engine) for engine in ENGINES]
     refusals(lambda: timeline(plan), lambda: pipeline_order(plan), lambda: Request.of(plan), *engines)
+
+
+@cache
+def small_generation() -> InferencePlan:
+    """A plan of generation, of which some layers lie on the host."""
+    cluster = ClusterSpec.parse("1xH100-SXM-80GB")
+    group = cluster.groups[0]
+    device = group.device.replace(memory_bytes=cluster.reserved_bytes + 300 * 2**20)
+    cluster = cluster.replace(groups=(group.replace(device=device, host_memory_bytes=2**30),))
+    return plan_inference(tiny_model(num_blocks=4), cluster, Generation(prompt_len=16, generate_len=4))
+
+
+def _generation(path: Path) -> None:
+    found = InferencePlan.load(path)
+    assert InferencePlan.model_validate_json(found.model_dump_json()) == found
+    inference_table(found)
+
+
+def _layout_text(path: Path) -> None:
+    fields = parse_assignments(_decoded(path))
+    assert parse_assignments(format_assignments(fields)) == fields
+    check_fields(fields)
+    refusals(lambda: estimate(tiny_model(), cpu_cluster(2), STEP, Layout(**fields)))
+
+
+def _training_text(path: Path) -> None:
+    work = STEP.replace(**parse_training(_decoded(path)))
+    refusals(lambda: estimate(tiny_model(), cpu_cluster(2), work, Layout(dp_shard=2)))
+
+
+def _decoded(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", "replace")
 
 
 @cache
@@ -348,13 +388,50 @@ def _placement(path: Path) -> None:
     refusals(lambda: read_placement(path), lambda: read_placement(path, num_gpus=2))
 
 
-# --- token files, weights, checkpoints ----------------------------------------------------------------------------
+# --- Slurm's variables --------------------------------------------------------------------------------------------
+
+SLURM = (
+    b"SLURM_JOB_ID=12\nSLURM_STEP_ID=0\nSLURM_STEP_NUM_NODES=2\nSLURM_STEP_NUM_TASKS=2\nSLURM_NODEID=1\n"
+    b"SLURM_STEP_NODELIST=gpu[003-007,12],login\n"
+)
+
+
+def _slurm(path: Path) -> None:
+    pairs = (line.partition("=") for line in _decoded(path).splitlines())
+    slurm_rendezvous({name: value for name, equals, value in pairs if equals})
+
+
+# --- text, token files, weights, checkpoints ----------------------------------------------------------------------------
 
 
 def _tokens(path: Path) -> None:
     found = open_token_files([path])
     found.tokens(0, min(8, found.num_tokens))
     assert found.fingerprint
+
+
+TOKENIZER = {
+    "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None, "decoder": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "added_tokens": [{"id": 0, "content": "<eos>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+                      "normalized": False}],
+    "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+              "fuse_unk": False, "byte_fallback": False, "vocab": {"<eos>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+}  # fmt: skip
+
+
+def _tokenizer(path: Path) -> None:
+    text, out = path.with_name("corpus.txt"), path.with_name("tokens.bin")
+    text.write_text("ab a b\nabab\n", encoding="utf-8")
+    make_token_file(find_text([text]), out, tokenizer=path, end_token="<eos>")
+    _tokens(out)
+
+
+def _corpus(path: Path) -> None:
+    corpus, out = find_text([path]), path.with_name("tokens.bin")
+    assert len(corpus.tokens(0, corpus.num_tokens)) == corpus.num_tokens
+    make_token_file(corpus, out)
+    _tokens(out)
 
 
 def _token_file(width: int = 2, count: int = 4, largest: int = 9) -> bytes:
@@ -478,11 +555,12 @@ YAML = mutations.Form("yaml", _from_yaml, _as_yaml)
 
 
 def _schedule(path: Path) -> None:
-    order = from_torch_csv(path.read_bytes().decode("utf-8", "replace"))
+    order = from_torch_csv(_decoded(path))
     assert from_torch_csv(to_torch_csv(order)) == tuple(order)
 
 
 TARGETS: dict[str, Target] = {
+    "engine-yaml": Target(".yaml", _exported(".yaml"), _configuration, YAML),
     "config": Target(".json", lambda: _json(LLAMA, MOE, json.loads(tiny_model().model_dump_json())), _model, mutations.JSON),
     "cluster": Target(
         ".toml",
@@ -495,6 +573,14 @@ TARGETS: dict[str, Target] = {
     "plan": Target(
         ".json", lambda: [plan.model_dump_json().encode() for plan in small_plans()], _plan, mutations.JSON
     ),
+    "generation": Target(".json", lambda: [small_generation().model_dump_json().encode()], _generation, mutations.JSON),
+    "layout-text": Target(
+        ".txt",
+        lambda: [b"tp=2, zero=1 micro_batch=2 recompute=fullx0.5 1f1b", b"pp=2,sequence_parallel=true,offload=none"],
+        _layout_text,
+    ),
+    "training-text": Target(".txt", lambda: [b"full", b"lora:r=16,targets=qkv+out,frozen=nf4,dropout=false"], _training_text),
+    "slurm": Target(".txt", lambda: [SLURM], _slurm),
     "profile": Target(".json", lambda: [small_profile().model_dump_json().encode()], _profile, mutations.JSON),
     "metrics": Target(".jsonl", _metrics, _calibrate, mutations.JSON_LINES),
     "runs": Target(".csv", lambda: [_RUNS.encode()], _runs, mutations.CSV),
@@ -519,6 +605,8 @@ TARGETS: dict[str, Target] = {
     ),
     "placement-json": Target(".json", lambda: _json({"physical_to_logical_map": SLOTS}, ASCEND), _placement, mutations.JSON),
     "placement-yaml": Target(".yaml", lambda: [TENSORRT], _placement),
+    "text": Target(".txt", lambda: [b"some text\nof two lines", "\u00e9".encode()], _corpus),
+    "tokenizer": Target(".json", lambda: _json(TOKENIZER), _tokenizer, mutations.JSON),
     "tokens-bin": Target(".bin", lambda: [_token_file(), _token_file(width=4)], _tokens),
     "tokens-npy": Target(".npy", lambda: [npy(np.arange(5, dtype=np.uint16)), npy(np.arange(3))], _tokens),
     "weights": Target(".safetensors", lambda: [safetensors(_TENSOR, bytes(16))], _weights, mutations.SAFETENSORS),
@@ -536,6 +624,5 @@ TARGETS: dict[str, Target] = {
     "engine-py": Target(".py", lambda: [TITAN], _configuration),
     "engine-sh": Target(".sh", _exported(".sh"), _configuration),
     "engine-json": Target(".json", _exported(".json"), _configuration, mutations.JSON),
-    "engine-yaml": Target(".yaml", _exported(".yaml"), _configuration, YAML),
 }  # fmt: skip
 """Readers by name."""

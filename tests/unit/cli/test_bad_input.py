@@ -101,6 +101,7 @@ def test_bad_option_is_refused(changes, message, tmp_path) -> None:
 
 BAD_CONFIGS = [
     ("{", "not valid JSON"),
+    (" \n", "is empty"),
     ("[]", "not an object"),
     (json.dumps({**LLAMA, "architectures": ["BertForMaskedLM"]}), "not supported"),
     (json.dumps({**LLAMA, "hidden_size": -256}), "hidden_size"),

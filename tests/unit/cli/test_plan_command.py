@@ -42,7 +42,9 @@ def test_plan_prints_one_table_and_writes_the_plan(tmp_path) -> None:
         "runner-ups",
     ):
         assert expected in result.stdout
-    assert result.stderr.strip().splitlines()[-1] == "wrote plan.json; next: meshwright apply plan.json"
+    assert result.stderr.strip().splitlines()[-1] == (
+        "wrote plan.json; next: meshwright explain plan.json, and on the cluster meshwright apply plan.json"
+    )
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.layout.world_size == 256
     assert str(plan.layout).split()[0] in result.stdout
@@ -136,7 +138,7 @@ def test_plan_for_another_engine_says_so_and_apply_refuses_it(tmp_path) -> None:
     result = CliRunner().invoke(app, MEGATRON_PLAN)
     assert result.exit_code == 0, result.output
     assert "for megatron" in result.stdout
-    assert result.stderr.strip().splitlines()[-1] == "wrote plan.json; it is for megatron, not for meshwright apply"
+    assert result.stderr.strip().splitlines()[-1] == "wrote plan.json; next: meshwright export plan.json --to megatron"
     assert Plan.load(tmp_path / "plan.json").workload.engine == "megatron"
     refused = CliRunner().invoke(app, ["apply", "plan.json"])
     assert refused.exit_code == 2

@@ -142,6 +142,14 @@ def test_deepspeed_and_back(layout: Layout, tmp_path: Path) -> None:
     assert back(export(plan, "deepspeed"), tmp_path, plan) == layout
 
 
+def test_deepspeeds_script_is_told_which_blocks_recompute() -> None:
+    plan = plan_of(Layout(dp_shard=8, recompute="mixed"))
+    choices = ("none", "full", "full", "selective", *["none"] * (plan.model.num_layers - 4))
+    stages = (plan.stages[0].replace(layer_recompute=choices),)
+    lines = export(plan.replace(stages=stages), "deepspeed").not_expressed
+    assert any("recompute of blocks 0-1 (full), blocks 2-2 (selective):" in line for line in lines)
+
+
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "gpt2-xl",
                                   "qwen3-235b-a22b", "deepseek-v2-lite", "deepseek-v3", "smollm2-135m"])  # fmt: skip
 def test_every_option_is_megatrons(name: str, tmp_path: Path) -> None:
@@ -354,5 +362,12 @@ def test_commands(tmp_path: Path) -> None:
     assert read.stdout.strip() == "dp_shard=4,tp=2,zero_stage=3,recompute=full"
     beside = run("compare", "accelerate/accelerate.yaml", "plan.json", "--json")
     assert beside.returncode == 0 and json.loads(beside.stdout)["fields"] == []
+    plan_of(Layout(dp_shard=8), precision="fp32").save(tmp_path / "other.json")
+    beside = run("compare", "other.json", "plan.json", "--json")
+    assert beside.returncode == 0, beside.stderr
+    fields = {name for name, *_ in json.loads(beside.stdout)["fields"]}
+    assert fields == {"dp_shard", "tp", "sequence_parallel", "recompute"}
+    refused = run("import", "plan.json")
+    assert refused.returncode == 2 and "is a plan" in refused.stderr
     refused = run("export", "plan.json", "--to", "megatron")
     assert refused.returncode == 2 and "megatron_zero_stage" in refused.stderr and not (tmp_path / "megatron").exists()

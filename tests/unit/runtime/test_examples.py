@@ -63,14 +63,15 @@ def test_loops_of_others_do_the_same_steps_as_a_plain_one(tmp_path: Path, script
 
 @needs_two_cores
 @installed("ray")
+@pytest.mark.timeout(600)  # half a dozen processes import torch before the first step
 def test_ray_starts_the_ranks(tmp_path: Path) -> None:
     small_plan(TWO_LAYOUTS["sharded data"]).save(tmp_path / "plan.json")
     command = [sys.executable, str(EXAMPLES / "ray_train.py"), "plan.json", "--steps", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"step \d loss (\S+)", done.stdout + done.stderr)]
-    assert len(losses) == 2
-    assert all(5.3 < loss < 5.8 for loss in losses)
+    losses = dict(re.findall(r"step (\d) loss (\S+)", done.stdout + done.stderr))  # Ray prints a worker's lines twice
+    assert sorted(losses) == ["0", "1"]
+    assert all(5.3 < float(loss) < 5.8 for loss in losses.values())
 
 
 @needs_two_cores

@@ -125,6 +125,7 @@ def test_count_that_does_not_fill_nodes_suggests_three_ways_out():
         ("9" * 3000 + "xH100", "3000 digits"),
         ("9" * 5000 + "xH100", "is not a cluster"),
         ("8xH1000", "did you mean H100"),
+        ("8xH10", "did you mean H100"),
         ("8xH100/ib40", "did you mean ib400"),
         ("8xH100/nvlink4", "inside a node"),
         ("8xH100/", "is not a cluster"),
@@ -179,6 +180,16 @@ def test_own_device_needs_levels(tmp_path):
     cluster = parse_file(tmp_path, OWN_DEVICE + '[[levels]]\nlink = "pcie4"\ndomain_size = 4\n')
     assert cluster.groups[0].device.memory_bytes == 2**34
     assert cluster.groups[0].device.vendor == "other"
+
+
+@pytest.mark.parametrize(("architecture", "said"), [("hoper", "hopper"), ("Ampere", "ampere"), ("amper", "ampere")])
+def test_misspelt_architecture_is_refused_and_an_unknown_one_is_not(tmp_path, architecture, said):
+    links = '[[levels]]\nlink = "pcie4"\ndomain_size = 4\n'
+    with pytest.raises(ConfigError, match=f"unknown architecture '{architecture}'") as caught:
+        parse_file(tmp_path, OWN_DEVICE.replace("name =", f'architecture = "{architecture}", name =', 1) + links)
+    assert f"did you mean {said}" in str(caught.value)
+    own = parse_file(tmp_path, OWN_DEVICE.replace("name =", 'architecture = "our-own", name =', 1) + links)
+    assert own.groups[0].device.architecture == "our-own"
 
 
 @pytest.mark.parametrize(

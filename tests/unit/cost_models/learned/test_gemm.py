@@ -10,6 +10,7 @@ from meshwright.cost_models.learned.fit import KINDS
 from meshwright.schema.catalogue import find_device
 from meshwright.schema.cluster_levels import catalogue_device
 from meshwright.schema.profile import MatmulPoint
+from meshwright.schema.workload import Precision
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
 KNOWN = ("A100", "H100", "H200", "B200", "GB200", "L40S")
@@ -73,6 +74,23 @@ def test_a_device_of_which_only_the_data_sheet_is_known_is_less_certain():
     assert 0.03 < known < kin < unknown < 0.5
     assert is_measured(catalogue_device(*find_device("H100")))
     assert not is_measured(catalogue_device(*find_device("H20")))
+
+
+@pytest.mark.parametrize(("architecture", "precision"), [("hopper", "bf16-mixed"), ("", "fp8"), ("volta", "fp32")])
+def test_no_shape_is_slower_at_higher_rates(architecture: str, precision: Precision) -> None:
+    """Of a device that only its own file describes: the learned residual must not take it for a slower one."""
+    sheet = catalogue_device(*find_device("H100")).replace(name="one", architecture=architecture)
+    m, n, k = 2 ** np.random.default_rng(2).uniform(5, 15, (3, 400))
+    last = np.inf
+    for factor in (0.1, 0.9, 1.0, 1.01, 1.5, 3.0):
+        peaks = {name: rate and rate * factor for name, rate in sheet.peak_flops_per_s.model_dump().items()}
+        traffic = sheet.memory_bandwidth_bytes_per_s * factor**0.5
+        device = sheet.replace(
+            peak_flops_per_s=sheet.peak_flops_per_s.replace(**peaks), memory_bandwidth_bytes_per_s=traffic
+        )
+        seconds = gemm.predict(m, n, k, gemm_rates(device, precision))
+        assert np.all(seconds <= last)
+        last = seconds
 
 
 def test_fp8_products_are_faster_than_bf16_by_less_than_the_peaks():
