@@ -159,20 +159,25 @@ def _expand_runner_ups(
     def degrees(row: int) -> tuple[int, ...]:
         return result.costs.batch.degrees(row)
 
+    def tried(row: int) -> tuple[int, ...]:
+        # Without sequence parallelism the same degrees may not fit, and are bounded first.
+        return (*degrees(row), int(result.costs.batch.sequence_parallel[row]))
+
     fitting = {degrees(c.idx) for c in result.fitting}
-    seen = fitting | {degrees(row) for row in window.rejected}
+    seen = {tried(row) for row in window.rejected}
     missing, tries = wanted + 1 - len(fitting), MAX_RUNNER_UP_TRIES
     while missing > 0 and tries > 0 and np.isfinite(bound := frontier.bound_s) and not deadline.is_over:
         if not frontier.is_ready:
             frontier.bound_block()
             tries -= RUNNER_UP_TRIES_A_BLOCK
             continue
-        if degrees(frontier.first) in seen:
+        if degrees(frontier.first) in fitting or tried(frontier.first) in seen:
             frontier.pop()
             continue
-        seen.add(degrees(frontier.first))
+        seen.add(tried(frontier.first))
         if (candidate := window.expand_next(bound)) is not None:
             result.fitting.append(candidate)
+            fitting.add(degrees(candidate.idx))
             missing -= 1
         result.evaluated += 1
         tries -= 1

@@ -19,7 +19,6 @@ from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtrc
 
 FloatArray = NDArray[np.float64]
 
@@ -45,6 +44,8 @@ def stragglers(compute_s: FloatArray, stage_of_rank: NDArray[np.int64], expected
     num_ranks, num_steps = compute_s.shape
     if num_ranks < 2 or num_steps == 0 or np.any(compute_s <= 0):
         return []
+    from scipy.special import bdtrc  # here: no launcher needs it, of the ranks the one that reports, at its end
+
     logs = np.log(compute_s / expected_s[:, None])
     found = []
     for rank in range(num_ranks):

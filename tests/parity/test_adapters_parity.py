@@ -60,7 +60,7 @@ TWO = (
     Setup("zero bubble", Layout(pp=2, micro_batch_size=2, schedule="zb-h1")),
 )
 FOUR = (
-    Setup("tp zero 3", Layout(tp=2, dp_shard=2, recompute="full")),
+    Setup("tp zero 3", Layout(tp=2, dp_shard=2, micro_batch_size=2, recompute="full")),
     Setup("pp zero 1", Layout(pp=2, dp_shard=2), resumes=""),
 )
 

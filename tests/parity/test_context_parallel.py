@@ -72,12 +72,12 @@ FOUR = (
     Long("cp tp", Layout(cp=2, tp=2, micro_batch_size=4), rank_map=(0, 2, 1, 3)),
     Plain("exchange tp", Layout(cp=2, cp_ulysses=2, tp=2, micro_batch_size=4)),
     Long("cp pp", Layout(cp=2, pp=2, micro_batch_size=2), rank_map=(1, 3, 0, 2)),
-    Plain("cp zb-v", Layout(cp=2, pp=2, num_model_chunks=2, schedule="zb-v")),
+    Plain("cp zb-v", Layout(cp=2, pp=2, num_model_chunks=2, schedule="zb-v", micro_batch_size=2)),
     Plain("cp ep", Layout(cp=2, dp_shard=2, ep=4, micro_batch_size=2), model="long experts"),
 )
 EIGHT = (
-    Long("cp tp zero 3", Layout(cp=2, tp=2, dp_shard=2)),
-    Plain("cp pp tp", Layout(cp=2, cp_ulysses=2, pp=2, tp=2), rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
+    Long("cp tp zero 3", Layout(cp=2, tp=2, dp_shard=2, micro_batch_size=2)),
+    Plain("cp pp tp", Layout(cp=2, cp_ulysses=2, pp=2, tp=2, micro_batch_size=2), rank_map=(1, 5, 3, 7, 0, 4, 2, 6)),
     Plain(
         "ten steps of cp pp dp", Layout(cp=2, pp=2, dp_shard=2, num_model_chunks=2, schedule="zb-h1"), num_steps=STEPS
     ),

@@ -49,7 +49,7 @@ GROUPS = (
         Setup("llama, zero 3, from the meta device", "llama", Layout(dp_shard=2), on_meta=True),
         Setup("llama, pp", "llama", Layout(pp=2, micro_batch_size=2)),
         Setup("llama, pp in chunks", "llama", Layout(pp=2, num_model_chunks=2, schedule="zb-v", micro_batch_size=2)),
-        Setup("qwen3, tp", "qwen3", Layout(tp=2, **WHOLE)),
+        Setup("qwen3, tp", "qwen3", Layout(tp=2, micro_batch_size=4, **WHOLE)),
         Setup("qwen3, tp sp", "qwen3", Layout(tp=2, micro_batch_size=4)),
         Setup("qwen3, pp", "qwen3", Layout(pp=2, micro_batch_size=2)),
         Setup("qwen3, pp in chunks", "qwen3", Layout(pp=2, num_model_chunks=2, schedule="zb-v", micro_batch_size=2)),
@@ -63,10 +63,10 @@ GROUPS = (
     (
         Setup("llama, pp tp sp", "llama", Layout(pp=2, tp=2, micro_batch_size=2)),
         Setup("llama, tp 2, zero 3, from the meta device", "llama", Layout(tp=2, dp_shard=2), on_meta=True),
-        Setup("qwen3, tp sp zero 3", "qwen3", Layout(tp=2, dp_shard=2)),
+        Setup("qwen3, tp sp zero 3", "qwen3", Layout(tp=2, dp_shard=2, micro_batch_size=2)),
         Setup("qwen3, pp tp", "qwen3", Layout(pp=2, tp=2, micro_batch_size=2, **WHOLE)),
         Setup("gpt2, pp zero 1", "gpt2", Layout(pp=2, dp_shard=2)),
-        Setup("plain, tp zero 3", "plain", Layout(tp=2, dp_shard=2, **WHOLE)),
+        Setup("plain, tp zero 3", "plain", Layout(tp=2, dp_shard=2, micro_batch_size=2, **WHOLE)),
     ),
 )
 

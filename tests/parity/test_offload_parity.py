@@ -71,13 +71,15 @@ TWO = (
         offloads=("none",) + ("activations",) * 4 + ("none",),
     ),
     Setup(
-        "zb-v", Layout(pp=2, num_model_chunks=2, schedule="zb-v"), offloads=("none",) + ("activations",) * 4 + ("none",)
+        "zb-v",
+        Layout(pp=2, num_model_chunks=2, schedule="zb-v", micro_batch_size=2),
+        offloads=("none",) + ("activations",) * 4 + ("none",),
     ),
     Setup("ep", Layout(dp_shard=2, ep=2, micro_batch_size=2), STREAMED, model=EXPERTS),
     Setup("cp", Layout(cp=2, micro_batch_size=2)),
 )
 FOUR = (
-    Setup("tp zero 3", Layout(tp=2, dp_shard=2), STREAMED),
+    Setup("tp zero 3", Layout(tp=2, dp_shard=2, micro_batch_size=2), STREAMED),
     Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model=TIED),
     Setup("hsdp", Layout(dp_replicate=2, dp_shard=2), STREAMED),
 )

@@ -141,6 +141,7 @@ ONE = (
     Setup("experts selective", Layout(micro_batch_size=4, recompute="selective"), model="shared experts"),
     Setup("fp16", Layout(micro_batch_size=4), workload=FP16, model="five"),
 )
+# Where no pipeline is to be filled two micro-batches accumulate, and only some cases take one sequence at a time.
 TWO = (
     Setup("zero 1", Layout(dp_shard=2, zero_stage=1, micro_batch_size=2)),
     Setup("zero 2", Layout(dp_shard=2, zero_stage=2, micro_batch_size=2), model="rich"),
@@ -176,19 +177,21 @@ TWO = (
     Setup("pp mixed", Layout(pp=2, micro_batch_size=2, recompute="mixed"), model="rich"),
     Setup("experts, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="experts"),
     Setup("experts over tp", Layout(tp=2, micro_batch_size=4), model="shared experts"),
-    Setup("experts over tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="experts"),
+    Setup(
+        "experts over tp, whole sequence", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="experts"
+    ),
     Setup("ep, zero 3", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
-    Setup("ep, zero 1", Layout(dp_shard=2, ep=2, zero_stage=1), model="experts"),
+    Setup("ep, zero 1", Layout(dp_shard=2, ep=2, zero_stage=1, micro_batch_size=2), model="experts"),
     Setup("ep, replicas", Layout(dp_replicate=2, ep=2, micro_batch_size=2), model="experts"),
     Setup(
         "ep, replicas of experts", Layout(dp_shard=2, ep=2), model="experts", expert_slots=(REPLICAS, ORDERED, REPLICAS)
     ),
     Setup("latent, cp", Layout(cp=2, micro_batch_size=2), model="latent"),
     Setup("latent, tp", Layout(tp=2, micro_batch_size=4), model="latent"),
-    Setup("latent, tp, whole sequence", Layout(tp=2, sequence_parallel=False), model="latent"),
+    Setup("latent, tp, whole sequence", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="latent"),
     Setup("latent, ep", Layout(dp_shard=2, ep=2, micro_batch_size=2, recompute="selective"), model="latent"),
-    Setup("ep folded over tp", Layout(tp=2, ep=2), model="shared experts"),
-    Setup("ep, full", Layout(dp_shard=2, ep=2, recompute="full"), model="experts"),
+    Setup("ep folded over tp", Layout(tp=2, ep=2, micro_batch_size=4), model="shared experts"),
+    Setup("ep, full", Layout(dp_shard=2, ep=2, micro_batch_size=2, recompute="full"), model="experts"),
     Setup("etp over data", Layout(dp_shard=2, etp=2, micro_batch_size=2), model="experts"),
     Setup("ep bf16", Layout(dp_shard=2, ep=2, micro_batch_size=2), model="experts", workload=BF16),
     Setup("gpt2, zero 3 selective", Layout(dp_shard=2, micro_batch_size=2, recompute="selective"), model="gpt2"),
@@ -204,8 +207,8 @@ THREE = (
 )
 FOUR = (
     Setup("hsdp", Layout(dp_replicate=2, dp_shard=2), model="five"),
-    Setup("tp zero 3", Layout(tp=2, dp_shard=2), model="five rich", rank_map=(0, 2, 1, 3)),
-    Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1), model="five tied"),
+    Setup("tp zero 3", Layout(tp=2, dp_shard=2, micro_batch_size=2), model="five rich", rank_map=(0, 2, 1, 3)),
+    Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1, micro_batch_size=2), model="five tied"),
     Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="five rich"),
     Setup("tp zero 3 full", Layout(tp=2, dp_shard=2, sequence_parallel=False, recompute="full"), model="five rich"),
     Setup("cp tp, whole sequence", Layout(cp=2, tp=2, sequence_parallel=False), model="gpt2"),
@@ -213,17 +216,17 @@ FOUR = (
     Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
     Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="five tied"),
     Setup("pp 4", Layout(pp=4), model="five tied", rank_map=(1, 3, 0, 2)),
-    Setup("tp 4", Layout(tp=4), model="mha"),
+    Setup("tp 4", Layout(tp=4, micro_batch_size=4), model="mha"),
     Setup("ep 2 of 4", Layout(dp_shard=4, ep=2), model="shared experts"),
     Setup("ep 2, replicas of shards", Layout(dp_replicate=2, dp_shard=2, ep=2), model="experts"),
-    Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2), model="experts"),
-    Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4), model="experts"),
-    Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2), model="mixed experts"),
-    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2), model="latent"),
-    Setup("cp tp ep", Layout(cp=2, tp=2, ep=2), model="shared experts"),
-    Setup("cp ep 4", Layout(cp=2, dp_shard=2, ep=4), model="experts"),
+    Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2, micro_batch_size=2), model="experts"),
+    Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4, micro_batch_size=2), model="experts"),
+    Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2, micro_batch_size=4), model="mixed experts"),
+    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2, micro_batch_size=2), model="latent"),
+    Setup("cp tp ep", Layout(cp=2, tp=2, ep=2, micro_batch_size=4), model="shared experts"),
+    Setup("cp ep 4", Layout(cp=2, dp_shard=2, ep=4, micro_batch_size=2), model="experts"),
     Setup("chunks ep", Layout(pp=2, num_model_chunks=2, dp_shard=2, ep=2), model="five with experts"),
-    Setup("gpt2, cp tp", Layout(cp=2, tp=2), model="gpt2"),
+    Setup("gpt2, cp tp", Layout(cp=2, tp=2, micro_batch_size=4), model="gpt2"),
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
 EIGHT = (

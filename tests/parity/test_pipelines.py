@@ -20,7 +20,7 @@ from test_parity import BF16, MODELS, SGD, WORKLOAD, Setup, require_equal, run
 STEPS = 10
 ADDED = {
     "deep": tiny_model(num_blocks=9, tied=True),
-    "deep sgd": tiny_model(num_blocks=9, tied=True),
+    "deep sgd": tiny_model(num_blocks=7, tied=True),
     "deep experts": tiny_model(num_blocks=4, experts=MoE(num_experts=8, top_k=2, ffn_dim=32)),
 }
 
@@ -88,13 +88,17 @@ FOUR = (
     Piped("pp 4 zb-v", v("zb-v", pp=4), model="deep", rank_map=(1, 3, 0, 2)),
     Piped("pp 4 v-half", v("v-half", pp=4), model="deep", blocks_per_stage=(1, 1, 1, 1, 1, 1, 1, 2)),
     Piped("pp 4 v-min", v("v-min", pp=4), model="deep"),
-    Piped("zb-v tp", v("zb-v", tp=2), rank_map=(1, 3, 0, 2)),
-    Piped("chunks tp", Layout(pp=2, tp=2, num_model_chunks=2, sequence_parallel=False), model="five rich"),
-    Piped("zb-h1 tp", Layout(pp=2, tp=2, schedule="zb-h1"), model="five rich"),
+    Piped("zb-v tp", v("zb-v", tp=2, micro_batch_size=2), rank_map=(1, 3, 0, 2)),
+    Piped(
+        "chunks tp",
+        Layout(pp=2, tp=2, num_model_chunks=2, sequence_parallel=False, micro_batch_size=2),
+        model="five rich",
+    ),
+    Piped("zb-h1 tp", Layout(pp=2, tp=2, schedule="zb-h1", micro_batch_size=2), model="five rich"),
     Piped("zb-v zero 1", v("zb-v", dp_shard=2)),
     Piped("v-half replicas", v("v-half", dp_replicate=2), model="five rich"),
     Piped("zb-v ep", v("zb-v", dp_shard=2, ep=2), model="deep experts"),
-    Piped("chunks ep over tp", Layout(pp=2, tp=2, ep=2, num_model_chunks=2), model="deep experts"),
+    Piped("chunks ep over tp", Layout(pp=2, tp=2, ep=2, num_model_chunks=2, micro_batch_size=2), model="deep experts"),
     Piped("four chunks zb zero 1", Layout(pp=2, dp_shard=2, num_model_chunks=4, schedule="zb-h1"), model="deep"),
     Piped("four chunks zero 1 full", Layout(pp=2, dp_shard=2, num_model_chunks=4, recompute="full"), model="deep"),
     Piped(

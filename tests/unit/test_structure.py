@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,16 @@ MAY_IMPORT = {
 FILES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def folders_imported(path: Path) -> set[str]:
     """Top-level folders of ours that a file imports, wherever in the file."""
     package = path.relative_to(ROOT).parent.parts
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = ("meshwright", *package)[: len(package) + 2 - node.level]
             target = (*base, *(node.module or "").split("."))
@@ -49,11 +55,7 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_only_cli_prints(path: Path) -> None:
     if path.relative_to(ROOT).parts[0] == "cli":
         return
-    calls = [
-        n.func.id
-        for n in ast.walk(ast.parse(path.read_text()))
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-    ]
+    calls = [n.func.id for n in nodes(path) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     assert "print" not in calls
 
 

@@ -61,11 +61,20 @@ def in_process(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stderr
 
 
-def test_loss_goes_down_and_prediction_is_compared(tmp_path: Path) -> None:
-    plan, metrics = small_plan(), tmp_path / "metrics.jsonl"
-    options = ("--steps", "12", "--learning-rate", "0.02", "--metrics", str(metrics), "--json")
-    code, output, messages = finish(start(*options, saved(plan, tmp_path)))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A run of twelve steps in a folder with its plan, metrics and weights; what it wrote to stdout and stderr."""
+    folder = tmp_path_factory.mktemp("trained")
+    files = ("--metrics", str(folder / "metrics.jsonl"), "--save-weights", str(folder / "weights"))
+    options = ("--steps", "12", "--learning-rate", "0.02", *files, "--json")
+    code, output, messages = finish(start(*options, saved(small_plan(), folder)))
     assert code == 0, messages
+    return folder, output, messages
+
+
+def test_loss_goes_down_and_prediction_is_compared(trained: tuple[Path, str, str]) -> None:
+    folder, output, messages = trained
+    plan, metrics = small_plan(), folder / "metrics.jsonl"
     records = [json.loads(line) for line in output.splitlines()]
     assert records == read_lines(metrics)
     assert [record["step"] for record in records[:-1]] == list(range(1, 13))
@@ -272,14 +281,11 @@ def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: P
     assert "already exists" in messages
 
 
-def test_run_goes_on_from_the_weights_that_another_saved(tmp_path: Path) -> None:
-    plan, folder = saved(small_plan(), tmp_path), tmp_path / "weights"
-    code, output, messages = finish(
-        start("--steps", "3", "--learning-rate", "0.02", "--json", "--save-weights", str(folder), plan)
-    )
-    assert code == 0, messages
-    code, more, messages = finish(start("--steps", "1", "--json", "--weights", str(folder), plan))
+def test_run_goes_on_from_the_weights_that_another_saved(trained: tuple[Path, str, str]) -> None:
+    folder, output, _ = trained
+    options = ("--steps", "1", "--json", "--weights", str(folder / "weights"))
+    code, more, messages = finish(start(*options, str(folder / "plan.json")))
     assert code == 0, messages
     first = losses([json.loads(line) for line in more.splitlines()])[0]
-    trained = losses([json.loads(line) for line in output.splitlines()])
-    assert first < trained[0] - 0.2  # the same first batch, after three updates
+    before = losses([json.loads(line) for line in output.splitlines()])
+    assert first < before[0] - 0.2  # the same first batch, after twelve updates

@@ -120,7 +120,7 @@ def test_changed_plan_is_refused(change, message, planned, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not valid JSON"),
+        ("", "is empty"),
         ("[]", "no schema_version"),
         ("{}", "no schema_version"),
         ("\x00\x01", "not valid JSON"),

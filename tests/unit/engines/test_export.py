@@ -365,7 +365,8 @@ def test_commands(tmp_path: Path) -> None:
     plan_of(Layout(dp_shard=8), precision="fp32").save(tmp_path / "other.json")
     beside = run("compare", "other.json", "plan.json", "--json")
     assert beside.returncode == 0, beside.stderr
-    assert {name for name, *_ in json.loads(beside.stdout)["fields"]} == {"dp_shard", "tp", "recompute"}
+    fields = {name for name, *_ in json.loads(beside.stdout)["fields"]}
+    assert fields == {"dp_shard", "tp", "sequence_parallel", "recompute"}
     refused = run("import", "plan.json")
     assert refused.returncode == 2 and "is a plan" in refused.stderr
     refused = run("export", "plan.json", "--to", "megatron")

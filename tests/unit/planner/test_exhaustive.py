@@ -11,7 +11,7 @@ from meshwright.cost_models.bounds import lower_bounds, quick_time_bounds
 from meshwright.planner import expansion, frontier, search
 from small_spaces import random_instance
 
-NUM_INSTANCES, NUM_GROUPS = 304, 8
+NUM_INSTANCES, NUM_GROUPS = 208, 8
 
 ROUNDING = 1e-9
 

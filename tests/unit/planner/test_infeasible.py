@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner import advice, estimate, plan
-from meshwright.planner.advice import _least, advise
+from meshwright.planner.advice import Advice, _least, advise
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.growth import grown, sizes
 from meshwright.planner.request import Request
@@ -45,10 +46,14 @@ def without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "ADVICE_S", 600.0)
 
 
+@functools.cache
+def advised(name: str) -> Advice:
+    return advise(REQUESTS[name], Deadline(600), num_layouts=1)
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_change_fits_and_the_smallest_comes_first(name: str) -> None:
-    request = REQUESTS[name]
-    found = advise(request, Deadline(600), num_layouts=1)
+    request, found = REQUESTS[name], advised(name)
     assert found.changes
     assert advise(request, Deadline(600), num_layouts=1) == found
     executed = [change.executed for change in found.changes]
@@ -75,8 +80,7 @@ def test_message_names_the_stage_the_bytes_and_what_was_fixed() -> None:
 
 def test_number_of_devices_need_not_be_a_power_of_two() -> None:
     """A batch of 48 on nodes of 8: what plan() says of every smaller size is checked, and that the one named fits."""
-    request = REQUESTS["too few devices"]
-    found = advise(request, Deadline(600), num_layouts=1)
+    request, found = REQUESTS["too few devices"], advised("too few devices")
     change = next(change for change in found.changes if change.kind == "devices")
     wanted = change.request.cluster.num_devices
     assert change.text == f"use {wanted} devices"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -75,6 +76,12 @@ def make(
     return plan(ModelSpec.named(model), machine, workload, runnable=runnable, fixed=fixed or {})
 
 
+@functools.cache
+def made(case: tuple[str, str, int, int]) -> Plan:
+    """Planned once for all tests that look at the same plan."""
+    return make(*case)
+
+
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -> None:
     part = PARTS.get(case[0], {})
@@ -126,7 +133,7 @@ def test_bound_holds_for_every_split_into_stages() -> None:
 @pytest.mark.parametrize("case", PAIRS, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_plans_fit_by_hand_arithmetic_on_states(case: tuple[str, str, int, int]) -> None:
     """fp32 parameters, gradients and AdamW states of each stage over its ranks, nothing else, against the device's memory."""
-    found = make(*case)
+    found = made(case)
     layout = found.layout
     layers = list(found.model.iter_layers())
     for stage in found.stages:
@@ -142,13 +149,13 @@ def test_plans_fit_by_hand_arithmetic_on_states(case: tuple[str, str, int, int])
 
 @pytest.mark.parametrize("case", SMALL[:3], ids=lambda c: c[0])
 def test_plan_survives_a_json_round_trip(case: tuple[str, str, int, int], tmp_path) -> None:
-    found = make(*case)
+    found = made(case)
     found.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == found
 
 
 def test_plan_is_deterministic() -> None:
-    first, second = make(*SMALL[2]), make(*SMALL[2])
+    first, second = made(SMALL[2]), make(*SMALL[2])
     assert first.layout == second.layout
     assert first.estimate == second.estimate
     assert first.alternatives == second.alternatives
@@ -200,7 +207,7 @@ def test_infeasible_names_memory_and_a_size_that_fits() -> None:
 
 
 def test_alternatives_differ_and_say_why() -> None:
-    found = make(*SMALL[2])
+    found = made(SMALL[2])
     degrees = [(a.layout.dp_replicate, a.layout.dp_shard, a.layout.tp, a.layout.pp) for a in found.alternatives]
     assert len(set(degrees)) == len(degrees) >= 4
     assert all("%" in a.reason or "does not fit" in a.reason for a in found.alternatives)
@@ -221,7 +228,7 @@ def test_time_limit_returns_an_incumbent_and_an_honest_gap() -> None:
 
 
 def test_estimate_of_the_chosen_layout_is_the_plans_estimate() -> None:
-    found = make(*SMALL[3])
+    found = made(SMALL[3])
     assert estimate(found.model, found.cluster, found.workload, found.layout) == found.estimate
 
 

@@ -63,6 +63,7 @@ def test_loops_of_others_do_the_same_steps_as_a_plain_one(tmp_path: Path, script
 
 @needs_two_cores
 @installed("ray")
+@pytest.mark.timeout(600)  # half a dozen processes import torch before the first step
 def test_ray_starts_the_ranks(tmp_path: Path) -> None:
     small_plan(TWO_LAYOUTS["sharded data"]).save(tmp_path / "plan.json")
     command = [sys.executable, str(EXAMPLES / "ray_train.py"), "plan.json", "--steps", "2"]

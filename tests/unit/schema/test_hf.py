@@ -181,7 +181,7 @@ def test_file_and_folder_and_content_are_read_alike(tmp_path):
     ("text", "message"),
     [
         (json.dumps(MINIMAL["llama"])[:40], "not valid JSON"),
-        ("", "not valid JSON"),
+        ("", "is empty"),
         ("[1, 2]", "holds a list, not an object"),
         ("null", "holds a NoneType, not an object"),
         ("[" * 100_000, "nested too deeply"),
