@@ -361,5 +361,5 @@ def test_any_truncation_of_a_file_is_refused(tmp_path_factory, model_type, data)
     text = json.dumps(config_of(model_type))
     path = tmp_path_factory.getbasetemp() / "truncated.json"
     path.write_text(text[: data.draw(st.integers(0, len(text) - 1))])
-    with pytest.raises(ConfigError, match="not valid JSON"):
+    with pytest.raises(ConfigError, match=r"not valid JSON|is empty"):
         ModelSpec.from_hf(path)
