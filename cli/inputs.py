@@ -110,7 +110,8 @@ TrainOption = Annotated[
     str,
     typer.Option(
         metavar="HOW",
-        help="full, or lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters beside a frozen model.",
+        help="full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters beside a frozen model; zeroth-order: two "
+        "forward passes and no backward one.",
     ),
 ]
 ProfileOption = Annotated[

@@ -65,6 +65,13 @@ _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 _CLIP_BYTES = 12.0
 """Gradient clipping: read for the norm; read and write for the scale."""
 
+ZEROTH_ORDER_ELEMENTS = 14
+"""Elements that zeroth-order training reads and writes of one parameter in a step: three moves and a step along the direction, each
+of two reads and a write, and the decay (runtime/training/zeroth_order.py)."""
+
+DIRECTION_ELEMENTS = 4
+"""Elements written of one parameter's direction, drawn whole by every rank for each of the four."""
+
 _COPY_BYTES: dict[Engine, float] = {
     "fsdp2": 0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
     "megatron": 6.0,  # the compute dtype's copy is written; the gradient buffer is zeroed
@@ -97,7 +104,8 @@ def pass_bytes_per_param(batch: LayoutBatch, workload: Workload) -> FloatArray:
     b = workload.compute_bytes
     if workload.engine == "fsdp2":
         gathered = np.where(batch.num_shards > 1, 4 * b, 0)
-        copies = gathered + np.where(batch.dp > 1, b + workload.gradient_bytes, 0)
+        reduced = b + workload.gradient_bytes if workload.has_backward else 0
+        copies = gathered + np.where(batch.dp > 1, reduced, 0)
         return np.asarray(np.where(batch.zero_stage == 3, copies, 0.0))
     if workload.engine == "megatron":
         return np.full(len(batch), 8.0)

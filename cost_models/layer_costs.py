@@ -157,7 +157,7 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = batch.offload_activations * kept / host_link_bytes_per_s(batch.offload_to_storage, cluster)
     num_params = tp_params(layer, hidden_dim, batch)
-    return LayerCost(
+    cost = LayerCost(
         forward_s=np.maximum(forward, moved_s),
         backward_s=np.maximum(backward, moved_s),
         weight_s=weight_part * backward,
@@ -179,6 +179,16 @@ def _inside(layer: Layer, setting: Setting) -> LayerCost:
         activation_bytes=kept * (1 - batch.offload_activations),
         working_bytes=working,
     )
+    return cost if workload.has_backward else forward_again(cost)
+
+
+def forward_again(cost: LayerCost) -> LayerCost:
+    """A second forward pass in place of the backward one: nothing is kept for it, and it makes no gradients."""
+    nothing = np.zeros_like(cost.forward_s)
+    return replace(
+        cost, backward_s=cost.forward_s, weight_s=nothing, recompute_s=nothing, tp_backward_s=cost.tp_forward_s,
+        cp_backward_s=cost.cp_forward_s, ep_backward_s=cost.ep_forward_s, activation_bytes=nothing,
+    )  # fmt: skip
 
 
 def _alone_s(operators: tuple[Operator, ...], setting: Setting) -> tuple[FloatArray, FloatArray]:

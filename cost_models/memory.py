@@ -55,12 +55,14 @@ LOSS_CHUNK_ELEMENTS = 2**24
 def has_copies(layout: Any, workload: Workload) -> Array:
     """Whether parameters are gathered or cast by fully_shard, not replicated by DDP; ``layout`` is a StepShape or a LayoutBatch."""
     is_cast = workload.precision not in ("fp32", "bf16")
-    return ((layout.dp_shard * layout.dp_replicate > 1) & ~_in_buckets(layout, workload)) | is_cast
+    is_whole = layout.is_replicated & (workload.engine == "fsdp2") & (workload.precision == "fp32")
+    return ((layout.dp_shard * layout.dp_replicate > 1) & ~is_whole) | is_cast
 
 
 def _in_buckets(layout: Any, workload: Workload) -> Array:
     """Whether gradients are reduced in DDP's buckets, which stay from step to step."""
-    return layout.is_replicated & (workload.engine == "fsdp2") & (workload.precision == "fp32")
+    is_reduced = workload.engine == "fsdp2" and workload.has_backward
+    return layout.is_replicated & is_reduced & (workload.precision == "fp32")
 
 
 def in_flight(
@@ -81,6 +83,8 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
     stage = replace(stage, activation_bytes=stage.activation_bytes * cluster.calibration.activations)
     if workload.engine != "fsdp2":
         return _other_engine(stage, step, workload, cluster)
+    if not workload.has_backward:
+        return _zeroth_order(stage, step, workload, cluster)
     b, copies = workload.compute_bytes, has_copies(step, workload)
     kept, final = _gradients(stage, step, workload)
     # fully_shard keeps them from the forward to the backward pass (reshard_after_forward=N).
@@ -106,6 +110,24 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
         "parameters": _parameters(stage, step, workload),
         "optimizer": float(workload.optimizer_bytes) * stage.owned(step) * step.on_device,
         **_fullest([full, update], also_temporary=_workspace_bytes(cluster)),
+    }
+
+
+def _zeroth_order(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
+    """Parameters; in a forward pass the loss or a block, and between the passes the direction of the largest tensor, which every
+    rank draws whole: at most a block's, or what is outside the blocks.
+    """
+    none = 0.0 * stage.params
+    loss, *_, block, _ = transients(stage, step, workload, cluster)
+    forward = {**block, "temporary": stage.working_bytes + none}
+    whole = workload.master_bytes * step.tp * np.maximum(stage.root_params, stage.block_params)
+    moving = {"unsharded": none, "logits": none, "temporary": whole + none}
+    return {
+        "parameters": _parameters(stage, step, workload),
+        "optimizer": none,
+        "gradients": none,
+        "activations": none,
+        **_fullest([loss, forward, moving], also_temporary=_workspace_bytes(cluster)),
     }
 
 

@@ -13,7 +13,16 @@ from ..schema.model import Block, Embedding, Head
 from .coefficients import coefficients, device_rates
 from .collectives import Hops, collective_s, p2p_s
 from .compute import elementwise_update_s
-from .engines import DATA_PARALLEL, hides, hides_in_chunks, is_megatron, pass_bytes_per_param, update_bytes_per_param
+from .engines import (
+    DATA_PARALLEL,
+    DIRECTION_ELEMENTS,
+    ZEROTH_ORDER_ELEMENTS,
+    hides,
+    hides_in_chunks,
+    is_megatron,
+    pass_bytes_per_param,
+    update_bytes_per_param,
+)
 from .experts import sharded_params
 from .host_memory import host_update_s_per_param
 from .layer_costs import LayerCost, inside_cost, with_data_parallel, with_least
@@ -348,6 +357,11 @@ class SpaceCosts:
         rates = device_rates(self.cluster, workload)
         owners = b.num_optimizer_shards[at], b.expert_optimizer_shards[at]
         share = np.asarray(sharded_params(trained, expert_params, *owners))
+        if not workload.has_backward:
+            whole = (trained - expert_params) * b.tp[at] + expert_params * b.ep[at] * b.expert_tp[at]
+            return elementwise_update_s(np.asarray(share), ZEROTH_ORDER_ELEMENTS * workload.master_bytes, rates) + (
+                elementwise_update_s(np.asarray(whole), DIRECTION_ELEMENTS * workload.master_bytes, rates)
+            )
         update_bytes = update_bytes_per_param(workload)
         seconds = elementwise_update_s(share, update_bytes, rates)
         if workload.optimizer == "muon":

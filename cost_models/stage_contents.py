@@ -53,6 +53,7 @@ class StepShape:
     Attributes:
         dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
         is_replicated: whether ranks hold whole replicas of one stage and nothing more.
+        tp: ranks that share a stage's matrices.
         expert_shards: ranks over which the states of experts are sharded.
         gradient_shards, optimizer_shards: the same two for gradients and for optimizer states, multiples of the former.
     """
@@ -64,6 +65,7 @@ class StepShape:
     optimizer_shards: tuple[Array, Array]
     zero_stage: Array
     is_replicated: Array
+    tp: Array = 1
     num_microbatches: Array
     in_flight: Array
     num_neighbours: Array

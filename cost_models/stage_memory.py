@@ -157,6 +157,7 @@ def step_shape(
         optimizer_shards=(batch.num_optimizer_shards[at], batch.expert_optimizer_shards[at]),
         zero_stage=batch.zero_stage[at],
         is_replicated=batch.is_replicated[at],
+        tp=batch.tp[at],
         num_microbatches=batch.num_microbatches[at],
         in_flight=in_flight,
         num_neighbours=num_neighbours,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..schema import ClusterSpec, Estimate, Workload
+from ..schema import ClusterSpec, Estimate, ModelSpec, Workload
 from ..schema.errors import ConfigError
 from ..schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from . import memory
@@ -190,6 +190,14 @@ def _peaks(parts: MemoryBreakdown, workload: Workload, cluster: ClusterSpec) -> 
     }
 
 
+def step_flops_per_token(model: ModelSpec, workload: Workload) -> float:
+    """FLOPs of a step that training needs for each token: forward and backward, or two forward passes, a third of it each."""
+    layers = tuple((run.layer, run.count) for run in model.layers)
+    is_frozen = workload.adapters is not None and workload.has_backward
+    flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen)
+    return float(flops if workload.has_backward else flops * 2 / 3)
+
+
 def assembled(
     costs: SpaceCosts, breakdown_s: TimeBreakdown, stages: tuple[StageEstimate, ...], fullest: int
 ) -> Estimate:
@@ -198,9 +206,7 @@ def assembled(
     peak = sum(group.num_devices * peak_flops_per_s(group.device, workload.precision) for group in cluster.groups)
     time = breakdown_s.total
     tokens_per_s = workload.tokens_per_step / time
-    layers = tuple((run.layer, run.count) for run in model.layers)
-    is_frozen = workload.adapters is not None
-    flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen) * tokens_per_s
+    flops = step_flops_per_token(model, workload) * tokens_per_s
     return Estimate(
         step_time_s=time,
         step_time_interval_s=time_interval(breakdown_s, workload, cluster),

@@ -85,8 +85,12 @@ NO_OFFLOAD = Limit(
 )
 FULL_TRAINING = Limit(
     "full_training",
-    lambda p: p.workload.adapters is None,
-    lambda p: "the plan trains adapters: the engine's configuration of them is not written",
-    "plan again without adapters",
+    lambda p: p.workload.adapters is None and p.workload.has_backward,
+    lambda p: (
+        "the plan trains adapters: the engine's configuration of them is not written"
+        if p.workload.has_backward
+        else "the plan trains without a backward pass, which engines do not"
+    ),
+    "plan again with --train full",
 )
 """Adapters are set in the training script of each engine."""

@@ -68,6 +68,7 @@ class Enumeration:
             "seq_len": self.workload.seq_len,
             "global_batch_size": self.workload.global_batch_size,
             "fused_attention": self.workload.attention == "flash",
+            "has_backward": self.workload.has_backward,
             "vocabulary_is_split": int(self.fixed.get("vocabulary") == "split"),
             **model_facts(self.model),
         }

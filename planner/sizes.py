@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cost_models.coefficients import peak_flops_per_s
-from ..cost_models.operators import model_flops_per_token
+from ..cost_models.step import step_flops_per_token
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Offer, SolverLimitError, Workload
 from ..schema.cost_summary import Outcome
 from .deadline import Deadline
@@ -72,9 +72,7 @@ class SizesRequest:
 
 def sizes_of(offers: Sequence[Offer], model: ModelSpec, workload: Workload) -> list[Size]:
     """Every size of every offer, with the seconds that a step takes where every device works at its peak rate."""
-    layers = tuple((run.layer, run.count) for run in model.layers)
-    is_frozen = workload.adapters is not None
-    flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen)
+    flops = step_flops_per_token(model, workload)
     sizes: list[Size] = []
     for offer in offers:
         for num_nodes in offer.sizes:

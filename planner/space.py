@@ -102,6 +102,8 @@ def build_space(
     if fixed.get("offload") == "scheduled":
         raise ConfigError("this command does not search offload schedules", help="plan --offload auto does")
     deadline = deadline or Deadline(float("inf"))
+    if not workload.has_backward:  # nothing is kept that could be recomputed
+        fixed = {"recompute": "none", **fixed}
     choices = Enumeration(model, workload, cluster, fixed, runnable, deadline)
     sieve = _Sieve(choices, rules_of(workload.engine, runnable=runnable))
     groups = _grouped(choices, sieve)

@@ -62,7 +62,7 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Reduction | None:
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
     if is_replicated(mesh, plan):
-        return replicate_whole(stage, mesh)
+        return replicate_whole(stage, mesh) if plan.workload.has_backward else None
     shard_units(
         stage,
         mesh,

@@ -44,6 +44,14 @@ _VOCABULARY_AT_ENDS = Rule(
 FSDP2_RULES: tuple[Rule, ...] = (
     _VOCABULARY_AT_ENDS,
     Rule(
+        "zeroth_order",
+        lambda f: f.has_backward | ((f.pp == 1) & (f.recomputes == 0) & (f.offloads == 0)),
+        lambda f: (
+            f"pp {f.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "
+            "and nothing to recompute or to move away"
+        ),
+    ),
+    Rule(
         "schedule_in_chunks",
         lambda f: ~runs(f, "zb-h2") | (f.num_model_chunks == 1),
         lambda f: f"schedule {SCHEDULES[f.schedule]} has no form with {f.num_model_chunks} model chunks a rank",

@@ -50,6 +50,7 @@ class Facts:
     expert_counts: tuple[int, ...] = ()
     expert_ffn_dims: tuple[int, ...] = ()
     fused_attention: bool = True
+    has_backward: bool = True
     vocabulary_is_split: IntLike = 0
     predicts_further_tokens: bool = False
     latent_attention: bool = False
@@ -196,6 +197,7 @@ def layout_facts(
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
         fused_attention=workload.attention == "flash",
+        has_backward=workload.has_backward,
         vocabulary_is_split=int(layout.vocabulary == "split"),
         **model_facts(model),
     )

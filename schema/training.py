@@ -1,4 +1,4 @@
-"""What of a model is trained, as a user writes it: ``full``, or ``lora:r=16,targets=qkv+out``."""
+"""What of a model is trained and how, as a user writes it: ``full``, ``lora:r=16,targets=qkv+out`` or ``zeroth-order``."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ def parse_training(text: str) -> dict[str, Any]:
     """Fields of a Workload.
 
     Raises:
-        ConfigError: neither of the forms; an option is unknown, repeated or out of range.
+        ConfigError: none of the forms; an option is unknown, repeated or out of range.
     """
     how, colon, rest = text.partition(":")
     if how == "full" and not colon:
         return {}
+    if how == "zeroth-order" and not colon:
+        return {"passes": "zeroth_order"}
     if how == "lora":
         return {"adapters": _adapters(rest)}
     raise ConfigError(
         f"--train {text!r} is unknown",
-        help="full, lora:r=16,targets=qkv+out, lora:r=64,frozen=nf4",
+        help="full, lora:r=16,targets=qkv+out, lora:r=64,frozen=nf4, zeroth-order",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .base import Count, Frozen
 
@@ -14,6 +14,7 @@ Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo", "ace
 Gradients = Literal["fp32", "compute"]
 Selective = Literal["products", "alternate_products"]
 Fusion = Literal["engine", "compiled", "composite_norm", "eager"]
+Passes = Literal["backward", "zeroth_order"]
 
 FrozenStorage = Literal["16-bit", "8-bit", "nf4"]
 
@@ -48,6 +49,8 @@ class Workload(Frozen):
         precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32; bf16 keeps
             parameters, gradients and optimizer states in bf16.
         optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
+        passes: zeroth_order replaces the backward pass and the optimizer by a second forward pass and a step along a random
+            direction (runtime/training/zeroth_order.py): no gradients, no states, nothing kept between the passes.
         attention: flash keeps no [seq, seq] matrix; math does.
         dropout: after attention and feed-forward part, as Megatron-LM does unless told otherwise; our runtime has none.
         fusion: of memory-bound kernels: as the engine has them, by torch.compile, or eager with RMSNorm as separate kernels
@@ -71,6 +74,7 @@ class Workload(Frozen):
     global_batch_size: Count
     precision: Precision = "bf16-mixed"
     optimizer: Optimizer = "adamw"
+    passes: Passes = "backward"
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
     adapters: LowRank | None = None
@@ -85,6 +89,17 @@ class Workload(Frozen):
     tp_overlap: bool = False
     cuda_graphs: bool = False
     expert_imbalance: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
+
+    @model_validator(mode="after")
+    def _is_of_our_runtime(self) -> Workload:
+        if not self.has_backward and self.engine != "fsdp2":
+            raise ValueError(f"zeroth-order training is our runtime's (engine fsdp2), not {self.engine}'s")
+        return self
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are made by a backward pass."""
+        return self.passes == "backward"
 
     @property
     def tokens_per_step(self) -> int:
@@ -109,7 +124,7 @@ class Workload(Frozen):
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of optimizer state for one trained parameter."""
-        return {"adamw": 2, "muon": 1, "sgd": 0}[self.optimizer] * self.master_bytes
+        return {"adamw": 2, "muon": 1, "sgd": 0}[self.optimizer] * self.master_bytes if self.has_backward else 0
 
     @property
     def master_bytes(self) -> int:

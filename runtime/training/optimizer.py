@@ -38,7 +38,7 @@ def build_optimizer(
         for is_spread in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
-    if zeroth_order:
+    if zeroth_order or not model.plan.workload.has_backward:
         require_zeroth_order(model.plan)
         return ZerothOrderSGD(model, groups, learning_rate=learning_rate)
     if model.plan.workload.optimizer == "sgd":

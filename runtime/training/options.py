@@ -31,7 +31,7 @@ class TrainOptions(Frozen):
         weights: folder of Hugging Face weights to start from; unset, initial ones.
         save_weights: folder to write such weights to at the end; adapters are merged into them.
         zeroth_order: two forward passes instead of a backward pass (runtime/training/zeroth_order.py); of the plan's estimate
-            then only the layout means anything.
+            then only the layout means anything; a plan made for it (--train zeroth-order) needs no such option.
         save_adapters: folder to write low-rank adapters to at the end, as peft reads them.
         compile_blocks: let torch.compile fuse the operators of each block.
         trace: file for the timeline of one step, the first after the warm-up.

@@ -44,7 +44,7 @@ def check_weight_options(plan: Plan, options: TrainOptions) -> None:
     Raises:
         ConfigError: they are of another model or damaged, or the place cannot be written.
     """
-    if options.zeroth_order:
+    if options.zeroth_order or not plan.workload.has_backward:
         from .zeroth_order import require_zeroth_order
 
         require_zeroth_order(plan)

@@ -51,7 +51,6 @@ class Case:
         resumes: name of an earlier case of the group from whose checkpoint this one goes on.
         module: name of a foreign module (foreign_models.py) to spread; on the meta device if there are ``weights``.
         weights: folder of Hugging Face weights to start from.
-        zeroth_order: train without backward passes.
         exports: write such weights to the folder ``NAME`` before the first step, in files of at most ``exports`` bytes.
     """
 
@@ -64,7 +63,6 @@ class Case:
     module: str = ""
     weights: str | None = None
     exports: int = 0
-    zeroth_order: bool = False
 
 
 @dataclass
@@ -153,7 +151,7 @@ def train(case: Case, folder: Path) -> Outcome:
     model = parallelize(module, plan, device=torch.device("cpu"), seed=SEED, weights=case.weights)
     if case.exports:
         save_weights(model, folder / case.name, max_file_bytes=case.exports)
-    optimizer = build_optimizer(model, learning_rate=LEARNING_RATE, zeroth_order=case.zeroth_order)
+    optimizer = build_optimizer(model, learning_rate=LEARNING_RATE)
     outcome = Outcome(stage=model.mesh.pp_rank)
     done = load_checkpoint(folder / case.resumes / "step-00000001", model, optimizer).step if case.resumes else 0
     for step in range(done, case.num_steps):

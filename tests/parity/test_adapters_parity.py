@@ -36,7 +36,7 @@ class Setup:
     @property
     def plan(self) -> Plan:
         if self.is_zeroth:
-            return make_plan(MODEL, self.layout, workload=WORKLOAD.replace(adapters=None))
+            return make_plan(MODEL, self.layout, workload=WORKLOAD.replace(adapters=None, passes="zeroth_order"))
         plan = make_plan(MODEL, self.layout, workload=WORKLOAD)
         if not self.offloads:
             return plan
@@ -56,6 +56,7 @@ TWO = (
     Setup("pp", Layout(pp=2, micro_batch_size=2)),
     Setup("zeroth, zero 3", Layout(dp_shard=2, micro_batch_size=2), is_zeroth=True),
     Setup("zeroth, zero 1", Layout(dp_shard=2, zero_stage=1, micro_batch_size=2), is_zeroth=True),
+    Setup("zeroth, replicas", Layout(dp_replicate=2, zero_stage=0, micro_batch_size=2), is_zeroth=True),
     Setup("zeroth, tp", Layout(tp=2, micro_batch_size=4), is_zeroth=True),
     Setup("zero bubble", Layout(pp=2, micro_batch_size=2, schedule="zb-h1")),
 )
@@ -66,10 +67,7 @@ FOUR = (
 
 
 def run(setups: tuple[Setup, ...], folder: Path) -> dict[str, list[Outcome]]:
-    cases = [
-        Case(setup.name, setup.plan, saves=setup.saves, resumes=setup.resumes, zeroth_order=setup.is_zeroth)
-        for setup in setups
-    ]
+    cases = [Case(setup.name, setup.plan, saves=setup.saves, resumes=setup.resumes) for setup in setups]
     return run_group(setups[0].layout.world_size, cases, folder)
 
 

@@ -58,6 +58,14 @@ def test_a_run_trains_without_a_backward_pass(tmp_path: Path, monkeypatch: pytes
     assert len(backwards) <= 1  # the memory meter's own, before the first step
 
 
+def test_a_plan_that_has_no_backward_pass_trains_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan()
+    plan = plan.replace(workload=plan.workload.replace(passes="zeroth_order"))
+    planned = train_here(monkeypatch, plan, TrainOptions(steps=2, learning_rate=1e-5), tmp_path / "planned.jsonl")
+    asked = TrainOptions(steps=2, learning_rate=1e-5, zeroth_order=True)
+    assert losses(planned) == losses(train_here(monkeypatch, small_plan(), asked, tmp_path / "asked.jsonl"))
+
+
 def test_pipelines_are_refused() -> None:
     with pytest.raises(RuntimeMismatchError, match="does not run over a pipeline"):
         prepare_options(small_plan(Layout(pp=2)), TrainOptions(zeroth_order=True))
