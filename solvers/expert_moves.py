@@ -83,7 +83,8 @@ def _exchanged(instance: Instance, previous: IntArray, start: IntArray, budget: 
     size = instance.weight / replica_counts(start, instance.num_experts)[:, :, None]
     state = Places(instance, nested(start, instance.slots_per_gpu), size)
     num_others = max(4, instance.num_gpus // 4)
-    for _ in range((budget - 1) // 2):
+    spent = moved_slots(previous, start, instance.gpu_of_slot, instance.num_experts)
+    for _ in range((budget - 1 - int(spent.max(initial=0))) // 2):  # of two moves at most each
         best_of_fullest(state, num_others=num_others)
     best = flat(state.expert)
     layers = np.arange(len(previous))

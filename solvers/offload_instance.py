@@ -29,7 +29,7 @@ Variables   z_kl in {0, 1}      option of a layer                             p_
             states of s both ways, over the links as in (C3); >= (nx + ns) read and written on storage
 
 A slot lasts from the start of its pass to the start of the next one, so that what the next one waits for comes within it.
-(C3) is exact for a link that both directions share evenly: it works both ways for a time T and one way for D or U, so that
+Of a link that both directions share evenly (C3) is exact: it works both ways for a time T and one way for D or U, so that
 down / RATE_d = T (1 + DUPLEX) / 2 + D, likewise up, and T + D + U is at most the slot.
 
 The slots repeat for each micro-batch. offload_count.py has the relaxation by kinds of layers, offload_fluid.py the linear program

@@ -81,12 +81,12 @@ def test_offload_is_not_chosen_where_it_is_slower() -> None:
     assert found.estimate.step_time_s == without.estimate.step_time_s
 
 
-@pytest.mark.parametrize(("kinds", "memory_gib"), [("optimizer", 22), ("activations", 30)])
-def test_only_what_was_asked_for_leaves(kinds: str, memory_gib: int) -> None:
+@pytest.mark.parametrize(("kinds", "memory_gib", "seq_len"), [("optimizer", 22, 4096), ("activations", 30, 16384)])
+def test_only_what_was_asked_for_leaves(kinds: str, memory_gib: int, seq_len: int) -> None:
     small = ModelSpec.named("llama-3.2-1b")
     tight = ONE.replace(reserved_bytes=ONE.weakest_device.memory_bytes - memory_gib * GIB)
     request = OffloadRequest(kinds=kinds, host_memory_bytes=500 * GIB)  # type: ignore[arg-type]
-    found = plan(small, tight, STEP, offload=request)
+    found = plan(small, tight, STEP.replace(seq_len=seq_len), offload=request)
     assert found.offload is not None
     stage = found.stages[0]
     moved = any(stage.offload_of(idx) != "none" for idx in stage.layer_idxs)
