@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import estimate_step
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate, Plan
 from ..schema.base import read_text, shown
+from ..solvers.pipeline_csv import from_torch_csv
 from .calibration import MEAN_TO_DEVIATION, MeasuredRun, memory_ratios
 from .planning import estimate as fresh_estimate
 from .validation.inputs import RunInputs
@@ -101,7 +102,9 @@ def estimate_again(plan: Plan, cluster: ClusterSpec) -> Estimate:
     if batch.recompute[0] == MIXED or cluster.parts:
         return fresh_estimate(plan.model, cluster, plan.workload, plan.layout)
     boundaries = [*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers]
-    return estimate_step(SpaceCosts.of(plan.model, plan.workload, cluster, batch), 0, boundaries)
+    order = from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
+    costs = replace(SpaceCosts.of(plan.model, plan.workload, cluster, batch), order=order)
+    return estimate_step(costs, 0, boundaries)
 
 
 def calibrated(runs: Sequence[PlanRun], cluster: ClusterSpec) -> Calibration:
@@ -190,6 +193,7 @@ def _memory(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: Cluste
         )
         for run in runs
         if LayoutBatch.of([run.plan.layout], run.plan.workload.global_batch_size).recompute[0] != MIXED
+        and not run.plan.pipeline_order  # which says what is in flight, and is no part of a layout
     ]  # fmt: skip
     found = memory_ratios(measured)
     if not found:

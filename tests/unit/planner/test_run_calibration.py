@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cli.calibrate import calibrate
+from meshwright.planner import planning
 from meshwright.planner.run_calibration import PlanRun, calibrated, estimate_again, read_run
 from meshwright.schema import Calibration, ConfigError, Layout, Plan, Workload
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
@@ -40,6 +41,15 @@ def run_of(plan: Plan, *, kernels: float = 1.0, links: float = 1.0, memory: floa
 def errors(runs: list[PlanRun], calibration: Calibration) -> np.ndarray:
     cluster = CLUSTER.replace(calibration=calibration)
     return np.abs([np.log(estimate_again(run.plan, cluster).step_time_s / run.step_time_s) for run in runs])
+
+
+def test_a_plan_with_an_order_of_its_own_is_estimated_by_it() -> None:
+    workload = Workload(seq_len=64, global_batch_size=8, precision="fp32")
+    fixed = {"pp": 2, "schedule": "synthesised"}
+    made = planning.plan(tiny_model(num_blocks=4, vocab_size=256), CLUSTER, workload, fixed=fixed)
+    assert made.pipeline_order
+    assert estimate_again(made, CLUSTER).step_time_s == pytest.approx(made.estimate.step_time_s, rel=1e-9)
+    assert calibrated([run_of(made, kernels=1.5)], CLUSTER).num_runs == 1
 
 
 def test_slower_kernels_and_links_are_told_apart() -> None:
