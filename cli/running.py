@@ -107,11 +107,14 @@ class Screen:
         table.add_column("")
         for name in ("predicted", "measured", "measured / predicted"):
             table.add_column(name, justify="right")
-        for title, key, show in (
+        rows = [
             ("step time", "step_time_s", format_seconds),
             ("tokens/s", "tokens_per_s", format_count),
             ("peak memory", "peak_reserved_bytes", format_bytes),
-        ):
+        ]
+        if measured["peak_allocated_bytes"] != measured["peak_reserved_bytes"]:
+            rows.append(("  of it tensors", "peak_allocated_bytes", format_bytes))
+        for title, key, show in rows:
             table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
             if key == "step_time_s":
                 _add_parts(table, predicted.get("parts_s", {}), measured.get("parts_s", {}))

@@ -82,21 +82,20 @@ def data_parallel_s(params: LayerParams, setting: Setting) -> DataParallelTime:
         found.levels_s,
     )
     if np.all(batch.experts_follow_tp):
-        return found if workload.has_backward else _without_gradients(found, batch)
+        return found
     alone = np.where(batch.experts_follow_tp, 0.0, params.routed)
     levels = (batch.expert_shards, batch.expert_gradient_shards, batch.expert_optimizer_shards)
     replicas = np.maximum(batch.expert_replicas * batch.expert_shards // batch.expert_optimizer_shards, 1)
     ranks = Ranks(*levels, replicas, batch.ep * batch.expert_tp)
     of_experts = _sharded_s(alone, np.zeros(len(batch)), ranks, setting)
     has_own = alone > 0
-    found = DataParallelTime(*(a + np.where(has_own, b, 0.0) for a, b in zip(found, of_experts, strict=True)))
-    return found if workload.has_backward else _without_gradients(found, batch)
+    return DataParallelTime(*(a + np.where(has_own, b, 0.0) for a, b in zip(found, of_experts, strict=True)))
 
 
-def _without_gradients(found: DataParallelTime, batch: LayoutBatch) -> DataParallelTime:
+def without_gradients(found: DataParallelTime, batch: LayoutBatch) -> DataParallelTime:
     """Of zeroth-order training: parameters move before each of its two passes, so that below zero 3 they are gathered twice too."""
     none = np.zeros(len(batch))
-    gather = np.where(batch.zero_stage == 3, found.gather_s, found.gather_s + found.regather_s)
+    gather = np.where(batch.zero_stage == 3, found.gather_s, 2 * found.gather_s)
     return DataParallelTime(gather, found.regather_s, none, none)
 
 

@@ -20,7 +20,7 @@ from .adapters import with_adapters
 from .coefficients import device_rates, host_costs
 from .compute import OperatorTime, operator_time
 from .context import Added, context_parallel
-from .data_parallel import LayerParams, data_parallel_s
+from .data_parallel import LayerParams, data_parallel_s, without_gradients
 from .engines import is_megatron
 from .experts import expert_parallel_s, expert_params, routed_part, token_share
 from .host_dispatch import compute_s, waiting_s
@@ -127,7 +127,10 @@ def with_data_parallel(cost: LayerCost, layer: Layer, setting: Setting) -> Layer
         frozen_bytes=cost.frozen_bytes[rows],
         num_tensors=_num_tensors(layer, setting),
     )
-    found = data_parallel_s(params, setting.select(rows))
+    shared = setting.select(rows)
+    found = data_parallel_s(params, shared)
+    if not setting.workload.has_backward:
+        found = without_gradients(found, shared.batch)
     return replace(cost, **{name: seconds[like] for name, seconds in found._asdict().items()})
 
 

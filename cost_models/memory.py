@@ -36,10 +36,7 @@ from ..schema import ClusterSpec, Workload
 from ..schema.plan import MemoryBreakdown
 from . import engine_memory
 from .coefficients import coefficients
-from .stage_contents import StageContents, StepShape
-
-Array = Any
-"""A float or a float array; all arguments of one call broadcast together."""
+from .stage_contents import Array, StageContents, StepShape
 
 _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
@@ -55,14 +52,12 @@ LOSS_CHUNK_ELEMENTS = 2**24
 def has_copies(layout: Any, workload: Workload) -> Array:
     """Whether parameters are gathered or cast by fully_shard, not replicated by DDP; ``layout`` is a StepShape or a LayoutBatch."""
     is_cast = workload.precision not in ("fp32", "bf16")
-    is_whole = layout.is_replicated & (workload.engine == "fsdp2") & (workload.precision == "fp32")
-    return ((layout.dp_shard * layout.dp_replicate > 1) & ~is_whole) | is_cast
+    return ((layout.dp_shard * layout.dp_replicate > 1) & ~_is_whole(layout, workload)) | is_cast
 
 
-def _in_buckets(layout: Any, workload: Workload) -> Array:
-    """Whether gradients are reduced in DDP's buckets, which stay from step to step."""
-    is_reduced = workload.engine == "fsdp2" and workload.has_backward
-    return layout.is_replicated & is_reduced & (workload.precision == "fp32")
+def _is_whole(layout: Any, workload: Workload) -> Array:
+    """Whether our runtime has whole fp32 replicas and nothing more: gradients are reduced in DDP's buckets, which stay."""
+    return layout.is_replicated & (workload.engine == "fsdp2") & (workload.precision == "fp32")
 
 
 def in_flight(
@@ -118,16 +113,27 @@ def _zeroth_order(stage: StageContents, step: StepShape, workload: Workload, clu
     rank draws whole: at most a block's, or what is outside the blocks.
     """
     none = 0.0 * stage.params
-    loss, *_, block, _ = transients(stage, step, workload, cluster)
-    forward = {**block, "temporary": stage.working_bytes + none}
-    whole = workload.master_bytes * step.tp * np.maximum(stage.root_params, stage.block_params)
-    moving = {"unsharded": none, "logits": none, "temporary": whole + none}
+    head, block = np.where(stage.logits > 0, stage.root_params, 0.0), stage.block_params
+    whole = workload.master_bytes * step.tp * np.maximum(stage.root_params, block)
+    moments = [
+        {
+            "unsharded": _gathered(head, stage, step, workload),
+            "logits": loss_bytes(stage.logits, workload),
+            "temporary": none,
+        },
+        {
+            "unsharded": _gathered(2 * block, stage, step, workload),
+            "logits": none,
+            "temporary": stage.working_bytes + none,
+        },
+        {"unsharded": none, "logits": none, "temporary": whole + none},
+    ]
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": none,
         "gradients": none,
         "activations": none,
-        **_fullest([loss, forward, moving], also_temporary=_workspace_bytes(cluster)),
+        **_fullest(moments, also_temporary=_workspace_bytes(cluster)),
     }
 
 
@@ -143,14 +149,11 @@ def transients(
     b = workload.compute_bytes
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
     block = stage.block_params
-    in_pieces = (step.zero_stage == 3) | (step.offload == 2)
     copies = has_copies(step, workload)
 
-    def gathered(params: Array) -> Array:
-        return np.where(copies, b * np.where(in_pieces, params, stage.trained), 0.0)
-
     def moment(params: Array, logits: Array, temporary: Array) -> dict[str, Array]:
-        return {"unsharded": gathered(params), "logits": logits, "temporary": temporary + 0.0 * stage.params}
+        unsharded = _gathered(params, stage, step, workload)
+        return {"unsharded": unsharded, "logits": logits, "temporary": temporary + 0.0 * stage.params}
 
     none = 0.0 * stage.logits
     grads = block if workload.adapters is None else stage.block_trained
@@ -161,6 +164,13 @@ def transients(
         moment(2 * block, none, stage.working_bytes + b * grads + np.where(copies, 4.0 * np.maximum(head, grads), 0.0)),
         moment(block, none, _reduction(block, stage, step, workload, cluster)),
     ]
+
+
+def _gathered(params: Array, stage: StageContents, step: StepShape, workload: Workload) -> Array:
+    """Bytes of whole parameters in the compute dtype beside their shards or masters: of ``params`` where they come in pieces."""
+    in_pieces = (step.zero_stage == 3) | (step.offload == 2)
+    whole = workload.compute_bytes * np.where(in_pieces, params, stage.trained)
+    return np.where(has_copies(step, workload), whole, 0.0)
 
 
 def loss_bytes(logits: Array, workload: Workload) -> Array:
@@ -206,7 +216,7 @@ def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tup
     # Below zero 2 whole gradients wait for the last micro-batch; each unit's are freed as its shard is made.
     final = np.where((step.zero_stage == 0) | ((step.zero_stage == 1) & accumulates), whole, sharded)
     # Sums of earlier micro-batches lie beside DDP's buckets until the last one moves into them.
-    buckets = np.where(_in_buckets(step, workload), whole, 0.0)
+    buckets = np.where(_is_whole(step, workload), whole, 0.0)
     return np.where(accumulates, final, 0.0) + buckets, final
 
 

@@ -27,7 +27,7 @@ from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.step import estimate_step
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate, Plan
 from ..schema.base import read_text, shown
-from ..solvers.pipeline_csv import from_torch_csv
+from ..solvers.pipeline_csv import planned_order
 from .calibration import MEAN_TO_DEVIATION, MeasuredRun, memory_ratios
 from .planning import estimate as fresh_estimate
 from .validation.inputs import RunInputs
@@ -102,8 +102,7 @@ def estimate_again(plan: Plan, cluster: ClusterSpec) -> Estimate:
     if batch.recompute[0] == MIXED or cluster.parts:
         return fresh_estimate(plan.model, cluster, plan.workload, plan.layout)
     boundaries = [*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers]
-    order = from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
-    costs = replace(SpaceCosts.of(plan.model, plan.workload, cluster, batch), order=order)
+    costs = replace(SpaceCosts.of(plan.model, plan.workload, cluster, batch), order=planned_order(plan))
     return estimate_step(costs, 0, boundaries)
 
 

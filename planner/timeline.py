@@ -22,7 +22,7 @@ from ..cost_models.step import Passes, pass_seconds
 from ..schema import Plan
 from ..schema.cluster_parts import label_of
 from ..schema.trace import COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
-from ..solvers.pipeline_csv import from_torch_csv
+from ..solvers.pipeline_csv import planned_order
 from .mixed import in_order_of_parts
 from .worth import as_placed
 
@@ -34,9 +34,7 @@ def timeline(plan: Plan) -> StepTimeline:
         ConfigError: its schedule has no order for these numbers.
     """
     costs = costs_of(plan)
-    shape = shape_of(costs, 0)
-    if plan.pipeline_order:
-        shape = replace(shape, order=from_torch_csv("\n".join(plan.pipeline_order)))
+    shape = replace(shape_of(costs, 0), order=planned_order(plan))
     order = order_of(shape)
     times = simulate(_pipeline(shape, *_passes(plan, costs, shape)), order)
     slices = [*_passes_of(times, order), *_once(plan, shape.pp, times.makespan_s)]

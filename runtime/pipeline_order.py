@@ -10,7 +10,7 @@ from ..cost_models.pipeline_simulation import Order, Pipeline, placement, simula
 from ..schema.errors import ConfigError
 from ..schema.layout_facts import V_SCHEDULES
 from ..schema.plan import Plan
-from ..solvers.pipeline_csv import from_torch_csv
+from ..solvers.pipeline_csv import planned_order
 
 
 def stage_ranks(plan: Plan) -> tuple[int, ...]:
@@ -20,10 +20,11 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
         ConfigError: a stage of a synthesised order is on no rank or on several.
     """
     layout = plan.layout
-    if layout.schedule != "synthesised":
+    order = planned_order(plan)
+    if order is None:
         return placement(layout.pp, layout.num_model_chunks, "wave" if layout.schedule in V_SCHEDULES else "loop")
     holders = [
-        [rank for rank, row in enumerate(_given(plan)) if any(action.stage == stage for action in row)]
+        [rank for rank, row in enumerate(order) if any(action.stage == stage for action in row)]
         for stage in range(len(plan.stages))
     ]
     if any(len(ranks) != 1 for ranks in holders):
@@ -38,17 +39,13 @@ def pipeline_order(plan: Plan) -> Order:
         ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
             takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
     """
-    order = _given(plan) if plan.layout.schedule == "synthesised" else _named(plan)
+    order = planned_order(plan) or _named(plan)
     simulate(_unit_pipeline(plan), order)
     last = len(plan.stages) - 1
     turns = [action.micro_batch for row in order for action in row if (action.stage, action.kind) == (last, "F")]
     if turns != sorted(turns):
         raise ConfigError(f"the plan's pipeline_order takes the micro-batches of the last stage in the order {turns}")
     return order
-
-
-def _given(plan: Plan) -> Order:
-    return from_torch_csv("\n".join(plan.pipeline_order))
 
 
 def _named(plan: Plan) -> Order:

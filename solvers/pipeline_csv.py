@@ -12,6 +12,7 @@ import io
 import re
 
 from ..cost_models.pipeline_simulation import Action, Kind, Order
+from ..schema import Plan
 from ..schema.base import shown
 from ..schema.errors import ConfigError
 
@@ -26,6 +27,11 @@ def to_torch_csv(order: Order) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerows([f"{a.stage}{_LETTERS[a.kind]}{a.micro_batch}" for a in actions] for actions in order)
     return out.getvalue()
+
+
+def planned_order(plan: Plan) -> Order | None:
+    """The order that a plan of the synthesised schedule brings along; None under a named one."""
+    return from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
 
 
 def from_torch_csv(text: str) -> Order:
