@@ -208,6 +208,11 @@ def _require(cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any])
             f"offload schedules are planned for fsdp2, not for {workload.engine}",
             help="fix its own switches instead: --space full --fix offload=optimizer",
         )
+    if not workload.has_backward:
+        raise ConfigError(
+            "zeroth-order training has no gradients, states or activations that could be offloaded",
+            help="plan without --offload",
+        )
     if cluster.is_mixed:
         raise ConfigError("offload schedules are planned for nodes of one kind; this cluster is mixed")
     if fixed.get("pp", 1) != 1:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.bounds import lower_bounds
-from meshwright.planner import expansion, search
+from meshwright.planner import expansion, plan, search
+from meshwright.planner.offload_request import OffloadRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ConfigError, Layout, Workload
 from meshwright.schema.rules import require_valid
@@ -48,6 +49,8 @@ def test_two_forward_passes_take_less_time_and_memory_than_forward_and_backward(
 def test_what_it_does_not_go_with_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="zeroth-order training is our runtime's"):
         WORKLOAD.replace(engine="megatron")
+    with pytest.raises(ConfigError, match="could be offloaded"):
+        plan(tiny_model(num_blocks=4), cpu_cluster(1), WORKLOAD, offload=OffloadRequest(host_memory_bytes=2**30))
     with pytest.raises(ConfigError, match="zeroth_order"):
         require_valid(
             tiny_model(num_blocks=4), WORKLOAD, Layout(pp=2, micro_batch_size=2), world_size=2, scaleup_domain=2
