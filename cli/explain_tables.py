@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..schema.units import format_bytes, format_count, format_seconds
-from .tables import MAX_STAGE_ROWS, TIME_TITLES, bar, cluster_title
+from .tables import MAX_STAGE_ROWS, TIME_TITLES, add_offload, bar, cluster_title
 
 if TYPE_CHECKING:
     from ..planner.explanation import Comparison, Explanation, StageHeadroom, WhyNot
@@ -28,6 +28,11 @@ def explanation_tables(plan: Plan, found: Explanation) -> Iterator[RenderableTyp
         yield from _why_not(found, found.why_not)
         return
     yield _summary(plan, found)
+    if found.policies:
+        policies = [(policy.name, policy) for policy in found.policies]
+        title = "the same layout under uniform policies: difference to the plan"
+        yield side_by_side(title, found.layout, found.step_time_s, policies)
+        yield Text("\n".join(f"  {policy.name}: {policy.reason}" for policy in found.policies))
     others = [other for other in found.runner_ups if other.fits] + [o for o in found.runner_ups if not o.fits]
     if others:
         titles = [f"runner-up {i + 1}" for i in range(len(others))]
@@ -61,6 +66,8 @@ def _summary(plan: Plan, found: Explanation) -> Table:
         where = f"{bar(share)} {escape(binding.text)}"
         table.add_row(f"  {binding.resource}", format_seconds(binding.seconds), f"{100 * share:.1f} %", where)
     _add_stages(table, found.stages, found.budget_bytes)
+    if plan.offload is not None:
+        add_offload(table, plan, plan.offload)
     table.add_section()
     table.add_row("[bold]step time saved by", "this layout", "the best layout", "which is then")
     for gain in found.worth:

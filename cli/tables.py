@@ -47,7 +47,7 @@ def plan_table(plan: Plan) -> Table:
     table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
     _add_stages(table, plan)
     if plan.offload is not None:
-        _add_offload(table, plan, plan.offload)
+        add_offload(table, plan, plan.offload)
     if plan.search:
         table.add_section()
         search = plan.search
@@ -158,7 +158,7 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
             table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", bar(share))
 
 
-def _add_offload(table: Table, plan: Plan, schedule: OffloadSchedule) -> None:
+def add_offload(table: Table, plan: Plan, schedule: OffloadSchedule) -> None:
     """What lies where, what moves, and what a little more of each resource would save."""
     table.add_section()
     per_step = (
