@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ..planner.explanation import Comparison, Explanation, StageHeadroom, WhyNot
     from ..schema import Layout, Plan
 
+SAME = 1e-6
+"""Of a part: sums in another order differ by less."""
+
 MAX_COLUMNS = 4
 """Runner-ups side by side."""
 
@@ -147,12 +150,13 @@ def _add_parts(
 ) -> None:
     for name in dict.fromkeys(name for lines in parts for name in lines):
         mine = next(lines[name][0] for lines in parts if name in lines)
-        differences = (_signed(lines[name][2], shown) if name in lines else "" for lines in parts)
+        differences = (_signed(lines[name], shown) if name in lines else "" for lines in parts)
         table.add_row(f"  {titles.get(name, name)}", shown(mine) if mine else "0", *differences)
 
 
-def _signed(value: float, shown: Callable[[float], str]) -> str:
-    return "=" if value == 0 else ("+" if value > 0 else "-") + shown(abs(value))
+def _signed(line: tuple[float, float, float], shown: Callable[[float], str]) -> str:
+    mine, other, value = line
+    return "=" if abs(value) <= SAME * max(mine, other) else ("+" if value > 0 else "-") + shown(abs(value))
 
 
 def _saved(seconds: float, of_s: float) -> str:
