@@ -64,10 +64,11 @@ def explain(
     request = Request.of(plan)
     answer = answer_why_not(plan, request, wanted, deadline) if wanted else None
     schedule = _schedule_worth(plan, request)
-    links = links_of(plan, schedule and schedule.kept_s)
-    fastest_s, worth = None, ()
-    if schedule is not None and not wanted:
-        worth = schedule.worth(deadline)
+    links = links_of(plan, None if schedule is None else schedule.kept_s)
+    fastest_s: float | None = None
+    worth: tuple[Worth, ...] = ()
+    if schedule is not None:
+        worth = () if wanted else schedule.worth(deadline)
     elif not wanted:
         fastest_s, worth = worth_of(plan, request, deadline)
     binds = [*_bindings(plan, links, worth), *(schedule.bindings() if schedule else ())]
