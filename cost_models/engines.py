@@ -104,7 +104,7 @@ def passes_bytes_per_param(batch: LayoutBatch, workload: Workload) -> FloatArray
     if workload.engine == "fsdp2":
         return _copied_bytes_per_param(batch, workload)
     if workload.engine == "megatron":
-        return m * 8.0
+        return np.asarray(m * 8.0, dtype=np.float64)
     added = b + 8 if workload.engine == "nanotron" else 3 * b
     return np.asarray(np.where(m > 1, m * added, 0), dtype=np.float64)
 
