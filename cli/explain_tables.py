@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from ..planner.explanation import Comparison, Explanation, StageHeadroom, WhyNot
     from ..schema import Layout, Plan
 
+HOST_TITLES = {
+    "host_bytes": "host memory of a node",
+    "storage_bytes": "storage of a node",
+    "to_host_bytes": "to the host, a step and rank",
+    "to_device_bytes": "to the device",
+}
+
 SAME = 1e-6
 """Of a part: sums in another order differ by less."""
 
@@ -70,7 +77,7 @@ def _summary(plan: Plan, found: Explanation) -> Table:
         table.add_row(f"  {binding.resource}", format_seconds(binding.seconds), f"{100 * share:.1f} %", where)
     _add_stages(table, found.stages, found.budget_bytes)
     if plan.offload is not None:
-        add_offload(table, plan, plan.offload)
+        add_offload(table, plan.stages[0], plan.offload)
     table.add_section()
     table.add_row("[bold]step time saved by", "this layout", "the best layout", "which is then")
     for gain in found.worth:
@@ -135,6 +142,10 @@ def side_by_side(title: str, layout: Layout, step_time_s: float, named: Sequence
     table.add_section()
     table.add_row("[bold]memory", "", *("fits" if o.fits else "[red]does not fit" for o in others))
     _add_parts(table, [o.memory_bytes for o in others], {}, format_bytes)
+    if any(other.host_bytes for other in others):
+        table.add_section()
+        table.add_row("[bold]offload")
+        _add_parts(table, [o.host_bytes for o in others], HOST_TITLES, format_bytes)
     return table
 
 

@@ -17,7 +17,7 @@ from .closest import demand_of_stages, tightest
 from .compare import compare
 from .deadline import Deadline
 from .explanation import Binding, Comparison, Explanation, LinkUse, StageHeadroom, Worth
-from .planning import estimate
+from .planning import estimate, estimate_with_schedule
 from .request import Request
 from .why_not import why_not as answer_why_not
 from .worth import as_placed, links_of, worth_of
@@ -189,12 +189,13 @@ def _runner_ups(plan: Plan, request: Request, deadline: Deadline) -> Iterable[Co
         if other.layout.offload == "scheduled" and deadline.is_over:
             continue
         try:
-            found = estimate(
+            found, other_schedule = estimate_with_schedule(
                 plan.model, plan.cluster, plan.workload, other.layout, offload=request.offload, quickly=True
             )
         except MeshwrightError:
             continue
-        yield compare(plan, other.layout, found, reason=other.reason)
+        schedule = None if other_schedule is None else other_schedule.schedule
+        yield compare(plan, other.layout, found, reason=other.reason, schedule=schedule)
 
 
 def _notes(plan: Plan, *, in_time: bool) -> tuple[str, ...]:

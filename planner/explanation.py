@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from ..schema import Layout, OffloadSchedule
 from ..schema.base import Frozen
 
@@ -87,6 +89,7 @@ class Comparison(Frozen):
 
     Attributes:
         fields: fields of the layout that differ, as (name, plan, other).
+        host_bytes: the same of what offload schedules hold on a node's host and storage, and what a rank moves in a step.
         name: of the policy, in `Explanation.policies`.
     """
 
@@ -98,6 +101,7 @@ class Comparison(Frozen):
     fields: tuple[tuple[str, str, str], ...]
     time_s: dict[str, tuple[float, float, float]]
     memory_bytes: dict[str, tuple[int, int, int]]
+    host_bytes: dict[str, tuple[int, int, int]] = Field(default_factory=dict)
     reason: str = ""
     name: str = ""
 

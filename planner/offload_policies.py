@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..cost_models.layouts import RECOMPUTES
 from ..cost_models.option_costs import OptionCosts
-from ..schema import Estimate, Plan
+from ..schema import Estimate, OffloadSchedule, Plan
 from ..schema.units import format_bytes
 from ..solvers import offload_uniform
 from ..solvers.offload_changes import Sums
@@ -16,9 +17,10 @@ from ..solvers.offload_simulation import check
 from .choose import TOO_LARGE, why_slower, why_too_large
 from .compare import compare
 from .explanation import Comparison
-from .offload_costs import OFFLOAD_OF, RECOMPUTE_OF, estimate_of, instances_of
+from .offload_costs import RECOMPUTE_OF, estimate_of, instances_of
 from .offload_plan import options_of
 from .offload_request import OffloadRequest
+from .planning import estimate
 
 STAY = (0, 1, 2)
 """Options (solvers/offload_instance.py) that move no activations: keep, selective and full recompute."""
@@ -37,8 +39,9 @@ class Policy:
     options: tuple[int, ...]
 
 
+NO_OFFLOAD = "no offload"
+
 POLICIES = (
-    Policy("no offload", "the same layout with everything on the device", "device", STAY),
     Policy("activations", "all activations on the host, or the inputs of recomputed blocks", "device", MOVE),
     Policy("host updates", "all optimizer states on the host, which updates them (as ZeRO-Offload)", "host", STAY),
     Policy("states streamed", "all optimizer states on the host, streamed to the device", "streamed", STAY),
@@ -47,7 +50,8 @@ POLICIES = (
 
 
 def under_policies(plan: Plan) -> Iterator[Comparison]:
-    """The layout of a plan under each policy, with the recompute that is best for it, against the plan."""
+    """The layout of a plan without offload and under each policy, with the recompute that is best for it, against the plan."""
+    yield _without(plan)
     request = OffloadRequest.of(plan)
     assert request is not None
     anything = OffloadRequest(host_memory_bytes=request.host_memory_bytes)
@@ -57,6 +61,20 @@ def under_policies(plan: Plan) -> Iterator[Comparison]:
         tried = [(problem, choice) for problem in problems for choice in _choices(problem, policy)]
         if tried:
             yield _compared(plan, policy, options, *_best(tried))
+
+
+def _without(plan: Plan) -> Comparison:
+    """Everything on the device, as any layout without a schedule is costed."""
+    layouts = [plan.layout.replace(offload="none", recompute=recompute) for recompute in RECOMPUTES]
+    costs = [(estimate(plan.model, plan.cluster, plan.workload, layout), layout) for layout in layouts]
+    found, layout = min(costs, key=lambda each: (_beyond(each[0]), each[0].step_time_s))
+    why = why_slower(found, plan.estimate) if found.fits else f"{why_too_large(found)}   [device memory (C6)]"
+    reason = f"the same layout with everything on the device; recompute {layout.recompute}: {why}"
+    return compare(plan, layout, found, reason=reason).replace(name=NO_OFFLOAD)
+
+
+def _beyond(found: Estimate) -> int:
+    return max(0, found.required_bytes - found.budget_bytes)
 
 
 def _choices(problem: Instance, policy: Policy) -> Iterator[Choice]:
@@ -90,12 +108,17 @@ def _best(tried: list[tuple[Instance, Choice]]) -> tuple[Instance, Found]:
 def _compared(plan: Plan, policy: Policy, options: OptionCosts, problem: Instance, found: Found) -> Comparison:
     option = int(found.choice.option[problem.allowed.sum(axis=0).argmax()])
     recompute = RECOMPUTE_OF[option]
-    stays = policy.place == "device" and OFFLOAD_OF[option] == "none"
-    layout = plan.layout.replace(offload="none" if stays else "scheduled", recompute=recompute)
+    layout = plan.layout.replace(recompute=recompute)
     estimate = estimate_of(options, 0, problem, found.choice, found.simulated)
     lacking = _lacking(plan, problem, found, estimate)
+    held = found.simulated
+    moved = OffloadSchedule(
+        host_bytes=int(held.host_bytes * plan.cluster.largest_node),
+        to_host_bytes=int(held.to_host_bytes),
+        to_device_bytes=int(held.to_device_bytes),
+    )
     reason = f"{policy.text}; recompute {recompute}: " + ("; ".join(lacking) or why_slower(estimate, plan.estimate))
-    return compare(plan, layout, estimate, reason=reason).replace(name=policy.name, fits=not lacking)
+    return compare(plan, layout, estimate, reason=reason, schedule=moved).replace(name=policy.name, fits=not lacking)
 
 
 def _lacking(plan: Plan, problem: Instance, found: Found, estimate: Estimate) -> list[str]:

@@ -240,6 +240,22 @@ def plan_of(
 
 
 def estimate(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, *, offload: OffloadRequest | None = None
+) -> Estimate:
+    """What one given layout costs; its layers are cut into stages as evenly as memory allows. Under mixed recompute each block does
+    what is best for the step.
+
+    Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too. One whose offload is
+    scheduled has its best schedule within what ``offload`` says (unset: all that the cluster has).
+
+    Raises:
+        ConfigError: the layout breaks a rule that holds for any engine; every broken one is named.
+        InfeasibleError: its offload is scheduled and no schedule fits.
+    """
+    return estimate_with_schedule(model, cluster, workload, layout, offload=offload)[0]
+
+
+def estimate_with_schedule(
     model: ModelSpec,
     cluster: ClusterSpec,
     workload: Workload,
@@ -247,16 +263,9 @@ def estimate(
     *,
     offload: OffloadRequest | None = None,
     quickly: bool = False,
-) -> Estimate:
-    """What one given layout costs; its layers are cut into stages as evenly as memory allows. Under mixed recompute each block does
-    what is best for the step.
-
-    Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too. One whose offload is
-    scheduled has its best schedule within what ``offload`` says (unset: all that the cluster has), or ``quickly`` the one that a
-    search of layouts compares.
-
-    Raises:
-        ConfigError: the layout breaks a rule that holds for any engine; every broken one is named.
+) -> tuple[Estimate, Offloaded | None]:
+    """The estimate of a layout and, where its offload is scheduled, its schedule: the best one, or ``quickly`` the one that a
+    search of layouts compares. Raises like `estimate`.
     """
     require_valid(
         model,
@@ -270,9 +279,10 @@ def estimate(
         from .offload import offloaded_layout
 
         request = offload or OffloadRequest()
-        return offloaded_layout(model, cluster, workload, layout, request, quickly=quickly).estimate
+        found = offloaded_layout(model, cluster, workload, layout, request, quickly=quickly)
+        return found.estimate, found
     batch = LayoutBatch.of([layout], workload.global_batch_size)
-    return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate
+    return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate, None
 
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:

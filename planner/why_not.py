@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..schema import ConfigError, Estimate, InfeasibleError, Layout, Plan, SolverLimitError
+from ..schema import ConfigError, Estimate, InfeasibleError, Layout, OffloadSchedule, Plan, SolverLimitError
 from ..schema.layout import format_assignments
 from .choose import SAME_TIME_FRACTION, why_slower
 from .closest import closest, shortfall
@@ -64,7 +64,7 @@ def _completed(plan: Plan, request: Request, wanted: Mapping[str, Any], deadline
     found, lacking = _scheduled(request, result, deadline)
     if found is not None:
         bound_s = found.certificate.bound_s if found.certificate.status == "feasible" else None
-        return _compared(plan, request, found.layout, found.estimate, bound_s)
+        return _compared(plan, request, found.layout, found.estimate, bound_s, found.schedule)
     if result is None:
         return WhyNot(status="too_large", asked="", reasons=lacking)
     answer = _answer(plan, request, result)
@@ -111,9 +111,16 @@ def _answer(plan: Plan, request: Request, result: SearchResult) -> WhyNot:
     return _compared(plan, request, best.layout(batch), best.estimate, result.bound_s if result.stopped_early else None)
 
 
-def _compared(plan: Plan, request: Request, layout: Layout, estimate: Estimate, bound_s: float | None) -> WhyNot:
+def _compared(
+    plan: Plan,
+    request: Request,
+    layout: Layout,
+    estimate: Estimate,
+    bound_s: float | None,
+    schedule: OffloadSchedule | None = None,
+) -> WhyNot:
     """A completion that fits against the plan; ``bound_s`` where the time limit stopped the search for it."""
-    comparison = compare(plan, layout, estimate, reason=why_slower(estimate, plan.estimate))
+    comparison = compare(plan, layout, estimate, reason=why_slower(estimate, plan.estimate), schedule=schedule)
     status: _Status = "slower" if comparison.slower_fraction >= -ROUNDING else "faster"
     reasons = [_verdict(plan, request, comparison.slower_fraction)]
     if bound_s is not None:

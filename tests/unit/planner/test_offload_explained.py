@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
-from meshwright.planner import explain, plan
+from meshwright.cli.report_figures import figures
+from meshwright.planner import compare, explain, plan
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.explanation import Explanation, WhyNot
 from meshwright.planner.offload import search_offload
 from meshwright.planner.offload_plan import choice_of, scheduled
-from meshwright.planner.offload_policies import POLICIES
+from meshwright.planner.offload_policies import NO_OFFLOAD, POLICIES
 from meshwright.planner.offload_request import OffloadRequest
 from meshwright.planner.request import Request
+from meshwright.planner.timeline import timeline
 from meshwright.schema import ClusterSpec, ModelSpec, Plan, Workload
+from meshwright.schema.trace import chrome_trace
 from meshwright.schema.units import GIB
 
 MODEL = ModelSpec.named("llama-3.2-1b")
@@ -85,13 +89,13 @@ def test_a_host_that_binds_is_worth_more_of() -> None:
 
 def test_no_uniform_policy_is_faster_than_the_schedule() -> None:
     found = explained()
-    assert [policy.name for policy in found.policies] == [policy.name for policy in POLICIES]
+    assert [policy.name for policy in found.policies] == [NO_OFFLOAD, *(policy.name for policy in POLICIES)]
     by_name = {policy.name: policy for policy in found.policies}
     for policy in found.policies:
         assert not policy.fits or policy.slower_fraction >= 0
         assert policy.fits or "does not fit" in policy.reason
         assert policy.step_time_s == pytest.approx(sum(line[1] for line in policy.time_s.values()))
-    assert not by_name["no offload"].fits and "(C6)" in by_name["no offload"].reason
+    assert not by_name[NO_OFFLOAD].fits and "(C6)" in by_name[NO_OFFLOAD].reason
     assert any(policy.fits for policy in found.policies)
 
 
@@ -150,3 +154,39 @@ def test_time_that_is_over_leaves_searches_out_and_says_so() -> None:
     found = explain(made(), deadline=over)
     assert all(gain.best_s is None for gain in found.worth) and found.policies
     assert any("time limit" in note for note in found.notes)
+
+
+def test_the_timeline_is_the_simulated_step() -> None:
+    steps = timeline(made())
+    assert steps.step_time_s == pytest.approx(made().estimate.step_time_s, rel=1e-9)
+    passes = [(p.kind, p.layer, p.micro_batch) for p in steps.slices if p.stream == "compute"]
+    assert len(set(passes)) == len(passes) == 2 * MODEL.num_layers * made().num_microbatches
+    for stream in {piece.stream for piece in steps.slices}:
+        mine = sorted((p for p in steps.slices if p.stream == stream), key=lambda p: p.start_s)
+        assert all(a.start_s + a.seconds <= b.start_s + 1e-9 for a, b in pairwise(mine)), "one thing at a time"
+    moved = {p.kind for p in steps.slices if p.stream == "copies to the host" and p.micro_batch >= 0}
+    stage = made().stages[0]
+    assert ("activations" in moved) == any(stage.offload_of(idx) == "activations" for idx in stage.layer_idxs)
+    trace = chrome_trace(made(), steps)
+    named = {e["tid"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"} <= named
+
+
+def test_the_page_draws_every_layer_and_the_whole_step() -> None:
+    drawn = {title: figure for title, figure, _ in figures(made())}
+    (layers,) = drawn["What leaves the device, layer by layer"].data
+    assert [len(row) for row in layers.z] == [MODEL.num_layers] * 3
+    schedule = made().offload
+    assert schedule is not None
+    on_device = {idx for idx, text in enumerate(layers.text[2]) if text == "on the device"}
+    assert on_device == set(range(MODEL.num_layers)) - set(schedule.streamed_parameter_layers)
+    (waterfall,) = drawn["Where the step goes"].data
+    assert sum(waterfall.y) == pytest.approx(made().estimate.step_time_s)
+    assert drawn["The step, pass by pass"] is not None
+
+
+def test_compared_plans_have_lines_of_what_lies_on_the_host() -> None:
+    less = made(TIGHT, OffloadRequest(host_memory_bytes=8 * GIB))
+    assert less.offload is not None and made().offload is not None
+    lines = compare(made(), less.layout, less.estimate, schedule=less.offload).host_bytes
+    assert lines["host_bytes"][:2] == (made().offload.host_bytes, less.offload.host_bytes)
