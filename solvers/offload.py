@@ -161,7 +161,9 @@ def _best_spread(
     least = (np.inf, np.inf)
     for ends in all_ends:
         choice = spread(sums.instance, counted, phase, where, ends)
-        simulated = sums.simulate(choice)
+        simulated = sums.simulate_within(choice, np.inf if least[0] > 0 else least[1])
+        if simulated is None:
+            continue
         rank = (beyond_bytes(sums.instance, simulated), simulated.step_s)
         if rank < least:
             best, least = (choice, simulated, ends), rank

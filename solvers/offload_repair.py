@@ -100,8 +100,8 @@ def with_window(sums: Sums, found: Found) -> Found:
     if not (found.choice.of(instance.moved_bytes).any() or found.choice.parameters.any()):
         return found
     for prefetch in range(found.prefetch + 1, MOST_PREFETCH + 1):
-        ahead = sums.simulate(found.choice, prefetch=prefetch)
-        if ahead.peak_bytes > instance.cap_bytes or ahead.step_s >= found.step_s * (1 - 1e-9):
+        ahead = sums.simulate_within(found.choice, found.step_s * (1 - 1e-9), prefetch=prefetch)
+        if ahead is None or ahead.peak_bytes > instance.cap_bytes:
             break
         found = Found(found.choice, ahead, prefetch)
     return found
@@ -153,8 +153,8 @@ def improved(sums: Sums, best: Found, *, good_enough_s: float, tries: int) -> Fo
                 return best
             known.add(key)
             tries -= 1
-            simulated = sums.simulate(changed, prefetch=best.prefetch)
-            if simulated.step_s < best.step_s * (1 - 1e-7) and not check(instance, changed, simulated):
+            simulated = sums.simulate_within(changed, best.step_s * (1 - 1e-7), prefetch=best.prefetch)
+            if simulated is not None and not check(instance, changed, simulated):
                 best, going = with_window(sums, Found(changed, simulated, best.prefetch)), True
                 break
     return best

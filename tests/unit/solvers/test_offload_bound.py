@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.solvers import offload, offload_bound, offload_changes, offload_fluid
+from meshwright.solvers.offload_events import TO_DEVICE, TO_HOST, Job, run
 from meshwright.solvers.offload_instance import Allowed, Links
-from meshwright.solvers.offload_simulation import TO_DEVICE, TO_HOST, Job, check, run, simulate
+from meshwright.solvers.offload_simulation import check, simulate
 from offload_problems import FULL, KEEP, choice_of, instance
 
 
