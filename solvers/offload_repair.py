@@ -196,8 +196,8 @@ def _with(choice: Choice, offers: Changes, row: int) -> Choice:
 def _members(i: Instance, choice: Choice, most: int) -> IntArray:
     """Layers of which each kind with the same option and place has at most so many: the middle one, the last one, the first one."""
     keys = (i.kind * 64 + choice.option * 8 + places_of(choice)).astype(np.int64)
-    found = list[int]()
-    for key in np.unique(keys):
-        members = np.flatnonzero(keys == key)
-        found.extend(members[[len(members) // 2, -1, 0][:most]].tolist())
-    return np.unique(np.array(found, dtype=np.int64))
+    order = np.argsort(keys, kind="stable")
+    first = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    last = np.append(first[1:], len(keys)) - 1
+    middle = (first + last + 1) // 2
+    return np.unique(order[np.concatenate([middle, last, first][:most])])
