@@ -11,7 +11,7 @@ from .cluster import ClusterSpec
 from .cost_summary import CostSummary, ParetoPoint
 from .layout import Layout, Recompute
 from .model import Block, ModelSpec, MoE
-from .offload import LayerOffload, OffloadSchedule
+from .offload import LayerOffload, OffloadAllowed, OffloadSchedule
 from .workload import Workload
 
 
@@ -250,6 +250,7 @@ class Provenance(Frozen):
     Attributes:
         fixed: layout fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
         space: runnable: only layouts that `meshwright apply` executes; full: all of the engine; None in plans of older versions.
+        offload: what might leave the devices, also where the plan leaves everything there; None: nothing.
     """
 
     meshwright: str
@@ -257,6 +258,7 @@ class Provenance(Frozen):
     inputs_sha256: str
     fixed: str = ""
     space: Literal["runnable", "full"] | None = None
+    offload: OffloadAllowed | None = None
 
 
 class Plan(Document):
