@@ -120,8 +120,8 @@ def _highs_bound(problem: pulp.LpProblem, objective: float | None) -> float | No
 class RowSolver:
     """A linear program in HiGHS itself (importing pulp takes longer than most of them); it can be solved again with other sides.
 
-    Where variables are whole: until the answer is within ``rel_gap`` of its bound, or for at most ``most_nodes`` nodes. Where none
-    is, solving again goes on from the last answer.
+    Each time from the start, so that an answer does not depend on what was asked before. Where variables are whole: until the
+    answer is within ``rel_gap`` of its bound, or for at most ``most_nodes`` nodes.
     """
 
     def __init__(

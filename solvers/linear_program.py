@@ -88,7 +88,7 @@ class LinearProgram:
 
 def _of_size(size: int, given: Any, dtype: type) -> NDArray[Any]:
     """As many values as ``size``, of so many or of one."""
-    values = np.asarray(given, dtype=dtype).reshape(-1)
+    values: NDArray[Any] = np.asarray(given, dtype=dtype).reshape(-1)
     if len(values) == size:
         return values
     assert len(values) == 1, f"{len(values)} values for {size} rows or variables"

@@ -32,7 +32,8 @@ def rounded(instance: Instance, fluid: Fluid, phase: float) -> Choice:
     columns = zip(fluid.options.T.tolist(), instance.allowed.T.tolist(), fluid.parameters.tolist(), strict=True)
     for idx, (shares, allowed, share) in enumerate(columns):
         ahead = [ahead[k] + shares[k] for k in options]
-        taken = max((k for k in options if allowed[k]), key=lambda k, ahead=ahead: ahead[k] + first[k])
+        weights = [ahead[k] + first[k] if allowed[k] else -np.inf for k in options]
+        taken = weights.index(max(weights))
         option[idx], ahead[taken] = taken, ahead[taken] - 1.0
         due += share
         if due >= 1.0 - 1e-9 and instance.streamable[idx]:
@@ -52,10 +53,10 @@ def _taken(bytes_: FloatArray, wanted: float) -> BoolArray:
     if wanted <= 1e-9 * max(total, 1.0) or total == 0:
         return chosen
     share, due = min(wanted / total, 1.0), 0.0
-    for idx, size in enumerate(bytes_.tolist()):
+    for layer, size in enumerate(bytes_.tolist()):
         due += share * size
         if size > 0 and due >= size * (1 - 1e-9):
-            chosen[idx], due = True, due - size
+            chosen[layer], due = True, due - size
     missing = wanted - float(bytes_[chosen].sum())
     for idx in sorted(np.flatnonzero((bytes_ > 0) & ~chosen), key=lambda idx: (bytes_[idx] < missing, bytes_[idx])):
         if missing <= 1e-9 * total:
