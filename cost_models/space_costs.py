@@ -283,6 +283,10 @@ class SpaceCosts:
         rate = device_rates(self.cluster, self.workload).update_bytes_per_s
         return np.asarray(passes_bytes_per_param(self.batch, self.workload) / rate)
 
+    def copied_s(self, idx: int) -> FloatArray:
+        """Of each layer's [L] exposed seconds under one layout: those passes, which compute and do not communicate."""
+        return np.asarray(self._passes_s[idx] * self.per_layer("num_trained", idx))
+
     @cached_property
     def _collectives_exposed(self) -> tuple[FloatArray, ...]:
         return tuple(self._dp_exposed(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))

@@ -26,7 +26,7 @@ class TimeBreakdown(Frozen):
     """Parts of one step on the critical path, seconds; they sum to the step time.
 
     Attributes:
-        compute: forward and backward of the busiest stage over its micro-batches.
+        compute: forward and backward of the busiest stage over its micro-batches, copies and sums of parameters and gradients.
         recompute: forward work done again in the backward pass.
         tp: exposed tensor-parallel communication.
         cp: exposed exchange of keys and values between context-parallel ranks.
