@@ -13,12 +13,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..layouts import FloatArray
-from .gemm import GemmRates, correction_kernel, features, model, roofline_s
+from .correction import SHIPPED, Kernel, covariance
+from .gemm import GemmRates, features, model, roofline_s
+from .trees import ResidualModel
 
 NUM_CANDIDATES = 1000
-
-_NOISE = 0.10
-"""Of the logarithm of one measured time, as `gemm.calibrate` takes it."""
 
 _OUTSIDE = 0.5
 """Of the prior's deviation, for each range's width that a feature lies beyond the trained range."""
@@ -39,13 +38,25 @@ def candidates(rates: GemmRates, *, seed: int, most_s: float, most_bytes: float)
     return tuple(size[fits][:NUM_CANDIDATES] for size in (m, n, k))
 
 
-def most_informative(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, count: int) -> list[int]:
-    """Positions of up to ``count`` shapes, each the one that takes most variance from all after those before it."""
-    own, sheet = rates.coefficients, rates.hardware
+def most_informative(
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    rates: GemmRates,
+    count: int,
+    *,
+    residual: ResidualModel | None = None,
+    kernel: Kernel = SHIPPED,
+) -> list[int]:
+    """Positions of up to ``count`` shapes, each the one that takes most variance from all after those before it.
+
+    ``residual``, ``kernel``: in place of the shipped ones.
+    """
+    own, sheet, trained = rates.coefficients, rates.hardware, residual or model()
     columns = features(m, n, k, own, sheet, element_bytes=rates.element_bytes, software=rates.software)
-    deviation = 1.0 + _OUTSIDE * _beyond_trained(columns)
-    covariance = correction_kernel(columns) * np.outer(deviation, deviation)
-    return greedy(covariance, _NOISE, count)
+    deviation = 1.0 + _OUTSIDE * _beyond_trained(columns, trained)
+    prior = covariance(columns, trained.log_residual(columns), kernel) * np.outer(deviation, deviation)
+    return greedy(prior, kernel.noise, count)
 
 
 def greedy(covariance: FloatArray, noise: float, count: int) -> list[int]:
@@ -67,9 +78,9 @@ def greedy(covariance: FloatArray, noise: float, count: int) -> list[int]:
     return chosen
 
 
-def _beyond_trained(columns: dict[str, FloatArray]) -> FloatArray:
+def _beyond_trained(columns: dict[str, FloatArray], trained: ResidualModel) -> FloatArray:
     """How many widths of the trained range the farthest feature lies outside of it [N]."""
-    trained, farthest = model(), np.zeros(len(next(iter(columns.values()))))
+    farthest = np.zeros(len(next(iter(columns.values()))))
     for name, low, high in zip(trained.features, trained.low, trained.high, strict=True):
         if high > low and np.ptp(columns[name]) > 0:  # facts of the device are the same for all shapes
             outside = np.maximum(low - columns[name], columns[name] - high)
