@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..layouts import FloatArray
-from .correction import SHIPPED, Correction, Kernel, correction_through
+from .correction import SHIPPED, Correction, Kernel, correction_through, whitening_of
 from .least_squares import bent, least_squares
 from .trees import ResidualModel
 
@@ -221,6 +221,18 @@ def features(
 
 
 _SPREAD = (0.4, 0.15, 0.15, 0.3, 0.5)  # of the logarithms of coefficients between families
+_ODD = 1.5  # deviations beyond which a point counts linearly: it runs on a kernel of its own
+
+
+def coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
+    """By how much log(seconds) moves with one deviation of each coefficient between families [N, 5]."""
+    prior, step = np.log(rates.coefficients), 1e-3
+
+    def moved(z: FloatArray) -> FloatArray:
+        return np.log(roofline_s(m, n, k, GemmCoefficients(*np.exp(z)), rates.hardware, rates.element_bytes))
+
+    here = moved(prior)
+    return np.stack([(moved(prior + step * e) - here) / step for e in np.diag(_SPREAD)], axis=1)
 
 
 def calibrate(
@@ -235,8 +247,9 @@ def calibrate(
 ) -> GemmRates:
     """Rates corrected by products measured on the device itself: a handful moves the coefficients, tens the residual too.
 
-    Maximum a posteriori: coefficients around ``rates.coefficients`` with the spread they have between device families, then a
-    Gaussian process through what is left (`correction.py`). No points give ``rates`` back.
+    Maximum a posteriori: coefficients around ``rates.coefficients`` with the spread they have between device families, points
+    near each other counting as alike as the kernel says; then a Gaussian process through what is left (`correction.py`). No
+    points give ``rates`` back.
 
     Args:
         m, n, k, seconds: [P] measured forward products; best spread over sizes from launch-bound to compute-bound.
@@ -247,12 +260,14 @@ def calibrate(
     prior, own, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
     sheet, size = rates.hardware, rates.element_bytes
     for _ in range(3):
-        learned = residual.log_residual(features(m, n, k, own, sheet, element_bytes=size, software=rates.software))
+        columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
+        learned = residual.log_residual(columns)
+        whitening = whitening_of(columns, learned, kernel)
 
-        def misfit(z: FloatArray, learned: FloatArray = learned) -> FloatArray:
+        def misfit(z: FloatArray, learned: FloatArray = learned, whitening: FloatArray = whitening) -> FloatArray:
             at = GemmCoefficients(*np.exp(z))
             error = np.log(roofline_s(m, n, k, at, sheet, size) / seconds) + learned
-            return np.concatenate([bent(error, 0.15) / 0.12, (z - prior) / _SPREAD])
+            return np.concatenate([bent(whitening @ error, _ODD), (z - prior) / _SPREAD])
 
         own = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
     corrected = rates._replace(coefficients=own, correction=None)

@@ -1,9 +1,10 @@
 """Which matrix products are worth measuring on a device: those the learned model is least sure of, given the others.
 
-The correction through measured points is a Gaussian process (`gemm.calibrate`), whose variance depends on where points are and
-not on their times. Measuring i takes ``cov(j, i)^2 / (var(i) + noise^2)`` from the variance of every j; the next point is the
-one that takes most from all candidates together. (The point of largest variance itself lies on the edge of what is asked for:
-30 such points left more variance in the mean than 30 random ones.)
+Before a device is measured, log(seconds) of its products differ from the prediction by what its coefficients may be off and by a
+Gaussian process (`correction.py`); how much of both points leave open depends on where they are and not on their times.
+Measuring i takes ``cov(j, i)^2 / (var(i) + noise^2)`` from the variance of every j; the next point is the one that takes most from
+all candidates together. (The point of largest variance itself lies on the edge of what is asked for: 30 such points left more
+variance in the mean than 30 random ones.)
 
 Shapes outside of the range that the residual was trained on start with a larger variance: there it only follows the roofline.
 """
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..layouts import FloatArray
 from .correction import SHIPPED, Kernel, covariance
-from .gemm import GemmRates, features, model, roofline_s
+from .gemm import GemmRates, coefficient_slopes, features, model, roofline_s
 from .trees import ResidualModel
 
 NUM_CANDIDATES = 1000
@@ -56,7 +57,8 @@ def most_informative(
     columns = features(m, n, k, own, sheet, element_bytes=rates.element_bytes, software=rates.software)
     deviation = 1.0 + _OUTSIDE * _beyond_trained(columns, trained)
     prior = covariance(columns, trained.log_residual(columns), kernel) * np.outer(deviation, deviation)
-    return greedy(prior, kernel.noise, count)
+    slopes = coefficient_slopes(m, n, k, rates)
+    return greedy(prior + slopes @ slopes.T, kernel.noise, count)
 
 
 def greedy(covariance: FloatArray, noise: float, count: int) -> list[int]:
