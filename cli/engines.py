@@ -12,7 +12,7 @@ from .inputs import JsonOption
 
 if TYPE_CHECKING:
     from ..engines import Imported
-    from ..schema import Estimate, Layout, Plan
+    from ..schema import Estimate, Layout, OffloadSchedule, Plan
 
 ConfigurationArgument = Annotated[
     Path,
@@ -105,7 +105,7 @@ def compare(
 
         given = Plan.load(plan)
         present = _planned(file, given) if _is_plan(file) else _configured(file, engine, given)
-        comparison = make_comparison(given, present.layout, present.estimate)
+        comparison = make_comparison(given, present.layout, present.estimate, schedule=present.schedule)
         if json:
             typer.echo(comparison.model_dump_json(indent=2))
         else:
@@ -129,13 +129,16 @@ def _summary(slower: float) -> str:
 
 
 class _Present(NamedTuple):
-    """What stands beside a plan: its name in the table, its layout and costs, in what it differs otherwise, and how it was read."""
+    """What stands beside a plan: its name in the table, its layout and costs, in what it differs otherwise, how it was read, and
+    its offload schedule.
+    """
 
     name: str
     layout: Layout
     estimate: Estimate
     notes: list[str]
     read: Imported | None = None
+    schedule: OffloadSchedule | None = None
 
 
 def _configured(file: Path, engine: str | None, given: Plan) -> _Present:
@@ -148,16 +151,20 @@ def _configured(file: Path, engine: str | None, given: Plan) -> _Present:
 
 
 def _planned(file: Path, given: Plan) -> _Present:
-    from ..planner import estimate
+    from ..planner.offload_request import OffloadRequest
+    from ..planner.planning import estimate_with_schedule
     from ..schema import Plan
 
     other = Plan.load(file)
     differing = [name for name in ("model", "cluster", "workload") if getattr(other, name) != getattr(given, name)]
     if not differing:
-        return _Present("the other plan", other.layout, other.estimate, [])
-    costs = estimate(given.model, given.cluster, given.workload, other.layout)
+        return _Present("the other plan", other.layout, other.estimate, [], schedule=other.offload)
+    costs, scheduled = estimate_with_schedule(
+        given.model, given.cluster, given.workload, other.layout, offload=OffloadRequest.of(other)
+    )
     note = f"{file} is for another {' and '.join(differing)}; its layout is costed with the plan's"
-    return _Present("the other plan", other.layout, costs, [note])
+    schedule = None if scheduled is None else scheduled.schedule
+    return _Present("the other plan", other.layout, costs, [note], schedule=schedule)
 
 
 def _is_plan(file: Path) -> bool:

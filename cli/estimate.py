@@ -14,13 +14,18 @@ from .inputs import (
     ClusterOrProfileOption,
     EngineOption,
     ForeignOption,
+    HostMemoryOption,
     JsonOption,
     ModelArgument,
+    NvmeOption,
+    NvmeSizeOption,
+    OffloadOption,
     OptimizerOption,
     PrecisionOption,
     ProfileOption,
     SeqLenOption,
     TrainOption,
+    offload_request,
     read_cluster,
     read_inputs,
 )
@@ -42,16 +47,23 @@ def estimate(
     engine: EngineOption = "fsdp2",
     calibrate: CalibrateOption = None,
     train: TrainOption = "full",
+    offload: OffloadOption = "none",
+    host_memory_gib: HostMemoryOption = None,
+    nvme: NvmeOption = None,
+    nvme_gib: NvmeSizeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Predict step time and memory of one layout, whether it fits or not."""
+    """Predict step time and memory of one layout, whether it fits or not; with --offload, of its best offload schedule."""
     with exit_on_error():
-        from ..planner import estimate as make_estimate
         from ..planner import not_executed
+        from ..planner.planning import estimate_with_schedule
         from ..schema import Layout
-        from .tables import estimate_table, show
+        from .tables import add_offload, estimate_table, show
 
         wanted = Layout.parse(layout)
+        request = offload_request(offload, host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
+        if request is not None:
+            wanted = wanted.replace(offload="scheduled")
         spec, machine, workload = read_inputs(
             model,
             read_cluster(cluster, profile, allow_foreign=allow_foreign_profile),
@@ -64,11 +76,14 @@ def estimate(
             calibrate=calibrate,
             train=train,
         )
-        found = make_estimate(spec, machine, workload, wanted)
+        found, scheduled = estimate_with_schedule(spec, machine, workload, wanted, offload=request)
         if json:
             typer.echo(found.model_dump_json(indent=2))
         else:
-            show(estimate_table(spec, machine, workload, wanted, found))
+            table = estimate_table(spec, machine, workload, wanted, found)
+            if scheduled is not None:
+                add_offload(table, scheduled.stage, scheduled.schedule)
+            show(table)
         for reason in not_executed(spec, machine, workload, wanted):
             typer.echo(f"note: `meshwright plan` and `apply` do not use this layout: {reason}", err=True)
         typer.echo(

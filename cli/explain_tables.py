@@ -12,11 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from ..schema.units import format_bytes, format_count, format_seconds
-from .tables import MAX_STAGE_ROWS, TIME_TITLES, bar, cluster_title
+from .tables import MAX_STAGE_ROWS, TIME_TITLES, add_offload, bar, cluster_title
 
 if TYPE_CHECKING:
     from ..planner.explanation import Comparison, Explanation, StageHeadroom, WhyNot
     from ..schema import Layout, Plan
+
+HOST_TITLES = {
+    "host_bytes": "host memory of a node",
+    "storage_bytes": "storage of a node",
+    "to_host_bytes": "to the host, a step and rank",
+    "to_device_bytes": "to the device",
+}
+
+SAME = 1e-6
+"""Of a part: sums in another order differ by less."""
 
 MAX_COLUMNS = 4
 """Runner-ups side by side."""
@@ -28,6 +38,11 @@ def explanation_tables(plan: Plan, found: Explanation) -> Iterator[RenderableTyp
         yield from _why_not(found, found.why_not)
         return
     yield _summary(plan, found)
+    if found.policies:
+        policies = [(policy.name, policy) for policy in found.policies]
+        title = "the same layout under uniform policies: difference to the plan"
+        yield side_by_side(title, found.layout, found.step_time_s, policies)
+        yield Text("\n".join(f"  {policy.name}: {policy.reason}" for policy in found.policies))
     others = [other for other in found.runner_ups if other.fits] + [o for o in found.runner_ups if not o.fits]
     if others:
         titles = [f"runner-up {i + 1}" for i in range(len(others))]
@@ -61,6 +76,8 @@ def _summary(plan: Plan, found: Explanation) -> Table:
         where = f"{bar(share)} {escape(binding.text)}"
         table.add_row(f"  {binding.resource}", format_seconds(binding.seconds), f"{100 * share:.1f} %", where)
     _add_stages(table, found.stages, found.budget_bytes)
+    if plan.offload is not None:
+        add_offload(table, plan.stages[0], plan.offload)
     table.add_section()
     table.add_row("[bold]step time saved by", "this layout", "the best layout", "which is then")
     for gain in found.worth:
@@ -125,6 +142,10 @@ def side_by_side(title: str, layout: Layout, step_time_s: float, named: Sequence
     table.add_section()
     table.add_row("[bold]memory", "", *("fits" if o.fits else "[red]does not fit" for o in others))
     _add_parts(table, [o.memory_bytes for o in others], {}, format_bytes)
+    if any(other.host_bytes for other in others):
+        table.add_section()
+        table.add_row("[bold]offload")
+        _add_parts(table, [o.host_bytes for o in others], HOST_TITLES, format_bytes)
     return table
 
 
@@ -140,12 +161,13 @@ def _add_parts(
 ) -> None:
     for name in dict.fromkeys(name for lines in parts for name in lines):
         mine = next(lines[name][0] for lines in parts if name in lines)
-        differences = (_signed(lines[name][2], shown) if name in lines else "" for lines in parts)
+        differences = (_signed(lines[name], shown) if name in lines else "" for lines in parts)
         table.add_row(f"  {titles.get(name, name)}", shown(mine) if mine else "0", *differences)
 
 
-def _signed(value: float, shown: Callable[[float], str]) -> str:
-    return "=" if value == 0 else ("+" if value > 0 else "-") + shown(abs(value))
+def _signed(line: tuple[float, float, float], shown: Callable[[float], str]) -> str:
+    mine, other, value = line
+    return "=" if abs(value) <= SAME * max(mine, other) else ("+" if value > 0 else "-") + shown(abs(value))
 
 
 def _saved(seconds: float, of_s: float) -> str:

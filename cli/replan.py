@@ -26,16 +26,18 @@ def replanned(plan: Plan, path: Path, *, nnodes: int) -> tuple[Plan, Path]:
     if cluster is None:
         return plan, path
     from ..planner import plan as make_plan
+    from ..planner.offload_request import OffloadRequest
     from ..schema.errors import ConfigError, InfeasibleError
     from ..schema.layout import parse_assignments
 
     fixed = {name: value for name, value in parse_assignments(plan.provenance.fixed).items() if name in KEPT_FIELDS}
+    offload = OffloadRequest.of(plan)
     try:
-        found = make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True)
+        found = make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
     except (InfeasibleError, ConfigError):
         if not fixed:
             raise
-        found = make_plan(plan.model, cluster, plan.workload, runnable=True)
+        found = make_plan(plan.model, cluster, plan.workload, runnable=True, offload=offload)
     target = path.with_name(f"{path.stem}.{cluster.num_devices}-devices.json")
     found.save(target)
     return found, target

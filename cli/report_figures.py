@@ -8,14 +8,16 @@ import numpy as np
 
 from ..planner.timeline import timeline
 from ..schema.errors import ConfigError
-from ..schema.trace import NAMES
+from ..schema.trace import NAMES, OFFLOAD_STREAMS
 from ..schema.units import GIB
+from .offload_figure import offload_of_layers
 from .tables import TIME_TITLES
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from ..schema import Plan
+    from ..schema.trace import Slice
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 """Okabe and Ito's palette, which colour-blind readers tell apart (jfly.uni-koeln.de/color)."""
@@ -44,11 +46,11 @@ def step_timeline(plan: Plan) -> tuple[Figure, str]:
             Bar(
                 orientation="h",
                 name=NAMES.get(kind, kind),
-                y=[f"rank {piece.rank}" for piece in mine],
+                y=[_row(piece) for piece in mine],
                 base=[piece.start_s for piece in mine],
                 x=[piece.seconds for piece in mine],
-                customdata=[[piece.stage, piece.micro_batch] for piece in mine],
-                hovertemplate="%{y}: stage %{customdata[0]}, micro-batch %{customdata[1]}<br>%{base:.4g} s, for %{x:.3g} s",
+                customdata=[[_what(piece)] for piece in mine],
+                hovertemplate="%{y}: %{customdata[0]}<br>%{base:.4g} s, for %{x:.3g} s",
                 marker={"color": colour, "line": {"width": 0.3, "color": "rgba(128,128,128,0.6)"}},
             )
         )
@@ -56,11 +58,23 @@ def step_timeline(plan: Plan) -> tuple[Figure, str]:
         barmode="overlay",
         xaxis={"title": "seconds", "rangeslider": {"visible": False}},
         yaxis={"autorange": "reversed"},
-        height=max(260, 28 * len(steps.ranks) + 140),
+        height=max(260, 28 * len({_row(piece) for piece in shown}) + 140),
         dragmode="zoom",
     )
     rest = len(steps.slices) - len(shown)
     return figure, f"The first {len(shown)} of {len(steps.slices)} passes are drawn." if rest else ""
+
+
+def _row(piece: Slice) -> str:
+    """A row a rank, and one more for what works beside it."""
+    return piece.stream if piece.stream in OFFLOAD_STREAMS else f"rank {piece.rank}"
+
+
+def _what(piece: Slice) -> str:
+    if piece.micro_batch < 0:
+        return piece.kind
+    layer = f", layer {piece.layer}" if piece.layer >= 0 else ""
+    return f"stage {piece.stage}, micro-batch {piece.micro_batch}{layer}"
 
 
 def memory_of_stages(plan: Plan) -> tuple[Figure, str]:
@@ -104,7 +118,7 @@ def step_waterfall(plan: Plan) -> Figure:
     parts, total = plan.estimate.breakdown_s, plan.estimate.step_time_s
     ideal = plan.estimate.mfu * total
     steps = [("ideal compute", ideal), ("efficiency", parts.compute - ideal)]
-    others = ("recompute", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")
+    others = ("recompute", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer", "offload")
     steps += [(TIME_TITLES.get(name, name), getattr(parts, name)) for name in others if getattr(parts, name) > 0]
     figure = Figure(
         Waterfall(
@@ -234,6 +248,8 @@ def figures(plan: Plan) -> list[tuple[str, Figure | None, str]]:
     except ConfigError as error:
         found.append(("The step, pass by pass", None, error.message))
     found.append(("Memory of each stage", *memory_of_stages(plan)))
+    if plan.offload is not None:
+        found.append(("What leaves the device, layer by layer", *offload_of_layers(plan, plan.offload)))
     found.append(("Time and memory", time_and_memory(plan), ""))
     found.append(("Which device runs which rank", *rank_map(plan)))
     if plan.expert_slots:

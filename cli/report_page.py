@@ -110,6 +110,11 @@ def _facts(plan: Plan) -> str:
             f"{plan.num_microbatches} micro-batches",
         ),
     ]
+    if plan.offload is not None:
+        moved = (
+            f"{format_bytes(plan.offload.to_host_bytes)} down, {format_bytes(plan.offload.to_device_bytes)} up a step"
+        )
+        facts.append(("host memory a node", format_bytes(plan.offload.host_bytes), moved))
     if plan.search is not None:
         gap = f"gap {100 * plan.search.gap:.2f} %"
         facts.append(

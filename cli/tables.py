@@ -47,7 +47,7 @@ def plan_table(plan: Plan) -> Table:
     table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
     _add_stages(table, plan)
     if plan.offload is not None:
-        _add_offload(table, plan, plan.offload)
+        add_offload(table, plan.stages[0], plan.offload)
     if plan.search:
         table.add_section()
         search = plan.search
@@ -158,18 +158,19 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
             table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", bar(share))
 
 
-def _add_offload(table: Table, plan: Plan, schedule: OffloadSchedule) -> None:
+def add_offload(table: Table, stage: Stage, schedule: OffloadSchedule) -> None:
     """What lies where, what moves, and what a little more of each resource would save."""
     table.add_section()
     per_step = (
         f"{format_bytes(schedule.to_host_bytes)} down, {format_bytes(schedule.to_device_bytes)} up a step and rank"
     )
     table.add_row("[bold]offload", format_bytes(schedule.host_bytes), "a node", per_step)
-    stage = plan.stages[0]
     for name, title in (("activations", "activations of"), ("boundary", "inputs of recomputed")):
         count = sum(stage.offload_of(idx) == name for idx in stage.layer_idxs)
         if count:
-            table.add_row(f"  {title}", f"{count} blocks", "", f"{schedule.prefetch_layers} ahead on the way back")
+            table.add_row(
+                f"  {title}", _counted(count, "block"), "", f"{schedule.prefetch_layers} ahead on the way back"
+            )
     for layers, what in (
         (schedule.host_optimizer_layers, "updated by the host"),
         (schedule.streamed_optimizer_layers, "states streamed to the device"),
@@ -177,7 +178,7 @@ def _add_offload(table: Table, plan: Plan, schedule: OffloadSchedule) -> None:
         (schedule.storage_optimizer_layers, f"states in {schedule.storage_path}"),
     ):
         if layers:
-            table.add_row(f"  {what}", f"{len(layers)} layers", "", escape(_ranges(layers)))
+            table.add_row(f"  {what}", _counted(len(layers), "layer"), "", escape(_ranges(layers)))
     worth = schedule.worth
     table.add_row(
         "  1 GiB more of each device", f"-{format_seconds(worth.device_s_per_gib)}", "", "saved a step, at the margin"

@@ -93,24 +93,43 @@ def update_bytes_per_param(workload: Workload) -> float:
     return masters + (0.0 if workload.precision == "bf16" else _COPY_BYTES[workload.engine])
 
 
-def pass_bytes_per_param(batch: LayoutBatch, workload: Workload) -> FloatArray:
-    """Bytes read and written for one parameter in every micro-batch, beside the layers' own operators [N].
+def passes_bytes_per_param(batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """Bytes that all micro-batches of a step read and write for one parameter, beside the layers' own operators [N].
 
-    fully_shard copies gathered parameters out of its buffer in both passes and gradients into the one that is reduced. Megatron's
-    weight-gradient products read and write the fp32 sum when they end (gradient_accumulation_fusion); others add in a pass of their
-    own once micro-batches accumulate: autograd in the compute dtype, nanotron in fp32 (FP32GradientAccumulator). Runs of
-    Megatron-Core on H100 and GB200 show 10 +- 1 bytes beyond their products, whatever the micro-batch.
+    Megatron's weight-gradient products read and write the fp32 sum when they end (gradient_accumulation_fusion); others add in a
+    pass of their own once micro-batches accumulate: autograd in the compute dtype, nanotron in fp32 (FP32GradientAccumulator). Runs
+    of Megatron-Core on H100 and GB200 show 10 +- 1 bytes beyond their products, whatever the micro-batch.
     """
-    b = workload.compute_bytes
+    m, b = batch.num_microbatches, workload.compute_bytes
     if workload.engine == "fsdp2":
-        gathered = np.where(batch.num_shards > 1, 4 * b, 0)
-        reduced = b + workload.gradient_bytes if workload.has_backward else 0
-        copies = gathered + np.where(batch.dp > 1, reduced, 0)
-        return np.asarray(np.where(batch.zero_stage == 3, copies, 0.0))
+        return _copied_bytes_per_param(batch, workload)
     if workload.engine == "megatron":
-        return np.full(len(batch), 8.0)
+        return np.asarray(m * 8.0, dtype=np.float64)
     added = b + 8 if workload.engine == "nanotron" else 3 * b
-    return np.asarray(np.where(batch.num_microbatches > 1, added, 0), dtype=np.float64)
+    return np.asarray(np.where(m > 1, m * added, 0), dtype=np.float64)
+
+
+def _copied_bytes_per_param(batch: LayoutBatch, workload: Workload) -> FloatArray:
+    """What torch copies, casts and adds in a step for one parameter, bytes read and written [N].
+
+    fully_shard casts shards into its buffer, copies gathered parameters out of it and gradients into the one that is reduced: in
+    every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline) once a step. Gradients that
+    wait for the last micro-batch add up whole in the reduction's dtype, those that are reduced more than once as shards. DDP, which
+    replicas in one dtype have, copies into its buckets and divides there. Source: torch.distributed.fsdp, torch.nn.parallel.
+    """
+    m, b, g, master = batch.num_microbatches, workload.compute_bytes, workload.gradient_bytes, workload.master_bytes
+    ranks, owners, piped = batch.dp * batch.cp, batch.num_optimizer_shards, batch.pp > 1
+    gathers = np.where(piped | (batch.zero_stage < 2), 1, np.where(batch.zero_stage == 3, 2 * m, m))
+    gathered = gathers * (np.where(owners > 1, 2 * b, 0) + (b + master) / owners * (b != master))
+    if not workload.has_backward:
+        return np.asarray(gathered, dtype=np.float64)
+    waits = (m > 1) & (piped | (batch.zero_stage < 2))
+    # The first gradient is cast where dtypes differ; each further one is read, and the sum read and written.
+    summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / batch.num_gradient_shards)
+    is_ddp = (batch.zero_stage == 0) & (b == g) & (batch.stage_ranks == batch.dp) & ~piped
+    buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g))
+    reductions = np.where(waits, 1, m)
+    return np.asarray(gathered + summed + np.where(ranks > 1, reductions * buffered, 0), dtype=np.float64)
 
 
 def hides(batch: LayoutBatch, workload: Workload) -> tuple[IntArray, IntArray]:

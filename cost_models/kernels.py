@@ -95,6 +95,9 @@ ENGINE_KERNELS: dict[str, EngineKernels] = {
 COMPILED = _TORCH._replace(norm=_FUSED_NORM, rotary=_FUSED_ROTARY, gated=_FUSED_GATED, loss=Passes(2.5, 3.5, 3, 3))
 """torch.compile: each chain of pointwise kernels and its sum is one kernel."""
 
+COMPILED_BLOCKS = COMPILED._replace(loss=_TORCH.loss)
+"""The same of everything but the loss."""
+
 COMPOSITE_NORM = Passes(18, 36, 6, 12)
 """RMSNorm as torch ran it eagerly before 2.8: cast, square, mean, product, cast, product, and their gradients, half of it in fp32.
 
@@ -112,8 +115,8 @@ def kernels_of(engine: str, fusion: str, *, on_cpu: bool = False) -> EngineKerne
     """The memory-bound kernels of an engine under a workload's ``fusion``."""
     if on_cpu and fusion == "engine":
         return ENGINE_KERNELS[engine]._replace(norm=NORM_ON_CPU)
-    if fusion == "compiled":
-        return COMPILED
+    if fusion in ("compiled", "compiled_blocks"):
+        return COMPILED if fusion == "compiled" else COMPILED_BLOCKS
     kernels = _TORCH if fusion == "eager" else ENGINE_KERNELS[engine]
     return kernels._replace(norm=COMPOSITE_NORM) if fusion in ("composite_norm", "eager") else kernels
 

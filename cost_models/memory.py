@@ -94,9 +94,10 @@ def stage_memory(stage: StageContents, step: StepShape, workload: Workload, clus
         "temporary": passing["temporary"] + receive,
     }
     unit = np.maximum(stage.root_params, stage.block_params)
+    gathered = np.where(_is_piped(step), _gathered(stage.trained, stage, step, workload), b * stage.root_params)
     update = {
         "gradients": final,
-        "unsharded": np.where(copies, b * stage.root_params, 0.0),
+        "unsharded": np.where(copies, gathered, 0.0),
         "activations": 0.0 * full["activations"],
         "logits": 0.0 * full["logits"],
         "temporary": _reduction(unit, stage, step, workload, cluster) + receive,
@@ -144,12 +145,16 @@ def transients(
     reduction of its gradients, of a block and the reduction of its; unsharded parameters, logits and temporary bytes.
 
     Where parameters are gathered in pieces a unit's are there in its backward pass, with those of the block gathered in advance;
-    what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward).
+    what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward). Under a pipeline reductions
+    come after the last backward pass of all, when no activations are left.
     """
     b = workload.compute_bytes
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
     block = stage.block_params
-    copies = has_copies(step, workload)
+    reduces = has_copies(step, workload) & ~_is_piped(step)
+
+    def reduction(params: Array) -> Array:
+        return np.where(_is_piped(step), b * params, _reduction(params, stage, step, workload, cluster))
 
     def moment(params: Array, logits: Array, temporary: Array) -> dict[str, Array]:
         unsharded = _gathered(params, stage, step, workload)
@@ -160,10 +165,17 @@ def transients(
     return [
         moment(head, loss_bytes(stage.logits, workload), 0.0),
         moment(head + block, b * stage.logits, b * head),
-        moment(block, none, _reduction(head, stage, step, workload, cluster)),
-        moment(2 * block, none, stage.working_bytes + b * grads + np.where(copies, 4.0 * np.maximum(head, grads), 0.0)),
-        moment(block, none, _reduction(block, stage, step, workload, cluster)),
+        moment(block, none, reduction(head)),
+        moment(
+            2 * block, none, stage.working_bytes + b * grads + np.where(reduces, 4.0 * np.maximum(head, grads), 0.0)
+        ),
+        moment(block, none, reduction(block)),
     ]
+
+
+def _is_piped(step: StepShape) -> Array:
+    """Whether the stage is one of several."""
+    return np.asarray(step.num_neighbours) > 0
 
 
 def _gathered(params: Array, stage: StageContents, step: StepShape, workload: Workload) -> Array:

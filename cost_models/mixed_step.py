@@ -227,6 +227,7 @@ def passes_on_parts(costs: SpaceCosts, idx: int, boundaries: Sequence[int], part
         sum(sums.values(), start=none) - forward,
         none,
         held(exposed_of_stages(costs, idx, part_of_stage)),
+        held(per_stage(costs, part_of_stage, lambda part: part.copied_s(idx))),
         {part: np.asarray(sum(sums[name] for name in names)) for part, names in _PASSES.items()},
     )
 
@@ -248,9 +249,11 @@ def _time(
     replayed_s = makespan_s(
         stage_memory.shape_of(costs, idx), passes.forward + transfer / 2, passes.backward + transfer / 2, passes.weight
     )
+    copied, exposed = step.apart(passes.copied, passes.exposed)
+    parts = {part: m * float(seconds[slowest]) for part, seconds in passes.parts.items()}
     breakdown = TimeBreakdown(
-        **{part: m * float(seconds[slowest]) for part, seconds in passes.parts.items()},
-        dp=float(np.max(passes.exposed)) + edges_s(costs, idx),
+        **{**parts, "compute": parts["compute"] + copied},
+        dp=exposed + edges_s(costs, idx),
         pp=m * float(transfer[slowest]),
         bubble=step.waiting_s(replayed_s, m * float(busy[slowest])),
         optimizer=max(float(update[s, i:j].sum()) for s, (i, j) in enumerate(pairwise(boundaries))),

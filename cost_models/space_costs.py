@@ -20,7 +20,7 @@ from .engines import (
     hides,
     hides_in_chunks,
     is_megatron,
-    pass_bytes_per_param,
+    passes_bytes_per_param,
     update_bytes_per_param,
 )
 from .experts import sharded_params
@@ -281,7 +281,11 @@ class SpaceCosts:
     def _passes_s(self) -> FloatArray:
         """Seconds per parameter of the passes over it that all micro-batches make [N]."""
         rate = device_rates(self.cluster, self.workload).update_bytes_per_s
-        return np.asarray(self.batch.num_microbatches * pass_bytes_per_param(self.batch, self.workload) / rate)
+        return np.asarray(passes_bytes_per_param(self.batch, self.workload) / rate)
+
+    def copied_s(self, idx: int) -> FloatArray:
+        """Of each layer's [L] exposed seconds under one layout: those passes, which compute and do not communicate."""
+        return np.asarray(self._passes_s[idx] * self.per_layer("num_trained", idx))
 
     @cached_property
     def _collectives_exposed(self) -> tuple[FloatArray, ...]:

@@ -67,13 +67,15 @@ def estimate_step(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> Est
 class Passes(NamedTuple):
     """Seconds of one micro-batch in each stage [S], communication inside layers included: forward, backward and, of that, weights.
 
-    ``parts`` [S] are the same by the names of TimeBreakdown, ``exposed`` [S] what the stage's data-parallel collectives add once.
+    ``parts`` [S] are the same by the names of TimeBreakdown. ``exposed`` [S] is what data parallelism adds to a stage's step,
+    the ``copied`` [S] seconds of copies and sums of parameters and gradients included.
     """
 
     forward: FloatArray
     backward: FloatArray
     weight: FloatArray
     exposed: FloatArray
+    copied: FloatArray
     parts: dict[str, FloatArray]
 
 
@@ -95,6 +97,7 @@ def pass_seconds(costs: SpaceCosts, idx: int, first: IntArray, last: IntArray) -
         backward + recompute + sum(back for _, back in sent),
         stage_sums("weight_s"),
         between(np.array([e[idx] for e in costs.dp_exposed_by_kind])[costs.kind_of_layer]),
+        between(costs.copied_s(idx)),
         parts,
     )
 
@@ -112,13 +115,20 @@ def _time_breakdown(
     busy = on_ranks(passes.forward + passes.backward) + transfer
     slowest = int(np.argmax(busy))
     parts = {name: m * float(on_ranks(seconds)[slowest]) for name, seconds in passes.parts.items()}
+    copied, exposed = apart(on_ranks(passes.copied), on_ranks(passes.exposed))
     return TimeBreakdown(
-        **parts,
-        dp=float(np.max(on_ranks(passes.exposed))) + float(costs.dp_edges_s[idx]),
+        **{**parts, "compute": parts["compute"] + copied},
+        dp=exposed + float(costs.dp_edges_s[idx]),
         pp=m * transfer,
         bubble=waiting_s(step_s(shape, passes, transfer), m * float(busy[slowest])),
         optimizer=float(np.max(costs.update_s(contents.trained, contents.expert_params, idx))),
     )
+
+
+def apart(copied: FloatArray, exposed: FloatArray) -> tuple[float, float]:
+    """Copies, which are part of compute, and collectives over data, of the rank that has most of both."""
+    most = int(np.argmax(exposed))
+    return float(copied[most]), float(exposed[most] - copied[most])
 
 
 def waiting_s(step_s: float, busy_s: float) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..cost_models.layouts import LAYOUT_RECOMPUTES, LayoutBatch
 from ..schema import Alternative, Estimate, Layout
@@ -14,6 +16,8 @@ from .search import SearchResult
 
 SAME_TIME_FRACTION = 0.01
 """Plans this close are equal within any model's error and any machine's noise; the simpler one is taken."""
+
+TOO_LARGE = "does not fit"
 
 _PART_TITLES = {
     "compute": "compute of the busiest rank",
@@ -67,7 +71,7 @@ def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, to
             continue
         seen.add(batch.degrees(candidate.idx))
         layout = candidate.layout(batch)
-        slower.append(_alternative(layout, candidate.estimate, why_slower(candidate.estimate, chosen.estimate)))
+        slower.append(alternative(layout, candidate.estimate, chosen.estimate))
     too_large: list[Alternative] = []
     for candidate in sorted(result.too_large, key=lambda c: c.estimate.peak_allocated_bytes):
         if candidate.estimate.step_time_s >= chosen.estimate.step_time_s:
@@ -76,16 +80,35 @@ def alternatives(result: SearchResult, batch: LayoutBatch, chosen: Candidate, to
             continue
         seen.add(batch.degrees(candidate.idx))
         layout = candidate.layout(batch)
-        too_large.append(_alternative(layout, candidate.estimate, why_too_large(candidate.estimate)))
+        too_large.append(alternative(layout, candidate.estimate, chosen.estimate))
     return (*slower, *too_large)
 
 
-def _alternative(layout: Layout, estimate: Estimate, reason: str) -> Alternative:
+def with_schedules(
+    scheduled: Sequence[Alternative], beside: SearchResult | None, chosen: Estimate, top: int
+) -> tuple[Alternative, ...]:
+    """Runner-ups of a plan with an offload schedule: the fastest of others with one, and of layouts ``beside`` without any."""
+    plain: list[Alternative] = []
+    if beside is not None:
+        batch = beside.costs.batch
+        best = choose(beside, batch)
+        first = alternative(best.layout(batch), best.estimate, chosen)
+        plain = [first, *alternatives(beside, batch, replace(best, estimate=chosen), top)]
+    fitting = sorted((a for a in (*scheduled, *plain) if not _lacks(a)), key=lambda a: a.step_time_s)
+    return (*fitting[:top], *(a for a in plain if _lacks(a)))
+
+
+def _lacks(other: Alternative) -> bool:
+    return other.reason.startswith(TOO_LARGE)
+
+
+def alternative(layout: Layout, estimate: Estimate, chosen: Estimate) -> Alternative:
+    """A layout that was not chosen, and why."""
     return Alternative(
         layout=layout,
         step_time_s=estimate.step_time_s,
         peak_reserved_bytes=estimate.peak_reserved_bytes,
-        reason=reason,
+        reason=why_slower(estimate, chosen) if estimate.fits else why_too_large(estimate),
     )
 
 
@@ -104,7 +127,7 @@ def why_too_large(estimate: Estimate) -> str:
     parts = estimate.memory_bytes.model_dump()
     largest = max(parts, key=lambda name: parts[name])
     return (
-        f"does not fit: needs up to {format_bytes(estimate.required_bytes)} of "
+        f"{TOO_LARGE}: needs up to {format_bytes(estimate.required_bytes)} of "
         f"{format_bytes(estimate.budget_bytes)}; {largest} {format_bytes(parts[largest])}"
     )
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ..schema import Estimate, Layout, Plan
+from ..schema import Estimate, Layout, OffloadSchedule, Plan
 from .explanation import Comparison
 
 
-def compare(plan: Plan, layout: Layout, other: Estimate, *, reason: str = "") -> Comparison:
-    """Every part of the step and of the fullest device's memory that the plan or the other layout has."""
+def compare(
+    plan: Plan, layout: Layout, other: Estimate, *, reason: str = "", schedule: OffloadSchedule | None = None
+) -> Comparison:
+    """Every part of the step and of the fullest device's memory that the plan or the other layout has, and what their offload
+    schedules hold and move; ``schedule`` is the other's.
+    """
     mine = plan.estimate
     here, there = plan.layout.model_dump(), layout.model_dump()
     return Comparison(
@@ -21,8 +25,14 @@ def compare(plan: Plan, layout: Layout, other: Estimate, *, reason: str = "") ->
         fields=tuple((name, str(here[name]), str(there[name])) for name in here if here[name] != there[name]),
         time_s=_lines(mine.breakdown_s.model_dump(), other.breakdown_s.model_dump()),
         memory_bytes=_lines(mine.memory_bytes.model_dump(), other.memory_bytes.model_dump()),
+        host_bytes=_lines(_of_host(plan.offload), _of_host(schedule)),
         reason=reason,
     )
+
+
+def _of_host(schedule: OffloadSchedule | None) -> dict[str, int]:
+    names = ("host_bytes", "storage_bytes", "to_host_bytes", "to_device_bytes")
+    return {name: 0 if schedule is None else getattr(schedule, name) for name in names}
 
 
 _Number = TypeVar("_Number", int, float)

@@ -6,9 +6,9 @@ Nothing is guessed: every figure is a part of an estimate, or the difference of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..schema import ConfigError, MeshwrightError, Plan
+from ..schema import MeshwrightError, Plan
 from ..schema.common_rules import ENGINE_RULES
 from ..schema.layout import check_fields
 from ..schema.rules import require_valid
@@ -17,10 +17,13 @@ from .closest import demand_of_stages, tightest
 from .compare import compare
 from .deadline import Deadline
 from .explanation import Binding, Comparison, Explanation, LinkUse, StageHeadroom, Worth
-from .planning import estimate
+from .planning import estimate, estimate_with_schedule
 from .request import Request
 from .why_not import why_not as answer_why_not
 from .worth import as_placed, links_of, worth_of
+
+if TYPE_CHECKING:
+    from .offload_worth import ScheduleWorth
 
 LEAST_SHARE = 0.005
 """Parts of the step below this are not named among what binds."""
@@ -49,11 +52,6 @@ def explain(
         ConfigError: a field of ``why_not`` is unknown or out of range, or the plan breaks a rule that holds for any engine.
     """
     wanted = check_fields(why_not or {})
-    if plan.offload is not None:
-        raise ConfigError(
-            "explain does not cover plans with an offload schedule",
-            help="the plan itself says what binds: offload.worth, and the time that its breakdown waits for the host",
-        )
     require_valid(
         plan.model,
         plan.workload,
@@ -65,11 +63,19 @@ def explain(
     deadline = deadline or Deadline(time_limit_s)
     request = Request.of(plan)
     answer = answer_why_not(plan, request, wanted, deadline) if wanted else None
-    links = links_of(plan)
-    fastest_s, worth = (None, ()) if wanted else worth_of(plan, request, deadline)
+    schedule = _schedule_worth(plan, request)
+    links = links_of(plan, None if schedule is None else schedule.kept_s)
+    fastest_s: float | None = None
+    worth: tuple[Worth, ...] = ()
+    if schedule is not None:
+        worth = () if wanted else schedule.worth(deadline)
+    elif not wanted:
+        fastest_s, worth = worth_of(plan, request, deadline)
+    binds = [*_bindings(plan, links, worth), *(schedule.bindings() if schedule else ())]
+    in_time = all(gain.best_s is not None for gain in worth if gain.resource == "memory") if schedule else fastest_s
     return Explanation(
         layout=plan.layout,
-        binds=_bindings(plan, links, worth),
+        binds=tuple(sorted(binds, key=lambda binding: -(binding.seconds or 0.0))),
         step_time_s=plan.estimate.step_time_s,
         fastest_s=fastest_s,
         time_s=_largest_first(plan.estimate.breakdown_s.model_dump()),
@@ -77,10 +83,27 @@ def explain(
         stages=_stages(plan),
         links=links,
         worth=worth,
-        runner_ups=tuple(_runner_ups(plan)),
+        runner_ups=() if wanted and schedule else tuple(_runner_ups(plan, request, deadline)),
+        policies=() if wanted or not schedule else _under_policies(plan),
+        offload=plan.offload,
         why_not=answer,
-        notes=_notes(plan, in_time=bool(wanted) or fastest_s is not None),
+        notes=_notes(plan, in_time=bool(wanted) or bool(in_time)),
     )
+
+
+def _schedule_worth(plan: Plan, request: Request) -> ScheduleWorth | None:
+    """What changes are worth to an offload schedule, where the plan has one."""
+    if plan.offload is None:
+        return None
+    from .offload_worth import ScheduleWorth  # its solver is not needed without
+
+    return ScheduleWorth(plan, request)
+
+
+def _under_policies(plan: Plan) -> tuple[Comparison, ...]:
+    from .offload_policies import under_policies
+
+    return tuple(under_policies(plan))
 
 
 def _stages(plan: Plan) -> tuple[StageHeadroom, ...]:
@@ -112,8 +135,11 @@ def _bindings(plan: Plan, links: Sequence[LinkUse], worth: Sequence[Worth]) -> t
     bindings = [
         Binding(resource="compute", seconds=parts.compute, text="compute of the busiest stage" + _mfu(plan)),
         Binding(resource="recompute", seconds=parts.recompute, text=f"recompute ({plan.layout.recompute})"),
-        Binding(resource="optimizer", seconds=parts.optimizer, text="optimizer update"),
+        Binding(resource="optimizer", seconds=parts.optimizer, text="optimizer update" + _updated(plan)),
         Binding(resource="bubble", seconds=parts.bubble, text="pipeline bubble" + _evenness(plan)),
+        Binding(
+            resource="offload", seconds=parts.offload, text="waiting for the host, and what kernels lose beside copies"
+        ),
     ]
     for link in links:
         axes = " + ".join(link.axes) or "no axis"
@@ -124,6 +150,15 @@ def _bindings(plan: Plan, links: Sequence[LinkUse], worth: Sequence[Worth]) -> t
     named = [binding for binding in bindings if (binding.seconds or 0.0) >= LEAST_SHARE * total]
     named.append(_memory_binding(plan, worth))
     return tuple(sorted(named, key=lambda binding: -(binding.seconds or 0.0)))
+
+
+def _updated(plan: Plan) -> str:
+    """Where the states of an offload schedule are updated."""
+    schedule = plan.offload
+    if schedule is None or not schedule.off_device_layers:
+        return ""
+    on_host = len(schedule.host_optimizer_layers + schedule.streamed_parameter_layers)
+    return f": {on_host} layers by the host, {len(schedule.streamed_optimizer_layers)} streamed to the device   [(C9)]"
 
 
 def _mfu(plan: Plan) -> str:
@@ -148,20 +183,25 @@ def _memory_binding(plan: Plan, worth: Sequence[Worth]) -> Binding:
     return Binding(resource="memory", seconds=max(0.0, unlimited), text=text + binds)
 
 
-def _runner_ups(plan: Plan) -> Iterable[Comparison]:
-    """The plan's alternatives estimated again, as far as this version can."""
+def _runner_ups(plan: Plan, request: Request, deadline: Deadline) -> Iterable[Comparison]:
+    """The plan's alternatives estimated again, as far as this version can, and time allows for offload schedules."""
     for other in plan.alternatives:
+        if other.layout.offload == "scheduled" and deadline.is_over:
+            continue
         try:
-            found = estimate(plan.model, plan.cluster, plan.workload, other.layout)
+            found, other_schedule = estimate_with_schedule(
+                plan.model, plan.cluster, plan.workload, other.layout, offload=request.offload, quickly=True
+            )
         except MeshwrightError:
             continue
-        yield compare(plan, other.layout, found, reason=other.reason)
+        schedule = None if other_schedule is None else other_schedule.schedule
+        yield compare(plan, other.layout, found, reason=other.reason, schedule=schedule)
 
 
 def _notes(plan: Plan, *, in_time: bool) -> tuple[str, ...]:
     notes = []
     try:
-        again_s = estimate(plan.model, as_placed(plan, plan.cluster), plan.workload, plan.layout).step_time_s
+        again_s = _again_s(plan)
         if abs(again_s / plan.estimate.step_time_s - 1) > SAME_PREDICTION:
             notes.append(
                 f"estimated by itself the layout takes {again_s:.4g} s, in the plan {plan.estimate.step_time_s:.4g} s: its stages "
@@ -176,6 +216,15 @@ def _notes(plan: Plan, *, in_time: bool) -> tuple[str, ...]:
     if plan.provenance.space is None:
         notes.append("the plan does not say in which space it was searched; the smallest that has its layout is used")
     return tuple(notes)
+
+
+def _again_s(plan: Plan) -> float:
+    """Step time of the plan's layout by this version, of an offload schedule with all its choices."""
+    if plan.offload is None:
+        return estimate(plan.model, as_placed(plan, plan.cluster), plan.workload, plan.layout).step_time_s
+    from .offload_plan import scheduled
+
+    return scheduled(plan).estimate.step_time_s
 
 
 def _largest_first(parts: dict[str, float]) -> dict[str, float]:

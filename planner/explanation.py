@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..schema import Layout
+from pydantic import Field
+
+from ..schema import Layout, OffloadSchedule
 from ..schema.base import Frozen
+
+Resource = Literal[
+    "memory", "unlimited_memory", "link", "compute", "elementwise", "host", "host_memory", "host_link", "host_update"
+]
+"""What may be more: the last three of plans with an offload schedule."""
 
 
 class Binding(Frozen):
     """One thing that bounds the plan.
 
     Attributes:
-        seconds: a part of the step; what it gains with twice the rate of a link, or without the host's dispatch; or for memory what
-            the fastest layout gains when memory is no limit; None where that was not searched.
+        seconds: a part of the step; what it gains with twice the rate of a link (also that to the host, and of updates by the
+            host's processors), or without the host's dispatch; or for memory what the fastest layout gains when memory is no limit,
+            for the host's memory what this layout gains; None where that was not searched.
     """
 
-    resource: Literal["compute", "recompute", "optimizer", "bubble", "link", "host", "memory"]
+    resource: Literal[
+        "compute", "recompute", "optimizer", "bubble", "link", "host", "memory",
+        "offload", "host_memory", "host_link", "host_update",
+    ]  # fmt: skip
     seconds: float | None
     text: str
 
@@ -59,14 +70,14 @@ class Worth(Frozen):
     """What a changed cluster is worth, by estimating and searching again with it.
 
     Attributes:
-        resource: memory, unlimited_memory, link, compute, elementwise, host.
         change: in words.
         kept_s: what the plan's layout gains, seconds of a step; best_s: what the fastest layout gains over the fastest one of the
-            unchanged cluster; None where the time limit came before that search.
+            unchanged cluster; None where the time limit came before that search. Of plans with an offload schedule both are
+            differences of bounds (planner/offload_worth.py).
         best: the fastest layout of the changed cluster, where it is another one.
     """
 
-    resource: Literal["memory", "unlimited_memory", "link", "compute", "elementwise", "host"]
+    resource: Resource
     change: str
     kept_s: float
     best_s: float | None = None
@@ -78,6 +89,8 @@ class Comparison(Frozen):
 
     Attributes:
         fields: fields of the layout that differ, as (name, plan, other).
+        host_bytes: the same of what offload schedules hold on a node's host and storage, and what a rank moves in a step.
+        name: of the policy, in `Explanation.policies`.
     """
 
     layout: Layout
@@ -88,7 +101,9 @@ class Comparison(Frozen):
     fields: tuple[tuple[str, str, str], ...]
     time_s: dict[str, tuple[float, float, float]]
     memory_bytes: dict[str, tuple[int, int, int]]
+    host_bytes: dict[str, tuple[int, int, int]] = Field(default_factory=dict)
     reason: str = ""
+    name: str = ""
 
 
 class WhyNot(Frozen):
@@ -114,8 +129,10 @@ class Explanation(Frozen):
 
     Attributes:
         binds: what bounds the plan, the most important first.
-        step_time_s: as the plan says; fastest_s: of the fastest layout of the same space, searched again; None where not searched.
+        step_time_s: as the plan says; fastest_s: of the fastest layout of the same space, searched again; None where not searched,
+            and of plans with an offload schedule.
         time_s: parts of the step, largest first.
+        policies: of a plan with an offload schedule, its layout without one and under uniform policies; offload: the schedule.
         budget_bytes: what each device may be asked for; of a mixed cluster, of the stage with the fullest memory.
         notes: what the reader should know.
     """
@@ -130,5 +147,7 @@ class Explanation(Frozen):
     links: tuple[LinkUse, ...]
     worth: tuple[Worth, ...]
     runner_ups: tuple[Comparison, ...]
+    policies: tuple[Comparison, ...] = ()
+    offload: OffloadSchedule | None = None
     why_not: WhyNot | None = None
     notes: tuple[str, ...] = ()

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..cost_models.layouts import FloatArray
-from ..cost_models.option_costs import OptionCosts
-from ..cost_models.space_costs import SpaceCosts
 from ..schema import (
     ClusterSpec,
     ConfigError,
@@ -33,17 +30,14 @@ from ..schema import (
 )
 from ..schema.layout import format_assignments
 from ..schema.units import format_bytes
-from ..solvers import offload, offload_count
-from ..solvers.offload_instance import Instance
+from ..solvers import offload_count
 from .deadline import Deadline, no_incumbent
-from .offload_costs import constant_s, estimate_of, instances_of, schedule_of, stage_of
+from .offload_costs import constant_s, schedule_of
 from .offload_request import OffloadRequest
-from .space import build_space
+from .offload_space import Found, OffloadSpace
 
 SAME = 0.02
 """Bounds within this of the incumbent are not solved: far below the cost model's own error, and the certificate tells the gap."""
-
-UNIFORM = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -55,69 +49,7 @@ class Offloaded:
     schedule: OffloadSchedule
     estimate: Estimate
     certificate: SearchCertificate
-
-
-@dataclass(frozen=True)
-class _Found:
-    row: int
-    instance: Instance
-    solution: offload.Solution
-    estimate: Estimate
-
-
-class _Space:
-    """Layouts with mixed recompute of one stage, and the problems of each that was looked at."""
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        cluster: ClusterSpec,
-        workload: Workload,
-        fixed: Mapping[str, Any],
-        *,
-        request: OffloadRequest,
-        runnable: bool,
-        deadline: Deadline,
-    ) -> None:
-        self.recompute = fixed.get("recompute") if fixed.get("recompute") in UNIFORM else None
-        kept = {name: value for name, value in fixed.items() if name not in ("recompute", "offload", "pp")}
-        wanted = kept | {"recompute": "mixed", "pp": 1}
-        batch = build_space(model, workload, cluster, wanted, runnable=runnable, deadline=deadline).batch
-        costs = SpaceCosts.of(model, workload, cluster, batch)
-        self.options, self.request = OptionCosts.of(costs), request
-        self._problems: dict[int, list[Instance]] = {}
-
-    def work_s(self) -> FloatArray:
-        """Bound on the step [N]: passes without recompute, what communication over data adds, no update."""
-        least, b = self.options.least, self.options.least.batch
-        exposed = sum(
-            (n * seconds for n, seconds in zip(least.counts, self.options.least_exposed_by_kind, strict=True)),
-            start=np.zeros(len(b)),
-        )
-        return np.asarray(b.num_microbatches * least.total("busy_s") + exposed + least.dp_edges_s)
-
-    def problems(self, row: int) -> list[Instance]:
-        """Of one layout; worked out once."""
-        if row not in self._problems:
-            self._problems[row] = instances_of(self.options, row, self.request, self.recompute)
-        return self._problems[row]
-
-    def count_s(self, row: int) -> float:
-        """Bound of the count form."""
-        least = min(offload_count.lower_bound_s(problem) for problem in self.problems(row))
-        return least + constant_s(self.options, row)
-
-    def solved(self, row: int, *, quickly: bool) -> _Found | None:
-        """The fastest schedule of a layout, from the count form alone or from the linear program layer by layer."""
-        best: _Found | None = None
-        for problem in self.problems(row):
-            solution = offload.solve_quickly(problem) if quickly else offload.solve(problem)
-            if solution.choice is None or solution.simulated is None:
-                continue
-            estimate = estimate_of(self.options, row, problem, solution.choice, solution.simulated)
-            if best is None or estimate.step_time_s < best.estimate.step_time_s:
-                best = _Found(row, problem, solution, estimate)
-        return best
+    runner_ups: tuple[tuple[Layout, Estimate], ...] = ()
 
 
 def search_offload(
@@ -131,8 +63,11 @@ def search_offload(
     deadline: Deadline,
     worse_than_s: float = np.inf,
     first: bool = False,
+    runner_ups: int = 0,
 ) -> Offloaded | None:
     """The fastest layout with an offload schedule, or the ``first`` one found; None if none is faster than ``worse_than_s``.
+
+    Of other degrees or micro-batches ``runner_ups`` more layouts get a schedule, for comparison.
 
     Raises:
         ConfigError: no layout of one stage is left, or the cluster has nodes of several kinds.
@@ -141,34 +76,34 @@ def search_offload(
     """
     _require(cluster, workload, fixed)
     begun = time.perf_counter()
-    space = _Space(model, cluster, workload, fixed, request=request, runnable=runnable, deadline=deadline)
-    work = space.work_s()
-    queue: list[tuple[float, int, int]] = [(float(bound), 0, row) for row, bound in enumerate(work)]
-    heapq.heapify(queue)
-    best: _Found | None = None
+    space = OffloadSpace(model, cluster, workload, fixed, request=request, runnable=runnable, deadline=deadline)
+    queue = _Queue(space)
+    best: Found | None = None
     bounds: dict[int, float] = {}
+    solved: list[Found] = []
     tried = 0
-    while queue and queue[0][0] < min(worse_than_s, _seconds(best) * (1 - SAME)) and not deadline.is_over:
-        bound, level, row = heapq.heappop(queue)
-        if level == 0:
-            closer = max(bound, space.count_s(row))
-            if np.isfinite(closer):
-                heapq.heappush(queue, (closer, 1, row))
+    while queue.bound_s < min(worse_than_s, _seconds(best) * (1 - SAME)) and not deadline.is_over:
+        if (entry := queue.pop()) is None:
             continue
+        bound, row = entry
         tried += 1
         found = space.solved(row, quickly=True)
         if found is not None:
+            solved.append(found)
             bounds[row] = max(bound, found.solution.bound_s + constant_s(space.options, row))
             if found.estimate.step_time_s < _seconds(best):
                 best = found
                 if first:
                     break
-    if best is None and (queue or worse_than_s < np.inf):
+    left, stopped = queue.bound_s, deadline.is_over
+    if best is None and (left < np.inf or worse_than_s < np.inf):
         if deadline.is_over:
             raise no_incumbent(deadline, f"for {model.name} with offload", f"{tried} schedules solved")
         return None
     if best is None:
         raise _explain(space, model, cluster, fixed, deadline)
+    others = [] if first else _runner_ups(space, queue, best, solved, runner_ups, deadline)
+    tried += len({found.row for found in others} - bounds.keys())
     exact = None if first else space.solved(best.row, quickly=False)
     if exact is not None:
         bounds[best.row] = exact.solution.bound_s + constant_s(space.options, best.row)
@@ -177,28 +112,95 @@ def search_offload(
         else:  # the schedule of the search, with what the linear program says of the same problem
             told = replace(best.solution, bound_s=exact.solution.bound_s, worth=exact.solution.worth)
             best = replace(best, solution=told)
-    left = queue[0][0] if queue else np.inf
     bound = min([left, _seconds(best), *bounds.values()])
-    return _answer(space, best, bound, tried, begun, stopped=deadline.is_over)
+    answer = _answer(space, best, bound, tried, begun, stopped=stopped)
+    named = tuple((space.layout(found)[0], found.estimate) for found in others)
+    return replace(answer, runner_ups=named)
+
+
+class _Queue:
+    """Layouts by their bounds: of their work, then of the count form, worked out when a layout's turn comes."""
+
+    def __init__(self, space: OffloadSpace) -> None:
+        self._space = space
+        self._waiting = [(float(bound), 0, row) for row, bound in enumerate(space.work_s())]
+        heapq.heapify(self._waiting)
+
+    @property
+    def bound_s(self) -> float:
+        """No layout that waits is faster; infinite where none does."""
+        return self._waiting[0][0] if self._waiting else np.inf
+
+    def pop(self) -> tuple[float, int] | None:
+        """The first layout and its bound, or None where it got a closer bound and waits again, unless nothing of it fits."""
+        bound, level, row = heapq.heappop(self._waiting)
+        if level == 1:
+            return bound, row
+        closer = max(bound, self._space.count_s(row))
+        if np.isfinite(closer):
+            heapq.heappush(self._waiting, (closer, 1, row))
+        return None
+
+
+MOST_RUNNER_UP_TRIES = 3
+"""Layouts that get a schedule for each runner-up that is wanted, at most: of some no rounding fits."""
+
+
+def _runner_ups(
+    space: OffloadSpace, queue: _Queue, best: Found, solved: Sequence[Found], wanted: int, deadline: Deadline
+) -> list[Found]:
+    """The fastest layouts of other degrees or micro-batches, fastest first: those that were solved, and the next in the queue."""
+    batch = space.options.least.batch
+
+    def key(row: int) -> tuple[int, ...]:
+        return (*batch.degrees(row), int(batch.micro_batch_size[row]))
+
+    others: dict[tuple[int, ...], Found] = {}
+    for found in sorted(solved, key=lambda found: found.estimate.step_time_s):
+        if key(found.row) != key(best.row):
+            others.setdefault(key(found.row), found)
+    tries = MOST_RUNNER_UP_TRIES * wanted
+    while len(others) < wanted and tries and queue.bound_s < np.inf and not deadline.is_over:
+        if (entry := queue.pop()) is None or key(entry[1]) in others or key(entry[1]) == key(best.row):
+            continue
+        tries -= 1
+        found_now = space.solved(entry[1], quickly=True)
+        if found_now is not None:
+            others[key(entry[1])] = found_now
+    return sorted(others.values(), key=lambda found: found.estimate.step_time_s)[:wanted]
 
 
 def offloaded_layout(
-    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, request: OffloadRequest
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    layout: Layout,
+    request: OffloadRequest,
+    *,
+    quickly: bool = False,
 ) -> Offloaded:
-    """One layout whose offload is scheduled, with its schedule; its recompute is kept unless it is mixed.
+    """One layout whose offload is scheduled, with its schedule, or ``quickly`` with the one that a search compares first; its
+    recompute is kept unless it is mixed.
 
     Raises:
         InfeasibleError: no schedule fits.
     """
     fixed = {name: value for name, value in layout.model_dump().items() if not name.startswith("offload")}
     found = search_offload(
-        model, cluster, workload, request=request, fixed=fixed, runnable=False, deadline=Deadline(60.0)
+        model,
+        cluster,
+        workload,
+        request=request,
+        fixed=fixed,
+        runnable=False,
+        deadline=Deadline(60.0),
+        first=quickly,
     )
     assert found is not None
     return found
 
 
-def _seconds(found: _Found | None) -> float:
+def _seconds(found: Found | None) -> float:
     return np.inf if found is None else found.estimate.step_time_s
 
 
@@ -219,14 +221,9 @@ def _require(cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any])
         raise ConfigError(f"offload schedules have one pipeline stage; pp={fixed['pp']} is fixed", help="do not fix pp")
 
 
-def _answer(space: _Space, best: _Found, bound: float, tried: int, begun: float, *, stopped: bool) -> Offloaded:
+def _answer(space: OffloadSpace, best: Found, bound: float, tried: int, begun: float, *, stopped: bool) -> Offloaded:
     options, cluster = space.options, space.options.least.cluster
-    choice = best.solution.choice
-    assert choice is not None
-    stage = stage_of(choice, options.least.model)
-    plain = options.least.batch.layout(best.row)
-    recompute = "mixed" if stage.layer_recompute else stage.recompute
-    layout = plain.replace(offload="scheduled", recompute=recompute)
+    layout, stage = space.layout(best)
     objective = best.estimate.step_time_s
     certificate = SearchCertificate(
         status="feasible" if stopped else "optimal",
@@ -247,7 +244,7 @@ MOST_EXPLAINED = 200
 
 
 def _explain(
-    space: _Space, model: ModelSpec, cluster: ClusterSpec, fixed: Mapping[str, Any], deadline: Deadline
+    space: OffloadSpace, model: ModelSpec, cluster: ClusterSpec, fixed: Mapping[str, Any], deadline: Deadline
 ) -> MeshwrightError:
     """Nothing fits: what the host lacks, or that even with any host something on the devices does not fit."""
     rows = np.argsort(space.work_s(), kind="stable")[:MOST_EXPLAINED]

@@ -221,7 +221,7 @@ def schedule_of(
 
 
 def constant_s(options: OptionCosts, idx: int) -> float:
-    """Exposed communication over data in a step, which no schedule here changes."""
+    """Exposed communication over data in a step and copies for it, which no schedule here changes."""
     none = options.under[RECOMPUTES.index("none")]
     exposed = np.array([seconds[idx] for seconds in none.dp_exposed_by_kind])[none.kind_of_layer]
     return float(exposed.sum() + none.dp_edges_s[idx])
@@ -232,12 +232,12 @@ def estimate_of(options: OptionCosts, idx: int, instance: Instance, choice: Choi
     recomputes = [RECOMPUTES.index(RECOMPUTE_OF[k]) for k in choice.option]
     costs = options.assigned(idx, recomputes)
     plain = estimate_step(costs, 0, (0, instance.num_layers))
-    constant, parts = constant_s(options, idx), plain.breakdown_s
-    inside = parts.compute + parts.recompute + parts.tp + parts.cp + parts.ep
+    constant, parts, copied = constant_s(options, idx), plain.breakdown_s, float(costs.copied_s(0).sum())
+    inside = parts.compute - copied + parts.recompute + parts.tp + parts.cp + parts.ep
     seconds = instance.num_microbatches * found.microbatch_s
     # Kernels beside copies lose some of their speed, which is part of waiting for the host.
     breakdown = parts.replace(
-        dp=constant, optimizer=found.update_s, offload=max(0.0, seconds - inside), pp=0.0, bubble=0.0
+        dp=constant - copied, optimizer=found.update_s, offload=max(0.0, seconds - inside), pp=0.0, bubble=0.0
     )
     stage = StageEstimate(
         forward_s=plain.stages[0].forward_s,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..cost_models.host_links import HostRates, host_rates
-from ..schema import ClusterSpec, Workload
+from ..schema import ClusterSpec, OffloadAllowed, Plan, Workload
 
 Kinds = Literal["none", "auto", "activations", "optimizer", "params"]
 
@@ -25,6 +25,32 @@ class OffloadRequest:
     host_memory_bytes: float | None = None
     storage_path: str | None = None
     storage_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan) -> OffloadRequest | None:
+        """What a plan's search was let move; of a plan that does not say so, everything within what its schedule was given."""
+        allowed, schedule = plan.provenance.offload, plan.offload
+        if allowed is not None:
+            return cls(**allowed.model_dump())
+        if schedule is None:
+            return None
+        return cls(
+            host_memory_bytes=schedule.host_budget_bytes,
+            storage_path=schedule.storage_path,
+            storage_bytes=float(schedule.storage_bytes),
+        )
+
+    @property
+    def allowed(self) -> OffloadAllowed | None:
+        """As a plan says it; None: nothing."""
+        if self.kinds == "none":
+            return None
+        return OffloadAllowed(
+            kinds=self.kinds,
+            host_memory_bytes=self.host_memory_bytes,
+            storage_path=self.storage_path,
+            storage_bytes=self.storage_bytes,
+        )
 
     def rates(self, workload: Workload, cluster: ClusterSpec) -> HostRates:
         """Of one rank."""

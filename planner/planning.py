@@ -8,14 +8,13 @@ import itertools
 import math
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cost_models.coefficients import is_measured
 from ..cost_models.layouts import RECOMPUTES, LayoutBatch
 from ..cost_models.measured_streams import measured_terms
 from ..cost_models.space_costs import SpaceCosts
 from ..schema import (
-    Alternative,
     ClusterSpec,
     ConfigError,
     Estimate,
@@ -37,7 +36,7 @@ from ..schema.runnable import why_not_runnable
 from ..schema.units import format_bytes
 from ..schema.workload import Precision
 from ..solvers.pipeline_csv import to_torch_csv
-from .choose import alternatives, choose, why_slower
+from .choose import alternative, alternatives, choose, with_schedules
 from .deadline import Deadline
 from .expansion import Candidate, expand
 from .expert_load import with_experts_placed, with_imbalance
@@ -48,6 +47,9 @@ from .rank_map import device_of_rank
 from .request import Request, is_runnable
 from .search import OnProgress, SearchResult, search
 from .space import build_space
+
+if TYPE_CHECKING:
+    from .offload import Offloaded
 
 
 def plan(
@@ -115,7 +117,7 @@ def plan(
         raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
     found = plan_of(result, fixed, runnable=runnable, top=top) if result.fitting else None
     if offload is not None and offloads:
-        found = _with_offload(found, result, fixed, offload, runnable=runnable, deadline=deadline)
+        found = _with_offload(found, result, fixed, offload, runnable=runnable, top=top, deadline=deadline)
     assert found is not None
     return found if expert_load is None else with_experts_placed(found, expert_load)
 
@@ -131,9 +133,10 @@ def _with_offload(
     request: OffloadRequest,
     *,
     runnable: bool,
+    top: int,
     deadline: Deadline,
 ) -> Plan:
-    """The plan, or one with an offload schedule where that is faster or nothing else fits; ``found`` is its first runner-up."""
+    """The plan, or one with an offload schedule where that is faster or nothing else fits; ``found`` is then a runner-up."""
     from .offload import search_offload  # its solver is not needed without
 
     costs = result.costs
@@ -149,6 +152,7 @@ def _with_offload(
             runnable=runnable,
             deadline=deadline,
             worse_than_s=slowest_s,
+            runner_ups=top,
         )
     except InfeasibleError:
         if found is None:
@@ -156,7 +160,29 @@ def _with_offload(
         better = None
     if better is None or better.estimate.step_time_s >= slowest_s * (1 - WORTH_MOVING):
         assert found is not None
-        return found.replace(notes=(*found.notes, "no offload schedule that was found is faster"))
+        return found.replace(
+            notes=(*found.notes, "no offload schedule that was found is faster"),
+            provenance=found.provenance.replace(offload=request.allowed),
+        )
+    beside = result if found is not None else None
+    return plan_of_offload(
+        better, model, cluster, workload, fixed, request=request, runnable=runnable, top=top, beside=beside
+    )
+
+
+def plan_of_offload(
+    better: Offloaded,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    fixed: Mapping[str, Any],
+    *,
+    request: OffloadRequest,
+    runnable: bool,
+    top: int,
+    beside: SearchResult | None = None,
+) -> Plan:
+    """The plan that a search of offload schedules found; its runner-ups are of that search and of the one ``beside`` it."""
     notes = []
     if request.rates(workload, cluster).memory_bytes == math.inf:
         held = format_bytes(better.schedule.host_bytes)
@@ -166,16 +192,7 @@ def _with_offload(
     notes += _note_on_measured(cluster, workload)
     if lacking := why_not_runnable(model, workload):
         notes.append("`meshwright apply` cannot train this model yet: " + "; ".join(lacking))
-    runner_ups = () if found is None else found.alternatives
-    if found is not None:
-        slower = why_slower(found.estimate, better.estimate)
-        first = Alternative(
-            layout=found.layout,
-            step_time_s=found.estimate.step_time_s,
-            peak_reserved_bytes=found.estimate.peak_reserved_bytes,
-            reason=slower,
-        )
-        runner_ups = (first, *runner_ups)
+    others = [alternative(layout, found, better.estimate) for layout, found in better.runner_ups]
     return Plan(
         model=model,
         cluster=cluster,
@@ -185,10 +202,10 @@ def _with_offload(
         rank_map=device_of_rank(cluster, ()),
         estimate=better.estimate,
         search=better.certificate,
-        alternatives=runner_ups,
+        alternatives=with_schedules(others, beside, better.estimate, top),
         offload=better.schedule,
         notes=tuple(notes),
-        provenance=_provenance(model, cluster, workload, {**fixed, "offload": "scheduled"}, runnable=runnable),
+        provenance=_provenance(model, cluster, workload, fixed, runnable=runnable, offload=request),
     )
 
 
@@ -222,14 +239,33 @@ def plan_of(
     )
 
 
-def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> Estimate:
+def estimate(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, *, offload: OffloadRequest | None = None
+) -> Estimate:
     """What one given layout costs; its layers are cut into stages as evenly as memory allows. Under mixed recompute each block does
     what is best for the step.
 
-    Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too.
+    Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too. One whose offload is
+    scheduled has its best schedule within what ``offload`` says (unset: all that the cluster has).
 
     Raises:
         ConfigError: the layout breaks a rule that holds for any engine; every broken one is named.
+        InfeasibleError: its offload is scheduled and no schedule fits.
+    """
+    return estimate_with_schedule(model, cluster, workload, layout, offload=offload)[0]
+
+
+def estimate_with_schedule(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    offload: OffloadRequest | None = None,
+    quickly: bool = False,
+) -> tuple[Estimate, Offloaded | None]:
+    """The estimate of a layout and, where its offload is scheduled, its schedule: the best one, or ``quickly`` the one that a
+    search of layouts compares. Raises like `estimate`.
     """
     require_valid(
         model,
@@ -242,9 +278,11 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout:
     if layout.offload == "scheduled":
         from .offload import offloaded_layout
 
-        return offloaded_layout(model, cluster, workload, layout, OffloadRequest()).estimate
+        request = offload or OffloadRequest()
+        found = offloaded_layout(model, cluster, workload, layout, request, quickly=quickly)
+        return found.estimate, found
     batch = LayoutBatch.of([layout], workload.global_batch_size)
-    return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate
+    return expand(SpaceCosts.of(model, workload, cluster, batch), 0).estimate, None
 
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
@@ -340,7 +378,13 @@ def _note_on_parts(chosen: Candidate) -> str:
 
 
 def _provenance(
-    model: ModelSpec, cluster: ClusterSpec, workload: Workload, fixed: Mapping[str, Any], *, runnable: bool
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    fixed: Mapping[str, Any],
+    *,
+    runnable: bool,
+    offload: OffloadRequest | None = None,
 ) -> Provenance:
     inputs = [
         model.model_dump_json(),
@@ -354,4 +398,5 @@ def _provenance(
         inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
         fixed=format_assignments(fixed),
         space="runnable" if runnable else "full",
+        offload=None if offload is None else offload.allowed,
     )

@@ -15,19 +15,23 @@ from ..schema.rules import broken_rules, require_our_engine
 from ..schema.runnable import why_not_runnable
 from .deadline import Deadline
 from .finalists import with_orders
+from .offload_request import OffloadRequest
 from .search import OnProgress, SearchResult, search
 from .space import Space, build_space
 
 
 @dataclass(frozen=True)
 class Request:
-    """Inputs of a search; ``fixed`` and ``runnable`` as in `planner.plan`."""
+    """Inputs of a search; ``fixed``, ``runnable`` and ``offload`` as in `planner.plan`. ``space`` and ``search`` are of layouts
+    without an offload schedule; planner/offload.py searches those with one.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
     workload: Workload
     fixed: Mapping[str, Any] = field(default_factory=dict)
     runnable: bool = False
+    offload: OffloadRequest | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Request:
@@ -42,7 +46,10 @@ class Request:
                 scaleup_domain=plan.cluster.scaleup_domain,
             )
             runnable = is_runnable(plan.model, plan.workload, None) and not broken_rules(facts, VERSION_RULES)
-        return cls(plan.model, plan.cluster, plan.workload, parse_assignments(plan.provenance.fixed), runnable)
+        fixed = parse_assignments(plan.provenance.fixed)
+        if fixed.get("offload") == "scheduled":
+            del fixed["offload"]
+        return cls(plan.model, plan.cluster, plan.workload, fixed, runnable, OffloadRequest.of(plan))
 
     def space(self, deadline: Deadline) -> Space:
         """The layouts to choose from.

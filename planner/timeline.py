@@ -33,6 +33,10 @@ def timeline(plan: Plan) -> StepTimeline:
     Raises:
         ConfigError: its schedule has no order for these numbers.
     """
+    if plan.offload is not None:
+        from .offload_timeline import offload_timeline  # its solver is not needed without
+
+        return offload_timeline(plan)
     costs = costs_of(plan)
     shape = replace(shape_of(costs, 0), order=planned_order(plan))
     order = order_of(shape)

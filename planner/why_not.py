@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..schema import ConfigError, Plan, SolverLimitError
+from ..schema import ConfigError, Estimate, InfeasibleError, Layout, OffloadSchedule, Plan, SolverLimitError
 from ..schema.layout import format_assignments
 from .choose import SAME_TIME_FRACTION, why_slower
 from .closest import closest, shortfall
 from .compare import compare
 from .deadline import Deadline
 from .explanation import WhyNot
+from .offload_request import OffloadRequest
 from .request import Request
 from .search import SearchResult
 
+if TYPE_CHECKING:
+    from .offload import Offloaded
+
 _Status = Literal["slower", "faster"]
+
+ROUNDING = 1e-6
+"""Sums in another order differ by less."""
 
 
 def why_not(plan: Plan, request: Request, wanted: Mapping[str, Any], deadline: Deadline) -> WhyNot:
@@ -34,15 +42,59 @@ def why_not(plan: Plan, request: Request, wanted: Mapping[str, Any], deadline: D
     for runnable in (True, False) if request.runnable else (False,):
         completed = replace(request, fixed=kept | dict(wanted), runnable=runnable)
         try:
-            result = completed.search(deadline)
+            answer = _completed(plan, completed, wanted, deadline)
         except ConfigError as error:
             reasons += _excluded_by(error, completed, deadline)
             continue
         except SolverLimitError as error:
             return WhyNot(status="stopped", asked=asked, kept=kept_text, reasons=(*reasons, error.message))
-        answer = _answer(plan, completed, result)
         return answer.replace(asked=asked, kept=kept_text, reasons=(*reasons, *answer.reasons))
     return WhyNot(status="excluded", asked=asked, kept=kept_text, reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _completed(plan: Plan, request: Request, wanted: Mapping[str, Any], deadline: Deadline) -> WhyNot:
+    """The fastest completion against the plan: of layouts that need no offload schedule, and where the plan has one or it is
+    asked for, of those with one.
+    """
+    asked_for = wanted.get("offload") == "scheduled"
+    result = None if asked_for else request.search(deadline)
+    if not asked_for and (plan.offload is None or any(name.startswith("offload") for name in wanted)):
+        assert result is not None
+        return _answer(plan, request, result)
+    found, lacking = _scheduled(request, result, deadline)
+    if found is not None:
+        bound_s = found.certificate.bound_s if found.certificate.status == "feasible" else None
+        return _compared(plan, request, found.layout, found.estimate, bound_s, found.schedule)
+    if result is None:
+        return WhyNot(status="too_large", asked="", reasons=lacking)
+    answer = _answer(plan, request, result)
+    return answer.replace(reasons=(*answer.reasons, *lacking))
+
+
+def _scheduled(
+    request: Request, result: SearchResult | None, deadline: Deadline
+) -> tuple[Offloaded | None, tuple[str, ...]]:
+    """The fastest completion with an offload schedule, where it is faster than those without; or why there is none."""
+    from .offload import search_offload  # its solver is not needed without
+
+    try:
+        found = search_offload(
+            request.model,
+            request.cluster,
+            request.workload,
+            request=request.offload or OffloadRequest(),
+            fixed={name: value for name, value in request.fixed.items() if name != "offload"},
+            runnable=request.runnable,
+            deadline=deadline,
+            worse_than_s=result.fitting[0].estimate.step_time_s if result and result.fitting else math.inf,
+        )
+    except InfeasibleError as error:
+        return None, (error.message, *error.details)
+    except ConfigError as error:
+        if result is None:
+            raise
+        return None, (error.message,)
+    return found, ()
 
 
 def _answer(plan: Plan, request: Request, result: SearchResult) -> WhyNot:
@@ -56,18 +108,31 @@ def _answer(plan: Plan, request: Request, result: SearchResult) -> WhyNot:
         comparison = compare(plan, layout, estimate, reason="does not fit")
         return WhyNot(status="too_large", asked="", reasons=lacking, best=comparison)
     best = result.fitting[0]
-    layout, estimate = best.layout(batch), best.estimate
-    comparison = compare(plan, layout, estimate, reason=why_slower(estimate, plan.estimate))
-    status: _Status = "slower" if comparison.slower_fraction >= 0 else "faster"
+    return _compared(plan, request, best.layout(batch), best.estimate, result.bound_s if result.stopped_early else None)
+
+
+def _compared(
+    plan: Plan,
+    request: Request,
+    layout: Layout,
+    estimate: Estimate,
+    bound_s: float | None,
+    schedule: OffloadSchedule | None = None,
+) -> WhyNot:
+    """A completion that fits against the plan; ``bound_s`` where the time limit stopped the search for it."""
+    comparison = compare(plan, layout, estimate, reason=why_slower(estimate, plan.estimate), schedule=schedule)
+    status: _Status = "slower" if comparison.slower_fraction >= -ROUNDING else "faster"
     reasons = [_verdict(plan, request, comparison.slower_fraction)]
-    if result.stopped_early:
-        gap = max(0.0, 1 - result.bound_s / estimate.step_time_s)
+    if bound_s is not None:
+        gap = max(0.0, 1 - bound_s / estimate.step_time_s)
         reasons.append(f"the time limit stopped the completion: a better one may be {100 * gap:.1f} % faster")
     return WhyNot(status=status, asked="", reasons=tuple(reasons), best=comparison)
 
 
 def _verdict(plan: Plan, request: Request, slower: float) -> str:
-    if slower >= 0:
+    if abs(slower) <= ROUNDING:
+        return "the best layout with these fields takes as long"
+    if slower > 0:
         return f"the best layout with these fields is {100 * slower:.2g} % slower"
     faster = f"the best layout with these fields is {-100 * slower:.2g} % faster"
     if -slower <= SAME_TIME_FRACTION:

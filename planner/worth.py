@@ -12,9 +12,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from ..schema.cluster import Link
 from ..schema.profile import CollectivePoint
 from ..schema.units import GB, GIB, format_bytes
 from .deadline import Deadline
-from .explanation import LinkUse, Worth
+from .explanation import LinkUse, Resource, Worth
 from .planning import estimate
 from .rank_map import in_order
 from .request import Request
@@ -36,8 +35,6 @@ MORE_BANDWIDTH_BYTES_PER_S = float(GB)
 
 LARGEST_RATIO = 19.9
 """Calibration ratios stay below 20."""
-
-Resource = Literal["memory", "unlimited_memory", "link", "compute", "elementwise", "host"]
 
 
 @dataclass(frozen=True)
@@ -96,16 +93,21 @@ def worth_of(plan: Plan, request: Request, deadline: Deadline) -> tuple[float | 
     return fastest.step_time_s if fastest else None, tuple(found)
 
 
-def links_of(plan: Plan) -> tuple[LinkUse, ...]:
+def links_of(plan: Plan, kept: Callable[[ClusterSpec], float | None] | None = None) -> tuple[LinkUse, ...]:
     """Each link level, the axes that reach it, and what the plan's layout gains where it is twice as fast.
 
     A link that takes no time is beyond what the model of overlap describes: its traffic would slow down all compute beside it.
+    Seconds of the layout on a cluster are ``kept``'s, unset those of its estimate.
     """
-    cluster, base_s, uses = plan.cluster, _kept_s(plan, plan.cluster), []
+
+    def seconds_of(cluster: ClusterSpec) -> float | None:
+        return _kept_s(plan, cluster) if kept is None else kept(cluster)
+
+    cluster, base_s, uses = plan.cluster, seconds_of(plan.cluster), []
     for idx, level in enumerate(cluster.levels):
         if level.domain_size == 1:
             continue
-        faster_s = _kept_s(plan, twice_as_fast(cluster, idx))
+        faster_s = seconds_of(twice_as_fast(cluster, idx))
         uses.append(
             LinkUse(
                 level_idx=idx,

@@ -15,7 +15,7 @@ from .errors import (
 from .layout import Layout
 from .model import ModelSpec
 from .offers import Offer
-from .offload import OffloadSchedule, OffloadWorth
+from .offload import OffloadAllowed, OffloadSchedule, OffloadWorth
 from .plan import Alternative, Estimate, Plan, SearchCertificate, Stage
 from .profile import Profile
 from .workload import Workload
@@ -37,6 +37,7 @@ __all__ = [
     "ModelSpec",
     "NodeGroup",
     "Offer",
+    "OffloadAllowed",
     "OffloadSchedule",
     "OffloadWorth",
     "ParetoPoint",

@@ -43,6 +43,21 @@ class OffloadWorth(Frozen):
     to_device_s_per_gb_per_s: NonNegativeFloat = 0.0
 
 
+class OffloadAllowed(Frozen):
+    """What a search was let move away from the devices, and where to (`--offload`).
+
+    Attributes:
+        kinds: auto: everything.
+        host_memory_bytes: of one node; None: as the cluster says.
+        storage_path, storage_bytes: a folder of each node's drives and what may be written there; None: no storage.
+    """
+
+    kinds: Literal["auto", "activations", "optimizer", "params"] = "auto"
+    host_memory_bytes: NonNegativeFloat | None = None
+    storage_path: str | None = None
+    storage_bytes: NonNegativeFloat = 0.0
+
+
 class OffloadSchedule(Frozen):
     """Where states and parameters of layers lie, how activations travel, and what the planner predicts of it.
 

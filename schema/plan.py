@@ -11,7 +11,7 @@ from .cluster import ClusterSpec
 from .cost_summary import CostSummary, ParetoPoint
 from .layout import Layout, Recompute
 from .model import Block, ModelSpec, MoE
-from .offload import LayerOffload, OffloadSchedule
+from .offload import LayerOffload, OffloadAllowed, OffloadSchedule
 from .workload import Workload
 
 
@@ -26,7 +26,7 @@ class TimeBreakdown(Frozen):
     """Parts of one step on the critical path, seconds; they sum to the step time.
 
     Attributes:
-        compute: forward and backward of the busiest stage over its micro-batches.
+        compute: forward and backward of the busiest stage over its micro-batches, copies and sums of parameters and gradients.
         recompute: forward work done again in the backward pass.
         tp: exposed tensor-parallel communication.
         cp: exposed exchange of keys and values between context-parallel ranks.
@@ -250,6 +250,7 @@ class Provenance(Frozen):
     Attributes:
         fixed: layout fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
         space: runnable: only layouts that `meshwright apply` executes; full: all of the engine; None in plans of older versions.
+        offload: what might leave the devices, also where the plan leaves everything there; None: nothing.
     """
 
     meshwright: str
@@ -257,6 +258,7 @@ class Provenance(Frozen):
     inputs_sha256: str
     fixed: str = ""
     space: Literal["runnable", "full"] | None = None
+    offload: OffloadAllowed | None = None
 
 
 class Plan(Document):

@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .plan import Plan
 
-Stream = Literal["compute", "communication", "optimizer"]
+Stream = Literal[
+    "compute", "communication", "optimizer", "copies to the host", "copies to the device", "host processors", "storage"
+]
 STREAMS: tuple[Stream, ...] = ("compute", "communication", "optimizer")
+"""Those that every step has."""
+
+OFFLOAD_STREAMS: tuple[Stream, ...] = ("copies to the host", "copies to the device", "host processors", "storage")
+"""Those of a step with an offload schedule besides, which work at the same time."""
 
 NAMES = {"F": "forward", "B": "backward (input)", "W": "backward (weights)", "BW": "backward"}
 """What the letters of passes stand for."""
@@ -35,7 +41,7 @@ class Slice(NamedTuple):
     """Something one rank does, from ``start_s`` for ``seconds``; ``rank`` is its position along the pipeline, in a measured step
     the rank of the job.
 
-    ``stage`` and ``micro_batch`` are -1 of what is done once a step.
+    ``stage`` and ``micro_batch`` are -1 of what is done once a step; ``layer`` is told under an offload schedule only.
     """
 
     rank: int
@@ -45,6 +51,7 @@ class Slice(NamedTuple):
     seconds: float
     stage: int = -1
     micro_batch: int = -1
+    layer: int = -1
 
 
 class StepTimeline(NamedTuple):
@@ -98,34 +105,43 @@ def _processes(layout: Layout) -> tuple[range, ...]:
 def _trace(
     plan: Plan, kind: str, processes: Sequence[range], events: list[dict[str, Any]], **others: Any
 ) -> dict[str, Any]:
+    used = {event["tid"] for event in events}
+    streams = [stream for stream in _THREADS if stream in STREAMS or _THREADS.index(stream) in used]
     return {
         "displayTimeUnit": "ms",
         "otherData": {"kind": kind, "layout": str(plan.layout), **others},
-        "traceEvents": [*_names(processes), *events],
+        "traceEvents": [*_names(processes, streams), *events],
     }
 
 
-def _names(processes: Sequence[range]) -> Iterator[dict[str, Any]]:
+_THREADS = (*STREAMS, *OFFLOAD_STREAMS)
+
+
+def _names(processes: Sequence[range], streams: Sequence[Stream]) -> Iterator[dict[str, Any]]:
     """Events that name processes and threads."""
     for pid, ranks in enumerate(processes):
         name = f"pipeline rank {pid} (ranks {ranks.start}..{ranks.stop - 1})" if len(ranks) > 1 else f"rank {pid}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-        for thread, stream in enumerate(STREAMS):
+        for stream in streams:
+            thread = _THREADS.index(stream)
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": stream}}
 
 
 def _event(piece: Slice, pid: int) -> dict[str, Any]:
     once = piece.micro_batch < 0
+    letter = piece.kind in NAMES
     event: dict[str, Any] = {
         "ph": "X",
-        "name": piece.kind if once else f"{piece.kind}{piece.micro_batch}",
-        "cat": piece.stream if once else NAMES[piece.kind],
+        "name": piece.kind if once or not letter else f"{piece.kind}{piece.micro_batch}",
+        "cat": NAMES[piece.kind] if letter else piece.stream,
         "pid": pid,
-        "tid": STREAMS.index(piece.stream),
+        "tid": _THREADS.index(piece.stream),
         "ts": 1e6 * piece.start_s,
         "dur": 1e6 * piece.seconds,
     }
     if not once:
         event["args"] = {"stage": piece.stage, "micro_batch": piece.micro_batch}
+    if piece.layer >= 0:
+        event["args"] = {**event.get("args", {}), "layer": piece.layer}
     return event

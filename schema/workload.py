@@ -13,7 +13,7 @@ Optimizer = Literal["adamw", "sgd", "muon"]
 Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo", "aceso"]
 Gradients = Literal["fp32", "compute"]
 Selective = Literal["products", "alternate_products"]
-Fusion = Literal["engine", "compiled", "composite_norm", "eager"]
+Fusion = Literal["engine", "compiled", "compiled_blocks", "composite_norm", "eager"]
 Passes = Literal["backward", "zeroth_order"]
 
 FrozenStorage = Literal["16-bit", "8-bit", "nf4"]
@@ -53,8 +53,9 @@ class Workload(Frozen):
             direction (runtime/training/zeroth_order.py): no gradients, no states, nothing kept between the passes.
         attention: flash keeps no [seq, seq] matrix; math does.
         dropout: after attention and feed-forward part, as Megatron-LM does unless told otherwise; our runtime has none.
-        fusion: of memory-bound kernels: as the engine has them, by torch.compile, or eager with RMSNorm as separate kernels
-            (torch before 2.8); eager is plain model code, where each kernel keeps what it read besides.
+        fusion: of memory-bound kernels: as the engine has them, by torch.compile (of everything, or of all but the loss), or eager
+            with RMSNorm as separate kernels (torch before 2.8); eager is plain model code, where each kernel keeps what it read
+            besides.
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
         adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.

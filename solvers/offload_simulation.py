@@ -70,7 +70,7 @@ def simulate(
     instance: Instance, choice: Choice, *, prefetch: int = 1, updates: dict[bytes, float] | None = None
 ) -> Simulated:
     """Run one micro-batch and the update; micro-batches repeat. ``updates`` remembers updates of the same problem."""
-    jobs, of = _microbatch_jobs(instance, choice, prefetch)
+    jobs, of = microbatch_jobs(instance, choice, prefetch)
     start, end = run(jobs, instance)
     forward_bytes, backward_bytes = _peak_bytes(instance, choice, of, start, end)
     update_s = _update_s(instance, choice, {} if updates is None else updates)
@@ -158,7 +158,7 @@ def _rates(instance: Instance) -> list[list[float]]:
 
 
 @dataclass(frozen=True)
-class _Places:
+class Places:
     """Jobs of each layer: passes [L]; copies where there are some: activations, parameters before each pass, gradients."""
 
     forward: list[int]
@@ -169,7 +169,7 @@ class _Places:
     reduced: list[tuple[int, int]]  # layer, copy
 
 
-def _microbatch_jobs(i: Instance, choice: Choice, prefetch: int) -> tuple[list[Job], _Places]:
+def microbatch_jobs(i: Instance, choice: Choice, prefetch: int) -> tuple[list[Job], Places]:
     """Passes in order; activations leave after a layer's forward pass and come back in a window before its backward pass."""
     size, links = i.num_layers, i.links
     moved_bytes, repeated = choice.of(i.moved_bytes), choice.of(i.repeated_s)
@@ -206,10 +206,10 @@ def _microbatch_jobs(i: Instance, choice: Choice, prefetch: int) -> tuple[list[J
     for idx in map(int, reversed(np.flatnonzero(choice.parameters))):
         reduced.append((idx, len(jobs)))
         jobs.append(Job(TO_HOST, float(gradients_s[idx]), (backward[idx],)))
-    return jobs, _Places(forward, backward, down, up, gathered, reduced)
+    return jobs, Places(forward, backward, down, up, gathered, reduced)
 
 
-def _peak_bytes(i: Instance, choice: Choice, of: _Places, start: FloatArray, end: FloatArray) -> tuple[float, float]:
+def _peak_bytes(i: Instance, choice: Choice, of: Places, start: FloatArray, end: FloatArray) -> tuple[float, float]:
     """Most bytes on the device until backward passes begin and from then on: what is there all the time, and changes at starts and
     ends of jobs.
     """
@@ -265,11 +265,11 @@ def _update_s(i: Instance, choice: Choice, known: dict[bytes, float]) -> float:
     masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters, choice.storage)
     key = b"".join(mask.tobytes() for mask in masks)
     if key not in known:
-        known[key] = float(run(_update_jobs(i, choice), i)[1].max(initial=0.0))
+        known[key] = float(run(update_jobs(i, choice), i)[1].max(initial=0.0))
     return known[key]
 
 
-def _update_jobs(i: Instance, choice: Choice) -> list[Job]:
+def update_jobs(i: Instance, choice: Choice) -> list[Job]:
     """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down. All in pieces."""
     links, jobs = i.links, list[Job]()
     moved = choice.host_optimizer | choice.parameters | choice.streamed_optimizer

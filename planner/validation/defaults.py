@@ -88,6 +88,16 @@ FUSION: tuple[Default, ...] = (
     Default("fms-fsdp", "compiled", "use_torch_compile: true"),
     Default("", "engine", "kernels the engine brings"),
 )
+COMPILED: tuple[Default, ...] = (
+    Default(
+        "torchtitan.*_2024",
+        "compiled_blocks",
+        "torchtitan compiled no loss from 2024-12-18 (#755) to 2025-04-02 (#1033), when its benchmarks of 2024 were made",
+    ),
+    Default("", "compiled", "blocks and loss"),
+)
+"""What torch.compile compiled, by framework and place of publication."""
+
 BALANCED_STAGES: tuple[Default, ...] = (
     Default("nanotron", True, "blocks are placed by get_block_compute_costs"),
     Default("Megatron-LM 1F1B redis", True, "layers redistributed to level the vocabulary layers (arXiv:2411.05288)"),

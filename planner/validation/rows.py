@@ -51,6 +51,7 @@ class RunRow:
     Attributes:
         vpp: as printed, because some schedules are named instead of counted.
         ffn: width of one expert for a mixture of experts.
+        source: where the run was published.
         quality, flag: A and B without a flag are scored.
     """
 
@@ -59,6 +60,7 @@ class RunRow:
     split: str = ""
     source_set: str = ""
     decision_group: str = ""
+    source: str = ""
     framework: str = ""
     task: str = ""
     gpu_type: str

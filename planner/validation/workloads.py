@@ -7,6 +7,7 @@ import re
 from ...schema import Layout, ModelSpec, Workload
 from ...schema.workload import Fusion, Gradients, Optimizer
 from .defaults import (
+    COMPILED,
     DROPOUT,
     ENGINE,
     FLASH_GENERATION,
@@ -103,10 +104,15 @@ def _optimizer(row: RunRow) -> Optimizer:
 
 
 def _fusion(row: RunRow) -> Fusion:
-    """Whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels."""
-    quantised = row.framework.startswith("torchtitan") and row.precision_class in ("fp8", "mxfp8", "nvfp4")
+    """Whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels.
+
+    torchtitan's pages on quantised training compile every run of their tables, those in bf16 too (components/quantization).
+    """
+    quantised = row.precision_class in ("fp8", "mxfp8", "nvfp4") or "components/quantization" in row.source
     stated = re.search(r"\bcompile\b", row.notes)
-    if quantised or (stated and not re.search(r"\bNo torch\.compile", row.notes)):
-        return "compiled"
     choice: Fusion = default_of(row.framework, FUSION)
+    if (row.framework.startswith("torchtitan") and quantised) or (
+        stated and not re.search(r"\bNo torch\.compile", row.notes)
+    ):
+        choice = default_of(f"{row.framework}: {row.source}", COMPILED)
     return choice

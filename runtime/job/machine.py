@@ -129,12 +129,15 @@ def _check_host_memory(plan: Plan) -> None:
 
 
 def _check_host(plan: Plan, group: NodeGroup) -> None:
-    ranks, cores = group.devices_per_node, num_cores()
-    if ranks > cores:
+    ranks, cores, profile = group.devices_per_node, num_cores(), plan.cluster.profile
+    measured = 0 if profile is None else profile.machine.num_devices // profile.machine.num_nodes
+    if ranks > max(cores, measured):
         raise RuntimeMismatchError(
             f"the plan runs {ranks} ranks on the CPU of each node; this machine has {cores} cores",
-            details=("ranks that share a core wait for each other in every collective",),
-            help="plan again with --cluster local",
+            details=(
+                "ranks that share a core wait for each other in every collective; its estimate does not know that",
+            ),
+            help=f"plan again with --cluster local, or from a profile of them: meshwright profile --ranks {ranks}",
         )
     needed, memory = ranks * plan.estimate.peak_allocated_bytes, psutil.virtual_memory().total
     if needed > memory:

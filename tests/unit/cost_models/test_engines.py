@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.compute import OperatorTime
-from meshwright.cost_models.engines import pass_bytes_per_param, update_bytes_per_param
+from meshwright.cost_models.engines import passes_bytes_per_param, update_bytes_per_param
 from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.cost_models.operators import Gemm, layer_operators
 from meshwright.cost_models.recompute_costs import alternate_products_s
@@ -77,19 +77,30 @@ def test_micro_batches_add_to_the_gradients_of_earlier_ones(engine: Engine, expe
     """Read the new gradient and the sum, write the sum; with one micro-batch there is nothing to add."""
     workload = Workload(seq_len=1, global_batch_size=8, engine=engine)
     layouts = [Layout(dp_replicate=dp) for dp in (8, 4)]
-    assert pass_bytes_per_param(LayoutBatch.of(layouts, 8), workload).tolist() == [0, expected]
+    assert passes_bytes_per_param(LayoutBatch.of(layouts, 8), workload).tolist() == [0, 2 * expected]
 
 
 def test_megatron_adds_within_its_products() -> None:
     """Read and write of the fp32 sum, from the first micro-batch on."""
     batch = LayoutBatch.of([Layout(dp_replicate=8), Layout()], 8)
-    assert pass_bytes_per_param(batch, Workload(seq_len=1, global_batch_size=8, engine="megatron")).tolist() == [8, 8]
+    workload = Workload(seq_len=1, global_batch_size=8, engine="megatron")
+    assert passes_bytes_per_param(batch, workload).tolist() == [8, 64]
 
 
 def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
-    """bf16 out of the buffer in both passes (8 bytes), a bf16 gradient into the fp32 one (6 bytes)."""
-    batch = LayoutBatch.of([Layout(dp_shard=8), Layout()], 8)
-    assert pass_bytes_per_param(batch, Workload(seq_len=1, global_batch_size=8)).tolist() == [14, 0]
+    """Zero 3: fp32 shards cast (6 bytes of 8 ranks' part), bf16 out of the buffer, both in two passes; a gradient cast into the
+    buffer (6). Zero 1 with two micro-batches: one gather; a gradient cast, one added to it (10), the sum into the buffer (8).
+    """
+    layouts = [Layout(dp_shard=8), Layout(dp_shard=4, zero_stage=1)]
+    copied = passes_bytes_per_param(LayoutBatch.of(layouts, 8), Workload(seq_len=1, global_batch_size=8))
+    assert copied.tolist() == [2 * (6 / 8 + 4) + 6, 6 / 4 + 4 + 6 + 10 + 8]
+
+
+def test_one_dtype_is_never_cast() -> None:
+    """fp32: DDP copies into its buckets and divides (16 bytes); four micro-batches of a pipeline add three times."""
+    layouts = [Layout(dp_replicate=8), Layout(pp=2, micro_batch_size=2), Layout(micro_batch_size=8)]
+    workload = Workload(seq_len=1, global_batch_size=8, precision="fp32")
+    assert passes_bytes_per_param(LayoutBatch.of(layouts, 8), workload).tolist() == [16, 3 * 12, 0]
 
 
 def test_chunked_tensor_parallel_communication_leaves_a_chunk_exposed() -> None:

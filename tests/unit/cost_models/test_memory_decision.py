@@ -30,12 +30,13 @@ def test_least_required_is_a_lower_bound_of_required() -> None:
 
 
 def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:
+    """Whether or not blocks are compiled: torchtitan's benchmarks of 2024 held 5 GiB less compiled, not the 21 GiB of the loss."""
     layout = Layout(dp_shard=8)
     peaks = [
         estimate(MODEL, MACHINE, Workload(seq_len=8192, global_batch_size=8, fusion=fusion), layout).memory_bytes.logits
-        for fusion in ("engine", "compiled", "composite_norm")
+        for fusion in ("engine", "compiled", "composite_norm", "compiled_blocks")
     ]
-    assert peaks[0] <= 1.1 * peaks[1] < peaks[2]
+    assert peaks[0] <= 1.1 * peaks[1] < peaks[2] == peaks[3]
 
 
 def test_dropout_and_wide_activation_inputs_keep_more() -> None:

@@ -8,7 +8,6 @@ import pytest
 from meshwright.cli.main import app
 from meshwright.planner import estimate, plan
 from meshwright.planner.deadline import Deadline
-from meshwright.planner.explain import explain
 from meshwright.planner.offload_request import OffloadRequest
 from meshwright.planner.request import Request
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
@@ -53,11 +52,9 @@ def test_states_on_the_host_are_what_the_devices_lack(offloaded: Plan) -> None:
     assert held >= 0.75 * 16 * trained
 
 
-def test_commands_that_know_no_schedules_say_so(offloaded: Plan) -> None:
-    with pytest.raises(ConfigError, match="does not cover plans with an offload schedule"):
-        explain(offloaded)
+def test_a_space_of_plain_layouts_refuses_schedules() -> None:
     with pytest.raises(ConfigError, match="does not search offload schedules"):
-        Request.of(offloaded).space(Deadline(10))
+        Request(MODEL, ONE, STEP, {"offload": "scheduled"}).space(Deadline(10))
 
 
 def test_a_small_host_is_named_with_what_it_lacks() -> None:

@@ -372,6 +372,13 @@ def test_measured_runs_are_read_whole_and_mostly_predicted() -> None:
         ({"framework": "torchtitan (FSDP2)", "notes": "FSDP + torch.compile."}, "compiled", 2, False),
         ({"framework": "torchtitan (FSDP2)", "notes": "No torch.compile (default)."}, "composite_norm", 2, False),
         ({"framework": "torchtitan (FSDP2)", "precision_class": "fp8"}, "compiled", 2, False),
+        (
+            {"framework": "torchtitan (FSDP2)", "notes": "torch.compile", "source": "benchmarks/llama3_h100_202412.md"},
+            "compiled_blocks",
+            2,
+            False,
+        ),
+        ({"framework": "torchtitan (FSDP2)", "source": "components/quantization/mxfp8.md bf16"}, "compiled", 2, False),
         ({"framework": "llm-foundry/Composer FSDP1"}, "engine", 1, False),
         ({"framework": "Megatron-DeepSpeed"}, "engine", 2, True),
         ({"framework": "NeMo/Megatron-Core"}, "engine", 2, False),

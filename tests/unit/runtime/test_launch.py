@@ -12,7 +12,8 @@ from meshwright.runtime.job.faults import RankDeath, explain
 from meshwright.runtime.job.launch import Rendezvous, launch
 from meshwright.runtime.job.machine import is_same_chip, num_cores
 from meshwright.runtime.job.worker import Job
-from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
+from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, Profile, RuntimeMismatchError
+from meshwright.schema.profile import Machine
 from small_jobs import assert_gone, plan_elsewhere, small_plan
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -119,6 +120,26 @@ def test_plan_with_more_ranks_than_cores_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("meshwright.runtime.job.machine.num_cores", lambda: 1)
     with pytest.raises(RuntimeMismatchError, match="2 ranks on the CPU of each node; this machine has 1 cores"):
         launch(two_ranks, Job(plan="plan.json"))
+
+
+def test_ranks_that_were_measured_sharing_cores_may_share_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_ranks: Plan
+) -> None:
+    """The estimate of a plan from a profile of so many ranks holds for them."""
+    machine = Machine(device="x", num_devices=2, host_memory_bytes=1, backend="gloo", torch="2.13.0", python="3.11")
+    profile = Profile(
+        machine=machine,
+        created="2026-01-01",
+        duration_s=1.0,
+        memory_bandwidth_bytes_per_s=1e10,
+        device_memory_bytes=10**9,
+    )
+    monkeypatch.setattr("meshwright.runtime.job.machine.num_cores", lambda: 1)
+    plan = two_ranks.replace(cluster=two_ranks.cluster.replace(profile=profile))
+    text = "import os, pathlib; pathlib.Path(f'{os.environ[\"RANK\"]}.ran').touch()"
+    monkeypatch.chdir(tmp_path)
+    launch(plan, script_job(tmp_path, plan, text))
+    assert {path.name for path in tmp_path.glob("*.ran")} == {"0.ran", "1.ran"}
 
 
 def test_plan_that_needs_more_memory_than_the_host_has_is_refused(two_ranks: Plan) -> None:
