@@ -79,8 +79,12 @@ def _size_row(group: Sequence[SizeTried], tokens_per_step: int) -> tuple[str, ..
         sign + format_seconds(known_s) if known_s else "",
         ("<= " if first.is_bound else "") + format_count(tokens_per_step / known_s) if known_s else "",
         sign + f"{1000 * first.usd_per_million_tokens:,.2f}" if first.usd_per_million_tokens else "",
-        f"{verdict} {_reason(group)}",
+        f"{verdict} {_reason(group)}" + _offloaded(first),
     )
+
+
+def _offloaded(size: SizeTried) -> str:
+    return f" with {format_bytes(size.host_bytes)} of host memory a node" if size.host_bytes else ""
 
 
 def _reason(group: Sequence[SizeTried]) -> str:
@@ -89,10 +93,11 @@ def _reason(group: Sequence[SizeTried]) -> str:
 
 
 def pareto_table(points: Sequence[ParetoPoint]) -> Table:
-    """Layouts that no other one beats in both time and memory, fastest first."""
+    """Layouts that no other one beats in both time and memory, fastest first; with the host memory that some offload to."""
+    offloads = any(point.host_bytes for point in points)
     table = _table(
         "time against memory: each layout is the fastest that needs no more",
-        ["step", "tok/s", "needs", "gap", "layout"],
+        ["step", "tok/s", "needs", *(["host"] if offloads else []), "gap", "layout"],
     )
     for point in points:
         gap = max(0.0, 1 - point.bound_s / point.step_time_s)
@@ -100,6 +105,7 @@ def pareto_table(points: Sequence[ParetoPoint]) -> Table:
             format_seconds(point.step_time_s),
             format_count(point.tokens_per_s),
             format_bytes(point.required_bytes),
+            *([format_bytes(point.host_bytes) if point.host_bytes else ""] if offloads else []),
             f"{100 * gap:.2g} %" if gap > 1e-9 else "0 %",
             str(point.layout),
         )

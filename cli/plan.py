@@ -211,8 +211,6 @@ def plan(
         )
         loads = None if expert_load is None else read_loads([expert_load])
         request = offload_request(offload, host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
-        if (request is not None or fixed.get("offload") == "scheduled") and (is_cost or pareto):
-            raise ConfigError("--offload is for the fastest plan on one cluster, not for --objective cost or --pareto")
         if is_cost and loads is not None:
             raise ConfigError("--expert-load is for one cluster, not for --objective cost")
         deadline = Deadline(time_limit_s)
@@ -223,6 +221,7 @@ def plan(
                 "runnable": runnable,
                 "on_progress": on_progress,
                 "deadline": deadline,
+                "offload": request,
             }
             if is_cost:
                 spec, machine, workload = inputs
@@ -238,7 +237,7 @@ def plan(
                     **common,
                 )
             else:
-                found = make_plan(*inputs, top=top, expert_load=loads, offload=request, **common)
+                found = make_plan(*inputs, top=top, expert_load=loads, **common)
             if pareto and not is_cost:
                 found = found.replace(pareto=pareto_front(*inputs[:2], found.workload, **common))
         found.save(out)

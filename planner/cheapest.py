@@ -32,7 +32,8 @@ from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, Plan, Solve
 from ..schema.layout import check_fields
 from .deadline import Deadline
 from .finalists import with_orders
-from .planning import plan, plan_of
+from .offload_request import OffloadRequest, asked_for, require_schedulable
+from .planning import plan, plan_of, plan_of_offload
 from .request import is_runnable
 from .search import REL_GAP, OnProgress
 from .size_front import mark_front, summary_of
@@ -57,6 +58,7 @@ def cheapest(
     top: int = 4,
     on_progress: OnProgress | None = None,
     deadline: Deadline | None = None,
+    offload: OffloadRequest | None = None,
 ) -> Plan:
     """The plan of the cheapest size that reaches the floor, with `Plan.cost` as its certificate.
 
@@ -67,7 +69,8 @@ def cheapest(
         tokens: length of the run; with a deadline, it raises the floor to tokens / deadline.
         deadline_s: seconds within which the run must end.
         front: also find every size that no other one beats in both time and money.
-        fixed, runnable, time_limit_s, top, on_progress, deadline: as for `planner.plan`; time is limited for all sizes together.
+        fixed, runnable, time_limit_s, top, on_progress, deadline, offload: as for `planner.plan`; time is limited for all sizes
+            together, and sizes with nodes of several kinds have no offload schedules.
 
     Raises:
         ConfigError: no size has any layout, or a deadline without tokens.
@@ -78,15 +81,19 @@ def cheapest(
     if deadline_s is not None and tokens is None:
         raise ConfigError("a deadline needs the number of tokens to train", help="add --tokens, e.g. --tokens 1e12")
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
+    kept, offload = asked_for(check_fields(fixed or {}), offload)
+    if offload is not None:
+        require_schedulable(workload, kept)
     request = SizesRequest(
         model=model,
         workload=workload,
-        fixed=check_fields(fixed or {}),
+        fixed=kept,
         runnable=is_runnable(model, workload, runnable),
         slowest_s=workload.tokens_per_step / floor * (1 + ROUNDING) if floor > 0 else math.inf,
         top=top,
         deadline=deadline or Deadline(time_limit_s),
         on_progress=on_progress,
+        offload=offload,
     )
     sizes = sizes_of(offers, model, workload)
     bound_all(sizes, request)
@@ -96,14 +103,33 @@ def cheapest(
     if front:
         mark_front(sizes, request)
     best.outcome, best.reason = "chosen", ""
-    assert best.result is not None
-    best.result.add_runner_ups(top, request.deadline)
-    if "schedule" not in request.fixed:
-        best.result = with_orders(best.result, request.deadline)
-    slowest_s = min(request.slowest_s, _next_s(best, sizes))
-    found = plan_of(best.result, request.fixed, runnable=request.runnable, top=top, slowest_s=slowest_s)
+    found = _plan_of_size(best, sizes, request)
     summary = summary_of(found, best, sizes, floor=floor, tokens=tokens)
     return found.replace(cost=summary.replace(search_s=time.perf_counter() - started))
+
+
+def _plan_of_size(best: Size, sizes: Sequence[Size], request: SizesRequest) -> Plan:
+    """The plan of the size that was chosen, with its runner-ups."""
+    result, top = best.result, request.top
+    if result is not None:
+        result.add_runner_ups(top, request.deadline)
+    if best.offloaded is not None and request.offload is not None:
+        return plan_of_offload(
+            best.offloaded,
+            request.model,
+            best.cluster,
+            request.workload,
+            request.fixed,
+            request=request.offload,
+            runnable=request.runnable,
+            top=top,
+            beside=result,
+        )
+    assert result is not None
+    if "schedule" not in request.fixed:
+        result = with_orders(result, request.deadline)
+    slowest_s = min(request.slowest_s, _next_s(best, sizes))
+    return plan_of(result, request.fixed, runnable=request.runnable, top=top, slowest_s=slowest_s)
 
 
 def _cheapest_size(sizes: Iterable[Size], request: SizesRequest) -> Size | None:
@@ -149,7 +175,14 @@ def _none_reaches(sizes: Sequence[Size], request: SizesRequest, floor: float) ->
     if fastest is None or fastest.step_time_s is None:
         largest = max(sizes, key=lambda size: size.cluster.num_devices * size.cluster.memory_budget_bytes)
         try:
-            plan(request.model, largest.cluster, request.workload, fixed=request.fixed, runnable=request.runnable)
+            plan(
+                request.model,
+                largest.cluster,
+                request.workload,
+                fixed=request.fixed,
+                runnable=request.runnable,
+                offload=request.offload,
+            )
         except (ConfigError, InfeasibleError, SolverLimitError) as error:
             return error
         raise AssertionError("a size fits that no search found")

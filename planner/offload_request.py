@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..cost_models.host_links import HostRates, host_rates
-from ..schema import ClusterSpec, OffloadAllowed, Plan, Workload
+from ..schema import ClusterSpec, ConfigError, OffloadAllowed, Plan, Workload
 
 Kinds = Literal["none", "auto", "activations", "optimizer", "params"]
+
+
+def asked_for(fixed: Mapping[str, Any], offload: OffloadRequest | None) -> tuple[dict[str, Any], OffloadRequest | None]:
+    """Fields to keep without ``offload=scheduled``, which asks for schedules as a request does; None: no schedules."""
+    if fixed.get("offload") != "scheduled":
+        return dict(fixed), None if offload is None or offload.kinds == "none" else offload
+    return {name: value for name, value in fixed.items() if name != "offload"}, offload or OffloadRequest()
+
+
+def require_schedulable(workload: Workload, fixed: Mapping[str, Any]) -> None:
+    """Refuse what no offload schedule is planned for.
+
+    Raises:
+        ConfigError: another engine, training without a backward pass, or a pipeline.
+    """
+    if workload.engine != "fsdp2":
+        raise ConfigError(
+            f"offload schedules are planned for fsdp2, not for {workload.engine}",
+            help="fix its own switches instead: --space full --fix offload=optimizer",
+        )
+    if not workload.has_backward:
+        raise ConfigError(
+            "zeroth-order training has no gradients, states or activations that could be offloaded",
+            help="plan without --offload",
+        )
+    if fixed.get("pp", 1) != 1:
+        raise ConfigError(f"offload schedules have one pipeline stage; pp={fixed['pp']} is fixed", help="do not fix pp")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,18 +10,9 @@ from collections.abc import Iterator
 
 from ..schema import Plan
 from ..schema.trace import DATA_PARALLEL, Slice, StepTimeline, Stream
+from ..solvers.offload_events import COMPUTE, HOST, STORAGE, TO_DEVICE, TO_HOST, run
 from ..solvers.offload_instance import OPTIONS, Choice
-from ..solvers.offload_simulation import (
-    COMPUTE,
-    HOST,
-    STORAGE,
-    TO_DEVICE,
-    TO_HOST,
-    Places,
-    microbatch_jobs,
-    run,
-    update_jobs,
-)
+from ..solvers.offload_simulation import Places, microbatch_jobs, update_jobs
 from .offload_costs import constant_s
 from .offload_plan import Scheduled, scheduled
 

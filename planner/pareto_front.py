@@ -36,8 +36,9 @@ from .deadline import Deadline
 from .expansion import Candidate, expand_fitting
 from .finalists import ordered
 from .frontier import BLOCK
+from .offload_request import OffloadRequest, asked_for, require_schedulable
 from .pool import bounding_costs
-from .request import is_runnable
+from .request import Request, is_runnable
 from .search import REL_GAP, WINDOW, OnProgress
 from .space import build_space
 
@@ -56,6 +57,7 @@ def pareto(
     time_limit_s: float = 60.0,
     on_progress: OnProgress | None = None,
     deadline: Deadline | None = None,
+    offload: OffloadRequest | None = None,
 ) -> tuple[ParetoPoint, ...]:
     """Layouts that fit and that no other one beats in both step time and memory of the fullest device, fastest first.
 
@@ -64,6 +66,8 @@ def pareto(
     Args:
         model, cluster, workload, fixed, runnable, on_progress: as for `planner.plan`.
         step_fraction: how much less of the budget each further point must need.
+        offload: what may lie on the host, as for `planner.plan`: layouts with an offload schedule are points too, in steps of
+            memory that are larger (planner/offload_front.py).
         time_limit_s, deadline: stop then; the points found are those with the most memory. Empty where nothing fits.
 
     Raises:
@@ -72,20 +76,30 @@ def pareto(
     """
     deadline = deadline or Deadline(time_limit_s)
     is_ours = is_runnable(model, workload, runnable)
-    space = build_space(model, workload, cluster, check_fields(fixed or {}), runnable=is_ours, deadline=deadline)
+    kept, request = asked_for(check_fields(fixed or {}), offload)
+    if request is not None:
+        require_schedulable(workload, kept)
+    space = build_space(model, workload, cluster, kept, runnable=is_ours, deadline=deadline)
     queue = Queue(replace(SpaceCosts.of(model, workload, cluster, space.batch), parts=()), deadline)
     budget = cluster.memory_budget_bytes
     step = max(1, int(step_fraction * budget))
     points: list[ParetoPoint] = []
     cap = budget
     while cap > 0 and not deadline.is_over and (found := queue.fastest(cap, on_progress)) is not None:
-        if not points and "schedule" not in (fixed or {}):
+        if not points and "schedule" not in kept:
             found = queue.with_orders(found)
         points.append(_point(queue.costs, found, cap))
         cap = found.candidate.estimate.required_bytes - step
-    return tuple(
+    front = tuple(
         point for k, point in enumerate(points) if all(point.step_time_s < p.step_time_s for p in points[k + 1 :])
     )
+    if request is None:
+        return front
+    from .offload_front import Front, with_schedules  # its solver is not needed without
+
+    nothing_below = 0 if deadline.is_over else cap
+    asked = Request(model, cluster, workload, kept, is_ours, request)
+    return with_schedules(Front(front, nothing_below), asked, deadline)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from .expansion import Candidate, expand
 from .expert_load import with_experts_placed, with_imbalance
 from .finalists import with_orders
 from .infeasible import explain_infeasible
-from .offload_request import OffloadRequest
+from .offload_request import OffloadRequest, asked_for
 from .rank_map import device_of_rank
 from .request import Request, is_runnable
 from .search import OnProgress, SearchResult, search
@@ -94,11 +94,7 @@ def plan(
     deadline = deadline or Deadline(time_limit_s)
     if expert_load is not None:
         workload = with_imbalance(model, cluster, workload, expert_load)
-    if fixed.get("offload") == "scheduled":
-        fixed, offload = (
-            {name: value for name, value in fixed.items() if name != "offload"},
-            offload or OffloadRequest(),
-        )
+    fixed, offload = asked_for(fixed, offload)
     space = build_space(model, workload, cluster, fixed, runnable=runnable, deadline=deadline)
     result = search(
         model,
@@ -112,11 +108,10 @@ def plan(
     )
     if "schedule" not in fixed:
         result = with_orders(result, deadline)
-    offloads = offload is not None and offload.kinds != "none"
-    if not result.fitting and not offloads:
+    if not result.fitting and offload is None:
         raise explain_infeasible(Request(model, cluster, workload, fixed, runnable), result, deadline)
     found = plan_of(result, fixed, runnable=runnable, top=top) if result.fitting else None
-    if offload is not None and offloads:
+    if offload is not None:
         found = _with_offload(found, result, fixed, offload, runnable=runnable, top=top, deadline=deadline)
     assert found is not None
     return found if expert_load is None else with_experts_placed(found, expert_load)

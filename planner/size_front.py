@@ -72,4 +72,5 @@ def _tried(size: Size, tokens_per_step: int) -> SizeTried:
         step_time_s=size.step_time_s,
         usd_per_million_tokens=known_s and 1e6 * size.usd(known_s) / tokens_per_step,
         is_bound=size.step_time_s is None and size.bound_s is not None,
+        host_bytes=0 if size.offloaded is None else size.offloaded.schedule.host_bytes,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cost_models.coefficients import peak_flops_per_s
 from ..cost_models.step import step_flops_per_token
@@ -13,9 +13,13 @@ from ..schema import ClusterSpec, ConfigError, ModelSpec, Offer, SolverLimitErro
 from ..schema.cost_summary import Outcome
 from .deadline import Deadline
 from .frontier import Frontier
+from .offload_request import OffloadRequest
 from .pool import Pool
 from .search import REL_GAP, OnProgress, SearchResult, search
 from .space import Space, build_space
+
+if TYPE_CHECKING:
+    from .offload import Offloaded
 
 SHARE_OF_BOUNDS = 0.5
 """Part of a time limit after which no further size is bounded, so that those that are can be searched."""
@@ -39,6 +43,7 @@ class Size:
     step_time_s: float | None = None
     is_stopped: bool = False
     result: SearchResult | None = field(default=None, repr=False)
+    offloaded: Offloaded | None = field(default=None, repr=False)
 
     @property
     def least_s(self) -> float:
@@ -62,6 +67,7 @@ class SizesRequest:
     top: int
     deadline: Deadline
     on_progress: OnProgress | None = field(default=None, repr=False)
+    offload: OffloadRequest | None = None
 
     def space_of(self, size: Size) -> Space:
         """Layouts of a size."""
@@ -113,16 +119,35 @@ def bound_size(size: Size, request: SizesRequest) -> None:
         return
     while not frontier.is_ready and math.isfinite(frontier.bound_s):
         frontier.bound_block()
-    if math.isinf(frontier.bound_s):
+    bound_s = frontier.bound_s
+    if _has_schedules(size, request):
+        from .offload_sizes import bound_of_schedules  # its solver is not needed without
+
+        bound_s = min(bound_s, bound_of_schedules(size, request))
+    if math.isinf(bound_s):
         size.outcome, size.reason = "does not fit", "in no layout"
         return
-    size.bound_s = frontier.bound_s
+    size.bound_s = bound_s
     if size.bound_s > request.slowest_s:
         size.outcome, size.reason = "too slow", "by its bound"
 
 
+def _has_schedules(size: Size, request: SizesRequest) -> bool:
+    return request.offload is not None and not size.cluster.is_mixed
+
+
 def search_size(size: Size, request: SizesRequest, limit_s: float) -> bool:
     """The fastest layout of a size that beats ``limit_s``; False, and why, where there is none."""
+    is_found = _search_plain(size, request, limit_s)
+    if not _has_schedules(size, request):
+        return is_found
+    from .offload_sizes import search_schedules  # its solver is not needed without
+
+    return search_schedules(size, request, limit_s, plain_s=size.step_time_s if is_found else None)
+
+
+def _search_plain(size: Size, request: SizesRequest, limit_s: float) -> bool:
+    """The same among layouts without an offload schedule."""
     just_above = limit_s * (1 + 2 * REL_GAP)
     try:
         result = search(

@@ -17,6 +17,7 @@ class SizeTried(Frozen):
         bound_s: no layout of this size has a faster step; unset where no bound was worked out.
         step_time_s: of the fastest layout; unset where the bounds alone decided, or nothing fits.
         usd_per_million_tokens: at that step time, or (``is_bound``) at the bound: no layout of this size is cheaper.
+        host_bytes: of a node, where the fastest layout has an offload schedule.
     """
 
     offer: str
@@ -30,6 +31,7 @@ class SizeTried(Frozen):
     step_time_s: PositiveFloat | None = None
     usd_per_million_tokens: PositiveFloat | None = None
     is_bound: bool = False
+    host_bytes: NonNegativeInt = 0
 
 
 class CostSummary(Frozen):
@@ -69,6 +71,7 @@ class ParetoPoint(Frozen):
         cap_bytes: the point is the fastest layout that requires at most this much of a device.
         bound_s: no such layout of the space is faster.
         layers_of_stage: how many layers each stage holds, in order: one layout may be cut in several ways.
+        host_bytes: of a node, where the layout has an offload schedule.
     """
 
     layout: Layout
@@ -79,3 +82,4 @@ class ParetoPoint(Frozen):
     cap_bytes: PositiveInt
     tokens_per_s: PositiveFloat
     layers_of_stage: tuple[PositiveInt, ...] = ()
+    host_bytes: NonNegativeInt = 0

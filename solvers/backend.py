@@ -117,55 +117,75 @@ def _highs_bound(problem: pulp.LpProblem, objective: float | None) -> float | No
     return signed + float(problem.objective.constant)
 
 
+class RowSolver:
+    """A linear program in HiGHS itself (importing pulp takes longer than most of them); it can be solved again with other sides.
+
+    Each time from the start, so that an answer does not depend on what was asked before. Where variables are whole: until the
+    answer is within ``rel_gap`` of its bound, or for at most ``most_nodes`` nodes.
+    """
+
+    def __init__(
+        self,
+        program: LinearProgram,
+        *,
+        time_limit_s: float = math.inf,
+        rel_gap: float = 0.0,
+        most_nodes: int | None = None,
+    ) -> None:
+        import highspy
+        import numpy as np
+
+        self._whole, self._lower = bool(program.whole), program.lower
+        self._solver = solver = highspy.Highs()
+        solver.silent()
+        solver.setOptionValue("threads", 1)
+        if program.whole:
+            solver.setOptionValue("mip_rel_gap", rel_gap)
+            if most_nodes is not None:
+                solver.setOptionValue("mip_max_nodes", most_nodes)
+        if math.isfinite(time_limit_s):
+            solver.setOptionValue("time_limit", time_limit_s)
+        starts, rows, values = program.by_column()
+        whole = np.zeros(len(program.cost), dtype=np.int32)
+        whole[program.whole] = int(highspy.HighsVarType.kInteger)
+        solver.passModel(
+            len(program.cost), len(program.lower), len(values),
+            int(highspy.MatrixFormat.kColwise), int(highspy.ObjSense.kMinimize), 0.0,
+            *(np.array(sides) for sides in (program.cost, program.least, program.most, program.lower, program.upper)),
+            starts[:-1].astype(np.int32), rows.astype(np.int32), values, whole if self._whole else whole[:0],
+        )  # fmt: skip
+
+    def change_upper(self, row: int, upper: float) -> None:
+        """Another upper side of one row."""
+        self._solver.changeRowBounds(row, self._lower[row], upper)
+
+    def solve(self) -> tuple[Status, LinearAnswer | None]:
+        """What HiGHS says of it as it is now."""
+        import highspy
+        import numpy as np
+
+        solver = self._solver
+        solver.clearSolver()
+        solver.run()
+        said = solver.getModelStatus()
+        if said in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return Status.INFEASIBLE, None
+        info = solver.getInfo()
+        stopped = said in (highspy.HighsModelStatus.kSolutionLimit, highspy.HighsModelStatus.kTimeLimit)
+        if said != highspy.HighsModelStatus.kOptimal and not (self._whole and stopped and math.isfinite(info.mip_gap)):
+            return Status.UNKNOWN, None
+        found, objective = solver.getSolution(), float(info.objective_function_value)
+        bound = min(objective, float(info.mip_dual_bound)) if self._whole else objective
+        answer = LinearAnswer(objective, np.array(found.col_value), np.array(found.row_dual), bound)
+        proved = objective - bound <= _PROVED * max(abs(objective), 1e-12)
+        return (Status.OPTIMAL if proved else Status.FEASIBLE), answer
+
+
 def solve_rows(
     program: LinearProgram, *, time_limit_s: float = math.inf, rel_gap: float = 0.0, most_nodes: int | None = None
 ) -> tuple[Status, LinearAnswer | None]:
-    """Solve a linear program by HiGHS directly (importing pulp takes longer than most of them).
-
-    Where variables are whole: until the answer is within ``rel_gap`` of its bound, or for at most ``most_nodes`` nodes.
-    """
-    import highspy
-    import numpy as np
-
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = len(program.cost), len(program.lower)
-    model.col_cost_, model.col_lower_, model.col_upper_ = program.cost, program.least, program.most
-    model.row_lower_, model.row_upper_ = program.lower, program.upper
-    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    starts, rows, values = program.by_column()
-    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = (
-        starts.astype(np.int32),
-        rows.astype(np.int32),
-        values,
-    )
-    if program.whole:
-        types = [highspy.HighsVarType.kContinuous] * len(program.cost)
-        for idx in program.whole:
-            types[idx] = highspy.HighsVarType.kInteger
-        model.integrality_ = types
-    solver = highspy.Highs()
-    solver.silent()
-    solver.setOptionValue("threads", 1)
-    if program.whole:
-        solver.setOptionValue("mip_rel_gap", rel_gap)
-        if most_nodes is not None:
-            solver.setOptionValue("mip_max_nodes", most_nodes)
-    if math.isfinite(time_limit_s):
-        solver.setOptionValue("time_limit", time_limit_s)
-    solver.passModel(model)
-    solver.run()
-    said = solver.getModelStatus()
-    if said in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return Status.INFEASIBLE, None
-    info = solver.getInfo()
-    stopped = said in (highspy.HighsModelStatus.kSolutionLimit, highspy.HighsModelStatus.kTimeLimit)
-    if said != highspy.HighsModelStatus.kOptimal and not (program.whole and stopped and math.isfinite(info.mip_gap)):
-        return Status.UNKNOWN, None
-    found, objective = solver.getSolution(), float(info.objective_function_value)
-    bound = min(objective, float(info.mip_dual_bound)) if program.whole else objective
-    answer = LinearAnswer(objective, np.array(found.col_value), np.array(found.row_dual), bound)
-    proved = objective - bound <= _PROVED * max(abs(objective), 1e-12)
-    return (Status.OPTIMAL if proved else Status.FEASIBLE), answer
+    """A linear program solved once."""
+    return RowSolver(program, time_limit_s=time_limit_s, rel_gap=rel_gap, most_nodes=most_nodes).solve()
 
 
 def new_constraint_program() -> cp_model.CpModel:

@@ -32,22 +32,18 @@ class LinearProgram:
         """Indices of ``size`` new variables."""
         start = len(self.cost)
         for values, given in ((self.least, least), (self.most, most), (self.cost, cost)):
-            values.extend(np.broadcast_to(np.asarray(given, dtype=np.float64), size).tolist())
+            values.extend(_of_size(size, given, np.float64).tolist())
         return np.arange(start, start + size)
 
     def rows(self, label: str, terms: Sequence[Term], *, lower: Any = -np.inf, upper: Any = np.inf) -> range:
         """One row for each entry of the longest term: lower <= sum of coefficient times variable <= upper."""
-        sizes = [np.broadcast_shapes(np.shape(idxs), np.shape(values)) for idxs, values in terms]
-        shape = np.broadcast_shapes(*sizes, np.shape(lower), np.shape(upper), (1,))
-        assert len(shape) == 1, f"{label}: rows of one axis"
-        start, size = len(self.lower), shape[0]
-        self.lower.extend(np.broadcast_to(np.asarray(lower, dtype=np.float64), size).tolist())
-        self.upper.extend(np.broadcast_to(np.asarray(upper, dtype=np.float64), size).tolist())
+        sizes = [np.size(given) for given in (lower, upper, *(given for term in terms for given in term))]
+        start, size = len(self.lower), max(sizes) if min(sizes) else 0
+        self.lower.extend(_of_size(size, lower, np.float64).tolist())
+        self.upper.extend(_of_size(size, upper, np.float64).tolist())
         places = np.arange(start, start + size)
         for idxs, values in terms:
-            self.entries.append(
-                (places, np.broadcast_to(np.asarray(idxs, dtype=np.int64), size), np.broadcast_to(values, size) * 1.0)
-            )
+            self.entries.append((places, _of_size(size, idxs, np.int64), _of_size(size, values, np.float64)))
         made = range(start, start + size)
         self.families.setdefault(label, []).append(made)
         return made
@@ -71,8 +67,7 @@ class LinearProgram:
         self.upper.append(upper)
         for idxs, values in terms:
             flat = np.asarray(idxs, dtype=np.int64).reshape(-1)
-            coefficients = np.broadcast_to(np.asarray(values, dtype=np.float64), np.shape(idxs)).reshape(-1)
-            self.entries.append((np.full(len(flat), place), flat, coefficients))
+            self.entries.append((np.full(len(flat), place), flat, _of_size(len(flat), values, np.float64)))
         made = range(place, place + 1)
         self.families.setdefault(label, []).append(made)
         return made
@@ -82,12 +77,22 @@ class LinearProgram:
         places, columns, values = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
         key = columns * len(self.lower) + places
         order = np.argsort(key, kind="stable")
-        unique, first = np.unique(key[order], return_index=True)
-        summed = np.add.reduceat(values[order], first)
+        sorted_ = key[order]
+        first = np.flatnonzero(np.diff(sorted_, prepend=-1))
+        unique, summed = sorted_[first], np.add.reduceat(values[order], first)
         keep = summed != 0
         unique, summed = unique[keep], summed[keep]
         starts = np.searchsorted(unique, np.arange(len(self.cost) + 1) * len(self.lower))
         return starts, unique % len(self.lower), summed
+
+
+def _of_size(size: int, given: Any, dtype: type) -> NDArray[Any]:
+    """As many values as ``size``, of so many or of one."""
+    values: NDArray[Any] = np.asarray(given, dtype=dtype).reshape(-1)
+    if len(values) == size:
+        return values
+    assert len(values) == 1, f"{len(values)} values for {size} rows or variables"
+    return np.full(size, values[0])
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ PHASES = (0.5, 0.0)
 GOOD_ENOUGH = 0.002
 """A simulated step within this of the bound ends the search for a better one; no model of a machine is as exact."""
 
+PROVED = 1e-9
+"""Of a step: the bound of the linear program is not more exact."""
+
 MOST_TRIES = 30
 """Simulations spent on changes of one or two layers."""
 
@@ -77,28 +80,30 @@ def solve(instance: Instance) -> Solution:
     status, fluid = offload_fluid.solve(instance)
     if fluid is None:
         return _nothing(status, 0.0, begun)
-    status, counted = offload_count.solve_whole(instance)
+    status, counted = _counted(instance)
     if status is Status.INFEASIBLE:
         return _nothing(status, 0.0, begun)
-    bound_s = max(fluid.bound_s, 0.0 if counted is None else counted.bound_s)
+    bound_s = max(fluid.bound_s, 0.0 if counted is None else counted.fluid.bound_s)
     sums, good_enough_s = Sums(instance), bound_s * (1 + GOOD_ENOUGH)
     best = _fastest(sums, _starts(sums, fluid, counted), good_enough_s)
     best = _with_uniform(sums, best) or _fastest(sums, _more_starts(sums, fluid, counted), good_enough_s)
     if best is None:
         return _nothing(Status.UNKNOWN, bound_s, begun)
     best = improved(sums, wider(sums, best), good_enough_s=good_enough_s, tries=MOST_TRIES)
-    objective_s = _planned_s(instance, best)
+    objective_s = _planned_s(instance, best, bound_s)
     if best.step_s > objective_s * (1 + APART):
         wide = roomier(sums, best, good_enough_s=good_enough_s, tries=MOST_TRIES_WIDER)
         if wide.step_s < best.step_s:
-            best, objective_s = wide, _planned_s(instance, wide)
+            best, objective_s = wide, _planned_s(instance, wide, bound_s)
     if objective_s * (1 - LARGE_GAP) > bound_s:
         bound_s = max(bound_s, offload_bound.raised(instance, fluid, best.step_s))
     return _answer(best, objective_s, bound_s, fluid.worth, begun)
 
 
-def _planned_s(instance: Instance, found: Found) -> float:
-    """What the linear program says of a choice."""
+def _planned_s(instance: Instance, found: Found, bound_s: float) -> float:
+    """What the linear program says of a choice: between the bound and the simulation, so not asked where these agree."""
+    if found.step_s <= bound_s * (1 + PROVED):
+        return found.step_s
     _, copies = offload_fluid.solve(instance, found.choice)
     return found.step_s if copies is None else copies.objective_s
 
@@ -106,19 +111,34 @@ def _planned_s(instance: Instance, found: Found) -> float:
 def solve_quickly(instance: Instance) -> Solution:
     """Roundings of the count form alone, with its bound: what the search over layouts compares."""
     begun = time.perf_counter()
-    status, counted = offload_count.solve(instance)
+    status, counted = _counted(instance, quickly=True)
     if counted is None:
         return _nothing(status, 0.0, begun)
-    sums, good_enough_s = Sums(instance), counted.bound_s * (1 + GOOD_ENOUGH)
+    sums, bound_s = Sums(instance), counted.fluid.bound_s
+    good_enough_s = bound_s * (1 + GOOD_ENOUGH)
     best = _fastest(sums, iter([_with_room(sums, counted, PHASES[0], quickly=True)]), good_enough_s)
     best = _with_uniform(sums, best, offload_uniform.SHARES[:1])
     if best is None:
-        return _nothing(Status.UNKNOWN, counted.bound_s, begun)
+        return _nothing(Status.UNKNOWN, bound_s, begun)
     best = improved(sums, best, good_enough_s=good_enough_s, tries=MOST_TRIES_QUICKLY)
-    return _answer(best, best.step_s, counted.bound_s, counted.worth, begun)
+    return _answer(best, best.step_s, bound_s, counted.fluid.worth, begun)
 
 
-def _starts(sums: Sums, fluid: Fluid, counted: Fluid | None) -> Iterator[Choice]:
+@dataclass(frozen=True)
+class _Counted:
+    """The optimum of the count form, and the form whose numbers of layers leave more room."""
+
+    fluid: Fluid
+    numbers: offload_count.Counted
+
+
+def _counted(instance: Instance, *, quickly: bool = False) -> tuple[Status, _Counted | None]:
+    form, numbers = offload_count.of_layers(instance, quickly=quickly)
+    status, fluid = form.solve()
+    return status, None if fluid is None else _Counted(fluid, numbers)
+
+
+def _starts(sums: Sums, fluid: Fluid, counted: _Counted | None) -> Iterator[Choice]:
     """Whole layers of each bound: numbers of the count form near the places of the fluid, and evenly; the fluid itself."""
     if counted is not None:
         yield _with_room(sums, counted, PHASES[0], fluid)
@@ -127,7 +147,7 @@ def _starts(sums: Sums, fluid: Fluid, counted: Fluid | None) -> Iterator[Choice]
         yield rounded(sums.instance, fluid, phase)
 
 
-def _more_starts(sums: Sums, fluid: Fluid, counted: Fluid | None) -> Iterator[Choice]:
+def _more_starts(sums: Sums, fluid: Fluid, counted: _Counted | None) -> Iterator[Choice]:
     """Where none of those comes within memory."""
     if counted is not None:
         yield _with_room(sums, counted, PHASES[1], fluid)
@@ -136,17 +156,17 @@ def _more_starts(sums: Sums, fluid: Fluid, counted: Fluid | None) -> Iterator[Ch
 
 
 def _with_room(
-    sums: Sums, counted: Fluid, phase: float, where: Fluid | None = None, *, quickly: bool = False
+    sums: Sums, counted: _Counted, phase: float, where: Fluid | None = None, *, quickly: bool = False
 ) -> Choice:
     """Numbers of layers that leave as much room as whole copies need more than fluid ones."""
     ends: tuple[tuple[float, float], ...] = ENDS[::2] if quickly else ENDS
-    choice, reserve = _best_spread(sums, counted, phase, where, ends), offload_count.NOTHING
+    choice, reserve = _best_spread(sums, counted.fluid, phase, where, ends), offload_count.NOTHING
     ends = (choice[2],)
     for _ in range(MOST_TIGHTER // 2 if quickly else MOST_TIGHTER):
         more = tighter(sums.instance, reserve, choice[1])
         if more is None:
             break
-        reserve, found = more, offload_count.solve_for_numbers(sums.instance, more)[1]
+        reserve, found = more, counted.numbers.solve(more)[1]
         if found is None:
             break
         choice = _best_spread(sums, found, phase, where, ends)
@@ -161,7 +181,9 @@ def _best_spread(
     least = (np.inf, np.inf)
     for ends in all_ends:
         choice = spread(sums.instance, counted, phase, where, ends)
-        simulated = sums.simulate(choice)
+        simulated = sums.simulate_within(choice, np.inf if least[0] > 0 else least[1])
+        if simulated is None:
+            continue
         rank = (beyond_bytes(sums.instance, simulated), simulated.step_s)
         if rank < least:
             best, least = (choice, simulated, ends), rank

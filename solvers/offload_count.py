@@ -9,11 +9,12 @@ there or not. Where layers are of many kinds only these are whole, and the numbe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from .backend import solve_rows
+from .backend import RowSolver
 from .linear_program import FloatArray, IntArray, LinearProgram, Term
 from .offload_fluid import Fluid
 from .offload_instance import OPTIONS, Instance, Worth
@@ -48,139 +49,162 @@ class Reserve:
 NOTHING = Reserve()
 
 
-def solve(instance: Instance) -> tuple[Status, Fluid | None]:
-    """The optimum, spread evenly over the layers of each kind; a bound on every schedule."""
-    return _solve(instance, "seconds")
+class Counted:
+    """The count form of a problem, which can be solved again with more room left free."""
+
+    def __init__(
+        self, instance: Instance, *, whole: bool = False, objective: Literal["seconds", "host_bytes"] = "seconds"
+    ) -> None:
+        self.whole, self._instance, self._timed = whole, instance, objective == "seconds"
+        self._kinds, self._first, counts = np.unique(instance.kind, return_index=True, return_counts=True)
+        self._n = counts.astype(np.float64)
+        self._places: IntArray | None = None
+        self._room: dict[str, tuple[int, float]] = {}
+
+    @cached_property
+    def _solver(self) -> RowSolver:
+        self._build()
+        if self.whole:
+            self._places = self._whole_layers()
+        many = len(self._kinds) > MANY_KINDS
+        return RowSolver(self._lp, rel_gap=SMALLEST_GAP, most_nodes=FEW_NODES if many else MOST_NODES)
+
+    def solve(self, reserve: Reserve = NOTHING) -> tuple[Status, Fluid | None]:
+        """The optimum, spread evenly over the layers of each kind, with so much room left free."""
+        solver = self._solver
+        for place, (row, upper) in self._room.items():
+            solver.change_upper(row, upper - getattr(reserve, place) / SCALE)
+        status, answer = solver.solve()
+        if answer is None:
+            return status, None
+        of_kind, n = np.searchsorted(self._kinds, self._instance.kind), self._n
+        where = answer.values[self._states] * SCALE
+        return status, Fluid(
+            objective_s=answer.objective,
+            bound_s=answer.bound,
+            places=None if self._places is None else (answer.values[self._places] / n)[:, of_kind],
+            options=(answer.values[self._z] / n)[:, of_kind],
+            parameters=(answer.values[self._p] / n)[of_kind],
+            host_bytes=float(where[0]),
+            streamed_bytes=float(where[1]),
+            storage_bytes=float(where[2] + where[3]),
+            worth=Worth(),
+        )
+
+    def _build(self) -> None:
+        """Variables and all rows that fractions of layers have."""
+        self._lp = lp = LinearProgram()
+        i, first, n, m, timed = self._instance, self._first, self._n, self._instance.num_microbatches, self._timed
+        z = lp.variables(len(OPTIONS) * len(first), most=(i.allowed[:, first] * n).reshape(-1)).reshape(-1, len(first))
+        p = lp.variables(len(first), most=(i.streamable & i.may.parameters)[first] * n)
+        may = np.array([i.may.host_optimizer, i.may.streamed_optimizer]) * i.total_state_bytes / SCALE
+        states = lp.variables(4, most=np.concatenate([may, may * (i.storage_cap_bytes > 0)]))
+        self._z, self._p, self._states = z, p, states
+        passes, idle = lp.variables(2, cost=m * timed), lp.variables(3, cost=m * timed)
+        update = lp.variables(1, cost=timed)
+        u, early, a, c, g = (lp.variables(1) for _ in range(5))
+        self._working = lp.variables(1)
+        lp.rows("C1", [(z[k], 1.0) for k in range(len(OPTIONS))], lower=n, upper=n)
+        total = i.total_state_bytes / SCALE
+        lp.row("C1", [(p, i.state_bytes[first] / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
+        lp.rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
+        lp.row("copies", [(u, -1.0), *self._of(i.moved_bytes)], lower=0.0, upper=0.0)
+        lp.row("C4", [(early, 1.0), (u, -1.0)], upper=0.0)
+        for copies, bytes_ in ((a, i.parameter_bytes), (c, i.parameter_bytes), (g, i.gradient_bytes)):
+            lp.row("copies", [(copies, -1.0), (p, bytes_[first] / SCALE)], lower=0.0, upper=0.0)
+        again: list[Term] = [(z.reshape(-1), -i.repeated_s[:, first].reshape(-1))]
+        _passes(lp, i, again, (passes, idle), (u, early, a, c, g))
+        _update(lp, i, update, states, (p, first))
+        self._device_memory(u, early)
+        self._other_memory(u)
+
+    def _of(self, values: FloatArray) -> list[Term]:
+        """Sum over layers of a value by option."""
+        return [(self._z.reshape(-1), (values[:, self._first] / SCALE).reshape(-1))]
+
+    def _device_memory(self, u: IntArray, early: IntArray) -> None:
+        """(C6) at the turn, when the backward passes end, and in the update."""
+        i, lp, z, p, first = self._instance, self._lp, self._z, self._p, self._first
+        accumulated = i.gradient_bytes * i.gradients_accumulate
+        leaves = (i.parameter_bytes + i.copy_bytes + i.state_bytes + accumulated)[first] / SCALE
+        there: list[Term] = [(p, -leaves), (self._states[:2], -1.0), (self._working, 1.0)]
+        in_use: list[Term] = [(z[k], -i.working_bytes[k, first] / self._n / SCALE) for k in range(len(OPTIONS))]
+        lp.rows("working", [(self._working[0], 1.0), *in_use], lower=0.0)
+        gradients = i.gradient_bytes * (not i.gradients_accumulate) / SCALE
+        room = (i.cap_bytes - i.fixed_bytes) / SCALE - i.resident_bytes / SCALE
+        free = room - float(gradients.sum())
+        at_turn: list[Term] = [*there, *self._of(i.kept_bytes), (u, 1.0), (early, -1.0)]
+        self._buffer = lp.variables(1)
+        in_update: list[Term] = [*there, (self._buffer, 1.0), (p, i.copy_bytes[first] / SCALE - gradients[first])]
+        copies = float(i.copy_bytes.sum())
+        self._within("C6", "turn", at_turn, room - i.turn_bytes / SCALE)
+        self._within("C6", "end", [*there, (p, -gradients[first])], free)
+        self._within("C6", "update", in_update, free - (i.update_bytes - copies) / SCALE)
+
+    def _other_memory(self, u: IntArray) -> None:
+        """(C7), or what the host must hold, and (C8)."""
+        i, lp, states = self._instance, self._lp, self._states
+        master, gradient = i.beside_states
+        away = (i.parameter_bytes + i.gradient_bytes + i.state_bytes)[self._first] / SCALE
+        held: list[Term] = [
+            (states[0], 1 + master + gradient), (states[1], 1.0), (states[2:], -1.0), (self._p, away), (u, 1.0),
+        ]  # fmt: skip
+        if not self._timed:
+            lp.row("C7", [*held, (lp.variables(1, cost=1.0), -1.0)], upper=0.0)
+        elif np.isfinite(i.host_cap_bytes):
+            self._within("C7", "host", held, i.host_cap_bytes / SCALE)
+        if i.storage_cap_bytes > 0:
+            self._within("C8", "storage", [(states[2:], 1.0)], i.storage_cap_bytes / SCALE)
+
+    def _within(self, label: str, place: str, terms: list[Term], upper: float) -> None:
+        """A row of memory, whose place is one of a `Reserve`."""
+        self._room[place] = (self._lp.row(label, terms, upper=upper).start, upper)
+
+    def _whole_layers(self) -> IntArray:
+        """Layers of each kind whose states the host updates, are streamed, and are on storage from either [4, kinds]; what is in
+        use is all there as soon as one layer needs it.
+        """
+        i, lp, z, p, first, n = self._instance, self._lp, self._z, self._p, self._first, self._n
+        kinds, away = len(first), i.state_bytes[first] > 0
+        may = np.array([i.may.host_optimizer, i.may.streamed_optimizer])[:, None] * away
+        stored = may * (i.storage_cap_bytes > 0)
+        places = lp.variables(4 * kinds, most=(np.concatenate([may, stored]) * n).reshape(-1)).reshape(4, kinds)
+        for place, bytes_ in zip(places, self._states, strict=True):
+            lp.row("C1", [(bytes_, -1.0), (place, i.state_bytes[first] / SCALE)], lower=0.0, upper=0.0)
+        lp.rows("C1", [(p, 1.0), (places[0], 1.0), (places[1], 1.0)], upper=np.where(away, n, np.inf))
+        lp.rows("C1", [(places[2:].reshape(-1), 1.0), (places[:2].reshape(-1), -1.0)], upper=0.0)
+        uses = np.where(i.allowed[:, first], i.working_bytes[:, first], 0.0)
+        _at_once(lp, (z, uses), self._working, n)
+        _at_once(lp, (places[1:2], 2 * i.state_bytes[None, first] * may[1:]), self._buffer, n)
+        if kinds <= MANY_KINDS:
+            lp.whole.extend([*z.reshape(-1).tolist(), *p.tolist(), *places.reshape(-1).tolist()])
+        return places
+
+
+def of_layers(instance: Instance, *, quickly: bool = False) -> tuple[Counted, Counted]:
+    """For the bound, with whole layers unless there are far too many kinds; for the numbers that roundings start from, with whole
+    layers unless there are many. One program where both are the same.
+    """
+    kinds = len(np.unique(instance.kind))
+    bound, whole = Counted(instance, whole=kinds <= TOO_MANY_KINDS and not quickly), kinds <= MANY_KINDS
+    return bound, bound if bound.whole == whole else Counted(instance, whole=whole)
 
 
 def solve_whole(instance: Instance) -> tuple[Status, Fluid | None]:
-    """The same with whole layers of each kind."""
-    return _solve(instance, "seconds", whole=len(np.unique(instance.kind)) <= TOO_MANY_KINDS)
-
-
-def solve_for_numbers(instance: Instance, reserve: Reserve) -> tuple[Status, Fluid | None]:
-    """With whole layers where there are few kinds, else without: what roundings start from."""
-    few = len(np.unique(instance.kind)) <= MANY_KINDS
-    return _solve(instance, "seconds", whole=few, reserve=reserve)
+    """With whole layers of each kind."""
+    return of_layers(instance)[0].solve()
 
 
 def lower_bound_s(instance: Instance) -> float:
     """(O) that no schedule is below; infinite where none fits."""
-    status, fluid = _solve(instance, "seconds")
+    status, fluid = Counted(instance).solve()
     return fluid.objective_s if fluid is not None else np.inf if status is Status.INFEASIBLE else 0.0
 
 
 def least_host_bytes(instance: Instance) -> float:
     """Host memory that every schedule needs, were there enough of it; infinite where none fits on the device even so."""
-    status, fluid = _solve(instance, "host_bytes")
+    status, fluid = Counted(instance, objective="host_bytes").solve()
     return fluid.objective_s * SCALE if fluid is not None else np.inf if status is Status.INFEASIBLE else 0.0
-
-
-def _solve(
-    i: Instance, objective: Literal["seconds", "host_bytes"], *, whole: bool = False, reserve: Reserve = NOTHING
-) -> tuple[Status, Fluid | None]:
-    lp, m, timed = LinearProgram(), i.num_microbatches, objective == "seconds"
-    kinds, first, counts = np.unique(i.kind, return_index=True, return_counts=True)
-    n = counts.astype(np.float64)
-    z = lp.variables(len(OPTIONS) * len(kinds), most=(i.allowed[:, first] * n).reshape(-1)).reshape(-1, len(kinds))
-    p = lp.variables(len(kinds), most=(i.streamable & i.may.parameters)[first] * n)
-    may = np.array([i.may.host_optimizer, i.may.streamed_optimizer]) * i.total_state_bytes / SCALE
-    states = lp.variables(4, most=np.concatenate([may, may * (i.storage_cap_bytes > 0)]))
-    passes, idle = lp.variables(2, cost=m * timed), lp.variables(3, cost=m * timed)
-    update = lp.variables(1, cost=timed)
-    u, early, a, c, g = (lp.variables(1) for _ in range(5))
-    working = lp.variables(1)
-
-    def of(values: FloatArray) -> list[Term]:
-        """Sum over layers of a value by option."""
-        return [(z.reshape(-1), (values[:, first] / SCALE).reshape(-1))]
-
-    lp.rows("C1", [(z[k], 1.0) for k in range(len(OPTIONS))], lower=n, upper=n)
-    total = i.total_state_bytes / SCALE
-    lp.row("C1", [(p, i.state_bytes[first] / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
-    lp.rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
-    lp.row("copies", [(u, -1.0), *of(i.moved_bytes)], lower=0.0, upper=0.0)
-    lp.row("C4", [(early, 1.0), (u, -1.0)], upper=0.0)
-    for copies, bytes_ in ((a, i.parameter_bytes), (c, i.parameter_bytes), (g, i.gradient_bytes)):
-        lp.row("copies", [(copies, -1.0), (p, bytes_[first] / SCALE)], lower=0.0, upper=0.0)
-    again: list[Term] = [(z.reshape(-1), -i.repeated_s[:, first].reshape(-1))]
-    _passes(lp, i, again, (passes, idle), (u, early, a, c, g))
-    _update(lp, i, update, states, (p, first))
-    room = (i.cap_bytes - i.fixed_bytes) / SCALE
-    accumulated = i.gradient_bytes * i.gradients_accumulate
-    leaves = (i.parameter_bytes + i.copy_bytes + i.state_bytes + accumulated)[first] / SCALE
-    there: list[Term] = [(p, -leaves), (states[:2], -1.0), (working, 1.0)]
-    in_use: list[Term] = [(z[k], -i.working_bytes[k, first] / n / SCALE) for k in range(len(OPTIONS))]
-    lp.rows("working", [(working[0], 1.0), *in_use], lower=0.0)
-    resident = i.resident_bytes / SCALE
-    at_turn = i.turn_bytes + reserve.turn
-    lp.row("C6", [*there, *of(i.kept_bytes), (u, 1.0), (early, -1.0)], upper=room - resident - at_turn / SCALE)
-    gradients = i.gradient_bytes * (not i.gradients_accumulate) / SCALE
-    buffer = lp.variables(1)
-    in_update: list[Term] = [*there, (buffer, 1.0), (p, (i.copy_bytes[first] / SCALE) - gradients[first])]
-    free = room - resident - float(gradients.sum())
-    lp.row("C6", [*there, (p, -gradients[first])], upper=free - reserve.end / SCALE)
-    in_update_bytes = i.update_bytes + reserve.update - float(i.copy_bytes.sum())
-    lp.row("C6", in_update, upper=free - in_update_bytes / SCALE)
-    master, gradient = i.beside_states
-    away = (i.parameter_bytes + i.gradient_bytes + i.state_bytes)[first] / SCALE
-    held: list[Term] = [
-        (states[0], 1 + master + gradient), (states[1], 1.0), (states[2:], -1.0), (p, away), (u, 1.0),
-    ]  # fmt: skip
-    if timed and np.isfinite(i.host_cap_bytes):
-        lp.row("C7", held, upper=(i.host_cap_bytes - reserve.host) / SCALE)
-    elif not timed:
-        host = lp.variables(1, cost=1.0)
-        lp.row("C7", [*held, (host, -1.0)], upper=0.0)
-    if i.storage_cap_bytes > 0:
-        lp.row("C8", [(states[2:], 1.0)], upper=(i.storage_cap_bytes - reserve.storage) / SCALE)
-    places = _whole_layers(lp, i, (z, p, states, working), first, n, buffer) if whole else None
-    status, answer = solve_rows(
-        lp, rel_gap=SMALLEST_GAP, most_nodes=FEW_NODES if len(kinds) > MANY_KINDS else MOST_NODES
-    )
-    if answer is None:
-        return status, None
-    of_kind = np.searchsorted(kinds, i.kind)
-    where = answer.values[states] * SCALE
-    return status, Fluid(
-        objective_s=answer.objective,
-        bound_s=answer.bound,
-        places=None if places is None else (answer.values[places] / n)[:, of_kind],
-        options=(answer.values[z] / n)[:, of_kind],
-        parameters=(answer.values[p] / n)[of_kind],
-        host_bytes=float(where[0]),
-        streamed_bytes=float(where[1]),
-        storage_bytes=float(where[2] + where[3]),
-        worth=Worth(),
-    )
-
-
-def _whole_layers(
-    lp: LinearProgram,
-    i: Instance,
-    variables: tuple[IntArray, IntArray, IntArray, IntArray],
-    first: IntArray,
-    n: FloatArray,
-    buffer: IntArray,
-) -> IntArray:
-    """Layers of each kind whose states the host updates, are streamed, and are on storage from either [4, kinds]; what is in use is
-    all there as soon as one layer needs it.
-    """
-    z, p, states, working = variables
-    kinds, away = len(first), i.state_bytes[first] > 0
-    may = np.array([i.may.host_optimizer, i.may.streamed_optimizer])[:, None] * away
-    stored = may * (i.storage_cap_bytes > 0)
-    places = lp.variables(4 * kinds, most=(np.concatenate([may, stored]) * n).reshape(-1)).reshape(4, kinds)
-    for place, bytes_ in zip(places, states, strict=True):
-        lp.row("C1", [(bytes_, -1.0), (place, i.state_bytes[first] / SCALE)], lower=0.0, upper=0.0)
-    lp.rows("C1", [(p, 1.0), (places[0], 1.0), (places[1], 1.0)], upper=np.where(away, n, np.inf))
-    lp.rows("C1", [(places[2:].reshape(-1), 1.0), (places[:2].reshape(-1), -1.0)], upper=0.0)
-    uses = np.where(i.allowed[:, first], i.working_bytes[:, first], 0.0)
-    _at_once(lp, (z, uses), working, n)
-    _at_once(lp, (places[1:2], 2 * i.state_bytes[None, first] * may[1:]), buffer, n)
-    if kinds <= MANY_KINDS:
-        lp.whole.extend([*z.reshape(-1).tolist(), *p.tolist(), *places.reshape(-1).tolist()])
-    return places
 
 
 def _at_once(lp: LinearProgram, uses: tuple[IntArray, FloatArray], most: IntArray, n: FloatArray) -> None:

@@ -100,8 +100,8 @@ def with_window(sums: Sums, found: Found) -> Found:
     if not (found.choice.of(instance.moved_bytes).any() or found.choice.parameters.any()):
         return found
     for prefetch in range(found.prefetch + 1, MOST_PREFETCH + 1):
-        ahead = sums.simulate(found.choice, prefetch=prefetch)
-        if ahead.peak_bytes > instance.cap_bytes or ahead.step_s >= found.step_s * (1 - 1e-9):
+        ahead = sums.simulate_within(found.choice, found.step_s * (1 - 1e-9), prefetch=prefetch)
+        if ahead is None or ahead.peak_bytes > instance.cap_bytes:
             break
         found = Found(found.choice, ahead, prefetch)
     return found
@@ -153,8 +153,8 @@ def improved(sums: Sums, best: Found, *, good_enough_s: float, tries: int) -> Fo
                 return best
             known.add(key)
             tries -= 1
-            simulated = sums.simulate(changed, prefetch=best.prefetch)
-            if simulated.step_s < best.step_s * (1 - 1e-7) and not check(instance, changed, simulated):
+            simulated = sums.simulate_within(changed, best.step_s * (1 - 1e-7), prefetch=best.prefetch)
+            if simulated is not None and not check(instance, changed, simulated):
                 best, going = with_window(sums, Found(changed, simulated, best.prefetch)), True
                 break
     return best
@@ -196,8 +196,8 @@ def _with(choice: Choice, offers: Changes, row: int) -> Choice:
 def _members(i: Instance, choice: Choice, most: int) -> IntArray:
     """Layers of which each kind with the same option and place has at most so many: the middle one, the last one, the first one."""
     keys = (i.kind * 64 + choice.option * 8 + places_of(choice)).astype(np.int64)
-    found = list[int]()
-    for key in np.unique(keys):
-        members = np.flatnonzero(keys == key)
-        found.extend(members[[len(members) // 2, -1, 0][:most]].tolist())
-    return np.unique(np.array(found, dtype=np.int64))
+    order = np.argsort(keys, kind="stable")
+    first = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    last = np.append(first[1:], len(keys)) - 1
+    middle = (first + last + 1) // 2
+    return np.unique(order[np.concatenate([middle, last, first][:most])])

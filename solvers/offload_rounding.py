@@ -25,15 +25,17 @@ _BALANCES = 12
 
 def rounded(instance: Instance, fluid: Fluid, phase: float) -> Choice:
     """Whole layers in the proportions of a fluid answer, by error diffusion from the first layer on."""
-    size, rows = instance.num_layers, range(instance.num_layers)
+    size, options = instance.num_layers, range(len(OPTIONS))
     option, parameters = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=bool)
-    ahead, due = np.full(len(OPTIONS), 0.0), phase
-    for idx in rows:
-        ahead = ahead + fluid.options[:, idx]
-        allowed = np.where(instance.allowed[:, idx], ahead + _TIE * (phase - 0.5) * np.arange(len(OPTIONS)), -np.inf)
-        option[idx] = int(np.argmax(allowed))
-        ahead[option[idx]] -= 1.0
-        due += fluid.parameters[idx]
+    ahead, due = [0.0] * len(OPTIONS), phase
+    first = [_TIE * (phase - 0.5) * k for k in options]
+    columns = zip(fluid.options.T.tolist(), instance.allowed.T.tolist(), fluid.parameters.tolist(), strict=True)
+    for idx, (shares, allowed, share) in enumerate(columns):
+        ahead = [ahead[k] + shares[k] for k in options]
+        weights = [ahead[k] + first[k] if allowed[k] else -np.inf for k in options]
+        taken = weights.index(max(weights))
+        option[idx], ahead[taken] = taken, ahead[taken] - 1.0
+        due += share
         if due >= 1.0 - 1e-9 and instance.streamable[idx]:
             parameters[idx], due = True, due - 1.0
     left = np.where(parameters, 0.0, instance.state_bytes)
@@ -51,10 +53,10 @@ def _taken(bytes_: FloatArray, wanted: float) -> BoolArray:
     if wanted <= 1e-9 * max(total, 1.0) or total == 0:
         return chosen
     share, due = min(wanted / total, 1.0), 0.0
-    for idx in np.flatnonzero(bytes_ > 0):
-        due += share * bytes_[idx]
-        if due >= bytes_[idx] * (1 - 1e-9):
-            chosen[idx], due = True, due - bytes_[idx]
+    for layer, size in enumerate(bytes_.tolist()):
+        due += share * size
+        if size > 0 and due >= size * (1 - 1e-9):
+            chosen[layer], due = True, due - size
     missing = wanted - float(bytes_[chosen].sum())
     for idx in sorted(np.flatnonzero((bytes_ > 0) & ~chosen), key=lambda idx: (bytes_[idx] < missing, bytes_[idx])):
         if missing <= 1e-9 * total:

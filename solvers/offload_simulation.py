@@ -1,41 +1,26 @@
 """A step as a runtime executes it: whole copies on streams of their own, events between them, a window of blocks ahead.
 
 Each of the streams compute, to_host, to_device, host (its processors) and storage works on one job at a time, the first of its list
-whose conditions hold; jobs are not interrupted. Copies of both directions at once share (1 + DUPLEX) of one rate; compute beside a
-copy loses the instance's share of it. `check` compares what comes out with the definition: every copy after what makes its bytes,
-every pass after what it reads, device and host memory within their caps.
+whose conditions hold (offload_events.py). `check` compares what comes out with the definition: every copy after what makes its
+bytes, every pass after what it reads, device and host memory within their caps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .linear_program import FloatArray
+from .offload_events import COMPUTE, HOST, STORAGE, TO_DEVICE, TO_HOST, Job, run
 from .offload_instance import Choice, Instance
-
-COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)
-_LEAST_RATE = 0.05
 
 MOST_PIECES = 3
 """Pieces of states on the device at once: one that comes, one that is updated, one that leaves (runtime/offload/optimizer.py)."""
 
 MANY_PIECES = 160
 """Pieces that are told apart; of more, one is so little of the update that whole layers take as long."""
-
-
-class Job(NamedTuple):
-    """Work of one stream; ``after`` are jobs that end before it starts, ``begun`` ones that have at least started."""
-
-    stream: int
-    seconds: float
-    after: tuple[int, ...] = ()
-    begun: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,95 +51,39 @@ class Simulated:
         return max(self.microbatch_bytes, self.update_bytes)
 
 
-def simulate(
-    instance: Instance, choice: Choice, *, prefetch: int = 1, updates: dict[bytes, float] | None = None
-) -> Simulated:
-    """Run one micro-batch and the update; micro-batches repeat. ``updates`` remembers updates of the same problem."""
+def simulate(instance: Instance, choice: Choice, *, prefetch: int = 1) -> Simulated:
+    """Run one micro-batch and the update; micro-batches repeat."""
+    simulated = simulate_within(instance, choice, np.inf, {}, prefetch=prefetch)
+    assert simulated is not None
+    return simulated
+
+
+def simulate_within(
+    instance: Instance, choice: Choice, within_s: float, updates: dict[bytes, float], *, prefetch: int = 1
+) -> Simulated | None:
+    """The same, given up as soon as a step is known to take longer; ``updates`` remembers updates of the same problem."""
+    m, update_s = instance.num_microbatches, _update_s(instance, choice, updates)
     jobs, of = microbatch_jobs(instance, choice, prefetch)
-    start, end = run(jobs, instance)
-    forward_bytes, backward_bytes = _peak_bytes(instance, choice, of, start, end)
-    update_s = _update_s(instance, choice, {} if updates is None else updates)
+    start, end = run(jobs, instance, within_s=(within_s - update_s) / m)
     microbatch_s = float(end.max(initial=0.0))
-    m = instance.num_microbatches
-    moved, p = choice.of(instance.moved_bytes), choice.parameters
+    if m * microbatch_s + update_s > within_s:
+        return None
+    forward_bytes, backward_bytes = _peak_bytes(instance, choice, of, start, end)
+    moved, p = choice.of(instance.moved_bytes).sum(), choice.parameters
     streamed, host = instance.state_bytes[choice.streamed_optimizer].sum(), choice.host_optimizer
     gradients, masters = instance.gradient_bytes, instance.parameter_bytes
-    on_storage = float(instance.state_bytes[choice.storage].sum())
-    away = choice.parameters | choice.host_optimizer
-    on_host = (masters + gradients + instance.state_bytes)[away].sum() + streamed + moved.sum() - on_storage
     return Simulated(
         step_s=m * microbatch_s + update_s,
         microbatch_s=microbatch_s,
         update_s=update_s,
         forward_bytes=forward_bytes,
         backward_bytes=backward_bytes,
-        update_bytes=_update_bytes(instance, choice),
-        host_bytes=float(on_host),
-        storage_bytes=on_storage,
-        to_host_bytes=float(m * (moved.sum() + gradients[p].sum()) + gradients[host].sum() + streamed),
-        to_device_bytes=float(m * (moved.sum() + 2 * masters[p].sum()) + masters[host].sum() + streamed),
+        update_bytes=update_bytes(instance, choice),
+        host_bytes=host_bytes(instance, choice),
+        storage_bytes=float(instance.state_bytes[choice.storage].sum()),
+        to_host_bytes=float(m * (moved + gradients[p].sum()) + gradients[host].sum() + streamed),
+        to_device_bytes=float(m * (moved + 2 * masters[p].sum()) + masters[host].sum() + streamed),
     )
-
-
-def run(jobs: list[Job], instance: Instance) -> tuple[FloatArray, FloatArray]:
-    """Start and end of each job [J]; of the jobs of a stream whose conditions hold the first of the list is taken."""
-    start, end = [np.inf] * len(jobs), [np.inf] * len(jobs)
-    missing, by_start, by_end = _waiting(jobs)
-    ready: list[list[int]] = [[] for _ in STREAMS]
-    for idx, count in enumerate(missing):
-        if not count:
-            ready[jobs[idx].stream].append(idx)  # in order, so a heap
-    working, left = [-1] * len(STREAMS), [0.0] * len(STREAMS)
-    now, done, rates = 0.0, 0, _rates(instance)
-    while done < len(jobs):
-        freed: list[int] = []
-        for stream in STREAMS:
-            if working[stream] < 0 and ready[stream]:
-                first = heappop(ready[stream])
-                start[first], working[stream], left[stream] = now, first, jobs[first].seconds
-                freed += by_start.get(first, ())
-        if not freed:
-            rate = rates[2 * (working[TO_HOST] >= 0) + (working[TO_DEVICE] >= 0)]
-            step = np.inf
-            for stream in STREAMS:
-                if working[stream] >= 0 and left[stream] < step * rate[stream]:
-                    step = left[stream] / rate[stream]
-            assert step < np.inf, "a job waits for one that never runs"
-            now += step
-            for stream in STREAMS:
-                idx = working[stream]
-                if idx >= 0:
-                    left[stream] -= step * rate[stream]
-                    if left[stream] <= 1e-12 * now:
-                        working[stream], end[idx], done = -1, now, done + 1
-                        freed += by_end[idx]
-        for idx in freed:
-            missing[idx] -= 1
-            if not missing[idx]:
-                heappush(ready[jobs[idx].stream], idx)
-    return np.array(start), np.array(end)
-
-
-def _waiting(jobs: list[Job]) -> tuple[list[int], dict[int, list[int]], list[list[int]]]:
-    """How many others each job waits for; the jobs that wait for the start of each one, and for its end."""
-    missing, by_start, by_end = [0] * len(jobs), dict[int, list[int]](), list[list[int]]([] for _ in jobs)
-    for idx, (_, _, after, begun) in enumerate(jobs):
-        missing[idx] = len(after) + len(begun)
-        for other in after:
-            by_end[other].append(idx)
-        for other in begun:
-            by_start.setdefault(other, []).append(idx)
-    return missing, by_start, by_end
-
-
-def _rates(instance: Instance) -> list[list[float]]:
-    """[4, 5]: rates of all streams as shares of full speed, by 2 (to the host works) + (to the device works)."""
-    links, rates = instance.links, list[list[float]]()
-    for down, up in ((False, False), (False, True), (True, False), (True, True)):
-        lost = links.compute_lost_to_host * down + links.compute_lost_to_device * up
-        copy = (1.0 + links.duplex) / 2 if down and up else 1.0
-        rates.append([max(1.0 - lost, _LEAST_RATE), copy, copy, 1.0, 1.0])
-    return rates
 
 
 @dataclass(frozen=True)
@@ -251,7 +180,15 @@ def _peak_bytes(i: Instance, choice: Choice, of: Places, start: FloatArray, end:
     return float(fixed + held[early].max(initial=0.0)), float(fixed + held[~early].max(initial=0.0))
 
 
-def _update_bytes(i: Instance, choice: Choice) -> float:
+def host_bytes(i: Instance, choice: Choice) -> float:
+    """Bytes on the host: of layers that it updates, states that are streamed, activations; less what lies on storage."""
+    away = choice.parameters | choice.host_optimizer
+    updated = (i.parameter_bytes + i.gradient_bytes + i.state_bytes)[away].sum()
+    streamed, stored = i.state_bytes[choice.streamed_optimizer].sum(), i.state_bytes[choice.storage].sum()
+    return float(updated + streamed + choice.of(i.moved_bytes).sum() - stored)
+
+
+def update_bytes(i: Instance, choice: Choice) -> float:
     """Bytes on the device while parameters are updated."""
     there = ~choice.parameters
     states = i.state_bytes[there & ~choice.host_optimizer & ~choice.streamed_optimizer].sum()
@@ -274,41 +211,42 @@ def update_jobs(i: Instance, choice: Choice) -> list[Job]:
     links, jobs = i.links, list[Job]()
     moved = choice.host_optimizer | choice.parameters | choice.streamed_optimizer
     pieces = np.broadcast_to(np.minimum(i.pieces, max(1, MANY_PIECES // max(1, int(moved.sum())))), i.num_layers)
+    part = 1.0 / pieces
+    states = (part * i.state_bytes).tolist()
+    gradient_s = (part * i.gradient_bytes / links.to_host_bytes_per_s).tolist()
+    parameters_s = (part * i.parameter_bytes / links.to_device_bytes_per_s).tolist()
+    on_device_s, on_host_s = (part * i.device_update_s).tolist(), (part * i.host_update_s).tolist()
 
     def add(stream: int, seconds: float, *after: int) -> int:
-        jobs.append(Job(stream, float(seconds), after))
+        jobs.append(Job(stream, seconds, after))
         return len(jobs) - 1
 
-    def in_pieces(mask: NDArray[np.bool_]) -> Iterator[tuple[int, float]]:
-        for idx in map(int, np.flatnonzero(mask)):
-            yield from [(idx, 1.0 / pieces[idx])] * int(pieces[idx])
+    def in_pieces(mask: NDArray[np.bool_]) -> list[int]:
+        return np.repeat(np.arange(i.num_layers), pieces * mask).tolist()
 
-    def read(idx: int, part: float) -> tuple[int, ...]:
-        return (add(STORAGE, part * i.state_bytes[idx] / links.read_bytes_per_s),) if choice.storage[idx] else ()
+    def read(idx: int) -> tuple[int, ...]:
+        return (add(STORAGE, states[idx] / links.read_bytes_per_s),) if choice.storage[idx] else ()
 
-    def write(idx: int, part: float, updated: int) -> None:
+    def write(idx: int, updated: int) -> None:
         if choice.storage[idx]:
-            add(STORAGE, part * i.state_bytes[idx] / links.write_bytes_per_s, updated)
+            add(STORAGE, states[idx] / links.write_bytes_per_s, updated)
 
-    for idx, part in in_pieces(choice.host_optimizer | choice.parameters):
-        before: tuple[int, ...] = ()
-        if not choice.parameters[idx]:
-            before = (add(TO_HOST, part * i.gradient_bytes[idx] / links.to_host_bytes_per_s),)
-        updated = add(HOST, part * i.host_update_s[idx], *before, *read(idx, part))
-        if not choice.parameters[idx]:
-            add(TO_DEVICE, part * i.parameter_bytes[idx] / links.to_device_bytes_per_s, updated)
-        write(idx, part, updated)
-    gone, room = list[tuple[float, int]](), 2 * i.state_bytes[choice.streamed_optimizer].max(initial=0.0)
-    for idx, part in in_pieces(choice.streamed_optimizer):
-        bytes_ = part * i.state_bytes[idx]
-        buffer = _buffer_of(gone, bytes_, float(room))
-        up = add(TO_DEVICE, bytes_ / links.to_device_bytes_per_s, *read(idx, part), *buffer)
-        updated = add(COMPUTE, part * i.device_update_s[idx], up)
-        gone.append((bytes_, add(TO_HOST, bytes_ / links.to_host_bytes_per_s, updated)))
-        write(idx, part, gone[-1][1])
-    there = ~(choice.parameters | choice.host_optimizer | choice.streamed_optimizer)
-    for idx in map(int, np.flatnonzero(there & (i.device_update_s > 0))):
-        add(COMPUTE, i.device_update_s[idx])
+    for idx in in_pieces(choice.parameters | choice.host_optimizer):
+        stays = not choice.parameters[idx]
+        before = (add(TO_HOST, gradient_s[idx]),) if stays else ()
+        updated = add(HOST, on_host_s[idx], *before, *read(idx))
+        if stays:
+            add(TO_DEVICE, parameters_s[idx], updated)
+        write(idx, updated)
+    gone, room = list[tuple[float, int]](), 2 * float(i.state_bytes[choice.streamed_optimizer].max(initial=0.0))
+    for idx in in_pieces(choice.streamed_optimizer):
+        buffer = _buffer_of(gone, states[idx], room)
+        up = add(TO_DEVICE, states[idx] / links.to_device_bytes_per_s, *read(idx), *buffer)
+        updated = add(COMPUTE, on_device_s[idx], up)
+        gone.append((states[idx], add(TO_HOST, states[idx] / links.to_host_bytes_per_s, updated)))
+        write(idx, gone[-1][1])
+    for seconds in i.device_update_s[~moved & (i.device_update_s > 0)].tolist():
+        add(COMPUTE, seconds)
     return jobs
 
 

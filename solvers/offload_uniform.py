@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .offload_instance import OPTIONS, Choice, Instance
+from .offload_simulation import host_bytes, update_bytes
 
 PLACES = ("device", "host", "streamed", "parameters")
 """Where states are: on the device, updated by the host, streamed to the device, with the parameters on the host."""
@@ -53,6 +54,7 @@ def least_s(i: Instance, choice: Choice) -> float:
     resident = i.resident_bytes - i.state_bytes[choice.streamed_optimizer | choice.host_optimizer].sum()
     resident -= (master + i.copy_bytes + i.state_bytes + gradient * i.gradients_accumulate)[p].sum()
     working = choice.of(i.working_bytes).max(initial=0.0)
-    if resident + choice.of(i.kept_bytes).sum() + working + i.fixed_bytes + i.turn_bytes > i.cap_bytes:
+    at_turn = resident + choice.of(i.kept_bytes).sum() + working + i.fixed_bytes + i.turn_bytes
+    if max(at_turn, update_bytes(i, choice)) > i.cap_bytes or host_bytes(i, choice) > i.host_cap_bytes:
         return np.inf
     return float(m * max(compute, to_host, to_device) + update)

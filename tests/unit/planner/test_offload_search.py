@@ -105,8 +105,9 @@ def test_what_offload_cannot_be_combined_with_is_said() -> None:
     base = ["plan", "llama-3.2-1b", "--cluster", "1xH100-SXM-80GB", "--global-batch-size", "1", "--seq-len", "512"]
     alone = runner.invoke(app, [*base, "--host-memory-gib", "10"])
     assert alone.exit_code == 2 and "without --offload" in alone.stderr
-    front = runner.invoke(app, [*base, "--fix", "offload=scheduled", "--pareto"])
-    assert front.exit_code == 2 and "not for --objective cost or --pareto" in front.stderr
+    for of in (["--pareto"], ["--objective", "cost"]):
+        other = runner.invoke(app, [*base, "--engine", "megatron", "--offload", "auto", *of])
+        assert other.exit_code == 2 and "planned for fsdp2" in other.stderr
     nowhere = runner.invoke(app, [*base, "--offload", "auto", "--nvme", "/nowhere/at/all"])
     assert nowhere.exit_code == 2 and "--nvme-gib" in nowhere.stderr
 

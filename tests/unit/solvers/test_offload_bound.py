@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers import offload, offload_bound, offload_changes, offload_fluid
+from meshwright.solvers import offload, offload_bound, offload_changes, offload_count, offload_fluid, offload_uniform
+from meshwright.solvers.offload_events import TO_DEVICE, TO_HOST, Job, run
 from meshwright.solvers.offload_instance import Allowed, Links
-from meshwright.solvers.offload_simulation import TO_DEVICE, TO_HOST, Job, check, run, simulate
+from meshwright.solvers.offload_simulation import check, simulate, simulate_within
 from offload_problems import FULL, KEEP, choice_of, instance
 
 
@@ -88,3 +89,49 @@ def test_states_that_stream_in_pieces_wait_for_less() -> None:
     least = float(problem.links.seconds(2.4, 2.4))
     assert least < in_pieces < whole
     assert in_pieces - least <= (whole - least) / 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), blocks=st.integers(2, 6), prefetch=st.integers(1, 3), share=st.floats(0.7, 1.3))
+def test_a_simulation_is_given_up_only_where_it_takes_longer(
+    seed: int, blocks: int, prefetch: int, share: float
+) -> None:
+    links = Links(to_host_bytes_per_s=6e9, to_device_bytes_per_s=8e9, duplex=0.4, compute_lost_to_device=0.3)
+    problem = instance(blocks, seed=seed, cap_share=2.0, links=links, pieces=3, num_microbatches=2)
+    rng = np.random.default_rng(seed)
+    option = rng.integers(0, 5, problem.num_layers)
+    option[[0, -1]] = KEEP
+    choice = offload_changes.choice_of(option, rng.integers(0, 4, problem.num_layers))
+    simulated = simulate(problem, choice, prefetch=prefetch)
+    within = simulate_within(problem, choice, share * simulated.step_s, {}, prefetch=prefetch)
+    assert within == (simulated if share >= 1 else None)
+    sums = offload_changes.Sums(problem)
+    assert sums.simulate_within(choice, 0.99 * simulated.step_s, prefetch=prefetch) is None
+    assert sums.simulate(choice, prefetch=prefetch) == simulated
+    assert sums.simulate_within(choice, 0.99 * simulated.step_s, prefetch=prefetch) is None
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), cap=st.floats(0.3, 1.5), host=st.floats(0.05, 2.0))
+def test_no_uniform_policy_that_fits_is_left_out(seed: int, cap: float, host: float) -> None:
+    problem = instance(4, seed=seed, cap_share=cap)
+    problem = replace(problem, host_cap_bytes=host * problem.total_state_bytes)
+    for choice in offload_uniform.policies(problem, (1.0, 0.5)):
+        simulated, least_s = simulate(problem, choice), offload_uniform.least_s(problem, choice)
+        if not check(problem, choice, simulated):
+            assert least_s <= simulated.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_program_solved_again_does_not_remember(spread: bool) -> None:
+    problem = instance(6, seed=3, cap_share=0.6)
+    if spread:
+        problem = replace(problem, kind=np.arange(problem.num_layers))
+    more = offload_count.Reserve(turn=10e9, update=10e9)
+    again, fresh = offload_count.of_layers(problem)[1], offload_count.of_layers(problem)[1]
+    first, tighter, back = again.solve()[1], again.solve(more)[1], again.solve()[1]
+    assert first is not None and tighter is not None and back is not None
+    assert tighter.objective_s > first.objective_s
+    only = fresh.solve(more)[1]
+    assert only is not None and np.array_equal(only.options, tighter.options)
+    assert np.array_equal(first.options, back.options) and first.objective_s == back.objective_s
