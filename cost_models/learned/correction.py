@@ -96,7 +96,8 @@ def covariance_of(x: FloatArray, learned: FloatArray, kernel: Kernel) -> FloatAr
 
 def scaled(columns: Mapping[str, FloatArray], learned: FloatArray, lengths: tuple[float, ...]) -> FloatArray:
     """Features and T over their lengths [N, d]."""
-    return np.stack([*(columns[name] for name in FEATURES), learned], axis=1) / np.asarray(lengths)
+    features = np.stack([*(columns[name] for name in FEATURES), learned], axis=1)
+    return np.asarray(features / np.asarray(lengths), dtype=np.float64)
 
 
 def _matern(a: FloatArray, b: FloatArray) -> FloatArray:
