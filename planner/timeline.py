@@ -107,8 +107,11 @@ def _passes_of(times: Timeline, order: Order) -> list[Slice]:
 
 def _copied_s(shape: Shape, passes: Passes) -> float:
     """Seconds of copies and sums of parameters and gradients on the rank that waits the longest for data parallelism."""
-    copied, exposed = (np.bincount(shape.rank_of_stage, each, shape.pp) for each in (passes.copied, passes.exposed))
-    return apart(copied, exposed)[0]
+
+    def on_ranks(seconds: FloatArray) -> FloatArray:
+        return np.asarray(np.bincount(shape.rank_of_stage, seconds, shape.pp), dtype=np.float64)
+
+    return apart(on_ranks(passes.copied), on_ranks(passes.exposed))[0]
 
 
 def _once(plan: Plan, pp: int, end_s: float, copied_s: float) -> list[Slice]:
