@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..schema import Plan
-from ..schema.trace import DATA_PARALLEL, Slice, StepTimeline, Stream
+from ..schema.trace import COPIED, DATA_PARALLEL, Slice, StepTimeline, Stream
 from ..solvers.offload_events import COMPUTE, HOST, STORAGE, TO_DEVICE, TO_HOST, run
 from ..solvers.offload_instance import OPTIONS, Choice
 from ..solvers.offload_simulation import Places, microbatch_jobs, update_jobs
@@ -43,10 +43,17 @@ def offload_timeline(plan: Plan) -> StepTimeline:
         for piece in passes
     ]
     end_s = found.instance.num_microbatches * microbatch_s
-    exposed_s = constant_s(found.options, 0)
-    if exposed_s > 0:
-        slices.append(Slice(0, "communication", DATA_PARALLEL, end_s, exposed_s))
-    slices += _update(found, end_s + exposed_s)
+    copied_s = float(found.options.under[0].copied_s(0).sum())
+    exposed_s = constant_s(found.options, 0) - copied_s
+    once: tuple[tuple[Stream, str, float], ...] = (
+        ("compute", COPIED, copied_s),
+        ("communication", DATA_PARALLEL, exposed_s),
+    )
+    for stream, kind, seconds in once:
+        if seconds > 0:
+            slices.append(Slice(0, stream, kind, end_s, seconds))
+            end_s += seconds
+    slices += _update(found, end_s)
     step_s = max(piece.start_s + piece.seconds for piece in slices)
     return StepTimeline(tuple(slices), (range(plan.layout.world_size),), step_s)
 

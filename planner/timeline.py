@@ -18,10 +18,10 @@ from ..cost_models.pipeline_replay import Shape, order_of
 from ..cost_models.pipeline_simulation import Order, Pipeline, Timeline, simulate
 from ..cost_models.space_costs import SpaceCosts
 from ..cost_models.stage_memory import shape_of
-from ..cost_models.step import Passes, pass_seconds
+from ..cost_models.step import Passes, apart, pass_seconds
 from ..schema import Plan
 from ..schema.cluster_parts import label_of
-from ..schema.trace import COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
+from ..schema.trace import COPIED, COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
 from ..solvers.pipeline_csv import planned_order
 from .mixed import in_order_of_parts
 from .worth import as_placed
@@ -40,8 +40,9 @@ def timeline(plan: Plan) -> StepTimeline:
     costs = costs_of(plan)
     shape = replace(shape_of(costs, 0), order=planned_order(plan))
     order = order_of(shape)
-    times = simulate(_pipeline(shape, *_passes(plan, costs, shape)), order)
-    slices = [*_passes_of(times, order), *_once(plan, shape.pp, times.makespan_s)]
+    passes, each_way_s = _passes(plan, costs, shape)
+    times = simulate(_pipeline(shape, passes, each_way_s), order)
+    slices = [*_passes_of(times, order), *_once(plan, shape.pp, times.makespan_s, _copied_s(shape, passes))]
     size = plan.layout.stage_ranks
     ranks = tuple(range(r * size, (r + 1) * size) for r in range(shape.pp))
     return StepTimeline(tuple(slices), ranks, max(s.start_s + s.seconds for s in slices))
@@ -104,13 +105,25 @@ def _passes_of(times: Timeline, order: Order) -> list[Slice]:
     ]
 
 
-def _once(plan: Plan, pp: int, end_s: float) -> list[Slice]:
-    """What the estimate adds to the passes: communication over data that nothing hides, and the update."""
+def _copied_s(shape: Shape, passes: Passes) -> float:
+    """Seconds of copies and sums of parameters and gradients on the rank that waits the longest for data parallelism."""
+
+    def on_ranks(seconds: FloatArray) -> FloatArray:
+        return np.asarray(np.bincount(shape.rank_of_stage, seconds, shape.pp), dtype=np.float64)
+
+    return apart(on_ranks(passes.copied), on_ranks(passes.exposed))[0]
+
+
+def _once(plan: Plan, pp: int, end_s: float, copied_s: float) -> list[Slice]:
+    """What the estimate adds to the passes: copies of parameters and gradients, communication over data that nothing hides, and the
+    update.
+    """
     parts, is_split = plan.estimate.breakdown_s, plan.layout.vocabulary == "split"
-    of_vocabulary = parts.total - end_s - parts.dp - parts.optimizer - parts.offload
+    of_vocabulary = parts.total - end_s - copied_s - parts.dp - parts.optimizer - parts.offload
     slices: list[Slice] = []
     once: list[tuple[Stream, str, float]] = [
         ("communication", SPLIT_VOCABULARY, of_vocabulary if is_split else 0.0),
+        ("compute", COPIED, copied_s),
         ("communication", DATA_PARALLEL, parts.dp),
         ("communication", COPIES, parts.offload),
         ("optimizer", OPTIMIZER, parts.optimizer),

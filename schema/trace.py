@@ -30,6 +30,7 @@ NAMES = {"F": "forward", "B": "backward (input)", "W": "backward (weights)", "BW
 
 OPTIMIZER = "optimizer"
 DATA_PARALLEL = "data-parallel communication that nothing hides"
+COPIED = "copies and sums of parameters and gradients"
 SPLIT_VOCABULARY = "vocabulary split over the stages"
 COPIES = "waiting for copies from and to the host"
 

@@ -11,14 +11,13 @@ ensemble of trees on dimensionless features, clipped to the trained range. The f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..layouts import FloatArray
+from .correction import SHIPPED, Correction, Kernel, correction_through, whitening_of
 from .least_squares import bent, least_squares
 from .trees import ResidualModel
 
@@ -55,18 +54,6 @@ class Hardware(NamedTuple):
     memory_bandwidth_bytes_per_s: float
     num_processors: int
     cache_bytes: float
-
-
-@dataclass(frozen=True, eq=False)
-class Correction:
-    """What points measured on one device add to the log-residual: a Gaussian process through them.
-
-    Attributes:
-        centres: scaled features of the points [P, 5]; weights [P].
-    """
-
-    centres: FloatArray
-    weights: FloatArray
 
 
 class GemmRates(NamedTuple):
@@ -166,7 +153,9 @@ def predict(
     """Seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
     own, sheet, size = rates.coefficients, rates.hardware, rates.element_bytes
     columns = features(m, n, k, own, rates.reference or sheet, element_bytes=size, software=rates.software)
-    log_residual = (residual or model()).log_residual(columns) + correction_of(columns, rates.correction)
+    log_residual = (residual or model()).log_residual(columns)
+    if rates.correction is not None:
+        log_residual = log_residual + rates.correction(columns, log_residual)
     slowed = own._replace(compute_efficiency=own.compute_efficiency * rates.sustained_ratio)
     return roofline_s(m, n, k, slowed, sheet, size) * np.exp(log_residual)
 
@@ -231,15 +220,19 @@ def features(
     return columns
 
 
-_SCALES: Mapping[str, float] = {
-    "compute": 3.0,
-    "memory": 3.0,
-    "waves_128x128": 3.0,
-    "depth": 3.0,
-    "aspect": 4.0,
-}
-_AMPLITUDE, _NOISE = 0.15, 0.10  # of log-residuals between devices, and of a single point
 _SPREAD = (0.4, 0.15, 0.15, 0.3, 0.5)  # of the logarithms of coefficients between families
+_ODD = 1.5  # deviations beyond which a point counts linearly: it runs on a kernel of its own
+
+
+def coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
+    """By how much log(seconds) moves with one deviation of each coefficient between families [N, 5]."""
+    prior, step = np.log(rates.coefficients), 1e-3
+
+    def moved(z: FloatArray) -> FloatArray:
+        return np.log(roofline_s(m, n, k, GemmCoefficients(*np.exp(z)), rates.hardware, rates.element_bytes))
+
+    here = moved(prior)
+    return np.stack([(moved(prior + step * e) - here) / step for e in np.diag(_SPREAD)], axis=1)
 
 
 def calibrate(
@@ -250,55 +243,35 @@ def calibrate(
     rates: GemmRates,
     *,
     residual: ResidualModel | None = None,
+    kernel: Kernel = SHIPPED,
 ) -> GemmRates:
     """Rates corrected by products measured on the device itself: a handful moves the coefficients, tens the residual too.
 
-    Maximum a posteriori: coefficients around ``rates.coefficients`` with the spread they have between device families, then a
-    Gaussian process with the spread of residuals through what is left. No points give ``rates`` back.
+    Maximum a posteriori: coefficients around ``rates.coefficients`` with the spread they have between device families, points
+    near each other counting as alike as the kernel says; then a Gaussian process through what is left (`correction.py`). No
+    points give ``rates`` back.
 
     Args:
         m, n, k, seconds: [P] measured forward products; best spread over sizes from launch-bound to compute-bound.
+        residual, kernel: in place of the shipped ones.
     """
     if len(seconds) == 0:
         return rates
     prior, own, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
     sheet, size = rates.hardware, rates.element_bytes
     for _ in range(3):
-        learned = residual.log_residual(features(m, n, k, own, sheet, element_bytes=size, software=rates.software))
+        columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
+        learned = residual.log_residual(columns)
+        whitening = whitening_of(columns, learned, kernel)
 
-        def misfit(z: FloatArray, learned: FloatArray = learned) -> FloatArray:
+        def misfit(z: FloatArray, learned: FloatArray = learned, whitening: FloatArray = whitening) -> FloatArray:
             at = GemmCoefficients(*np.exp(z))
             error = np.log(roofline_s(m, n, k, at, sheet, size) / seconds) + learned
-            return np.concatenate([bent(error, 0.15) / 0.12, (z - prior) / _SPREAD])
+            return np.concatenate([bent(whitening @ error, _ODD), (z - prior) / _SPREAD])
 
         own = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
     corrected = rates._replace(coefficients=own, correction=None)
-    short = corrected._replace(sustained_ratio=1.0)
-    left = np.log(seconds / predict(m, n, k, short, residual=residual))
-    centres = _scaled(features(m, n, k, own, sheet, element_bytes=size, software=rates.software))
-    kernel = _kernel(centres, centres) + _NOISE**2 * np.eye(len(left))
-    return corrected._replace(
-        correction=Correction(centres, np.asarray(np.linalg.solve(kernel, left), dtype=np.float64))
-    )
-
-
-def correction_of(columns: Mapping[str, FloatArray], correction: Correction | None) -> FloatArray | float:
-    """What measured points add to the log-residual [N]."""
-    if correction is None:
-        return 0.0
-    return np.asarray(_kernel(_scaled(columns), correction.centres) @ correction.weights)
-
-
-def correction_kernel(columns: Mapping[str, FloatArray]) -> FloatArray:
-    """Covariance of log-residuals between shapes, before any is measured on a device [N, N]."""
-    scaled = _scaled(columns)
-    return _kernel(scaled, scaled)
-
-
-def _scaled(columns: Mapping[str, FloatArray]) -> FloatArray:
-    return np.stack([columns[name] / scale for name, scale in _SCALES.items()], axis=1)
-
-
-def _kernel(a: FloatArray, b: FloatArray) -> FloatArray:
-    distance = ((a[:, None] - b[None]) ** 2).sum(axis=-1)
-    return np.asarray(_AMPLITUDE**2 * np.exp(-0.5 * distance))
+    columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
+    learned = residual.log_residual(columns)
+    left = np.log(seconds / roofline_s(m, n, k, own, sheet, size)) - learned
+    return corrected._replace(correction=correction_through(columns, learned, left, kernel))

@@ -8,7 +8,7 @@ from 1024 on H100 and B200: those of vLLM include the quantisation of activation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -227,20 +227,25 @@ def left_out_families(
     """Each family with the residual of all others, and for each of its (device, software) the rates that data sheet and the
     others' coefficients give.
     """
-    rooflines = fit_rooflines(rows, np.ones(len(rows), dtype=bool))
-    names, x, roofline = design(rows, rooflines)
-    seconds, family_of = rows.seconds.to_numpy(), rows.family.to_numpy()
     for family in dict.fromkeys(FAMILIES.values()):
-        others = family_of != family
-        regressor = fit_residual(x[others], roofline[others], seconds[others])
-        mine = rows[~others].groupby(["device", "software"]).indices
-        priors = {
-            (device, software): device_rates(device, software)._replace(
-                coefficients=_prior(rooflines, family, software)
-            )
-            for device, software in mine
-        }
-        yield family, regressor.to_model(names, {}), priors
+        yield family, *without_families(rows, (family,))
+
+
+def without_families(
+    rows: pd.DataFrame, families: Sequence[str]
+) -> tuple[ResidualModel, dict[tuple[str, str], GemmRates]]:
+    """The residual of all families but those, and for each of their (device, software) the rates that data sheet and the
+    other families' coefficients give.
+    """
+    others = rows[~rows.family.isin(families)]
+    rooflines = fit_rooflines(others, np.ones(len(others), dtype=bool))
+    names, x, roofline = design(others, rooflines)
+    residual = fit_residual(x, roofline, others.seconds.to_numpy()).to_model(names, {})
+    mine = rows[rows.family.isin(families)].groupby(["device", "software"]).indices
+    return residual, {
+        (device, software): device_rates(device, software)._replace(coefficients=_prior(rooflines, software))
+        for device, software in mine
+    }
 
 
 def _left_out_errors(rows: pd.DataFrame) -> Iterator[tuple[str, dict[int, float]]]:
@@ -256,12 +261,12 @@ def _left_out_errors(rows: pd.DataFrame) -> Iterator[tuple[str, dict[int, float]
         )
 
 
-def _prior(rooflines: Rooflines, family: str, software: str) -> GemmCoefficients:
-    """Median over the other families, of the same build (of the reference build where others lack it)."""
+def _prior(rooflines: Rooflines, software: str) -> GemmCoefficients:
+    """Median over families, of the same build (of the reference build where families lack it)."""
     build = "sglang" if software == "trtllm" else software
     mine: dict[str, list[list[float]]] = {}
     for (device, other), own in rooflines.items():
-        if FAMILIES[device] != family and other == build:
+        if other == build:
             mine.setdefault(FAMILIES[device], []).append(list(own))
     median = np.exp(np.median(np.log([_mean(members) for members in mine.values()]), axis=0))
     return GemmCoefficients(*(float(value) for value in median))

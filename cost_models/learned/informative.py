@@ -1,9 +1,10 @@
 """Which matrix products are worth measuring on a device: those the learned model is least sure of, given the others.
 
-The correction through measured points is a Gaussian process (`gemm.calibrate`), whose variance depends on where points are and
-not on their times. Measuring i takes ``cov(j, i)^2 / (var(i) + noise^2)`` from the variance of every j; the next point is the
-one that takes most from all candidates together. (The point of largest variance itself lies on the edge of what is asked for:
-30 such points left more variance in the mean than 30 random ones.)
+Before a device is measured, log(seconds) of its products differ from the prediction by what its coefficients may be off and by a
+Gaussian process (`correction.py`); how much of both points leave open depends on where they are and not on their times.
+Measuring i takes ``cov(j, i)^2 / (var(i) + noise^2)`` from the variance of every j; the next point is the one that takes most from
+all candidates together. (The point of largest variance itself lies on the edge of what is asked for: 30 such points left more
+variance in the mean than 30 random ones.)
 
 Shapes outside of the range that the residual was trained on start with a larger variance: there it only follows the roofline.
 """
@@ -13,12 +14,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..layouts import FloatArray
-from .gemm import GemmRates, correction_kernel, features, model, roofline_s
+from .correction import SHIPPED, Kernel, covariance
+from .gemm import GemmRates, coefficient_slopes, features, model, roofline_s
+from .trees import ResidualModel
 
 NUM_CANDIDATES = 1000
-
-_NOISE = 0.10
-"""Of the logarithm of one measured time, as `gemm.calibrate` takes it."""
 
 _OUTSIDE = 0.5
 """Of the prior's deviation, for each range's width that a feature lies beyond the trained range."""
@@ -39,13 +39,26 @@ def candidates(rates: GemmRates, *, seed: int, most_s: float, most_bytes: float)
     return tuple(size[fits][:NUM_CANDIDATES] for size in (m, n, k))
 
 
-def most_informative(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, count: int) -> list[int]:
-    """Positions of up to ``count`` shapes, each the one that takes most variance from all after those before it."""
-    own, sheet = rates.coefficients, rates.hardware
+def most_informative(
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    rates: GemmRates,
+    count: int,
+    *,
+    residual: ResidualModel | None = None,
+    kernel: Kernel = SHIPPED,
+) -> list[int]:
+    """Positions of up to ``count`` shapes, each the one that takes most variance from all after those before it.
+
+    ``residual``, ``kernel``: in place of the shipped ones.
+    """
+    own, sheet, trained = rates.coefficients, rates.hardware, residual or model()
     columns = features(m, n, k, own, sheet, element_bytes=rates.element_bytes, software=rates.software)
-    deviation = 1.0 + _OUTSIDE * _beyond_trained(columns)
-    covariance = correction_kernel(columns) * np.outer(deviation, deviation)
-    return greedy(covariance, _NOISE, count)
+    deviation = 1.0 + _OUTSIDE * _beyond_trained(columns, trained)
+    prior = covariance(columns, trained.log_residual(columns), kernel) * np.outer(deviation, deviation)
+    slopes = coefficient_slopes(m, n, k, rates)
+    return greedy(prior + slopes @ slopes.T, kernel.noise, count)
 
 
 def greedy(covariance: FloatArray, noise: float, count: int) -> list[int]:
@@ -67,9 +80,9 @@ def greedy(covariance: FloatArray, noise: float, count: int) -> list[int]:
     return chosen
 
 
-def _beyond_trained(columns: dict[str, FloatArray]) -> FloatArray:
+def _beyond_trained(columns: dict[str, FloatArray], trained: ResidualModel) -> FloatArray:
     """How many widths of the trained range the farthest feature lies outside of it [N]."""
-    trained, farthest = model(), np.zeros(len(next(iter(columns.values()))))
+    farthest = np.zeros(len(next(iter(columns.values()))))
     for name, low, high in zip(trained.features, trained.low, trained.high, strict=True):
         if high > low and np.ptp(columns[name]) > 0:  # facts of the device are the same for all shapes
             outside = np.maximum(low - columns[name], columns[name] - high)

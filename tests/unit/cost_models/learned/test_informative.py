@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.learned.gemm import GemmRates, Hardware, known_coefficients
+from meshwright.cost_models.learned.correction import SHIPPED, covariance
+from meshwright.cost_models.learned.gemm import GemmRates, Hardware, features, known_coefficients, model
 from meshwright.cost_models.learned.informative import candidates, greedy, most_informative
 
 
@@ -36,14 +37,13 @@ def rates() -> GemmRates:
 
 
 def test_chosen_products_leave_less_to_be_unsure_of_than_the_same_number_at_random(rates):
-    from meshwright.cost_models.learned.gemm import correction_kernel, features
-
     m, n, k = candidates(rates, seed=0, most_s=0.01, most_bytes=1e9)
     columns = features(m, n, k, rates.coefficients, rates.hardware, element_bytes=2.0, software=0.0)
-    covariance = correction_kernel(columns)
+    prior = covariance(columns, model().log_residual(columns), SHIPPED)
     chosen = most_informative(m, n, k, rates, 30)
     at_random = np.random.default_rng(0).permutation(len(m))[:30]
-    assert posterior_variance(covariance, 0.1, chosen).mean() < posterior_variance(covariance, 0.1, at_random).mean()
+    noise = SHIPPED.noise
+    assert posterior_variance(prior, noise, chosen).mean() < posterior_variance(prior, noise, at_random).mean()
 
 
 def test_candidates_keep_to_limits_of_time_and_memory(rates):
