@@ -279,8 +279,12 @@ class SpaceCosts:
 
     @cached_property
     def _passes_s(self) -> FloatArray:
-        """Seconds per parameter of the passes over it that all micro-batches make [N]."""
-        rate = device_rates(self.cluster, self.workload).update_bytes_per_s
+        """Seconds per parameter of the passes over it that all micro-batches make [N].
+
+        On a CPU at the bandwidth of plain copies: AdamW, which writes what it has read, streams twice as much.
+        """
+        streams = device_rates(self.cluster, self.workload).update_bytes_per_s
+        rate = min(streams, self.cluster.weakest_device.memory_bandwidth_bytes_per_s)
         return np.asarray(passes_bytes_per_param(self.batch, self.workload) / rate)
 
     def copied_s(self, idx: int) -> FloatArray:

@@ -253,8 +253,12 @@ def _explain(
             ),
             help=f"give --host-memory-gib {int(least / 2**30) + 1} if the nodes have it, --nvme PATH for the states, or more nodes",
         )
+    devices = f"devices have {format_bytes(cluster.memory_budget_bytes)} each   [device memory (C6)]"
+    if np.isfinite(least) and np.isfinite(held):
+        near = f"a host needs {format_bytes(least)} at least, more with whole layers; may use {format_bytes(held)}"
+        details.insert(0, f"{near}   [host memory (C7)]")
     return InfeasibleError(
         f"no plan fits {model.name} even with offload ({space.request.kinds})",
-        details=(f"devices have {format_bytes(cluster.memory_budget_bytes)} each   [device memory (C6)]", *details),
-        help="offload more (--offload auto), use shorter sequences, or more devices",
+        details=(devices, *details),
+        help="offload more (--offload auto, --host-memory-gib), use shorter sequences, or more devices",
     )

@@ -262,6 +262,10 @@ def _memory_parts(i: Instance, choice: Choice, found: Simulated) -> MemoryBreakd
         "temporary": i.fixed_bytes + (i.update_bytes if in_update else 0.0) + float(choice.of(i.working_bytes).max()),
     }
     whole = {name: int(size) for name, size in parts.items()}
+    # In the backward pass copies leave as gradients come.
+    whole["unsharded"] = max(
+        0, min(whole["unsharded"], int(found.peak_bytes) - sum(whole.values()) + whole["unsharded"])
+    )
     left = max(0, int(found.peak_bytes) - sum(whole.values()))
     gradients = float(i.gradient_bytes[there].sum()) if in_update or i.gradients_accumulate else 0.0
     held = left if in_update else min(left, int(gradients))

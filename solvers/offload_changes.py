@@ -172,9 +172,9 @@ def _of_places(i: Instance) -> FloatArray:
     """[6, L, 12]."""
     sums = np.zeros((len(PLACES), i.num_layers, _SIZE))
     master, gradient, states = i.parameter_bytes, i.gradient_bytes, i.state_bytes
-    there = gradient * i.gradients_accumulate
+    there, at_end = gradient * i.gradients_accumulate, master + i.copy_bytes - i.freed_bytes + gradient
     sums[..., DEVICE_UPDATE_S], sums[..., DEVICE] = i.device_update_s, master + i.copy_bytes + there
-    sums[..., DEVICE_AT_END], sums[..., DEVICE_IN_UPDATE] = master + i.copy_bytes + gradient, master + gradient
+    sums[..., DEVICE_AT_END], sums[..., DEVICE_IN_UPDATE] = at_end, master + gradient
     for bytes_ in (DEVICE, DEVICE_AT_END, DEVICE_IN_UPDATE):
         sums[0, :, bytes_] += states
     for place in (1, 4):

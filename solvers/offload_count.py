@@ -138,7 +138,8 @@ class Counted:
         in_update: list[Term] = [*there, (self._buffer, 1.0), (p, i.copy_bytes[first] / SCALE - gradients[first])]
         copies = float(i.copy_bytes.sum())
         self._within("C6", "turn", at_turn, room - i.turn_bytes / SCALE)
-        self._within("C6", "end", [*there, (p, -gradients[first])], free)
+        freed = i.freed_bytes / SCALE
+        self._within("C6", "end", [*there, (p, freed[first] - gradients[first])], free + float(freed.sum()))
         self._within("C6", "update", in_update, free - (i.update_bytes - copies) / SCALE)
 
     def _other_memory(self, u: IntArray) -> None:

@@ -274,7 +274,7 @@ def _memory(model: _Model, i: Instance, sums: _Sums, choice: Choice | None) -> N
     c, v = model.copies["c"], model.copies["v"]
     at_turn: list[Term] = [(kept[-1], 1.0), (moved[-1], 1.0), (gone[-1], -1.0), (v[-1], 1.0), (c[-1], 1.0)]
     lp.row("C6", [*always, *at_turn], upper=room - i.turn_bytes / SCALE)
-    _memory_in_backward(lp, i, sums, always, room)
+    _memory_in_backward(model, i, sums, always, room)
     buffer: list[Term] = []
     streamed_room = room
     if choice is None and (i.state_bytes > 0).any():
@@ -298,9 +298,11 @@ def _memory(model: _Model, i: Instance, sums: _Sums, choice: Choice | None) -> N
         lp.row("C8", [(model.states[2:], 1.0)], upper=i.storage_cap_bytes / SCALE)
 
 
-def _memory_in_backward(lp: LinearProgram, i: Instance, sums: _Sums, always: list[Term], room: float) -> None:
-    """(C6) in the slots of the backward passes: what is back and not yet used, and gradients that are made and have not gone."""
-    gradients = np.cumsum(i.gradient_bytes[::-1])[::-1] / SCALE
+def _memory_in_backward(model: _Model, i: Instance, sums: _Sums, always: list[Term], room: float) -> None:
+    """(C6) in the slots of the backward passes: what is back and not yet used, gradients that have not gone, copies."""
+    lp, freed = model.lp, i.freed_bytes / SCALE
+    made = np.cumsum((i.gradient_bytes / SCALE - freed)[::-1])[::-1] + freed
+    of_streamed = _running(lp, [(model.p, freed)], i.num_layers) if freed.any() else None
     for at, before in ((np.arange(1), None), (np.arange(1, i.num_layers), np.arange(i.num_layers - 1))):
         terms: list[Term] = [
             *always, (sums.kept[at], 1.0), (sums.back[at], 1.0), (sums.left[at], -1.0), (sums.moved[at], 1.0),
@@ -312,8 +314,10 @@ def _memory_in_backward(lp: LinearProgram, i: Instance, sums: _Sums, always: lis
             terms.append((sums.streamed_gradients[-1], 1.0))
             if before is not None:
                 terms.append((sums.streamed_gradients[before], -1.0))
+        if of_streamed is not None:
+            terms += [(of_streamed[-1], 1.0), (of_streamed[at], -1.0)]
         if len(at):
-            lp.rows("C6", terms, upper=room - (0.0 if i.gradients_accumulate else gradients[at]))
+            lp.rows("C6", terms, upper=room - (0.0 if i.gradients_accumulate else made[at]))
 
 
 def _update(model: _Model, i: Instance) -> None:

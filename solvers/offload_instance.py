@@ -23,7 +23,8 @@ Variables   z_kl in {0, 1}      option of a layer                             p_
             longer than its pass; up no more than has left; g likewise
 (C5)        arrive before use: what layers >= l moved is back before the backward pass of l begins; parameters before each pass
 (C6)        device memory, in every slot: states, parameters and gradients that are there + kept + moved but not yet gone or
-            already back + in use <= CAP; at the turn the loss's, in the update the update's own bytes
+            already back + in use <= CAP; at the turn the loss's, in the update the update's own bytes. Copies C leave with the
+            backward pass of the last micro-batch; of several the peak is in the ones before
 (C7)        host memory: states, parameters, gradients and activations there <= HOST;  (C8) storage: nx + ns <= STORAGE
 (C9)        update: t >= the device's UD of what is not on the host; >= UH of x and p; >= their gradients and parameters, and the
             states of s both ways, over the links as in (C3); >= (nx + ns) read and written on storage
@@ -144,6 +145,11 @@ class Instance:
             float(self.parameter_bytes[trained].sum() / self.total_state_bytes),
             float(self.gradient_bytes[trained].sum() / self.total_state_bytes),
         )
+
+    @cached_property
+    def freed_bytes(self) -> FloatArray:
+        """Copies that leave with their layer's backward pass [L]: those of the last micro-batch, so where there is one."""
+        return self.copy_bytes * (not self.gradients_accumulate)
 
     @cached_property
     def resident_bytes(self) -> float:

@@ -153,7 +153,7 @@ def _peak_bytes(i: Instance, choice: Choice, of: Places, start: FloatArray, end:
     moves, down = np.array([*of.down], dtype=np.int64), np.array([*of.down.values()], dtype=np.int64)
     back = np.array([of.up[idx] for idx in of.down], dtype=np.int64)
     made = np.where(choice.parameters, True, not i.gradients_accumulate)
-    last = np.array(of.backward)
+    last, there = np.array(of.backward), ~choice.parameters
     # Parameters of a block that runs are among the fixed bytes.
     gathered, copy, place = np.array(of.gathered, dtype=np.int64).reshape(-1, 3).T
     reduced, sent = np.array(of.reduced, dtype=np.int64).reshape(-1, 2).T
@@ -170,6 +170,7 @@ def _peak_bytes(i: Instance, choice: Choice, of: Places, start: FloatArray, end:
         (end[down], moved[moves]),
         (start[place], i.parameter_bytes[gathered]),
         (end[sent], gradients[reduced]),
+        (end[last[there]], i.freed_bytes[there]),
         (end[last[-1:]], np.array([i.turn_bytes])),
     ]
     at = np.concatenate([when for when, _ in [*comes, *goes]])

@@ -11,8 +11,13 @@ from meshwright.solvers.offload_instance import OPTIONS, Allowed, Choice, Instan
 KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY = range(len(OPTIONS))
 
 
-def instance(num_blocks: int = 4, *, cap_share: float = 0.6, seed: int | None = None, **changes: Any) -> Instance:
-    """Blocks of 1 s forward and 2 s backward with 10 GB kept, between an embedding and a head; links of 10 GB/s."""
+def instance(
+    num_blocks: int = 4, *, cap_share: float = 0.6, seed: int | None = None, copies: float = 0.0, **changes: Any
+) -> Instance:
+    """Blocks of 1 s forward and 2 s backward with 10 GB kept, between an embedding and a head; links of 10 GB/s.
+
+    Copies in the compute dtype are so many times the master parameters.
+    """
     size = num_blocks + 2
     scale = np.ones(size) if seed is None else np.random.default_rng(seed).uniform(0.7, 1.3, size)
     is_block = np.ones(size)
@@ -34,7 +39,7 @@ def instance(num_blocks: int = 4, *, cap_share: float = 0.6, seed: int | None = 
         moved_bytes=kept * moves,
         working_bytes=np.array([1e9, 2e9, 4e9, 1e9, 4e9])[:, None] * is_block,
         parameter_bytes=states / 2,
-        copy_bytes=0 * states,
+        copy_bytes=copies * states / 2,
         streamable=np.ones(size, dtype=bool),
         gradient_bytes=states / 2,
         state_bytes=states,

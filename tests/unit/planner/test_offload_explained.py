@@ -82,7 +82,7 @@ def test_more_of_a_resource_is_worth_what_the_duals_say_at_the_margin() -> None:
 
 
 def test_a_host_that_binds_is_worth_more_of() -> None:
-    request = OffloadRequest(host_memory_bytes=8 * GIB)
+    request = OffloadRequest(host_memory_bytes=int(7.5 * GIB))
     gains = {gain.resource: gain.kept_s for gain in explain(made(TIGHT, request)).worth}
     assert gains["host_memory"] > 0
 

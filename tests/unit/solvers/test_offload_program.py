@@ -57,6 +57,7 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
         blocks,
         cap_share=share,
         seed=seed,
+        copies=0.5 * (seed % 2),
         num_microbatches=microbatches,
         gradients_accumulate=microbatches > 1,
         links=links,
@@ -201,3 +202,16 @@ def test_parameters_on_their_way_and_their_gradients_are_on_the_device() -> None
     # In the backward pass of the block its gradients are there while everything is still kept before it.
     assert away.backward_bytes <= kept.backward_bytes
     assert away.backward_bytes >= kept.backward_bytes - 16e9
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_copies_leave_as_gradients_come_in_the_last_backward_pass(accumulates: bool) -> None:
+    """Of one micro-batch; of several the peak is in one before, where copies stay beside all gradients."""
+    problem = instance(2, cap_share=2.0, copies=0.5, gradients_accumulate=accumulates, num_microbatches=1 + accumulates)
+    found = simulate(problem, choice_of(problem, (KEEP, KEEP)))
+    # 4 GB of gradients a block and 2 GB at the ends, half as much of copies; blocks keep 10 GB and have 1 GB in use.
+    kept, gradients = np.array([0.0, 10e9, 20e9, 20e9]), np.array([12e9, 10e9, 6e9, 2e9])
+    freed = np.array([5e9, 3e9, 1e9, 0.0])
+    slots = kept if accumulates else kept + gradients - freed
+    always = problem.resident_bytes + problem.fixed_bytes + 1e9
+    assert found.backward_bytes == pytest.approx(always + max(slots.max(), slots[-1] + problem.turn_bytes))
