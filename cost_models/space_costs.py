@@ -121,8 +121,7 @@ class SpaceCosts:
 
     def with_budget(self, budget_bytes: int) -> SpaceCosts:
         """The same where a plan may use only so much of each device, all as the weakest: nothing but what fits differs."""
-        reserved = self.cluster.memory_budget_bytes + self.cluster.reserved_bytes - budget_bytes
-        other = replace(self, cluster=self.cluster.replace(reserved_bytes=reserved), parts=())
+        other = replace(self, cluster=self.cluster.with_budget(budget_bytes), parts=())
         worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
         if "by_option" in worked_out:
             worked_out["by_option"] = tuple(costs.with_budget(budget_bytes) for costs in self.by_option)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..schema import ClusterSpec, ConfigError, InfeasibleError, ParetoPoint, SolverLimitError
+from ..schema import ConfigError, InfeasibleError, ParetoPoint, SolverLimitError
 from .deadline import Deadline
 from .offload import Offloaded, search_offload
 from .planning import WORTH_MOVING
@@ -88,7 +88,7 @@ def _fastest(request: Request, cap: int, known_s: float, deadline: Deadline, *, 
     assert request.offload is not None
     return search_offload(
         request.model,
-        with_budget(request.cluster, cap),
+        request.cluster.with_budget(cap),
         request.workload,
         request=request.offload,
         fixed=request.fixed,
@@ -97,12 +97,6 @@ def _fastest(request: Request, cap: int, known_s: float, deadline: Deadline, *, 
         worse_than_s=known_s,
         exactly=exactly,
     )
-
-
-def with_budget(cluster: ClusterSpec, budget_bytes: int) -> ClusterSpec:
-    """The cluster where a plan may use only so much of each device."""
-    reserved = cluster.memory_budget_bytes + cluster.reserved_bytes - budget_bytes
-    return cluster.replace(reserved_bytes=reserved)
 
 
 def _point(found: Offloaded, cap_bytes: int, bound_s: float) -> ParetoPoint:

@@ -277,6 +277,10 @@ class ClusterSpec(Frozen):
         """What a plan may use of each device."""
         return self.weakest_device.memory_bytes - self.reserved_bytes
 
+    def with_budget(self, budget_bytes: int) -> ClusterSpec:
+        """The same where a plan may use only so much of each device."""
+        return self.replace(reserved_bytes=self.memory_budget_bytes + self.reserved_bytes - budget_bytes)
+
     @property
     def scaleup_domain(self) -> int:
         """Devices joined by the innermost link."""

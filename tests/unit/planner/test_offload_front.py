@@ -10,7 +10,7 @@ import pytest
 from meshwright.planner import cheapest, pareto, plan
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.offload import search_offload
-from meshwright.planner.offload_front import STEP_FRACTION, with_budget
+from meshwright.planner.offload_front import STEP_FRACTION
 from meshwright.planner.offload_request import OffloadRequest
 from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Offer, ParetoPoint, Workload
 from meshwright.schema.units import GIB
@@ -53,7 +53,7 @@ def test_a_point_with_a_schedule_is_what_that_much_memory_gives() -> None:
     point = front(offload=True)[-1]
     again = search_offload(
         MODEL,
-        with_budget(TIGHT, point.cap_bytes),
+        TIGHT.with_budget(point.cap_bytes),
         STEP,
         request=HOST,
         fixed={},
@@ -66,7 +66,7 @@ def test_a_point_with_a_schedule_is_what_that_much_memory_gives() -> None:
     with pytest.raises(InfeasibleError):
         search_offload(
             MODEL,
-            with_budget(TIGHT, int(lower)),
+            TIGHT.with_budget(int(lower)),
             STEP,
             request=HOST,
             fixed={},
