@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers planner engines runtime cli -type f ! -name '*.pyc')
+SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers planner engines runtime cli validation fitting -type f ! -name '*.pyc')
 
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36

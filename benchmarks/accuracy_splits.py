@@ -12,8 +12,8 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from meshwright.planner.validation import RunRow, predict, read_groups, read_runs, score_groups
-from meshwright.planner.validation.score import log_bias, rank_correlation, relative_error
+from meshwright.validation import RunRow, predict, read_groups, read_runs, score_groups
+from meshwright.validation.score import log_bias, rank_correlation, relative_error
 
 NODE = 8
 SPLITS: dict[str, Callable[[RunRow], bool]] = {

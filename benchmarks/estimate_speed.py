@@ -2,7 +2,8 @@
 
     python benchmarks/estimate_speed.py OUT.json
 
-Each case builds the space of a model on a cluster, then bounds all its layouts (cost_models.bounds.lower_bounds: exact without a
+Each case builds the space of a model on a cluster, then bounds all its layouts
+(cost_models.stage.bounds.lower_bounds: exact without a
 pipeline) and estimates a sample of them exactly, stage by stage. Best of several repeats: the machine may be shared. Nothing in it
 starts threads.
 """
@@ -18,9 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.planner.expansion import expand
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.table import CostTable
+from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 
@@ -60,8 +61,8 @@ def measure(case: Case) -> dict[str, object]:
     model, cluster = ModelSpec.named(case.model), ClusterSpec.parse(case.cluster)
     workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size)
     batch = build_space(model, workload, cluster, {}).batch
-    bound_s = best_of(lambda: lower_bounds(SpaceCosts.of(model, workload, cluster, batch)))
-    costs = SpaceCosts.of(model, workload, cluster, batch)
+    bound_s = best_of(lambda: lower_bounds(CostTable.of(model, workload, cluster, batch)))
+    costs = CostTable.of(model, workload, cluster, batch)
     sample = range(0, len(batch), max(1, len(batch) // SAMPLE))
     exact_s = best_of(lambda: [expand(costs, idx) for idx in sample])
     return {

@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py --data ../shared/data/experts --json benchmarks/experts.json --markdown benchmarks/experts.md
 
-Loads are drawn by `solvers/expert_synthesis.py` with the parameters that stand in each row. Seconds are of the whole call:
+Loads are drawn by `solvers/experts/synthetic.py` with the parameters that stand in each row. Seconds are of the whole call:
 wall clock, and CPU time of the process, which other work on the machine disturbs less; the best of three calls each.
 EPLB's seconds are those of our vectorised implementation of its algorithm, not of its own code.
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from meshwright.solvers.expert_eplb import eplb_placement
-from meshwright.solvers.expert_instance import instance_of, uniform_shares, utilisation
-from meshwright.solvers.expert_shares import split
-from meshwright.solvers.expert_synthesis import Router, synthetic_loads, synthetic_trace
-from meshwright.solvers.experts import ExpertPlacement, place_experts
+from meshwright.solvers.experts.balance import eplb_placement
+from meshwright.solvers.experts.instance import make_instance, uniform_shares, utilisation
+from meshwright.solvers.experts.placement import ExpertPlacement, place_experts
+from meshwright.solvers.experts.shares import split_loads
+from meshwright.solvers.experts.synthetic import Router, synthetic_loads, synthetic_trace
 
 DOMAINS = ("arxiv", "book", "c4", "github", "tulu", "wikipedia")
 REPEATS = 3
@@ -49,7 +49,7 @@ def eplb_over_bound(load: np.ndarray, found: ExpertPlacement) -> dict[str, Any]:
     already."""
     num_slots, num_gpus = found.physical_to_logical.shape[1], found.num_gpus
     placed, _, cpu = timed(lambda: eplb_placement(load, num_slots=num_slots, num_gpus=num_gpus))
-    instance = instance_of(load, num_gpus=num_gpus, num_slots=num_slots)
+    instance = make_instance(load, num_gpus=num_gpus, num_slots=num_slots)
     used = utilisation(instance, placed, uniform_shares(placed, load.shape[1])).max(axis=(0, 2))
     on_gpu = np.sort(placed.reshape(len(placed), num_gpus, -1), axis=2)
     return {
@@ -111,7 +111,7 @@ def mixture_rows(data: Path) -> list[dict[str, Any]]:
 def worst_domain(load: np.ndarray, known: np.ndarray, slots: int) -> np.ndarray:
     """EPLB on the sum of the workloads: the worst of them, for each layer."""
     placed = eplb_placement(known, num_slots=slots, num_gpus=8)
-    instance = instance_of(load, num_gpus=8, num_slots=slots)
+    instance = make_instance(load, num_gpus=8, num_slots=slots)
     return utilisation(instance, placed, uniform_shares(placed, load.shape[2])).max(axis=(0, 2))
 
 
@@ -153,8 +153,8 @@ def other_rows() -> list[dict[str, Any]]:
     for slots, gpus in ((288, 32), (320, 40), (512, 64)):
         load = synthetic_loads(20, 256, sigma=0.9, seed=5)[0]
         placed = place_experts(load, num_gpus=gpus, num_slots=slots).physical_to_logical
-        batch = instance_of(load * rng.lognormal(0, 0.3, load.shape), num_gpus=gpus, num_slots=slots)
-        shares, wall, cpu = timed(lambda: split(batch, placed))  # noqa: B023
+        batch = make_instance(load * rng.lognormal(0, 0.3, load.shape), num_gpus=gpus, num_slots=slots)
+        shares, wall, cpu = timed(lambda: split_loads(batch, placed))  # noqa: B023
         gap = float((shares.level / shares.bound - 1).max())
         uniform = utilisation(batch, placed, uniform_shares(placed, 256)).max(axis=(0, 2)).mean()
         values = {"ratio": float(shares.level.mean()), "uniform": float(uniform), "gap_to_its_bound": gap}

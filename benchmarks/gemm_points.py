@@ -6,7 +6,8 @@ DATA holds operators/gemm.parquet and measured_runs/gemm_kernels.csv (docs/accur
 Blackwell) is left out of coefficients, trees and the prior of the correction in turn; that prior was fitted on the other families,
 each with trees that saw neither. Points of each of its devices and software builds become the model's own data for the device,
 as a profile's do; scored are the other rows, up to 4,000. Points are drawn at random, or chosen as the profiler chooses its
-shapes (`most_informative`, from as many random rows of the table as it has candidates, by their shapes alone): three draws of
+shapes (`most_informative_shapes`, from as many random rows of the table as it has candidates, by their shapes
+alone): three draws of
 either. Families named are computed anew and join those that OUT.json holds.
 """
 
@@ -20,12 +21,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from meshwright.cost_models.learned import gemm, gemm_fit
-from meshwright.cost_models.learned.correction import Kernel
-from meshwright.cost_models.learned.correction_fit import nested_kernel
+from meshwright.cost_models.learned import calibration, gemm
+from meshwright.cost_models.learned.calibration import NUM_CANDIDATES, most_informative_shapes
+from meshwright.cost_models.learned.correction import Covariance
 from meshwright.cost_models.learned.gemm import GemmRates
-from meshwright.cost_models.learned.informative import NUM_CANDIDATES, most_informative
 from meshwright.cost_models.learned.trees import ResidualModel
+from meshwright.fitting import gemm as gemm_fit
+from meshwright.fitting.correction import nested_kernel
 
 NUMBERS = (0, 10, 30, 100, 200, 500)
 DRAWS = 3
@@ -38,7 +40,7 @@ def columns_of(rows: pd.DataFrame, *names: str) -> list[np.ndarray]:
 
 
 def order_of(
-    part: pd.DataFrame, choice: str, seed: int, residual: ResidualModel, prior: GemmRates, kernel: Kernel
+    part: pd.DataFrame, choice: str, seed: int, residual: ResidualModel, prior: GemmRates, kernel: Covariance
 ) -> np.ndarray:
     """Positions of rows in the order in which they are measured, as many as are asked for at most."""
     drawn = np.random.default_rng(seed).permutation(len(part))
@@ -46,11 +48,11 @@ def order_of(
         return drawn[: max(NUMBERS)]
     candidates = drawn[:NUM_CANDIDATES]
     sizes = columns_of(part.iloc[candidates], "m", "n", "k")
-    return candidates[most_informative(*sizes, prior, max(NUMBERS), residual=residual, kernel=kernel)]
+    return candidates[most_informative_shapes(*sizes, prior, max(NUMBERS), residual=residual, kernel=kernel)]
 
 
 def errors_of(
-    part: pd.DataFrame, residual: ResidualModel, prior: GemmRates, kernel: Kernel
+    part: pd.DataFrame, residual: ResidualModel, prior: GemmRates, kernel: Covariance
 ) -> Iterator[tuple[str, int, tuple[float, float]]]:
     """Choice, number of points, and mean and median |predicted / measured - 1| on rows that are not points."""
     scored = np.random.default_rng(9).permutation(len(part))[:4000]
@@ -61,7 +63,7 @@ def errors_of(
                 chosen = order[:number]
                 points, others = part.iloc[chosen], part.iloc[np.setdiff1d(scored, chosen)]
                 fields = columns_of(points, "m", "n", "k", "seconds")
-                rates = gemm.calibrate(*fields, prior, residual=residual, kernel=kernel)
+                rates = calibration.calibrate(*fields, prior, residual=residual, kernel=kernel)
                 predicted = gemm.predict(*columns_of(others, "m", "n", "k"), rates, residual=residual)
                 wrong = np.abs(predicted / others.seconds.to_numpy() - 1)
                 yield choice, number, (float(wrong.mean()), float(np.median(wrong)))

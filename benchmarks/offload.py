@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from meshwright.solvers import offload, offload_count
+from meshwright.solvers.offload import bound, schedule
 from offload_cases import MACHINES, best_uniform_s, cases, nothing_moves, peers_s, problem, tuned_uniform_s
 
 FOLDER = Path(__file__).parent
@@ -31,9 +31,9 @@ START, END = "<!-- offload.py -->", "<!-- end -->"
 def measured(name: str, instance: Any) -> dict[str, Any]:
     """One problem solved: seconds of the processor, the bound, the linear program of the choice, its simulation."""
     begun = time.process_time()
-    offload_count.lower_bound_s(instance)
+    bound.lower_bound_s(instance)
     counted = time.process_time()
-    found = offload.solve(instance)
+    found = schedule.solve(instance)
     row: dict[str, Any] = {"case": name, "status": str(found.status), "count_s": counted - begun}
     row["solve_s"] = time.process_time() - counted
     if found.choice is not None and found.simulated is not None:

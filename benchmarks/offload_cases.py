@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from meshwright.solvers.offload_instance import OPTIONS, Allowed, Choice, Instance, Links
-from meshwright.solvers.offload_simulation import Simulated, check, simulate
-from meshwright.solvers.offload_uniform import policies, policy
+from meshwright.solvers.offload.instance import OPTIONS, AllowedMoves, Links, OffloadChoice, OffloadInstance
+from meshwright.solvers.offload.simulation import SimulatedStep, broken_constraints, simulate
+from meshwright.solvers.offload.starts import uniform_policies, uniform_policy
 
 KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY = range(len(OPTIONS))
 
@@ -47,7 +47,7 @@ def problem(
     ranks: int,
     spread: float = 0.0,
     seed: int = 0,
-) -> Instance:
+) -> OffloadInstance:
     """A model of equal blocks (or such that differ by up to ``spread``) with states sharded over ``ranks``; sequences of 4,096."""
     size, tokens, block = blocks + 2, sequences * 4096, 12 * width * width
     scale = np.random.default_rng(seed).uniform(1 - spread, 1 + spread, size)
@@ -61,7 +61,7 @@ def problem(
     saved, boundary = 34.0 * tokens * width * scale * is_block, 2.0 * tokens * width * is_block
     by_option = np.stack([saved, 0.6 * saved, boundary, saved, boundary])
     moves = np.array([0, 0, 0, 1, 1])[:, None]
-    return Instance(
+    return OffloadInstance(
         forward_s=forward,
         backward_s=2 * forward,
         kind=np.arange(size) if spread else np.array([0, *[1] * blocks, 2]),
@@ -80,7 +80,7 @@ def problem(
         links=Links(
             to_host_bytes_per_s=machine.link_bytes_per_s, to_device_bytes_per_s=machine.link_bytes_per_s, duplex=0.6
         ),
-        may=Allowed(),
+        may=AllowedMoves(),
         fixed_bytes=3 * 2 * float(params.max()) + 1.5e9,
         turn_bytes=2.0 * tokens * 32_000,
         update_bytes=0.0,
@@ -92,7 +92,7 @@ def problem(
     )
 
 
-def cases(seed: int, count: int) -> Iterator[tuple[str, Instance]]:
+def cases(seed: int, count: int) -> Iterator[tuple[str, OffloadInstance]]:
     """Generated problems: models on machines that hold all of them, little of them or too little, with and without accumulation, of
     blocks alike or not. Nothing is left out, so some fit without offload and some not at all.
     """
@@ -122,37 +122,37 @@ def cases(seed: int, count: int) -> Iterator[tuple[str, Instance]]:
         )
 
 
-def fitting(instance: Instance, choices: list[Choice]) -> float:
+def fitting(instance: OffloadInstance, choices: list[OffloadChoice]) -> float:
     """Seconds of the fastest of some choices that fits; infinite if none does."""
-    found: list[Simulated] = []
+    found: list[SimulatedStep] = []
     for choice in choices:
         for prefetch in (1, 2):
             simulated = simulate(instance, choice, prefetch=prefetch)
-            if not check(instance, choice, simulated):
+            if not broken_constraints(instance, choice, simulated):
                 found.append(simulated)
     return min((simulated.step_s for simulated in found), default=np.inf)
 
 
-def best_uniform_s(instance: Instance) -> float:
+def best_uniform_s(instance: OffloadInstance) -> float:
     """The best all-or-nothing policy: one option for all blocks, all states or parameters in one place, any of them."""
-    return fitting(instance, list(policies(instance, (1.0,))))
+    return fitting(instance, list(uniform_policies(instance, (1.0,))))
 
 
-def tuned_uniform_s(instance: Instance) -> float:
+def tuned_uniform_s(instance: OffloadInstance) -> float:
     """The same with the part of the states that is offloaded tuned in eighths."""
-    return fitting(instance, list(policies(instance)))
+    return fitting(instance, list(uniform_policies(instance)))
 
 
-def nothing_moves(choice: Choice) -> bool:
+def nothing_moves(choice: OffloadChoice) -> bool:
     """No offload in it."""
     masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters)
     return not any(mask.any() for mask in masks) and not np.isin(choice.option, (ACTIVATIONS, BOUNDARY)).any()
 
 
-def peers_s(instance: Instance) -> dict[str, float]:
+def peers_s(instance: OffloadInstance) -> dict[str, float]:
     """What three tools do by default where a model does not fit, full recompute on."""
     return {
-        "ZeRO-Offload": fitting(instance, [policy(instance, FULL, "host")]),
-        "ZeRO-Infinity": fitting(instance, [policy(instance, BOUNDARY, "parameters")]),
-        "FSDP2 CPUOffloadPolicy": fitting(instance, [policy(instance, FULL, "parameters")]),
+        "ZeRO-Offload": fitting(instance, [uniform_policy(instance, FULL, "host")]),
+        "ZeRO-Infinity": fitting(instance, [uniform_policy(instance, BOUNDARY, "parameters")]),
+        "FSDP2 CPUOffloadPolicy": fitting(instance, [uniform_policy(instance, FULL, "parameters")]),
     }

@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.cost_models import pipeline_orders as orders
-from meshwright.cost_models.pipeline_simulation import Pipeline, placement, simulate
-from meshwright.solvers.pipeline_schedule import Instance, Length, lower_bound_s, solve, synthesise
-from meshwright.solvers.pipeline_waves import WAVE_RULES, in_waves
+from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.simulation import Pipeline, placement, simulate
+from meshwright.solvers.pipeline.instance import Length, PipelineInstance, lower_bound_s
+from meshwright.solvers.pipeline.schedule import solve, synthesise
+from meshwright.solvers.pipeline.waves import WAVE_RULES, wave_order
 
 PLACEMENTS = ((1, "loop"), (2, "loop"), (2, "wave"), (2, "wave_from_last"))
 
@@ -65,8 +66,8 @@ def bubble_rates(data: Path) -> list[dict[str, Any]]:
             "1F1B": [orders.one_f_one_b(ranks, m)],
             "ZB-H1": [orders.zb_h1(ranks, m)],
             "ZB-H2": [orders.zb_h2(ranks, m)],
-            "ZB-1p": [in_waves(pipeline, [2 * ranks] * ranks, rule) for rule in WAVE_RULES],
-            "ZB-2p": [in_waves(pipeline, [4 * ranks] * ranks, rule) for rule in WAVE_RULES],
+            "ZB-1p": [wave_order(pipeline, [2 * ranks] * ranks, rule) for rule in WAVE_RULES],
+            "ZB-2p": [wave_order(pipeline, [4 * ranks] * ranks, rule) for rule in WAVE_RULES],
         }
         for name, candidates in made.items():
             ours = min(simulate(pipeline, order).bubble_fraction for order in candidates)
@@ -122,7 +123,7 @@ def cases(data: Path, time_limit_s: float, only: str | None) -> list[dict[str, A
 def shortest(case: dict[str, Any], cap: float, length: Length, time_limit_s: float) -> dict[str, Any]:
     """Our best order over the placements."""
     built = [(label, pipeline_of(case, *label)) for label in PLACEMENTS]
-    instances = tuple(Instance(pipeline, (cap,) * case["p"], length) for _, pipeline in built)
+    instances = tuple(PipelineInstance(pipeline, (cap,) * case["p"], length) for _, pipeline in built)
     which, solution = synthesise(instances, time_limit_s=time_limit_s)
     chunks, style = built[which][0]
     bound = min(lower_bound_s(instance) for instance in instances)
@@ -143,7 +144,7 @@ def optima(data: Path, time_limit_s: float) -> list[dict[str, Any]]:
         case = inputs[name][0]
         caps = tuple(float(memory) * held for held in case["mem_f"])
         start = time.perf_counter()
-        solution = solve(Instance(pipeline_of(case, 1, "loop"), caps, "span"), time_limit_s=time_limit_s)
+        solution = solve(PipelineInstance(pipeline_of(case, 1, "loop"), caps, "span"), time_limit_s=time_limit_s)
         best = (
             min(x["span"] for x in (entry, hinted.get(key, entry)) if x["span"] is not None)
             if entry["span"] or key in hinted

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from meshwright.solvers.offload_instance import Choice, Instance
-from meshwright.solvers.offload_simulation import simulate
+from meshwright.solvers.offload.instance import OffloadChoice, OffloadInstance
+from meshwright.solvers.offload.simulation import simulate
 from offload_cases import FULL, KEEP, MACHINES, Machine, problem
 
 DEVICES = {machine.name: machine for machine in MACHINES}
@@ -39,7 +39,7 @@ def rows() -> dict[str, dict[str, str]]:
         return {row["id"]: row for row in csv.DictReader(file)}
 
 
-def instance_of(row: dict[str, str], storage_bytes_per_s: float) -> tuple[Instance, Choice]:
+def instance_of(row: dict[str, str], storage_bytes_per_s: float) -> tuple[OffloadInstance, OffloadChoice]:
     """The published model with one sequence a rank: states of the blocks on storage, updated by the host."""
     ranks, machine = int(row["devices"]), DEVICES["h100"]
     tokens = int(row["seq_len"]) / 4096
@@ -49,7 +49,7 @@ def instance_of(row: dict[str, str], storage_bytes_per_s: float) -> tuple[Instan
     found = replace(found, links=links, storage_cap_bytes=1e15, host_cap_bytes=1e15)
     everywhere = np.ones(found.num_layers, dtype=bool)
     option = np.where(found.allowed[FULL], FULL, KEEP)
-    return found, Choice(
+    return found, OffloadChoice(
         option=option,
         host_optimizer=everywhere,
         streamed_optimizer=~everywhere,

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from meshwright.solvers import offload
-from meshwright.solvers.offload_instance import OPTIONS, Allowed, Instance, Links
+from meshwright.solvers.offload import schedule
+from meshwright.solvers.offload.instance import OPTIONS, AllowedMoves, Links, OffloadInstance
 from torch.distributed._tools import sac_ilp
 from torch.distributed._tools.ilp_utils import Graph
 
@@ -91,14 +91,14 @@ def peak_gib(graph: Graph, dropped: dict[str, float]) -> float:
     return peak / GIB
 
 
-def problem(bytes_: np.ndarray, milliseconds: np.ndarray, budget_bytes: float) -> Instance:
+def problem(bytes_: np.ndarray, milliseconds: np.ndarray, budget_bytes: float) -> OffloadInstance:
     """The same as a problem of the planner: five points as its five options, nothing moves."""
     size = len(bytes_) + 1
     each, seconds = np.append(bytes_, 0.0), np.append(milliseconds, 0.0) / 1e3
     is_block = np.arange(size) < size - 1
     alike = len(np.unique(bytes_)) == 1
     none = np.zeros(size)
-    return Instance(
+    return OffloadInstance(
         forward_s=seconds, backward_s=2 * seconds, kind=np.where(is_block, 0, 1) if alike else np.arange(size),
         allowed=np.where(is_block, True, np.arange(len(OPTIONS))[:, None] == 0),
         repeated_s=REPEATED[:, None] * seconds, kept_bytes=(1 - DROPPED)[:, None] * each,
@@ -106,7 +106,7 @@ def problem(bytes_: np.ndarray, milliseconds: np.ndarray, budget_bytes: float) -
         parameter_bytes=none, copy_bytes=none, streamable=np.zeros(size, dtype=bool), gradient_bytes=none,
         state_bytes=none, device_update_s=none, host_update_s=none,
         links=Links(to_host_bytes_per_s=1e10, to_device_bytes_per_s=1e10),
-        may=Allowed(host_optimizer=False, streamed_optimizer=False, parameters=False),
+        may=AllowedMoves(host_optimizer=False, streamed_optimizer=False, parameters=False),
         fixed_bytes=0.0, turn_bytes=HEAD_BYTES, update_bytes=0.0, cap_bytes=budget_bytes,
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def compared(count: int, spread: float, share: float, limit_s: float) -> dict[st
     theirs_s, theirs_wall_s = _processor_s() - begun, time.perf_counter() - wall
     instance = problem(bytes_, milliseconds, budget)
     begun = _processor_s()
-    found = offload.solve(instance)
+    found = schedule.solve(instance)
     ours_s = _processor_s() - begun
     assert found.choice is not None
     ours_ms = 1e3 * float(found.choice.of(instance.repeated_s).sum())

@@ -1,4 +1,4 @@
-"""``meshwright apply``: run a plan on this machine, or this machine's part of it."""
+"""`meshwright apply`: run a plan on this machine, or this machine's share of it; `meshwright tokens` makes its data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import typer
 from typer.core import TyperCommand
 
 from ..schema import ConfigError, Plan
-from ..schema.rules import require_our_engine
-from .errors import exit_on_error
+from ..schema.runnable import require_our_engine
 from .inputs import ForeignOption, ProfileOption
-from .running import running_report
+from .show.run import running_report
+from .terminal import exit_on_error
 
 
 class ApplyCommand(TyperCommand):
@@ -150,11 +150,9 @@ def apply(
     """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
     with exit_on_error(), _predicted_by(plan, profile, allow_foreign=allow_foreign_profile) as (plan, loaded):
         require_our_engine(loaded.workload)
-        from ..runtime.job.launch import Rendezvous
-        from ..runtime.job.slurm import slurm_rendezvous
+        from ..runtime.job.rendezvous import Rendezvous, slurm_rendezvous
         from ..runtime.job.worker import Job
-        from ..runtime.training.options import TrainOptions
-        from ..runtime.training.prepare import prepare_options
+        from ..runtime.training.options import TrainOptions, prepare_options
         from .restarts import Restarts, run_job
 
         given = (nnodes, node_rank, rdzv_endpoint, rdzv_id)
@@ -210,7 +208,7 @@ def _predicted_by(plan: Path, profile: Path | None, *, allow_foreign: bool) -> I
     if profile is None:
         yield plan, loaded
         return
-    from ..planner.run_calibration import estimate_again
+    from ..validation.calibrate_runs import estimate_again
     from .inputs import read_cluster
 
     cluster = read_cluster(None, profile, allow_foreign=allow_foreign)
@@ -235,3 +233,25 @@ def _refuse_training_options(script: str, *values: object) -> None:
             f"--trace and --json are for the built-in training; {script} does its own",
             help=f"put options of the script after it: meshwright apply plan.json {script} --option",
         )
+
+
+def tokens(
+    text: Annotated[list[str], typer.Argument(metavar="TEXT", help="Text files and folders.", show_default=False)],
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the ids are written, a .bin file.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="tokenizer.json, or a folder that holds one. Default: bytes.")
+    ] = None,
+    end_token: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="Put this token of the tokenizer after every file.")
+    ] = None,
+) -> None:
+    """Make a token file for `meshwright apply --data` from text."""
+    with exit_on_error():
+        from ..runtime.data.text import find_text, make_token_file
+        from ..schema import ConfigError
+
+        if out.suffix != ".bin":
+            raise ConfigError(f"--out {out}: token files end in .bin")
+        count = make_token_file(find_text(text), out, tokenizer=tokenizer, end_token=end_token)
+        typer.echo(f"wrote {out} with {count} tokens; next: meshwright apply plan.json --data {out}", err=True)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import exit_on_error
 from .inputs import ForeignOption, JsonOption
+from .terminal import exit_on_error
 
 if TYPE_CHECKING:
-    from ..planner.run_calibration import PlanRun
     from ..schema import ClusterSpec
+    from ..validation.calibrate_runs import PlanRun
 
 
 def calibrate(
@@ -35,15 +35,15 @@ def calibrate(
     The corrections replace those of an earlier calibration: give all runs that should count.
     """
     with exit_on_error():
-        from ..planner.run_calibration import calibrated, read_run
         from ..schema import ConfigError
+        from ..validation.calibrate_runs import calibrate_from_runs, read_run
 
         if len(files) % 2:
             raise ConfigError("plans and metrics come in pairs: PLAN METRICS [PLAN METRICS ...]")
         runs = [read_run(*pair) for pair in zip(files[::2], files[1::2], strict=True)]
         cluster = _cluster(runs[0].plan.cluster, profile, allow_foreign=allow_foreign_profile)
         assert cluster.profile is not None
-        found = calibrated(runs, cluster)
+        found = calibrate_from_runs(runs, cluster)
         cluster.profile.replace(calibration=found, content_sha256="").sealed().save(out)
         if json:
             typer.echo(found.model_dump_json(indent=2))
@@ -55,8 +55,8 @@ def calibrate(
 
 def _cluster(planned: ClusterSpec, profile: Path | None, *, allow_foreign: bool) -> ClusterSpec:
     """The plan's cluster with the devices of a profile, or with its own profile."""
-    from ..profilers.files.profiled_cluster import of_these_devices, profiled_cluster
     from ..profilers.files.trusted import load_profile
+    from ..profilers.profiled_cluster import profiled_cluster, with_measured_devices
     from ..schema import ConfigError
 
     if profile is None:
@@ -69,17 +69,17 @@ def _cluster(planned: ClusterSpec, profile: Path | None, *, allow_foreign: bool)
     for problem in problems:
         typer.echo(f"foreign profile {profile}: {problem}", err=True)
     measured = profiled_cluster(found)
-    return measured if measured.num_devices == planned.num_devices else of_these_devices(planned, measured)
+    return measured if measured.num_devices == planned.num_devices else with_measured_devices(planned, measured)
 
 
 def _show(runs: list[PlanRun], before: ClusterSpec, after: ClusterSpec) -> None:
     from rich import box
     from rich.table import Table
 
-    from ..planner.run_calibration import estimate_again
     from ..schema import Calibration
     from ..schema.units import format_seconds
-    from .tables import show
+    from ..validation.calibrate_runs import estimate_again
+    from .show.plan import show
 
     table = Table(title="step time of the runs", title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column("layout")

@@ -1,4 +1,4 @@
-"""`meshwright models` and `meshwright devices`: what can be named."""
+"""`meshwright models`, `devices` and `doctor`: what can be named, and what this machine has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json as json_module
 
 import typer
 
-from .errors import exit_on_error
 from .inputs import JsonOption
+from .terminal import exit_on_error
 
 
 def models(json: JsonOption = False) -> None:
@@ -18,7 +18,7 @@ def models(json: JsonOption = False) -> None:
         from ..schema import ModelSpec
         from ..schema.catalogue import model_names
         from ..schema.units import format_count
-        from .tables import show
+        from .show.plan import show
 
         specs = [ModelSpec.named(name) for name in model_names()]
         if json:
@@ -45,7 +45,7 @@ def devices(json: JsonOption = False) -> None:
 
         from ..schema.catalogue import device_entries
         from ..schema.units import GB, TFLOP, format_bytes
-        from .tables import show
+        from .show.plan import show
 
         entries = device_entries()
         if json:
@@ -76,3 +76,32 @@ def devices(json: JsonOption = False) -> None:
                 entry["scaleout"],
             )
         show(table)
+
+
+SIGNS = {"ok": "[green]ok[/]", "limited": "[yellow]limited[/]", "broken": "[red]broken[/]"}
+
+
+def doctor(json: JsonOption = False) -> None:
+    """Look at this installation and machine: packages, solvers, devices, backends, links, and what will not work and why.
+
+    Exit code 1 where something is broken; what is merely limited is 0.
+    """
+    with exit_on_error():
+        from rich import box
+        from rich.markup import escape
+        from rich.table import Table
+
+        from ..profilers.doctor import examine
+        from .show.plan import show
+
+        findings = examine()
+        if json:
+            typer.echo("[" + ",\n".join(finding.model_dump_json() for finding in findings) + "]")
+        else:
+            table = Table("", "", "found", "means", box=box.SIMPLE)
+            for finding in findings:
+                means = finding.means + (f"; {finding.help}" if finding.help and finding.status != "ok" else "")
+                table.add_row(finding.subject, SIGNS[finding.status], escape(finding.found), escape(means))
+            show(table)
+        if any(finding.status == "broken" for finding in findings):
+            raise typer.Exit(1)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from .errors import exit_on_error
 from .inputs import JsonOption
+from .terminal import exit_on_error
 
 if TYPE_CHECKING:
     from ..engines import Imported
@@ -100,8 +100,8 @@ def compare(
     with exit_on_error():
         from ..planner import compare as make_comparison
         from ..schema import Plan
-        from .explain_tables import side_by_side
-        from .tables import show
+        from .show.explain import side_by_side
+        from .show.plan import show
 
         given = Plan.load(plan)
         present = _planned(file, given) if _is_plan(file) else _configured(file, engine, given)
@@ -151,8 +151,8 @@ def _configured(file: Path, engine: str | None, given: Plan) -> _Present:
 
 
 def _planned(file: Path, given: Plan) -> _Present:
-    from ..planner.offload_request import OffloadRequest
-    from ..planner.planning import estimate_with_schedule
+    from ..planner.plan import estimate_with_schedule
+    from ..planner.request import OffloadRequest
     from ..schema import Plan
 
     other = Plan.load(file)

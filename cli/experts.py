@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from .errors import exit_on_error
 from .inputs import JsonOption
+from .terminal import exit_on_error
 
 experts_app = typer.Typer(
     help="Where experts go: replicas, GPUs and shares from routing data, each with a bound on how far from optimal it is.",
@@ -71,11 +71,11 @@ def place(
     """Place the experts of every layer; balance, bound and gap of each."""
     with exit_on_error():
         from ..planner.expert_files import read_loads, read_trace
-        from ..planner.expert_formats import read_placement, write_placement
+        from ..planner.experts import read_placement, write_placement
         from ..schema.errors import ConfigError
-        from ..solvers.experts import place_experts
-        from .expert_tables import as_json, placement_table, require_svg, save_heat_map
-        from .tables import show
+        from ..solvers.experts.placement import place_experts
+        from .show.experts import as_json, placement_table, require_svg, save_heat_map
+        from .show.plan import show
 
         if not loads and trace is None:
             raise ConfigError("nothing to place for: name a file of loads, or --trace")
@@ -129,20 +129,20 @@ def evaluate(
     """What other loads or tokens make of a placement, with uniform shares and with the shares that suit them best."""
     with exit_on_error():
         from ..planner.expert_files import counts_of, read_loads, read_trace
-        from ..planner.expert_formats import read_placement
+        from ..planner.experts import read_placement
         from ..schema.errors import ConfigError
-        from ..solvers.expert_instance import as_loads
-        from ..solvers.expert_traffic import as_trace
-        from .expert_tables import evaluation_json, evaluation_table
-        from .tables import show
+        from ..solvers.experts.homes import validate_trace
+        from ..solvers.experts.instance import validate_loads
+        from .show.experts import evaluation_json, evaluation_table
+        from .show.plan import show
 
         found = read_placement(placement, num_gpus=num_gpus, num_nodes=num_nodes)
         if not loads and trace is None:
             raise ConfigError("nothing to evaluate on: name a file of loads, or --trace")
         tokens = None
         if trace is not None:
-            tokens = as_trace(read_trace(trace), len(found.physical_to_logical), found.num_experts)
-        measured = as_loads(counts_of(tokens, found.num_experts)) if tokens is not None else None
+            tokens = validate_trace(read_trace(trace), len(found.physical_to_logical), found.num_experts)
+        measured = validate_loads(counts_of(tokens, found.num_experts)) if tokens is not None else None
         result = found.evaluate(read_loads(loads, key) if loads else measured)
         visits = None if tokens is None else found.evaluate_trace(tokens)
         if json:
@@ -166,7 +166,7 @@ def convert(
 ) -> None:
     """Write a placement in the format of a serving engine, or one of theirs in ours."""
     with exit_on_error():
-        from ..planner.expert_formats import read_placement, write_placement
+        from ..planner.experts import read_placement, write_placement
 
         found = read_placement(placement, num_gpus=num_gpus, num_nodes=num_nodes)
         write_placement(found, out, to, first_layer_idx=first_layer_idx)
@@ -199,7 +199,7 @@ def synth(
 
         from ..schema.base import write_atomically
         from ..schema.errors import ConfigError
-        from ..solvers.expert_synthesis import Router, synthetic_loads, synthetic_trace
+        from ..solvers.experts.synthetic import Router, synthetic_loads, synthetic_trace
 
         if out.suffix != ".npz":
             raise ConfigError(f"{out}: synthetic data is written as .npz")
@@ -238,9 +238,9 @@ def bench(
     """Ours beside EPLB's algorithm on these loads, else on 58 layers of 256 experts with log-normal loads."""
     with exit_on_error():
         from ..planner.expert_files import read_loads
-        from ..solvers.expert_synthesis import synthetic_loads
-        from .expert_tables import comparison, comparison_table
-        from .tables import show
+        from ..solvers.experts.synthetic import synthetic_loads
+        from .show.experts import comparison, comparison_table
+        from .show.plan import show
 
         cases = (
             {path.stem: read_loads([path], key) for path in loads}

@@ -1,4 +1,4 @@
-"""`meshwright explain`: what binds a plan, what more of each resource is worth, and why another layout was not chosen."""
+"""`meshwright explain`, `report` and `compare`: look at a plan that was made."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .errors import INTERRUPTED, exit_on_error
 from .inputs import JsonOption
+from .show.report import write_report
+from .terminal import INTERRUPTED, exit_on_error
 
 
 def explain(
@@ -36,10 +37,9 @@ def explain(
         from ..planner.deadline import Deadline
         from ..schema import Plan
         from ..schema.layout import parse_assignments
-        from .explain_tables import explanation_tables
-        from .interrupt import stopping_on_interrupt
-        from .progress import searching_again
-        from .tables import show
+        from .show.explain import explanation_tables
+        from .show.plan import show
+        from .terminal import searching_again, stopping_on_interrupt
 
         wanted = parse_assignments(why_not)
         given = Plan.load(plan)
@@ -54,3 +54,32 @@ def explain(
         if deadline.is_stopped:
             raise typer.Exit(INTERRUPTED)
         typer.echo(f"next: meshwright explain {plan} --why-not tp=2,... compares any other layout", err=True)
+
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE.html", help="A self-contained page: where the step goes, timeline, memory, rank map."
+    ),
+]
+
+
+TraceOption = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE.json", help="The predicted step for chrome://tracing or ui.perfetto.dev."),
+]
+
+
+def report(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `meshwright plan` wrote.")],
+    html: HtmlOption = None,
+    trace: TraceOption = None,
+) -> None:
+    """Draw a plan: a page that opens in any browser without a network, and the predicted step as a trace."""
+    with exit_on_error():
+        from ..schema import Plan
+        from ..schema.errors import ConfigError
+
+        if html is None and trace is None:
+            raise ConfigError("nothing to write", help="give --report report.html, --trace trace.json, or both")
+        write_report(Plan.load(plan), html, trace)

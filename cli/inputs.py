@@ -1,76 +1,113 @@
-"""What `plan` and `estimate` share: the options that name model, cluster and workload, and how they become objects."""
+"""Turn what the user typed into the objects that several commands start from: model, cluster, workload, offers, offload."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from . import completion
-
 if TYPE_CHECKING:
-    from ..planner.inference_shapes import InferenceRequest
-    from ..planner.offload_request import OffloadRequest
-    from ..schema import ClusterSpec, ModelSpec, Workload
+    from ..planner.request import OffloadRequest
+    from ..planner.tasks.generation import GenerationRequest
+    from ..schema import ClusterSpec, ModelSpec, Offer, Workload
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Models that begin so; where none does, the shell offers files."""
+    from ..schema.catalogue import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
 
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one.",
-        autocompletion=completion.models,
+        autocompletion=complete_models,
     ),
 ]
+
+
 CLUSTER_HELP = (
     "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, "
     "local (this machine, measured) or local:RANKS."
 )
-ClusterOption = Annotated[
-    str,
-    typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER_HELP, autocompletion=completion.clusters),
-]
+
+
+def complete_clusters(incomplete: str) -> list[str]:
+    """`local`, or devices behind a count: 64xH1 becomes 64xH100-SXM-80GB."""
+    from ..schema.catalogue import device_entries
+
+    count, times, begun = incomplete.rpartition("x")
+    if times and all(part.isdecimal() for part in count.split("x")):
+        return [f"{count}x{name}" for name in device_entries() if name.lower().startswith(begun.lower())]
+    return [name for name in ("local",) if name.startswith(incomplete)]
+
+
 ClusterOrProfileOption = Annotated[
     str | None,
     typer.Option(
         "--cluster",
         metavar="CLUSTER",
         help=CLUSTER_HELP + " Needed unless --profile is given.",
-        autocompletion=completion.clusters,
+        autocompletion=complete_clusters,
     ),
 ]
+
+
 ClusterOrOffersOption = Annotated[
     str | None,
     typer.Option(
         "--cluster",
         metavar="CLUSTER",
         help=CLUSTER_HELP + " Needed unless --offers or --profile is given.",
-        autocompletion=completion.clusters,
+        autocompletion=complete_clusters,
     ),
 ]
+
+
 BatchOption = Annotated[
     int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")
 ]
+
+
 SeqLenOption = Annotated[int, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence.")]
+
+
 OptionalBatchOption = Annotated[
     int | None,
     typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster. Needed."),
 ]
+
+
 OptionalSeqLenOption = Annotated[
     int | None, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence. Needed.")
 ]
+
+
 PrecisionOption = Annotated[
     str | None,
     typer.Option(metavar="P", help="bf16-mixed, fp16-mixed, fp8 or fp32. Default: the best that the device trains in."),
 ]
+
+
 OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help="adamw or sgd.")]
+
+
 AttentionOption = Annotated[str, typer.Option(metavar="KIND", help="flash (fused) or math (keeps the score matrix).")]
+
+
 EngineOption = Annotated[
     str,
     typer.Option(
         metavar="NAME", help="Who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts."
     ),
 ]
+
+
 CalibrateOption = Annotated[
     Path | None,
     typer.Option(
@@ -78,6 +115,8 @@ CalibrateOption = Annotated[
         help="Measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.",
     ),
 ]
+
+
 OffloadOption = Annotated[
     Literal["none", "auto", "activations", "optimizer", "params"],
     typer.Option(
@@ -85,6 +124,8 @@ OffloadOption = Annotated[
         "what the host has is not known of most clusters."
     ),
 ]
+
+
 HostMemoryOption = Annotated[
     float | None,
     typer.Option(
@@ -93,6 +134,8 @@ HostMemoryOption = Annotated[
         help="For --offload and --infer: memory of one node that may be used. Default: as the cluster says.",
     ),
 ]
+
+
 NvmeOption = Annotated[
     Path | None,
     typer.Option(
@@ -100,12 +143,16 @@ NvmeOption = Annotated[
         help="A folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.",
     ),
 ]
+
+
 NvmeSizeOption = Annotated[
     float | None,
     typer.Option(
         metavar="G", min=0, help="For --nvme: what may be written there. Default: what is free on this machine."
     ),
 ]
+
+
 TrainOption = Annotated[
     str,
     typer.Option(
@@ -114,18 +161,24 @@ TrainOption = Annotated[
         "forward passes and no backward one.",
     ),
 ]
+
+
 ProfileOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE", help="What `meshwright profile` measured: the cluster, or with --cluster its devices."
     ),
 ]
+
+
 ForeignOption = Annotated[
     bool,
     typer.Option(
         "--allow-foreign-profile", help="Use a profile of other hardware or software, or one that was edited."
     ),
 ]
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table.")]
 
 
@@ -137,7 +190,7 @@ def read_cluster(cluster: str | None, profile: Path | None, *, allow_foreign: bo
         ProfileError: the profile is not of this machine or not of this cluster's devices.
     """
     from ..schema import ClusterSpec, ConfigError
-    from .progress import reading_cluster
+    from .terminal import reading_cluster
 
     if profile is None:
         if allow_foreign:
@@ -145,8 +198,8 @@ def read_cluster(cluster: str | None, profile: Path | None, *, allow_foreign: bo
         if cluster is None:
             raise ConfigError("no cluster is given", help="add --cluster or --profile")
         return cluster
-    from ..profilers.files.profiled_cluster import of_these_devices, profiled_cluster
     from ..profilers.files.trusted import load_profile
+    from ..profilers.profiled_cluster import profiled_cluster, with_measured_devices
 
     found, problems = load_profile(profile, allow_foreign=allow_foreign)
     for problem in problems:
@@ -155,7 +208,7 @@ def read_cluster(cluster: str | None, profile: Path | None, *, allow_foreign: bo
     if cluster is None:
         return measured
     with reading_cluster(cluster):
-        return of_these_devices(ClusterSpec.parse(cluster), measured)
+        return with_measured_devices(ClusterSpec.parse(cluster), measured)
 
 
 def read_inputs(
@@ -178,7 +231,7 @@ def read_inputs(
     """
     from ..planner import default_precision
     from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-    from .progress import reading_cluster
+    from .terminal import reading_cluster
 
     spec = ModelSpec.resolve(model)
     if spec.embedding.num_positions and seq_len > spec.embedding.num_positions:
@@ -192,11 +245,11 @@ def read_inputs(
     else:
         machine = cluster
     if calibrate is not None:
-        from ..planner.calibration import calibration_from_file
+        from ..validation.calibration import calibration_from_file
 
         machine = machine.replace(calibration=calibration_from_file(calibrate, machine))
         typer.echo(f"calibration of {machine.weakest_device.name}: {machine.calibration}", err=True)
-    from ..schema.training import parse_training
+    from ..schema.task import parse_training
 
     workload = Workload(
         seq_len=seq_len,
@@ -228,7 +281,7 @@ def offload_request(
         return None
     if nvme is None and nvme_gib is not None:
         raise ConfigError("--nvme-gib without --nvme", help="say which folder: --nvme PATH")
-    from ..planner.offload_request import OffloadRequest
+    from ..planner.request import OffloadRequest
 
     return OffloadRequest(
         kinds=kinds,  # type: ignore[arg-type]
@@ -246,18 +299,18 @@ def inference_request(
     nvme_gib: float | None,
     host_attention_gb_per_s: float | None,
     latency_limit_s: float | None,
-) -> InferenceRequest:
+) -> GenerationRequest:
     """What the user fixes of a plan for generation.
 
     Raises:
         ConfigError: a folder of unknown size, or a size without a folder.
     """
-    from ..planner.inference_shapes import InferenceRequest
+    from ..planner.tasks.generation import GenerationRequest
 
     places = offload_request("auto", host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
     assert places is not None
     rate = host_attention_gb_per_s
-    return InferenceRequest(
+    return GenerationRequest(
         batch_size=batch_size,
         host_memory_bytes=places.host_memory_bytes,
         storage_bytes=places.storage_bytes,
@@ -276,3 +329,48 @@ def _free_bytes(path: Path, size_gib: float | None) -> float:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder of this machine", help="say what may be written there: --nvme-gib G")
     return float(shutil.disk_usage(path).free)
+
+
+_PREFERENCE = ("bf16-mixed", "fp16-mixed", "fp32")
+
+
+def read_offers(cluster: str | None, offers: Path | None, *, calibrate: Path | None) -> tuple[Offer, ...]:
+    """The offers of a file; none where a cluster is given instead.
+
+    Raises:
+        ConfigError: neither or both are given, or the file does not hold offers with prices.
+    """
+    from ..schema import ConfigError
+    from ..schema.offers import offers_from_file
+
+    if (cluster is None) == (offers is None):
+        given = "neither is" if cluster is None else "both are"
+        raise ConfigError(
+            f"a plan needs --cluster, or --objective cost with --offers: {given} given",
+            help="for one kind of machine: --cluster 64xH100-SXM-80GB",
+        )
+    if offers is None:
+        return ()
+    if calibrate is not None:
+        raise ConfigError("--calibrate corrects one cluster, not offers of several", help="use --cluster")
+    return offers_from_file(str(offers))
+
+
+def common_cluster(offers: Sequence[Offer]) -> ClusterSpec:
+    """The cluster that decides the precision: the first one whose best precision is the least of all, so that all have it."""
+    from ..planner import default_precision
+
+    return max((offer.cluster for offer in offers), key=lambda cluster: _PREFERENCE.index(default_precision(cluster)))
+
+
+def require_cost(**options: object) -> None:
+    """Options that only mean something for --objective cost.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    from ..schema import ConfigError
+
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"--{name.replace('_', '-')} is for --objective cost", help="add --objective cost")

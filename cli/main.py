@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from .apply import ApplyCommand, apply
+from .apply import ApplyCommand, apply, tokens
 from .calibrate import calibrate
-from .catalogue import devices, models
-from .doctor import doctor
+from .catalogue import devices, doctor, models
 from .engines import compare, export, import_configuration
-from .estimate import estimate
 from .experts import experts_app
-from .explain import explain
-from .plan import plan
-from .profile_app import profile_app
-from .report import report
-from .tokens import tokens
+from .explain import explain, report
+from .plan import estimate, plan
+from .profile import profile_app
 from .validate import validate
 
 app = typer.Typer(

@@ -1,29 +1,19 @@
-"""`meshwright plan`: the best layout for a model on a cluster."""
+"""`meshwright plan` and `estimate`: the best layout for a model on a cluster, and what one given layout costs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .errors import INTERRUPTED, exit_on_error
-from .inference import (
-    BlockOption,
-    GenerateOption,
-    HostAttentionOption,
-    InferOption,
-    LatencyOption,
-    PromptOption,
-    plan_generation,
-    refuse_inference_options,
-    refuse_training_options,
-    require_training_sizes,
-)
+from .explain import HtmlOption, TraceOption
 from .inputs import (
     AttentionOption,
+    BatchOption,
     CalibrateOption,
     ClusterOrOffersOption,
+    ClusterOrProfileOption,
     EngineOption,
     ForeignOption,
     HostMemoryOption,
@@ -37,13 +27,18 @@ from .inputs import (
     OptionalSeqLenOption,
     PrecisionOption,
     ProfileOption,
+    SeqLenOption,
     TrainOption,
     inference_request,
     offload_request,
     read_cluster,
     read_inputs,
 )
-from .report import HtmlOption, TraceOption, write_report
+from .show.report import write_report
+from .terminal import INTERRUPTED, exit_on_error
+
+if TYPE_CHECKING:
+    from ..schema import ClusterSpec
 
 
 def plan(
@@ -135,11 +130,9 @@ def plan(
         from ..planner.expert_files import read_loads
         from ..schema import ConfigError, Offer
         from ..schema.layout import parse_assignments
-        from .cost_inputs import common_cluster, read_offers, require_cost
-        from .cost_tables import cost_table, pareto_table
-        from .interrupt import stopping_on_interrupt
-        from .progress import search_progress
-        from .tables import plan_table, show
+        from .inputs import common_cluster, read_offers, require_cost
+        from .show.plan import cost_table, pareto_table, plan_table, show
+        from .terminal import search_progress, stopping_on_interrupt
 
         if infer:
             refuse_training_options(
@@ -263,3 +256,209 @@ def _next_command(out: Path, engine: str, *, is_here: bool) -> str:
     return (
         f"meshwright apply {out}" if is_here else f"meshwright explain {out}, and on the cluster meshwright apply {out}"
     )
+
+
+def estimate(
+    model: ModelArgument,
+    global_batch_size: BatchOption,
+    seq_len: SeqLenOption,
+    layout: Annotated[
+        str, typer.Option(metavar="A=B,...", help="e.g. tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=full")
+    ],
+    cluster: ClusterOrProfileOption = None,
+    profile: ProfileOption = None,
+    allow_foreign_profile: ForeignOption = False,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = "adamw",
+    attention: AttentionOption = "flash",
+    engine: EngineOption = "fsdp2",
+    calibrate: CalibrateOption = None,
+    train: TrainOption = "full",
+    offload: OffloadOption = "none",
+    host_memory_gib: HostMemoryOption = None,
+    nvme: NvmeOption = None,
+    nvme_gib: NvmeSizeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Predict step time and memory of one layout, whether it fits or not; with --offload, of its best offload schedule."""
+    with exit_on_error():
+        from ..planner import not_executed
+        from ..planner.plan import estimate_with_schedule
+        from ..schema import Layout
+        from .show.plan import add_offload, estimate_table, show
+
+        wanted = Layout.parse(layout)
+        request = offload_request(offload, host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
+        if request is not None:
+            wanted = wanted.replace(offload="scheduled")
+        spec, machine, workload = read_inputs(
+            model,
+            read_cluster(cluster, profile, allow_foreign=allow_foreign_profile),
+            global_batch_size=global_batch_size,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=optimizer,
+            attention=attention,
+            engine=engine,
+            calibrate=calibrate,
+            train=train,
+        )
+        found, scheduled = estimate_with_schedule(spec, machine, workload, wanted, offload=request)
+        if json:
+            typer.echo(found.model_dump_json(indent=2))
+        else:
+            table = estimate_table(spec, machine, workload, wanted, found)
+            if scheduled is not None:
+                add_offload(table, scheduled.stage, scheduled.schedule)
+            show(table)
+        for reason in not_executed(spec, machine, workload, wanted):
+            typer.echo(f"note: `meshwright plan` and `apply` do not use this layout: {reason}", err=True)
+        typer.echo(
+            "next: meshwright plan with the same model, cluster and batch finds the fastest layout that fits", err=True
+        )
+
+
+InferOption = Annotated[
+    bool,
+    typer.Option(
+        "--infer", help="Plan generation instead of training: batch and places of weights and keys and values."
+    ),
+]
+
+
+PromptOption = Annotated[
+    int | None, typer.Option("--prompt-len", metavar="N", help="For --infer: tokens of each prompt.")
+]
+
+
+GenerateOption = Annotated[
+    int | None, typer.Option("--generate-len", metavar="N", help="For --infer: tokens to generate after each prompt.")
+]
+
+
+BlockOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        metavar="N",
+        min=1,
+        help="For --infer: sequences of a block on each replica. Default: what generates most.",
+    ),
+]
+
+
+LatencyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--latency-limit-s", metavar="S", min=0.0, help="For --infer: from the prompts to the last token of a block."
+    ),
+]
+
+
+HostAttentionOption = Annotated[
+    float | None,
+    typer.Option(
+        "--host-attention-gb-per-s",
+        metavar="R",
+        min=1e-3,
+        help="For --infer: keys and values that a node's processors attend to in a second.",
+    ),
+]
+
+
+def refuse_training_options(given: dict[str, Any]) -> None:
+    """Options that mean nothing with --infer, by name; those that are neither None nor False were typed.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    from ..schema import ConfigError
+
+    typed = [name for name, value in given.items() if value is not None and value is not False]
+    if typed:
+        raise ConfigError(
+            f"{', '.join(typed)} with --infer, which plans no training", help=f"leave out {' and '.join(typed)}"
+        )
+
+
+def refuse_inference_options(given: dict[str, Any]) -> None:
+    """Options that need --infer, by name.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    from ..schema import ConfigError
+
+    typed = [name for name, value in given.items() if value is not None]
+    if typed:
+        raise ConfigError(f"{', '.join(typed)} without --infer", help="add --infer")
+
+
+def require_training_sizes(global_batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
+    """Both.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    from ..schema import ConfigError
+
+    if global_batch_size is None or seq_len is None:
+        missing = "--global-batch-size" if global_batch_size is None else "--seq-len"
+        raise ConfigError(f"Missing option '{missing}'", help="or plan generation: --infer --prompt-len N")
+    return global_batch_size, seq_len
+
+
+def plan_generation(
+    model: str,
+    cluster: str | ClusterSpec,
+    *,
+    lengths: tuple[int | None, int | None],
+    precision: str | None,
+    request: Any,
+    top: int,
+    out: Path,
+    json: bool,
+) -> None:
+    """Plan, show and write.
+
+    Raises:
+        ConfigError: a length is missing, or what was typed does not mean anything.
+        InfeasibleError: nothing fits or is quick enough.
+    """
+    from ..planner.tasks.generation import plan_generation
+    from ..schema import ClusterSpec, ConfigError, ModelSpec
+    from .show.generation import inference_table
+    from .show.plan import show
+    from .terminal import reading_cluster
+
+    prompt_len, generate_len = lengths
+    if prompt_len is None or generate_len is None:
+        missing = "--prompt-len" if prompt_len is None else "--generate-len"
+        raise ConfigError(f"--infer without {missing}", help=f"say how many tokens: {missing} N")
+    spec = ModelSpec.resolve(model)
+    if isinstance(cluster, str):
+        with reading_cluster(cluster):
+            machine = ClusterSpec.parse(cluster)
+    else:
+        machine = cluster
+    generation = _generation(machine, prompt_len, generate_len, precision)
+    found = plan_generation(spec, machine, generation, request, top=top)
+    found.save(out)
+    if json:
+        typer.echo(found.model_dump_json(indent=2))
+    else:
+        show(inference_table(found))
+    typer.echo(f"wrote {out}; it is an estimate: meshwright runs no generation", err=True)
+
+
+def _generation(machine: ClusterSpec, prompt_len: int, generate_len: int, precision: str | None) -> Any:
+    from ..planner import default_precision
+    from ..schema import ConfigError
+    from ..schema.task import Generation
+
+    name = (precision or default_precision(machine)).removesuffix("-mixed")
+    if name not in ("bf16", "fp16", "fp32"):
+        raise ConfigError(
+            f"--precision {precision}: generation is planned in bf16, fp16 or fp32", help="use --precision bf16"
+        )
+    return Generation(prompt_len=prompt_len, generate_len=generate_len, precision=name)

@@ -1,4 +1,4 @@
-"""``meshwright profile``: measure this machine, or as one rank of a job all its nodes, within a time budget."""
+"""`meshwright profile`: measure this machine or all nodes of a job; show, compare and join what was measured."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import exit_on_error
+from .inputs import JsonOption
+from .terminal import exit_on_error
 
 if TYPE_CHECKING:
-    from ..profilers.run.task import Progress, Task
+    from ..profilers.run.protocol import ProfileProgress, ProfileTask
     from ..schema import Profile
 
 
@@ -73,7 +74,7 @@ def _finish_s(budget_s: float, pace: float) -> float:
 
 
 def _report(found: Profile, out: Path, *, as_json: bool) -> None:
-    from .profile_tables import show_profile
+    from .show.profile import show_profile
 
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
@@ -92,11 +93,11 @@ def _task(
     parts: str | None,
     nvme: Path | None,
     resume: bool,
-) -> Task:
+) -> ProfileTask:
     """What to measure, after everything about it that can be wrong was looked at."""
     from ..profilers.machine import visible_gpus
-    from ..profilers.measure.storage import check_folder
-    from ..profilers.run.task import ALL_PARTS, Task
+    from ..profilers.measure.host import check_folder
+    from ..profilers.run.protocol import ALL_PARTS, ProfileTask
     from ..schema import ConfigError, ModelSpec
     from ..schema.runnable import why_not_runnable
 
@@ -116,7 +117,7 @@ def _task(
         raise ConfigError(f"the layers of {spec.name} cannot be measured: this version cannot run it", details=lacking)
     if nvme is not None:
         check_folder(str(nvme))
-    return Task(
+    return ProfileTask(
         backend="nccl" if visible_gpus()[0] else "gloo",
         parts=tuple(part for part in ALL_PARTS if part in wanted or part == "compute"),  # all others build on it
         is_thorough=True,
@@ -142,7 +143,7 @@ def _is_profile(path: Path) -> bool:
     return True
 
 
-def _measure(task: Task, ranks: int | None) -> Profile | None:
+def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
     """The profile; None on ranks of a job that are not the first."""
     from ..profilers.machine import (
         available_memory,
@@ -151,7 +152,7 @@ def _measure(task: Task, ranks: int | None) -> Profile | None:
         memory_left_to_process,
         require_free_memory,
     )
-    from ..profilers.run.launching import launch_ranks
+    from ..profilers.run.launch import launch_ranks
 
     if _is_rank():
         from ..runtime.profiling.worker import measure_as_rank
@@ -173,7 +174,7 @@ def _is_rank() -> bool:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+def _progress(*, quiet: bool) -> Iterator[Callable[[ProfileProgress], None]]:
     """A bar of the budget with what is being measured; on ranks of a job only the first one is told anything."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -196,3 +197,78 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
         yield tell
     finally:
         bar.stop()
+
+
+profile_app = typer.Typer(
+    help="Measure this machine, or show, compare and join measurements.", invoke_without_command=True
+)
+
+
+profile_app.callback()(measure)
+
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A profile.", show_default=False)]
+
+
+@profile_app.command()
+def show(profile: File, *, json: JsonOption = False) -> None:
+    """What a profile holds, where it was measured, and whether it may be used here."""
+    with exit_on_error():
+        from ..profilers.files.summary import summary
+        from ..profilers.files.trusted import mismatches
+        from ..schema import Profile
+        from .show.plan import show as show_table
+        from .show.profile import summary_table
+
+        loaded = Profile.load(profile)
+        problems = mismatches(loaded)
+        if json:
+            typer.echo(loaded.model_dump_json(indent=2))
+        else:
+            show_table(summary_table(loaded, summary(loaded)))
+        for problem in problems:
+            typer.echo(f"not of this machine: {problem}", err=True)
+        then = "" if problems else f"next: meshwright plan MODEL --profile {profile} ..."
+        typer.echo(then or "next: meshwright profile measures this machine", err=True)
+
+
+@profile_app.command()
+def diff(first: File, second: File, *, json: JsonOption = False) -> None:
+    """What differs between two profiles: machines, rates, and the times of points that both measured."""
+    with exit_on_error():
+        from json import dumps
+
+        from ..profilers.files.summary import compare
+        from ..schema import Profile
+        from .show.plan import show as show_table
+        from .show.profile import difference_table
+
+        found = compare(Profile.load(first), Profile.load(second))
+        if json:
+            typer.echo(dumps(found, indent=2))
+        else:
+            show_table(difference_table(found))
+
+
+@profile_app.command()
+def merge(
+    profiles: Annotated[list[Path], typer.Argument(metavar="FILE FILE ...", help="Profiles of one machine.")],
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the joined profile is written.")],
+    json: JsonOption = False,
+) -> None:
+    """Join profiles of one machine: every point of any, of points measured twice the median."""
+    with exit_on_error():
+        from ..profilers.files.merge import merge_profiles
+        from ..profilers.files.summary import summary
+        from ..schema import Profile
+        from .show.plan import show as show_table
+        from .show.profile import summary_table
+
+        joined = merge_profiles([Profile.load(path) for path in profiles])
+        joined.save(out)
+        if json:
+            typer.echo(joined.model_dump_json(indent=2))
+        else:
+            show_table(summary_table(joined, summary(joined)))
+        typer.echo(f"wrote {out}; next: meshwright plan MODEL --profile {out} ...", err=True)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .errors import exit_on_error
 from .inputs import JsonOption
+from .terminal import exit_on_error
 
 if TYPE_CHECKING:
-    from ..planner.cross_validation import CalibrationScore
-    from ..planner.validation import Prediction, RunRow
-    from ..planner.validation.score import GroupScore, SourceScore
     from ..schema import Calibration
+    from ..validation import Prediction, RunRow
+    from ..validation.cross_validation import CalibrationScore
+    from ..validation.score import GroupScore, SourceScore
 
 Part = Literal["fit", "held-out"]
 NOT_SELECTED = "not selected by --source, --split or --part"
@@ -57,10 +57,10 @@ def validate(
 ) -> None:
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
     with exit_on_error():
-        from ..planner.cross_validation import cross_validate
-        from ..planner.validation import predict, read_groups, read_runs, score_groups, score_sources
-        from .tables import show
-        from .validation_tables import calibration_table, memory_table, notes_table, time_table
+        from ..validation import predict, read_groups, read_runs, score_groups, score_sources
+        from ..validation.cross_validation import cross_validate
+        from .show.plan import show
+        from .show.validation import calibration_table, memory_table, notes_table, time_table
 
         names = read_groups(groups) if groups else []
         if plot:
@@ -113,8 +113,8 @@ def _calibrations(path: Path | None, selected: list[RunRow]) -> tuple[dict[str, 
     """Calibrations by device, and the rows with those that were calibrated on marked, so that they are not scored."""
     from dataclasses import replace
 
-    from ..planner.calibration import calibrations_from_rows
-    from ..planner.validation import read_runs
+    from ..validation import read_runs
+    from ..validation.calibration import calibrations_from_rows
 
     if path is None:
         return {}, selected

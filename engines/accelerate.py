@@ -12,8 +12,8 @@ from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.plan import Plan
 from . import limits
-from .documents import Exported, Imported, Limit, divided, require_expressible, whole
-from .launching import num_nodes, placement_not_expressed, reduction_not_expressed
+from .documents import Exported, Imported, positive_integer, remaining_devices
+from .limits import Limit, num_nodes, placement_not_expressed, reduction_not_expressed, require_expressible
 
 VERSION = "1.15"
 CONFIG = "accelerate.yaml"
@@ -139,7 +139,7 @@ def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec |
     Raises:
         ConfigError: it is for another kind of job, or its numbers do not fit together.
     """
-    devices = num_devices or whole(content.get("num_processes", 1), "num_processes")
+    devices = num_devices or positive_integer(content.get("num_processes", 1), "num_processes")
     kind = str(content.get("distributed_type", "NO"))
     if kind not in ("FSDP", "MULTI_GPU", "NO"):
         raise ConfigError(
@@ -168,10 +168,10 @@ def _layout(
         return Layout(dp_replicate=devices), ()
 
     def degree(name: str) -> int:
-        return whole(axes.get(f"{_PREFIX}{name}_size", 1), f"{_PREFIX}{name}_size")
+        return positive_integer(axes.get(f"{_PREFIX}{name}_size", 1), f"{_PREFIX}{name}_size")
 
     tp, cp, replicate = degree("tp"), degree("cp"), degree("dp_replicate")
-    shard = divided(devices, tp=tp, cp=cp, dp_replicate=replicate)
+    shard = remaining_devices(devices, tp=tp, cp=cp, dp_replicate=replicate)
     keeps = fsdp.get("fsdp_reshard_after_forward")
     zero = 3 if keeps in (None, True, "true", "FULL_SHARD", "HYBRID_SHARD") else 2
     fields: dict[str, Any] = {

@@ -10,19 +10,27 @@ from typing import Any
 from ..schema.base import shown
 from ..schema.engine_rules import DEEPSPEED_RULES
 from ..schema.errors import ConfigError
+from ..schema.layers import Block
 from ..schema.layout import Layout
-from ..schema.model import Block, ModelSpec
+from ..schema.model import ModelSpec
 from ..schema.plan import Plan
 from . import limits
-from .documents import Exported, Imported, Limit, divided, require_expressible, whole
-from .launching import devices_per_node, num_nodes, placement_not_expressed, stages_not_expressed
+from .documents import Exported, Imported, positive_integer, remaining_devices
+from .limits import (
+    Limit,
+    devices_per_node,
+    num_nodes,
+    placement_not_expressed,
+    require_expressible,
+    stages_not_expressed,
+)
 
 VERSION = "0.19"
 CONFIG = "ds_config.json"
 
 
 LIMITS = (
-    limits.of_engine("deepspeed", DEEPSPEED_RULES),
+    limits.rules_of("deepspeed", DEEPSPEED_RULES),
     Limit(
         "no_islands",
         lambda p: p.layout.zero_stage != 3 or p.layout.dp_replicate == 1 or p.layout.optimizer_shard > 1,
@@ -143,9 +151,9 @@ def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec |
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage = {shown(stage)}: must be 0, 1, 2 or 3")
-    tp = whole(tensor.get("autotp_size") or 1, "tensor_parallel.autotp_size")
-    cp = whole(content.get("sequence_parallel_size", 1), "sequence_parallel_size")
-    dp = divided(num_devices, tp=tp, cp=cp)
+    tp = positive_integer(tensor.get("autotp_size") or 1, "tensor_parallel.autotp_size")
+    cp = positive_integer(content.get("sequence_parallel_size", 1), "sequence_parallel_size")
+    dp = remaining_devices(num_devices, tp=tp, cp=cp)
     fields = {"tp": tp, "cp": cp, "cp_ulysses": cp, "sequence_parallel": False} | _sharding(zero, stage, dp, cp)
     micro_batch, accumulated, batch = _batch(content, dp)
     known = {
@@ -169,8 +177,8 @@ def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec |
 def _sharding(zero: Mapping[str, Any], stage: int, dp: int, cp: int) -> dict[str, Any]:
     shard, fields = dp if stage else 1, {}
     if island := zero.get("mics_shard_size", -1):
-        shard = whole(island, "mics_shard_size") if island != -1 else shard
-    hpz = whole(zero.get("zero_hpz_partition_size", 1), "zero_hpz_partition_size")
+        shard = positive_integer(island, "mics_shard_size") if island != -1 else shard
+    hpz = positive_integer(zero.get("zero_hpz_partition_size", 1), "zero_hpz_partition_size")
     if hpz > 1:
         shard, fields = hpz, {"gradient_shard": dp, "optimizer_shard": dp}
     if dp % shard:
@@ -186,7 +194,7 @@ def _batch(content: Mapping[str, Any], dp: int) -> tuple[int, int | None, int | 
     """Micro-batch, accumulated micro-batches and global batch: any two of DeepSpeed's three settings give the third."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, steps, batch = (
-        whole(content[name], name) if content.get(name) not in (None, "auto") else None for name in names
+        positive_integer(content[name], name) if content.get(name) not in (None, "auto") else None for name in names
     )
     if micro is None and batch is not None:
         micro = max(batch // (dp * (steps or 1)), 1)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..schema.base import Count, Frozen, shown, write_atomically
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
-from ..schema.plan import Plan
 
 EngineName = Literal["torchtitan", "megatron", "nemo", "deepspeed", "accelerate"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
@@ -75,32 +72,7 @@ class Imported(Frozen):
     assumed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Something that an engine cannot do and that would change what fits or what is computed."""
-
-    name: str
-    holds: Callable[[Plan], bool]
-    reason: Callable[[Plan], str]
-    help: str
-
-
-def require_expressible(plan: Plan, engine: TargetName, version: str, limits: tuple[Limit, ...]) -> None:
-    """Raise unless the engine can run the plan as it is.
-
-    Raises:
-        ConfigError: every broken limit with its name.
-    """
-    broken = [limit for limit in limits if not limit.holds(plan)]
-    if broken:
-        raise ConfigError(
-            f"{engine} {version} cannot run this plan",
-            details=tuple(f"{limit.reason(plan)}   [{limit.name}]" for limit in broken),
-            help=broken[0].help,
-        )
-
-
-def divided(num_devices: int, **degrees: int) -> int:
+def remaining_devices(num_devices: int, **degrees: int) -> int:
     """What is left of the devices for data parallelism.
 
     Raises:
@@ -115,7 +87,7 @@ def divided(num_devices: int, **degrees: int) -> int:
     return num_devices // product
 
 
-def whole(value: Any, name: str) -> int:
+def positive_integer(value: Any, name: str) -> int:
     """A positive whole number of a configuration.
 
     Raises:

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from ..schema.plan import Plan
-from .documents import Exported, Limit, require_expressible
-from .launching import devices_per_node, num_nodes
+from .documents import Exported
+from .limits import Limit, devices_per_node, num_nodes, require_expressible
 
 VERSION = "v1.9 (PyTorchJob), v2 (TrainJob)"
 PYTORCH_JOB, TRAIN_JOB = "pytorchjob.yaml", "trainjob.yaml"

@@ -10,9 +10,9 @@ import yaml
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.plan import Plan
-from .documents import Exported, Imported, require_expressible, whole
-from .launching import placement_not_expressed, torchrun
-from .megatron_plan import LIMITS, layout_of, plan_settings, recompute_not_expressed
+from .documents import Exported, Imported, positive_integer
+from .limits import placement_not_expressed, require_expressible, torchrun
+from .megatron_settings import LIMITS, layout_from_settings, plan_settings, recompute_not_expressed
 
 VERSION = "Megatron Bridge 0.3"
 OVERRIDES = "overrides.yaml"
@@ -83,7 +83,7 @@ def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec |
         settings["num_virtual_stages_per_pipeline_rank"] = settings["virtual_pipeline_model_parallel_size"]
     if num_devices is None:
         raise ConfigError("the number of devices is not in the configuration", help="give --num-devices")
-    layout, assumed = layout_of(settings, num_devices, model)
+    layout, assumed = layout_from_settings(settings, num_devices, model)
     names = {value: name for name, value in _PRECISION.items()}
     length = sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")
     known = {name for fields in SECTIONS.values() for name in fields}
@@ -92,10 +92,10 @@ def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec |
         engine="nemo",
         layout=layout,
         num_devices=num_devices,
-        global_batch_size=whole(settings["global_batch_size"], "global_batch_size")
+        global_batch_size=positive_integer(settings["global_batch_size"], "global_batch_size")
         if "global_batch_size" in settings
         else None,
-        seq_len=whole(length, "sequence_length") if length else None,
+        seq_len=positive_integer(length, "sequence_length") if length else None,
         precision=names.get(str(content.get("mixed_precision"))),
         ignored=(*others, *(name for name in content if name not in (*SECTIONS, "dataset", "mixed_precision"))),
         assumed=assumed,

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layer_costs import context_of_attention
-from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray, LayoutBatch, distinct_rows, not_searched
-from ..cost_models.setting import Setting
-from ..cost_models.space_costs import SpaceCosts
+from ..cost_models.layer.layer import context_of_attention
+from ..cost_models.layer.operators import CostInputs
+from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ModelSpec, Workload
-from ..schema.layout import NUMBERS
-from ..schema.model import Block, Embedding, Head
+from ..schema.arrays import FloatArray, IntArray
+from ..schema.layers import Block, Embedding, Head
+from ..schema.layout import INTEGER_FIELDS
+from ..schema.layout_table import RECOMPUTES, LayoutTable, distinct_rows, not_searched
 
 SAME_SECONDS_FRACTION = 0.01
 """Layouts this close are equal within any model's error (choose.SAME_TIME_FRACTION): the one that needs less memory stays."""
@@ -71,9 +72,9 @@ def _added(
     crossed = {name: np.repeat(column, repeats) for name, column in columns.items()}
     crossed["micro_batch_size"] = np.tile(np.asarray(micro_batch_sizes, dtype=np.int64), size)
     zeros: dict[str, Any] = dict.fromkeys(("zero_stage", "sequence_parallel", "recompute", "schedule"), 0 * ones)
-    arrays: dict[str, Any] = dict.fromkeys(NUMBERS, ones) | zeros | crossed | not_searched(len(ones))
-    batch = LayoutBatch(**arrays, num_microbatches=ones)
-    setting = Setting(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
+    arrays: dict[str, Any] = dict.fromkeys(INTEGER_FIELDS, ones) | zeros | crossed | not_searched(len(ones))
+    batch = LayoutTable(**arrays, num_microbatches=ones)
+    setting = CostInputs(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
     parts = []
     for attention in dict.fromkeys(block.attention for block, _ in model.block_runs):
         block = next(block for block, _ in model.block_runs if block.attention == attention)
@@ -108,22 +109,22 @@ def worth_whole_sequence(
 
 def _whole_and_split(
     columns: dict[str, IntArray], model: ModelSpec, workload: Workload, cluster: ClusterSpec
-) -> SpaceCosts:
+) -> CostTable:
     """Costs of layouts [2 x recomputes x N] without and with sequence parallelism, under every recompute, nothing sharded."""
     size, options = len(columns["tp"]), len(RECOMPUTES)
     ones = np.ones(2 * options * size, dtype=np.int64)
     zeros: dict[str, Any] = dict.fromkeys(("zero_stage", "schedule"), 0 * ones)
-    arrays: dict[str, Any] = dict.fromkeys(NUMBERS, ones) | zeros | not_searched(len(ones))
+    arrays: dict[str, Any] = dict.fromkeys(INTEGER_FIELDS, ones) | zeros | not_searched(len(ones))
     arrays |= {name: np.tile(column, 2 * options) for name, column in columns.items() if name != "dp"}
     arrays |= {
         "dp_replicate": np.tile(columns["dp"], 2 * options),
         "sequence_parallel": np.repeat(np.arange(2), options * size),
         "recompute": np.tile(np.repeat(np.arange(options), size), 2),
     }
-    return SpaceCosts.of(model, workload, cluster, LayoutBatch(**arrays, num_microbatches=ones))
+    return CostTable.of(model, workload, cluster, LayoutTable(**arrays, num_microbatches=ones))
 
 
-def _work(costs: SpaceCosts) -> FloatArray:
+def _work(costs: CostTable) -> FloatArray:
     """Seconds of one micro-batch, forward and backward, of what every stage is a sum of [parts, N].
 
     A stage has a block for certain, so the embedding and the head count with one of every kind.

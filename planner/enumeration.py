@@ -1,39 +1,202 @@
-"""Every combination of the choices that make a layout, as columns of arrays: degrees first, then what can be chosen for each.
+"""Columns of arrays, one row for each combination of choices, and how rows are combined with further ones.
+
+What can be chosen for degrees without changing what their layers cost: sharding of states, schedule, recompute.
+
+Every combination of the choices that make a layout, as columns of arrays: degrees first, then what can be chosen for each.
 
 What is never enumerated unless it is asked for stands in space.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import IntArray
-from ..schema import ClusterSpec, ModelSpec, Workload
-from ..schema.layout import NUMBERS
-from ..schema.layout_facts import Facts, PartialFacts, model_facts
-from ..schema.rules import exchange_rules, sequence_rules
-from .columns import Columns, always, cross, divisors, select
+from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
+from ..schema.arrays import IntArray
+from ..schema.layout import INTEGER_FIELDS
+from ..schema.layout_rules import Facts, PartialFacts, model_facts
+from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED
+from ..schema.runnable import exchange_rules, sequence_rules
+from ..schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES, ScheduleName
+from ..schema.task import Engine
 from .deadline import Deadline
 from .dominance import exchanges_worth_trying, worth_whole_sequence
-from .option_columns import ZERO_STAGES, has_zero_stage, splits_backward, with_levels, with_recompute, with_schedule
+
+Columns = dict[str, IntArray]
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, increasing."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def cross(
+    columns: Columns,
+    name: str,
+    options: Sequence[int],
+    allowed: Callable[[Mapping[str, IntArray]], NDArray[np.bool_]] | None = None,
+) -> Columns:
+    """Every row with every option of a new column; those that are ``allowed``."""
+    size = len(next(iter(columns.values()))) if columns else 1
+    rows = np.repeat(np.arange(size), len(options))
+    values = np.tile(np.asarray(options, dtype=np.int64), size)
+    if allowed is not None:
+        keep = allowed(_Crossed(columns, rows, name, values))
+        rows, values = rows[keep], values[keep]
+    return {key: column[rows] for key, column in columns.items()} | {name: values}
+
+
+class _Crossed(Mapping[str, IntArray]):
+    """Rows of some columns beside a new one; a column is made when it is asked for, because few are."""
+
+    def __init__(self, columns: Columns, rows: IntArray, name: str, values: IntArray) -> None:
+        """``values`` of the new column ``name`` stand beside ``rows`` of the others."""
+        self._columns, self._rows, self._new = columns, rows, {name: values}
+
+    def __getitem__(self, name: str) -> IntArray:
+        return self._new[name] if name in self._new else self._columns[name][self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._columns, **self._new})
+
+    def __len__(self) -> int:
+        return len({**self._columns, **self._new})
+
+
+def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
+    """The rows of a mask."""
+    if keep.all():
+        return columns
+    rows = np.flatnonzero(keep)
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def always(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
+    """Every row."""
+    return np.ones_like(c["tp"], dtype=bool)
+
+
+ZERO_STAGES: dict[Engine, tuple[int, ...]] = {"megatron": (0, 1)}
+"""What is enumerated where an engine has not all of 0 to 3; asking for another one names the engine's rule."""
+
+
+_LEVELS_UNDER_ZERO_3: tuple[Engine, ...] = ("fsdp2", "deepspeed")
+"""Engines that keep parameters within fewer ranks than gradients and optimizer states (schema/runnable.py)."""
+
+
+def with_levels(
+    c: Columns, engine: Engine, fixed: Mapping[str, Any], islands: Sequence[int], *, runnable: bool
+) -> Columns:
+    """Where gradients and optimizer states may be sharded over more ranks than parameters: a domain of a link level, or all."""
+    dp = c["dp_replicate"] * c["dp_shard"]
+    widths = [np.ones_like(dp)]
+    if given := [int(fixed[name]) for name in ("optimizer_shard", "gradient_shard") if name in fixed]:
+        widths = [np.full_like(dp, given[0])]
+    elif not runnable and engine in _LEVELS_UNDER_ZERO_3:
+        widths += [np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), dp) for size in islands] + [dp]
+    rows = []
+    for idx, width in enumerate(widths):
+        keep = np.asarray((idx == 0) | ((c["zero_stage"] == 3) & (width > c["dp_shard"])))
+        for earlier in widths[:idx]:
+            keep &= width != earlier
+        of_gradients = np.where(c["zero_stage"] == 3, width, 1)
+        levels = {"optimizer_shard": width, "gradient_shard": of_gradients}
+        levels |= {name: np.full_like(dp, fixed[name]) for name in levels if name in fixed}
+        rows.append(select(c | levels, np.broadcast_to(keep, dp.shape)))
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+
+def has_zero_stage(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
+    """Ranks to shard over, if and only if something is sharded; context ranks alone may be."""
+    stage = c["zero_stage"]
+    return np.asarray(((c["dp_shard"] == 1) | (stage > 0)) & ((c["dp_shard"] * c["cp"] > 1) | (stage == 0)))
+
+
+def splits_backward(c: Columns) -> NDArray[np.bool_]:
+    """Rows whose schedule postpones gradients of weights."""
+    return np.isin(c["schedule"], [SCHEDULE_NAMES.index(schedule) for schedule in SPLIT_SCHEDULES])
+
+
+def _with_split_backward(c: Columns, microbatches: IntArray) -> Columns:
+    """Beside every row those with the schedules that postpone gradients of weights, where they are defined."""
+    chunks, pp = c["num_model_chunks"], c["pp"]
+    fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
+    where: dict[ScheduleName, NDArray[np.bool_]] = {
+        "zb-h1": fills & ((chunks == 1) | (microbatches % pp == 0)),
+        "zb-h2": fills & (chunks == 1),
+        **dict.fromkeys(V_SCHEDULES, fills & (chunks == 2)),
+    }
+    rows = [c] + [
+        select(c, keep) | {"schedule": np.full(int(keep.sum()), SCHEDULE_NAMES.index(name), dtype=np.int64)}
+        for name, keep in where.items()
+    ]
+    return {name: np.concatenate([row[name] for row in rows]) for name in c}
+
+
+def with_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
+    """The schedules that the micro-batches allow."""
+    pp, microbatches = c["pp"], c["num_microbatches"]
+    possible = np.ones_like(pp, dtype=bool)
+    fills = (microbatches >= pp) | (pp == 1) | (workload.engine != "fsdp2")
+    schedule = np.where(fills, SCHEDULE_NAMES.index("1f1b"), SCHEDULE_NAMES.index("gpipe"))
+    if "schedule" in fixed:
+        schedule = np.full_like(schedule, SCHEDULE_NAMES.index(fixed["schedule"]))
+        # An order is made over a V (planner/synthesis.py), where the named schedules that it stands in for are defined.
+        possible &= (fixed["schedule"] != "synthesised") | ((c["num_model_chunks"] == 2) & (microbatches >= pp))
+    if fixed.get("offload") == "parameters":
+        possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
+    c = c | {"schedule": schedule}
+    if "schedule" not in fixed and workload.engine == "fsdp2":
+        return _with_split_backward(select(c, possible), microbatches[possible])
+    return select(c, possible)
+
+
+def with_recompute(c: Columns, fixed: Mapping[str, Any], *, mixes: bool) -> Columns:
+    """The given recompute; else one for each block where ranks have one stage of 1f1b or gpipe, and every uniform one elsewhere.
+
+    Without ``mixes`` every one is uniform: stages on devices that differ are cut with one choice for all.
+    """
+    plain = np.isin(c["schedule"], [SCHEDULE_NAMES.index(name) for name in ("1f1b", "gpipe")])
+    mixed = mixes & plain & (c["num_model_chunks"] == 1) & (fixed.get("vocabulary", "ends") == "ends")
+    if "recompute" in fixed:
+        given = cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
+        if fixed["recompute"] != "mixed":
+            return given
+        if not mixed.any():
+            raise ConfigError(
+                "recompute=mixed is planned for one stage a rank under 1f1b or gpipe, on devices that are alike"
+            )
+        return select(given, mixed)
+    mixed &= "recompute_fraction" not in fixed
+    return cross(c, "recompute", list(range(MIXED + 1)), lambda c: _takes(c["recompute"], np.repeat(mixed, MIXED + 1)))
+
+
+def _takes(recompute: IntArray, mixed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    return np.asarray((recompute == MIXED) == mixed)
+
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
 
-_FACTS = (*NUMBERS, "sequence_parallel", "schedule")
+
+_FACTS = (*INTEGER_FIELDS, "sequence_parallel", "schedule")
+
 
 _IN_LAYERS = frozenset(
     ("recompute_fraction", "offload", "offload_fraction", "offload_activations", "offload_to", "vocabulary")
 )
 """Fields that are not searched and change what layers cost."""
 
+
 _LEFT = ("tp", "cp", "pp", "dp_shard")
 """Degrees that are chosen; dp_replicate is what they leave."""
+
 
 Admitted = Callable[[Columns], Columns]
 

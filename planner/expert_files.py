@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ..schema.base import read_json, read_text
 from ..schema.errors import ConfigError
-from ..solvers.expert_instance import MAX_LOADS, as_loads
+from ..solvers.experts.instance import MAX_LOADS, validate_loads
 
 LOAD_KEYS = ("logical_count", "load", "loads", "expert_load", "weight", "counts")
 TRACE_KEYS = ("routed_experts", "topk_ids", "trace")
@@ -48,7 +48,7 @@ def read_loads(paths: list[Path], key: str = "") -> NDArray[np.float64]:
     shapes = {load.shape for load in found}
     if len(shapes) > 1:
         raise ConfigError(f"workloads of different shapes (layers, experts): {sorted(shapes)}")
-    return as_loads(np.stack(found))
+    return validate_loads(np.stack(found))
 
 
 def _loads_of(path: Path, key: str) -> list[NDArray[np.float64]]:
@@ -58,7 +58,7 @@ def _loads_of(path: Path, key: str) -> list[NDArray[np.float64]]:
             if name in TRACE_KEYS:
                 loads.append(counts_of(_as_trace(array, path)))
                 continue
-            loads.append(as_loads(array).sum(axis=0))
+            loads.append(validate_loads(array).sum(axis=0))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
     return loads

@@ -1,7 +1,8 @@
 """Which node holds which ranks, where the bandwidth between nodes was measured.
 
 Ranks count tp fastest, then cp, dp_shard, dp_replicate, pp; as listed, the nodes of the cluster hold them in order. Costs read the
-matrix in the order of the ranks (cost_models/node_links.py), so a map is a cluster whose nodes are listed in another order. What
+matrix in the order of the ranks (cost_models/hardware/collective_curves.py), so a map is a cluster whose nodes are
+listed in another order. What
 each axis of a layout would gain is asked of the cost model itself, links being slow for that axis alone; solvers/rank_mapping.py
 finds the order.
 """
@@ -12,12 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..cost_models.collectives import Hops
-from ..cost_models.layouts import FloatArray, LayoutBatch
-from ..cost_models.node_links import NodeLinks, node_links
-from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.step import estimate_step
-from ..schema import ClusterSpec
+from ..cost_models.hardware.collective_curves import NodeLinks, node_links
+from ..cost_models.hardware.collectives import Hops
+from ..cost_models.stage.step import estimate_step
+from ..cost_models.stage.table import CostTable
+from ..schema import ClusterSpec, Plan
+from ..schema.arrays import FloatArray
+from ..schema.layout_table import LayoutTable
 from ..solvers import rank_mapping
 
 
@@ -53,7 +55,7 @@ def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...
     return tuple(int(first[n]) + i for n in nodes or range(len(sizes)) for i in range(sizes[n]))
 
 
-def node_order(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> tuple[int, ...]:
+def node_order(costs: CostTable, idx: int, boundaries: Sequence[int]) -> tuple[int, ...]:
     """The order of nodes found for layout ``idx``, whose stages begin at ``boundaries``; empty where it is as listed.
 
     Nodes move as wholes, among those of their group. Where a replica of a stage fills neither whole nodes nor a part of one, or
@@ -66,11 +68,11 @@ def node_order(costs: SpaceCosts, idx: int, boundaries: Sequence[int]) -> tuple[
         return ()
     kind = np.repeat(np.arange(len(cluster.groups)), [group.num_nodes for group in cluster.groups])
     axes = _axes(costs, row, links, boundaries)
-    found = rank_mapping.solve(rank_mapping.Instance(links.bandwidth, axes, kind, block))
+    found = rank_mapping.solve(rank_mapping.RankMappingInstance(links.bandwidth, axes, kind, block))
     return () if found.node == tuple(range(cluster.num_nodes)) else found.node
 
 
-def _block_of_place(cluster: ClusterSpec, row: LayoutBatch) -> rank_mapping.IntArray | None:
+def _block_of_place(cluster: ClusterSpec, row: LayoutTable) -> rank_mapping.IntArray | None:
     """Which replica of which stage [K] each place is part of, where a place is part of one or holds some whole."""
     size = cluster.largest_node
     ranks = int(row.tp[0] * row.cp[0] * row.dp_shard[0])
@@ -79,7 +81,7 @@ def _block_of_place(cluster: ClusterSpec, row: LayoutBatch) -> rank_mapping.IntA
     return np.arange(cluster.num_nodes) // max(ranks // size, 1)
 
 
-def axis_hops(row: LayoutBatch) -> tuple[Hops, ...]:
+def axis_hops(row: LayoutTable) -> tuple[Hops, ...]:
     """Who sends to whom under one layout: the groups of every axis."""
     is_expert = ~row.experts_follow_tp
     experts = row.ep * row.expert_tp
@@ -98,7 +100,7 @@ def axis_hops(row: LayoutBatch) -> tuple[Hops, ...]:
 
 
 def _axes(
-    costs: SpaceCosts, row: LayoutBatch, links: NodeLinks, boundaries: Sequence[int]
+    costs: CostTable, row: LayoutTable, links: NodeLinks, boundaries: Sequence[int]
 ) -> tuple[rank_mapping.Axis, ...]:
     """WEIGHT and PAIRS of every axis that leaves its nodes: its seconds when it alone has the slowest of all links."""
     away = links.bandwidth[~np.eye(len(links.bandwidth), dtype=bool)]
@@ -121,10 +123,18 @@ def _axes(
     return tuple(axes)
 
 
-def _step_s(costs: SpaceCosts, row: LayoutBatch, matrix: FloatArray, boundaries: Sequence[int]) -> float:
+def _step_s(costs: CostTable, row: LayoutTable, matrix: FloatArray, boundaries: Sequence[int]) -> float:
     cluster = costs.cluster.replace(bandwidth_matrix=_as_tuples(matrix))
-    return estimate_step(SpaceCosts.of(costs.model, costs.workload, cluster, row), 0, boundaries).step_time_s
+    return estimate_step(CostTable.of(costs.model, costs.workload, cluster, row), 0, boundaries).step_time_s
 
 
 def _as_tuples(matrix: FloatArray) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(value) for value in row) for row in matrix)
+
+
+def place_as_planned(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with its nodes in the order in which the plan's ranks lie on them, where links between nodes were measured."""
+    if cluster.bandwidth_matrix is None:
+        return cluster
+    node_of_device = [node for node, size in enumerate(cluster.node_sizes) for _ in range(size)]
+    return in_order(cluster, list(dict.fromkeys(node_of_device[device] for device in plan.rank_map)))

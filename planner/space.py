@@ -1,6 +1,12 @@
-"""The search space: every combination of degrees and choices that the rules allow, as arrays.
+"""Combinations of degrees, each with the layouts that differ in sharding, schedule and recompute alone.
 
-What an engine executes is in schema/rules.py. Of that, some combinations are never enumerated unless they are asked for:
+Most layouts of a large space differ in what no degree depends on: how states are sharded over the same ranks, in which order passes
+run, what is recomputed. Such a group has one bound (planner/search.py), and its layouts are made only where that is below the
+incumbent. A layout's place in the space is its group's and its own within the group, whether it was made or not.
+
+The search space: every combination of degrees and choices that the rules allow, as arrays.
+
+What an engine executes is in schema/runnable.py. Of that, some combinations are never enumerated unless they are asked for:
 
     tp             beyond the domain of the fastest link: its collectives are on the critical path of every layer, and slower there
     1f1b           gpipe takes as long and holds no less; our runtime needs it for batches that do not fill the pipeline
@@ -28,16 +34,87 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.layouts import OFFLOADS, VOCABULARIES, IntArray, LayoutBatch, distinct_rows, not_searched
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ..schema.layout_facts import Facts, Rule, Undecided
-from ..schema.rules import rules_of
-from .columns import Columns, divisors
+from ..schema.arrays import IntArray
+from ..schema.layout_rules import Facts, Rule, Undecided
+from ..schema.layout_table import OFFLOADS, VOCABULARIES, LayoutTable, distinct_rows, not_searched
+from ..schema.runnable import rules_of
 from .deadline import Deadline
-from .degree_groups import DegreeGroups
-from .enumeration import Enumeration
+from .enumeration import Columns, Enumeration, divisors
 
-__all__ = ["Space", "build_space", "divisors"]
+__all__ = [
+    "DegreeColumns",
+    "DegreeGroups",
+    "Space",
+    "build_space",
+    "divisors",
+]
+
+
+DegreeColumns = dict[str, IntArray]
+
+
+@dataclass(frozen=True)
+class DegreeGroups:
+    """Groups [G] of layouts: ``options`` [O] at ``first`` .. ``first + count - 1`` are those of a group.
+
+    Attributes:
+        degrees: columns [G] that all layouts of a group share.
+        options: columns [O] of the others; groups with the same degrees but those of experts and exchanges share them.
+        first, count: which options each group has [G], at least one.
+        constants: columns of a batch that are the same in the whole space.
+    """
+
+    degrees: DegreeColumns
+    options: DegreeColumns
+    first: IntArray
+    count: IntArray
+    constants: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @cached_property
+    def start(self) -> IntArray:
+        """Place in the space of the first layout of each group [G]."""
+        return np.asarray(np.cumsum(self.count) - self.count)
+
+    @property
+    def num_layouts(self) -> int:
+        """Layouts of all groups."""
+        return int(self.count.sum())
+
+    def members(self, groups: IntArray) -> tuple[LayoutTable, IntArray, IntArray]:
+        """All layouts of some groups, the group of each and its place in the space [M]."""
+        count = self.count[groups]
+        of_group = np.repeat(groups, count)
+        within = np.arange(len(of_group)) - np.repeat(np.cumsum(count) - count, count)
+        at = self.first[of_group] + within
+        columns = {name: column[of_group] for name, column in self.degrees.items()}
+        columns |= {name: column[at] for name, column in self.options.items()}
+        return self._batch(columns), of_group, self.start[of_group] + within
+
+    def relaxed(self, *, schedule: int, recompute: int) -> LayoutTable:
+        """A layout of each group [G] with this schedule and recompute, nothing sharded: what its degrees alone decide is right."""
+        ones = np.ones(len(self), dtype=np.int64)
+        chosen = {
+            "dp_replicate": self._dp,
+            **dict.fromkeys(("dp_shard", "gradient_shard", "optimizer_shard"), ones),
+            "zero_stage": 0 * ones,
+            "schedule": schedule * ones,
+            "recompute": recompute * ones,
+        }
+        return self._batch(self.degrees | chosen)
+
+    @property
+    def _dp(self) -> IntArray:
+        return self.options["dp_replicate"][self.first] * self.options["dp_shard"][self.first]
+
+    def _batch(self, columns: DegreeColumns) -> LayoutTable:
+        size = len(columns["tp"])
+        arrays: dict[str, Any] = columns | {name: np.full(size, value) for name, value in self.constants.items()}
+        return LayoutTable(**arrays)
+
 
 _KEY = (
     "tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches",
@@ -52,13 +129,13 @@ class Space:
     ``without`` has the places of layouts that are left out, increasing.
     """
 
-    given: LayoutBatch | None
+    given: LayoutTable | None
     excluded: dict[str, int]
     groups: DegreeGroups | None = None
     without: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @cached_property
-    def batch(self) -> LayoutBatch:
+    def batch(self) -> LayoutTable:
         """All layouts."""
         if self.given is not None:
             places = np.arange(len(self.given))
@@ -85,7 +162,7 @@ def build_space(
     runnable: bool = False,
     deadline: Deadline | None = None,
 ) -> Space:
-    """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/rules.py for the workload's engine.
+    """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/runnable.py for the workload's engine.
 
     Rules are asked as soon as the fields that they look at are chosen, and count combinations of what is chosen by then.
 

@@ -1,7 +1,7 @@
-"""Stages of a mixed layout: which layers each holds and what every block of them recomputes (solvers/stage_program.py).
+"""Stages of a mixed layout: which layers each holds and what every block of them recomputes (solvers/stages/stage_program.py).
 
 Where an engine recomputes any block, each stage fills its memory by itself. Where it recomputes the first blocks of every stage, as
-many on each (cost_models/engines.py: FIRST_BLOCKS), there is a program for each number of them, without choices of its own.
+many on each (cost_models/layer/data.py: FIRST_BLOCKS), there is a program for each number of them, without choices of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models import memory
-from ..cost_models.engines import FIRST_BLOCKS
-from ..cost_models.layouts import RECOMPUTES, FloatArray, IntArray
-from ..cost_models.option_costs import OptionCosts
-from ..cost_models.stage_memory import contents_between, kept_room_bytes, stage_memory_parts
-from ..schema.layout import SCHEDULES
-from ..schema.model import Block
-from ..solvers import stage_split
-from ..solvers.stage_program import Instance, Solution, dense, forward, lower_bound_s, solve
+from ..cost_models.hardware.kernels import FIRST_BLOCKS
+from ..cost_models.stage import memory
+from ..cost_models.stage.contents import contents_between
+from ..cost_models.stage.memory import stage_headroom_bytes, stage_memory_terms
+from ..cost_models.stage.recompute import RecomputeCosts
+from ..schema.arrays import FloatArray, IntArray
+from ..schema.layers import Block
+from ..schema.layout_table import RECOMPUTES
+from ..schema.schedules import SCHEDULE_NAMES
+from ..solvers.stages import stage_split
+from ..solvers.stages.stage_program import (
+    StageProgramInstance,
+    StageProgramSolution,
+    dense_table,
+    forward_recursion,
+    lower_bound_s,
+    solve,
+)
 
 NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective", "full"))
 
@@ -43,7 +52,7 @@ class Stages(NamedTuple):
 class Layers:
     """One mixed layout (row ``idx``) layer by layer [L] and option by option, and the spans [P] of layers its stages may hold."""
 
-    costs: OptionCosts
+    costs: RecomputeCosts
     idx: int
     memory_budget_bytes: float
 
@@ -59,7 +68,7 @@ class Layers:
 
     @cached_property
     def weights(self) -> tuple[float, float]:
-        """How often the slowest stage and the sum of the stages count in a step at most (cost_models/pipeline.py)."""
+        """How often the slowest stage and the sum of the stages count in a step at most (cost_models/pipeline/lower_bounds.py)."""
         return self._num_microbatches - 1, 1.0
 
     @property
@@ -68,9 +77,9 @@ class Layers:
 
     @cached_property
     def least_weights(self) -> tuple[tuple[float, float], ...]:
-        """The same at least, each pair by itself: the bounds of cost_models/pipeline.py for one stage a rank."""
+        """The same at least, each pair by itself: the bounds of cost_models/pipeline/lower_bounds.py for one stage a rank."""
         m, pp = self._num_microbatches, self.num_stages
-        if SCHEDULES[self.costs.least.batch.schedule[self.idx]] == "gpipe":
+        if SCHEDULE_NAMES[self.costs.least.batch.schedule[self.idx]] == "gpipe":
             return (self.weights,)
         if m > pp:
             return (m - pp - 1, 2.0), (m, 0.0)
@@ -137,7 +146,7 @@ class Layers:
                 activation_bytes=kept[option, middle] - kept[option, starts],
                 working_bytes=np.broadcast_to(working, starts.shape),
             )
-            parts = stage_memory_parts(least, idx, contents, stage)
+            parts = stage_memory_terms(least, idx, contents, stage)
             allocated = memory.total_bytes(parts)
             required = memory.required_bytes(allocated, parts["parameters"], least.workload, least.cluster)
             fits = required <= self.memory_budget_bytes
@@ -153,7 +162,7 @@ class Layers:
         """(O) of the best split with one option for all; infinite where none fits."""
         found = []
         for option, fits in enumerate(self.fits):
-            boundaries = stage_split.a_fastest_split(stage_split.Instance(self.busy_s[option], fits))
+            boundaries = stage_split.fastest_split(stage_split.StageSplitInstance(self.busy_s[option], fits))
             if boundaries:
                 ends = np.array(boundaries)
                 parts = (self.busy_s[option], self.exposed_s[option], self.update_s)
@@ -193,7 +202,7 @@ class Layers:
         contents = contents_between(self.costs.least, self.idx, first, last)
         working = self.costs.working_bytes(self.idx)
         rooms = [
-            kept_room_bytes(
+            stage_headroom_bytes(
                 self.costs.least,
                 self.idx,
                 replace(contents, working_bytes=np.full(len(stage), value)),
@@ -220,7 +229,7 @@ def _prefix(values: FloatArray) -> FloatArray:
 class Program(NamedTuple):
     """An instance, and of which blocks it decides nothing: the ``first`` of each stage take ``option``, if that is given."""
 
-    instance: Instance
+    instance: StageProgramInstance
     option: int | None = None
     first: int = 0
 
@@ -237,7 +246,7 @@ def free_program(layers: Layers) -> Program:
     kept_anyway = layers.between(layers.kept_bytes[NONE] * fixed)
     slowest, total = layers.weights
     return Program(
-        Instance(
+        StageProgramInstance(
             num_layers=len(layers.kinds),
             num_stages=layers.num_stages,
             stage=stage,
@@ -271,7 +280,7 @@ def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bo
     once = np.stack([between(layers.exposed_s), layers.between(layers.update_s)])
     none = (layers.num_stages, 0, 1)
     return Program(
-        Instance(
+        StageProgramInstance(
             num_layers=len(layers.kinds),
             num_stages=layers.num_stages,
             stage=stage[keep],
@@ -318,7 +327,7 @@ def _fewest(layers: Layers, most: int) -> int:
     while low < high:
         middle = (low + high) // 2
         instance = first_blocks_program(layers, FULL, middle * layers.chunks).instance
-        fits = np.isfinite(forward(dense(instance, instance.fixed_s), np.maximum)[-1, -1])
+        fits = np.isfinite(forward_recursion(dense_table(instance, instance.fixed_s), np.maximum)[-1, -1])
         low, high = (low, middle) if fits else (middle + 1, high)
     return low * layers.chunks
 
@@ -343,7 +352,7 @@ def choose_stages(layers: Layers) -> list[Stages]:
     return list({stages.boundaries: stages._replace(bound_s=bound_s) for stages in best.values()}.values())
 
 
-def _stages(layers: Layers, program: Program, solution: Solution) -> Stages:
+def _stages(layers: Layers, program: Program, solution: StageProgramSolution) -> Stages:
     """With an option for each layer: of the blocks of a kind on a stage the first ones recompute the most."""
     options = np.zeros(len(layers.kinds), dtype=np.int64)
     chosen = np.flatnonzero(layers.costs.has_choice)

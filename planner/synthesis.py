@@ -2,7 +2,7 @@
 
 Named schedules are made for passes of equal length and for one amount of memory. Where a rank holds the first and the last stage of
 a V, an order made for the real passes and for all of a device's memory is shorter between the steps of memory of v-min, v-half and
-zb-v (solvers/pipeline_quick.py). A layout with the synthesised schedule has two chunks a rank over a V.
+zb-v (solvers/pipeline/greedy.py). A layout with the synthesised schedule has two chunks a rank over a V.
 """
 
 from __future__ import annotations
@@ -11,51 +11,53 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost_models.layouts import FloatArray, LayoutBatch
-from ..cost_models.pipeline_replay import PENDING_GRADIENTS
-from ..cost_models.pipeline_simulation import Order, Pipeline
-from ..cost_models.space_costs import SpaceCosts
-from ..cost_models.stage_memory import contents_between, rank_room_bytes, shape_of
-from ..cost_models.step import estimate_step, pass_seconds
+from ..cost_models.pipeline.replay import PENDING_GRADIENTS
+from ..cost_models.pipeline.simulation import Order, Pipeline
+from ..cost_models.stage.contents import contents_between, pipeline_shape
+from ..cost_models.stage.memory import rank_headroom_bytes
+from ..cost_models.stage.step import estimate_step, pass_seconds
+from ..cost_models.stage.table import CostTable
 from ..schema import Estimate
-from ..schema.layout import SCHEDULES
-from ..solvers.pipeline_quick import quick_order
+from ..schema.arrays import FloatArray
+from ..schema.layout_table import LayoutTable
+from ..schema.schedules import SCHEDULE_NAMES
+from ..solvers.pipeline.greedy import quick_order
 
-SYNTHESISED = SCHEDULES.index("synthesised")
-LEANEST = SCHEDULES.index("v-min")
+SYNTHESISED = SCHEDULE_NAMES.index("synthesised")
+LEANEST = SCHEDULE_NAMES.index("v-min")
 """Of the named schedules over a V the one that holds least."""
 
 
 @dataclass(frozen=True)
-class Synthesised:
+class SynthesisedOrder:
     """An order for given stages, and the estimate with it; it fits."""
 
     order: Order
     estimate: Estimate
 
 
-def synthesise(costs: SpaceCosts, idx: int, boundaries: tuple[int, ...]) -> Synthesised | None:
+def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> SynthesisedOrder | None:
     """The best order found for the stages of layout ``idx``, whatever its schedule; None where none is within memory."""
     row = with_schedule(costs.select(np.array([idx])), SYNTHESISED)
     pipeline = pipeline_of(row, boundaries)
-    order = quick_order(pipeline, tuple(float(room) for room in room_bytes(row, boundaries)))
+    order = quick_order(pipeline, tuple(float(room) for room in activation_headroom_bytes(row, boundaries)))
     if order is None:
         return None
     estimate = estimate_step(replace(row, order=order), 0, boundaries)
-    return Synthesised(order, estimate) if estimate.fits else None
+    return SynthesisedOrder(order, estimate) if estimate.fits else None
 
 
-def with_schedule(costs: SpaceCosts, schedule: int) -> SpaceCosts:
+def with_schedule(costs: CostTable, schedule: int) -> CostTable:
     """The same layouts with another schedule: nothing that one layer costs differs."""
-    batch: LayoutBatch = replace(costs.batch, schedule=np.full_like(costs.batch.schedule, schedule))
+    batch: LayoutTable = replace(costs.batch, schedule=np.full_like(costs.batch.schedule, schedule))
     other = replace(costs, batch=batch)
     return other
 
 
-def pipeline_of(costs: SpaceCosts, boundaries: tuple[int, ...]) -> Pipeline:
+def pipeline_of(costs: CostTable, boundaries: tuple[int, ...]) -> Pipeline:
     """The passes of a layout (row 0) as `estimate_step` replays them: transfers are part of the passes that they join."""
     first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
-    shape, passes = shape_of(costs, 0), pass_seconds(costs, 0, first, last)
+    shape, passes = pipeline_shape(costs, 0), pass_seconds(costs, 0, first, last)
     each_way = float(costs.transfer_s[0]) / shape.num_model_chunks
     kept = contents_between(costs, 0, first, last).activation_bytes
 
@@ -75,7 +77,7 @@ def pipeline_of(costs: SpaceCosts, boundaries: tuple[int, ...]) -> Pipeline:
     )
 
 
-def room_bytes(costs: SpaceCosts, boundaries: tuple[int, ...]) -> FloatArray:
+def activation_headroom_bytes(costs: CostTable, boundaries: tuple[int, ...]) -> FloatArray:
     """Bytes of activations that each rank of a layout (row 0) may hold [pp]."""
     contents = contents_between(costs, 0, np.array(boundaries[:-1]), np.array(boundaries[1:]))
-    return rank_room_bytes(costs, 0, contents, cap_bytes=costs.cluster.memory_budget_bytes)
+    return rank_headroom_bytes(costs, 0, contents, cap_bytes=costs.cluster.memory_budget_bytes)

@@ -10,18 +10,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..schema.catalogue import find_device
-from ..schema.cluster import DEFAULT_RESERVED_BYTES, ClusterSpec, Device, LinkLevel, NodeGroup
+from ..schema.cluster import ClusterSpec
 from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import Machine, Profile
-from ..schema.units import GIB, format_seconds
+from ..schema.units import format_seconds
 from .machine import (
     available_memory,
     busy_fraction,
@@ -29,29 +27,18 @@ from .machine import (
     identify,
     num_cores,
 )
-from .measure.compute import fit_gemm, peak_flops
-from .measure.links import fit_link, unused_link
-from .run.launching import launch_ranks
-from .run.task import Task
+from .profiled_cluster import cluster_from_profile
+from .run.launch import launch_ranks
+from .run.protocol import ProfileTask
 
 METHOD_VERSION = 3
 """Raised when measurements of an older method must not be used any more."""
-
-CPU_RESERVED_BYTES = GIB // 2
-"""Of a rank on a CPU: the interpreter and torch take about 0.3 GiB, gloo's buffers and the allocator some of the rest."""
 
 MAX_BUSY_FRACTION = 0.2
 
 Say = Callable[[str], None]
 
 _LOG = logging.getLogger(__name__)
-
-_CATALOGUE_NAMES = {
-    "H100-80GB-HBM3": "H100-SXM-80GB",
-    "GH200-480GB": "GH200-96GB",  # torch names the memory of the Grace processor
-    "RTX-PRO-6000-Blackwell-Server-Edition": "RTX-PRO-6000-Server-96GB",
-}
-"""Names of torch.cuda.get_device_name that are not the catalogue's after their prefix is removed."""
 
 
 def measure_local(
@@ -86,50 +73,6 @@ def measure_local(
     return cluster_from_profile(profile)
 
 
-def cluster_from_profile(profile: Profile) -> ClusterSpec:
-    """The cluster that a profile of one machine describes.
-
-    Raises:
-        ProfileError: the profile lacks a measurement that the description needs.
-    """
-    machine, ranks = profile.machine, profile.machine.num_devices
-    on_gpu = machine.backend == "nccl"
-    bandwidth, source = profile.memory_bandwidth_bytes_per_s, f"measured {profile.created[:10]} on {machine.device}"
-    architecture, name = "", f"{machine.device} / {ranks}"
-    if on_gpu:
-        name, architecture = _catalogue_name(machine.device)
-    device = Device(
-        name=name,
-        vendor="cpu" if not on_gpu else "amd" if machine.driver.startswith("rocm") else "nvidia",
-        architecture=architecture,
-        memory_bytes=profile.device_memory_bytes,
-        memory_bandwidth_bytes_per_s=bandwidth,
-        peak_flops_per_s=peak_flops(profile.matmuls),
-        gemm=fit_gemm(profile.matmuls, bandwidth, source),
-        source=f"{source}, {machine.driver}",
-    )
-    backend, measured = machine.backend, profile.collectives
-    link = unused_link(backend, bandwidth) if ranks == 1 else fit_link(measured, backend, source)
-    host_memory = machine.host_memory_bytes if on_gpu else None
-    return ClusterSpec(
-        name="local",
-        groups=(NodeGroup(device=device, num_nodes=1, devices_per_node=ranks, host_memory_bytes=host_memory),),
-        levels=(LinkLevel(link=link, domain_size=ranks),),
-        reserved_bytes=DEFAULT_RESERVED_BYTES if on_gpu else CPU_RESERVED_BYTES,
-        profile=profile,
-    )
-
-
-def _catalogue_name(torch_name: str) -> tuple[str, str]:
-    """Name and architecture: the catalogue's where it has the GPU, else torch's name and nothing."""
-    bare = re.sub(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+", "", torch_name).replace(" ", "-")
-    try:
-        name, entry = find_device(_CATALOGUE_NAMES.get(bare, bare))
-    except ConfigError:  # a GPU the catalogue does not have is fully described by its measurement
-        return torch_name, ""
-    return name, entry.get("architecture", "")
-
-
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +91,7 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
     say(f"measuring {machine.device} with {ranks} {'rank' if ranks == 1 else 'ranks'}: about ten seconds, once")
     if (busy := busy_fraction()) > MAX_BUSY_FRACTION:
         say(f"other work uses {100 * busy:.0f} % of the cores: the figures will be too low, and are not kept")
-    task = Task(
+    task = ProfileTask(
         backend=machine.backend,
         threads=max(1, num_cores() // ranks),
         foreign_load_fraction=min(busy, 1.0),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .models.decoder import Decoder
     from .parallel_model import ParallelModel
-    from .spread import parallelize
+    from .parallelize_model import parallelize
     from .training.optimizer import build_optimizer, clip_gradients
     from .weights.save import save_weights
 
@@ -19,7 +19,7 @@ _HOMES = {
     "ParallelModel": ".parallel_model",
     "build_optimizer": ".training.optimizer",
     "clip_gradients": ".training.optimizer",
-    "parallelize": ".spread",
+    "parallelize": ".parallelize_model",
     "save_weights": ".weights.save",
 }
 """Imported when they are asked for: all of torch's distributed tensors take seconds that other parts of this folder do not need.

@@ -67,7 +67,7 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, devic
             f"cp {layout.cp} in fp32: a ring needs the flash kernel, which GPUs have for bf16 and fp16",
             help="plan with --precision bf16-mixed",
         )
-    positions = own_positions(mesh, plan).to(device)
+    positions = local_positions(mesh, plan).to(device)
     if stage.model.embed_positions is not None:
         stage.model.embed_positions.positions = positions
     for block in stage.model.layers.values():
@@ -77,7 +77,7 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, devic
         block.self_attn.context = ContextRanks(mesh.exchange, mesh.ring)
 
 
-def own_positions(mesh: ParallelMesh, plan: Plan) -> Tensor:
+def local_positions(mesh: ParallelMesh, plan: Plan) -> Tensor:
     """Places in the sequence of this rank's tokens [S / cp], ascending within each of its one or two runs."""
     layout, places = plan.layout, torch.arange(plan.workload.seq_len)
     ring_size = layout.cp // layout.cp_ulysses

@@ -31,12 +31,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
-from ..schema.workload import Precision
+from ..schema.task import Precision
 from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .offload.schedule import layer_of
-from .replicated import Reduction, is_replicated, replicate_whole
+from .replicated import ReductionTimer, apply_ddp, is_replicated
 
 _DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -59,10 +59,10 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def shard_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Reduction | None:
+def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> ReductionTimer | None:
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
     if is_replicated(mesh, plan):
-        return replicate_whole(stage, mesh) if plan.workload.has_backward else None
+        return apply_ddp(stage, mesh) if plan.workload.has_backward else None
     shard_units(
         stage,
         mesh,
@@ -172,3 +172,10 @@ def before_micro_batch(stage: nn.Module, plan: Plan, *, is_last: bool) -> None:
                 assert isinstance(block, FSDPModule)
                 block.set_requires_gradient_sync(True)
                 block.set_reshard_after_backward(True)
+
+
+def reshard_all(module: torch.nn.Module) -> None:
+    """Parameters that stay gathered after a forward pass would hide that their shards have moved."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

@@ -22,13 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from ..schema.errors import RuntimeMismatchError
+from ..schema.layers import Block, MoE
 from ..schema.layout import Layout
-from ..schema.model import Block, MoE
 from ..schema.plan import Plan
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
-from .models.expert_slots import ExpertSlots
-from .models.experts import ExpertRanks, Experts, MixtureOfExperts
+from .models.experts import ExpertRanks, Experts, ExpertSlots, MixtureOfExperts
 
 
 def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:

@@ -9,22 +9,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..cost_models.pipeline_simulation import Action
+from ..cost_models.pipeline.simulation import Action
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
-from .context_parallel import own_positions
-from .data_parallel import before_micro_batch
+from .context_parallel import local_positions
+from .data_parallel import before_micro_batch, reshard_all
 from .mesh import ParallelMesh
 from .models.init import local_tensor
 from .offload.schedule import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
-from .replicated import Reduction
+from .replicated import ReductionTimer
 from .training.loss_scale import LossScale
-from .training.step_parts import StepClock
-from .training.zeroth_order import drop_gathered
+from .training.step_clock import StepClock
 
 
-def _own_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Of a Decoder, which takes the loss itself."""
     loss: Tensor = module(inputs, targets)
     return loss
@@ -54,9 +53,9 @@ class ParallelModel:
         schedule: Schedule | None = None,
         offload: HostOffload | None = None,
         *,
-        reduction: Reduction | None = None,
+        reduction: ReductionTimer | None = None,
         ends: tuple[nn.Module | None, nn.Module | None] | None = None,
-        loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _own_loss,
+        loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _decoder_loss,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -70,7 +69,7 @@ class ParallelModel:
             set_clock(schedule, self.clock)
         self._ends, self._reduction = ends, reduction
         self._loss_fn = loss_fn
-        self._positions = own_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
+        self._positions = local_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     @property
     def model_part(self) -> nn.Module:
@@ -129,7 +128,7 @@ class ParallelModel:
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             with self.clock.part("forward", Action(0, "F", i)):
                 total += self._loss_fn(self.module, x, y).sum() / count
-        drop_gathered(self.module)
+        reshard_all(self.module)
         return self._share_of_mean(total)
 
     def add_over_ranks(self, values: Tensor) -> None:

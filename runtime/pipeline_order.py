@@ -1,16 +1,16 @@
 """What each rank of a plan's pipeline runs, and which stages it holds.
 
-Named schedules are made here for the plan's numbers (cost_models/pipeline_orders.py); the synthesised one comes with the plan.
+Named schedules are made here for the plan's numbers (cost_models/pipeline/orders.py); the synthesised one comes with the plan.
 """
 
 from __future__ import annotations
 
-from ..cost_models import pipeline_orders as orders
-from ..cost_models.pipeline_simulation import Order, Pipeline, placement, simulate
+from ..cost_models.pipeline import orders
+from ..cost_models.pipeline.simulation import Order, Pipeline, placement, simulate
 from ..schema.errors import ConfigError
-from ..schema.layout_facts import V_SCHEDULES
 from ..schema.plan import Plan
-from ..solvers.pipeline_csv import planned_order
+from ..schema.schedules import V_SCHEDULES
+from ..solvers.pipeline.torch_csv import planned_order
 
 
 def stage_ranks(plan: Plan) -> tuple[int, ...]:

@@ -25,15 +25,15 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from ..cost_models.pipeline_simulation import Action
+from ..cost_models.pipeline.simulation import Action
 from ..schema.plan import Plan
-from ..solvers.pipeline_csv import to_torch_csv
+from ..solvers.pipeline.torch_csv import to_torch_csv
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
 from .models.init import local_tensor
 from .pipeline_order import pipeline_order
 from .training.loss_scale import LossScale
-from .training.step_parts import StepClock
+from .training.step_clock import StepClock
 
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
 

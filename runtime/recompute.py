@@ -18,8 +18,8 @@ from ..schema.layout import Recompute
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import Experts, MixtureOfExperts
 from .models.init import ADAPTER_UP
+from .models.layers import ReplicatedLinear
 from .models.ring_attention import RING_ATTENTION
-from .models.whole_linear import WholeLinear
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})
@@ -41,10 +41,10 @@ def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) ->
     a recomputation does not gather parameters once more.
     """
     for name, block in stage.model.layers.items():
-        recomputing(block, recompute_of(int(name) + 1))  # the embedding is layer 0
+        checkpoint_block(block, recompute_of(int(name) + 1))  # the embedding is layer 0
 
 
-def recomputing(block: nn.Module, recompute: Recompute) -> None:
+def checkpoint_block(block: nn.Module, recompute: Recompute) -> None:
     """Checkpoint one block, in place."""
     if recompute == "none":
         return
@@ -65,7 +65,7 @@ def _count_products(block: nn.Module) -> int:
     modules = list(block.modules())
     if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
         return _NO_LAST
-    single = sum(isinstance(module, nn.Linear | WholeLinear) for module in modules)
+    single = sum(isinstance(module, nn.Linear | ReplicatedLinear) for module in modules)
     single += 2 * sum(hasattr(module, ADAPTER_UP) for module in modules)
     return single + 3 * sum(isinstance(module, Experts) for module in modules)
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ..schema.plan import Plan
 from .mesh import ParallelMesh
-from .training.step_parts import StepClock
+from .training.step_clock import StepClock
 
 
 def is_replicated(mesh: ParallelMesh, plan: Plan) -> bool:
@@ -28,7 +28,7 @@ def is_replicated(mesh: ParallelMesh, plan: Plan) -> bool:
     return alone and whole and plan.workload.precision == "fp32"
 
 
-class Reduction:
+class ReductionTimer:
     """When a module's last bucket of gradients left, so that waiting for it can be told from computing. Final.
 
     Attributes:
@@ -47,16 +47,16 @@ class Reduction:
             self.left_s = 0.0
 
 
-def _reduce(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduce(state: ReductionTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's hook of a bucket that is full."""
     state.left_s = time.perf_counter()
     return allreduce_hook(state.group, bucket)
 
 
-def replicate_whole(stage: nn.Module, mesh: ParallelMesh) -> Reduction:
+def apply_ddp(stage: nn.Module, mesh: ParallelMesh) -> ReductionTimer:
     """Apply DDP in place; parameter names stay."""
     group = mesh.fsdp["dp_replicate"].get_group()
-    reduction = Reduction(group)
+    reduction = ReductionTimer(group)
     module = replicate(stage, process_group=group, gradient_as_bucket_view=True, init_sync=False)
     assert isinstance(module, DDP)
     module.register_comm_hook(reduction, _reduce)

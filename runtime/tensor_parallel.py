@@ -21,15 +21,11 @@ from torch.distributed.tensor.parallel import (
 from ..schema.plan import Plan
 from .loss import VocabShard
 from .mesh import ParallelMesh
+from .models.attention import LatentSelfAttention
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts
-from .models.gelu import GeluMLP
 from .models.init import local_tensor
-from .models.latent_attention import LatentSelfAttention
-from .models.norm import LayerNorm, RMSNorm
-from .models.positions import PositionEmbedding
-from .models.swiglu import SwiGLU
-from .models.whole_linear import WholeLinear
+from .models.layers import GeluMLP, LayerNorm, PositionEmbedding, ReplicatedLinear, RMSNorm, SwiGLU
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
@@ -85,7 +81,7 @@ def _split_latent(attention: LatentSelfAttention, tp: DeviceMesh, hidden: Placem
     """Compressed vectors on every rank, whole and with whole gradients; heads split."""
     attention.spread, attention.hidden = tp, hidden
     for module in attention.children():
-        if isinstance(module, WholeLinear | RMSNorm):
+        if isinstance(module, ReplicatedLinear | RMSNorm):
             _replicate(module, tp, Replicate())
 
 
@@ -145,7 +141,7 @@ def _split_norm(norm: RMSNorm, tp: DeviceMesh) -> None:
 
 
 def _replicate(
-    module: RMSNorm | LayerNorm | PositionEmbedding | WholeLinear, tp: DeviceMesh, gradient: Placement
+    module: RMSNorm | LayerNorm | PositionEmbedding | ReplicatedLinear, tp: DeviceMesh, gradient: Placement
 ) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         whole = distribute_tensor(parameter.data, tp, [Replicate()], src_data_rank=None)

@@ -1,9 +1,9 @@
 """The nouns of Meshwright: frozen, validated data with a JSON round trip. Imports nothing else of the project."""
 
 from .base import SCHEMA_VERSION
-from .calibration import Calibration
-from .cluster import ClusterSpec, Device, Link, LinkLevel, NodeGroup
-from .cost_summary import CostSummary, ParetoPoint, SizeTried
+from .certificate import Certificate
+from .cluster import ClusterSpec
+from .devices import Device, Link, LinkLevel, NodeGroup
 from .errors import (
     ConfigError,
     InfeasibleError,
@@ -14,11 +14,11 @@ from .errors import (
 )
 from .layout import Layout
 from .model import ModelSpec
-from .offers import Offer
-from .offload import OffloadAllowed, OffloadSchedule, OffloadWorth
-from .plan import Alternative, Estimate, Plan, SearchCertificate, Stage
-from .profile import Profile
-from .workload import Workload
+from .offers import CostSummary, Offer, ParetoPoint, SizeTried
+from .offload import OffloadLimits, OffloadMarginalValues, OffloadSchedule
+from .plan import Alternative, Estimate, Plan, Stage
+from .profile import Calibration, Profile
+from .task import Workload
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -37,15 +37,15 @@ __all__ = [
     "ModelSpec",
     "NodeGroup",
     "Offer",
-    "OffloadAllowed",
+    "OffloadLimits",
     "OffloadSchedule",
-    "OffloadWorth",
+    "OffloadMarginalValues",
     "ParetoPoint",
     "Plan",
     "Profile",
     "ProfileError",
     "RuntimeMismatchError",
-    "SearchCertificate",
+    "Certificate",
     "SizeTried",
     "SolverLimitError",
     "Stage",

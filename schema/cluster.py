@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, Self
+from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from .base import Count, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from .calibration import Calibration
-from .cluster_parts import Part, joined_levels, parts_of
-from .profile import CollectivePoint, Profile
+from .base import Frozen, NonNegativeFloat, NonNegativeInt
+from .devices import (
+    MAX_DEVICES,
+    MIN_BANDWIDTH,
+    Device,
+    LinkLevel,
+    NodeGroup,
+    PeakFlops,
+    _require_nesting,
+    joined_levels,
+)
+from .profile import Calibration, Profile
 from .units import GIB
-
-Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 
 DEFAULT_RESERVED_BYTES = int(2.5 * GIB)
 """Memory of an accelerator that a plan may not use: CUDA context, NCCL channels, cuBLAS workspace and allocator fragmentation.
@@ -24,160 +30,17 @@ measured B200 runs (SimuMax, Apache-2.0).
 """
 
 
-MAX_DEVICES = 10_000_000
-"""More than anybody has built by a factor of ten: a larger count is a typing error."""
+class ClusterPart(NamedTuple):
+    """Nodes that are alike: a cluster of their own, and which groups and nodes of the whole cluster they are."""
 
-MIN_BANDWIDTH = 1e3
-"""Bytes/s; no link is slower, and a smaller number is a wrong unit or a pair of nodes that do not reach each other."""
-
-
-class PeakFlops(Frozen):
-    """Dense peak rates of a device, FLOP/s; None where the device has no such unit."""
-
-    fp32: PositiveFloat | None = None
-    tf32: PositiveFloat | None = None
-    fp16: PositiveFloat | None = None
-    bf16: PositiveFloat | None = None
-    fp8: PositiveFloat | None = None
-    fp4: PositiveFloat | None = None
-
-
-class GemmFit(Frozen):
-    """Calibrated roofline of matrix products on one device: t = launch + max(F / (P * compute), B / (W * memory))."""
-
-    launch_s: NonNegativeFloat
-    compute_efficiency: float = Field(gt=0, le=1.5)
-    memory_efficiency: float = Field(gt=0, le=1.5)
-    source: str
-
-
-class Device(Frozen):
-    """One accelerator, or on a machine without one the share of the CPU that one rank gets.
-
-    Attributes:
-        memory_bytes: what the framework reports as total, not the decimal figure of the data sheet.
-        num_sms: streaming multiprocessors (AMD: compute units); cache_bytes: second-level cache; None where unknown.
-        power_limit_ratio: power limit over the one that the data sheet's rates are stated at.
-        gemm: efficiencies measured on this machine; None where none were.
-    """
-
-    name: str
-    vendor: Literal["nvidia", "amd", "cpu", "other"]
-    architecture: str = ""
-    memory_bytes: PositiveInt
-    memory_bandwidth_bytes_per_s: PositiveFloat
-    peak_flops_per_s: PeakFlops
-    num_sms: PositiveInt | None = None
-    cache_bytes: PositiveInt | None = None
-    power_limit_ratio: PositiveFloat = 1.0
-    gemm: GemmFit | None = None
-    price_per_hour: PositiveFloat | None = None
-    source: str = ""
+    cluster: ClusterSpec
+    groups: tuple[int, ...]
+    nodes: tuple[int, ...]
 
     @property
-    def backend(self) -> Literal["nccl", "gloo"]:
-        """The torch.distributed backend that reaches it."""
-        return "gloo" if self.vendor == "cpu" else "nccl"
-
-
-class LinkEfficiency(Frozen):
-    """Achieved fraction of the line rate at large messages (bus bandwidth of nccl-tests over line rate)."""
-
-    p2p: PositiveFloat
-    all_reduce: PositiveFloat
-    all_gather: PositiveFloat
-    reduce_scatter: PositiveFloat
-    all_to_all: PositiveFloat
-
-
-class CollectiveLatency(Frozen):
-    """Latency of a small collective over n devices: base + per_hop * log2(n), seconds."""
-
-    base: NonNegativeFloat
-    per_hop: NonNegativeFloat
-
-
-class Link(Frozen):
-    """One kind of link; bandwidth is unidirectional, per device or per whatever shares it.
-
-    Attributes:
-        latency_s: one small send and receive.
-        ramp_s: pipeline fill of a collective: b bytes of line rate W add ``sqrt(ramp_s * b / W)``.
-        ring_step_s: what each crossing between nodes adds to a ring of long messages; None: ``latency_s``.
-        mesh_peers: of devices joined in pairs without a switch, how many peers all links of one reach together: n devices use
-            ``(n - 1) / mesh_peers`` of the rate.
-        curve: name of the measured curves (cost_models/collective_curves.json) that stand in for efficiencies and latencies.
-        measured: collectives measured on this very link; where there are some, they are interpolated.
-    """
-
-    name: str
-    kind: Literal["scale-up", "scale-out"]
-    title: str = ""
-    bandwidth_bytes_per_s: float = Field(ge=MIN_BANDWIDTH, le=1e15)
-    latency_s: NonNegativeFloat
-    efficiency: LinkEfficiency
-    collective_latency_s: CollectiveLatency
-    shared_by: Literal["device", "host", "node"] = "device"
-    ramp_s: NonNegativeFloat = 0.0
-    ring_step_s: NonNegativeFloat | None = None
-    mesh_peers: PositiveFloat | None = None
-    curve: str = ""
-    measured: tuple[CollectivePoint, ...] = ()
-    source: str = ""
-
-
-class LinkLevel(Frozen):
-    """All devices of one domain reach each other over ``link``; domains nest."""
-
-    link: Link
-    domain_size: Count
-
-
-def _require_nesting(levels: tuple[LinkLevel, ...], num_devices: int, owner: str) -> None:
-    """Domains hold whole inner domains, and the outermost one is all devices of the owner.
-
-    Raises:
-        ValueError: they do not; with the numbers.
-    """
-    sizes = [level.domain_size for level in levels]
-    for inner, outer in itertools.pairwise(sizes):
-        if outer <= inner or outer % inner:
-            raise ValueError(f"link domains must nest: {outer} devices do not hold whole domains of {inner}")
-    if sizes[-1] != num_devices:
-        raise ValueError(f"the outermost link joins {sizes[-1]} devices, {owner} has {num_devices}")
-
-
-class NodeGroup(Frozen):
-    """``num_nodes`` identical nodes.
-
-    Attributes:
-        levels: links among the devices of this group, innermost first, where they are not those of the cluster; the last one joins
-            them all. Only in a cluster of several groups.
-    """
-
-    device: Device
-    num_nodes: Count
-    devices_per_node: Count
-    host_memory_bytes: PositiveInt | None = None
-    host_link_bytes_per_s: PositiveFloat | None = None
-    storage_bytes_per_s: PositiveFloat | None = None
-    levels: tuple[LinkLevel, ...] = ()
-
-    @model_validator(mode="after")
-    def _levels_nest(self) -> Self:
-        if self.levels:
-            _require_nesting(self.levels, self.num_devices, "the group")
-        return self
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the group."""
-        return self.num_nodes * self.devices_per_node
-
-    def resized(self, num_nodes: int) -> Self:
-        """The same with another number of nodes."""
-        levels = joined_levels(self.levels, num_nodes * self.devices_per_node) if self.levels else ()
-        return self.replace(num_nodes=num_nodes, levels=levels)
+    def device(self) -> str:
+        """Name of its device."""
+        return self.cluster.groups[0].device.name
 
 
 class ClusterSpec(Frozen):
@@ -189,7 +52,7 @@ class ClusterSpec(Frozen):
         bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one: what one device of a node gets to its
             counterpart on another while the other devices of the node send as well. The diagonal is not read.
         profile: the measurements this spec was made from, where there are any.
-        calibration: what measured runs on it say about the model's rates (`planner.calibration.calibrate`).
+        calibration: what measured runs on it say about the model's rates (`validation.calibration.calibrate`).
     """
 
     name: str = Field(min_length=1)
@@ -246,9 +109,9 @@ class ClusterSpec(Frozen):
         return max(group.devices_per_node for group in self.groups)
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ClusterPart, ...]:
         """Nodes that are alike in devices and links, as clusters of their own; none where all nodes are alike."""
-        return parts_of(self)
+        return cluster_parts(self)
 
     @property
     def is_mixed(self) -> bool:
@@ -301,6 +164,62 @@ class ClusterSpec(Frozen):
         Raises:
             ConfigError: the text is none of these, or what it names cannot be read.
         """
-        from .cluster_text import cluster_from_text
+        from .cluster_files import cluster_from_text
 
         return cls(**cluster_from_text(text))
+
+
+def part_label(parts: Sequence[ClusterPart], g: int) -> str:
+    """How to call a part: by its device, and where another part has the same one by the link that joins its nodes too."""
+    same = [part for part in parts if part.device == parts[g].device]
+    return parts[g].device if len(same) == 1 else f"{parts[g].device}/{parts[g].cluster.levels[-1].link.name}"
+
+
+def cluster_parts(cluster: ClusterSpec) -> tuple[ClusterPart, ...]:
+    """The parts of a cluster in the order in which it lists them; none where all nodes are alike."""
+    kinds: list[list[int]] = []
+    for i, group in enumerate(cluster.groups):
+        alike = next((kind for kind in kinds if _are_alike(cluster.groups[kind[0]], group)), None)
+        if alike is None:
+            kinds.append([i])
+        else:
+            alike.append(i)
+    if len(kinds) == 1:
+        return ()
+    first = [sum(group.num_nodes for group in cluster.groups[:i]) for i in range(len(cluster.groups))]
+    parts = []
+    for k, members in enumerate(kinds):
+        nodes = tuple(first[i] + n for i in members for n in range(cluster.groups[i].num_nodes))
+        parts.append(ClusterPart(_part_cluster(cluster, k, members, nodes), tuple(members), nodes))
+    return tuple(parts)
+
+
+def with_parts_in_order(cluster: ClusterSpec, parts: Sequence[ClusterPart]) -> ClusterSpec:
+    """The cluster with its groups listed part by part, in the given order."""
+    nodes = [n for part in parts for n in part.nodes]
+    groups = tuple(cluster.groups[i] for part in parts for i in part.groups)
+    return cluster.replace(groups=groups, bandwidth_matrix=_matrix_of_nodes(cluster.bandwidth_matrix, nodes))
+
+
+def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:
+    """Whether nodes differ in nothing but how many they are; few of them may lack the outer links of many."""
+    links = zip(one.levels, other.levels, strict=False)
+    same_links = bool(one.levels) == bool(other.levels) and all(a.link == b.link for a, b in links)
+    return same_links and one.replace(num_nodes=1, levels=()) == other.replace(num_nodes=1, levels=())
+
+
+def _part_cluster(cluster: ClusterSpec, k: int, groups: Sequence[int], nodes: Sequence[int]) -> ClusterSpec:
+    group = max((cluster.groups[i] for i in groups), key=lambda group: len(group.levels))
+    members = group.replace(num_nodes=len(nodes), levels=())
+    return cluster.replace(
+        name=f"{cluster.name}[{k}]",
+        groups=(members,),
+        levels=joined_levels(group.levels or cluster.levels, members.num_devices),
+        bandwidth_matrix=_matrix_of_nodes(cluster.bandwidth_matrix, nodes),
+    )
+
+
+def _matrix_of_nodes(
+    matrix: tuple[tuple[float, ...], ...] | None, nodes: Sequence[int]
+) -> tuple[tuple[float, ...], ...] | None:
+    return None if matrix is None else tuple(tuple(matrix[i][j] for j in nodes) for i in nodes)

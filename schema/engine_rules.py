@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .common_rules import ENGINE_RULES
-from .layout import SCHEDULES
-from .layout_facts import SPLIT_SCHEDULES, Rule, all_divide, as_array, not_dividing, runs
-from .workload import Engine
+from .layout_rules import ENGINE_RULES, Rule, all_divide, as_array, not_dividing, runs
+from .schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES
+from .task import Engine
 
 MEGATRON_EXCHANGE = Rule(
     "megatron_exchange_of_latent",
@@ -54,7 +53,7 @@ FSDP2_RULES: tuple[Rule, ...] = (
     Rule(
         "schedule_in_chunks",
         lambda f: ~runs(f, "zb-h2") | (f.num_model_chunks == 1),
-        lambda f: f"schedule {SCHEDULES[f.schedule]} has no form with {f.num_model_chunks} model chunks a rank",
+        lambda f: f"schedule {SCHEDULE_NAMES[f.schedule]} has no form with {f.num_model_chunks} model chunks a rank",
     ),
     Rule(
         "tp_in_scaleup_domain",
@@ -78,7 +77,7 @@ FSDP2_RULES: tuple[Rule, ...] = (
         "split_backward_keeps_activations",
         lambda f: ~runs(f, *SPLIT_SCHEDULES) | (f.recomputes == 0),
         lambda f: (
-            f"schedule {SCHEDULES[f.schedule]} with recompute: a backward pass in two parts would run what operator-level "
+            f"schedule {SCHEDULE_NAMES[f.schedule]} with recompute: a backward pass in two parts would run what operator-level "
             "recompute made again twice (torch refuses), and keep what full recompute made until the second part"
         ),
     ),

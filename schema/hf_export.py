@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import ConfigError
-from .hf_families import FAMILIES
-from .model import Block, DenseMLP, LatentAttention, ModelSpec, MoE, Rope, SoftmaxAttention
+from .hf import FAMILIES
+from .layers import Block, DenseMLP, LatentAttention, MoE, Rope, SoftmaxAttention
+from .model import ModelSpec
 
 _WRITTEN = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt2",

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any, Literal, NoReturn, TypeVar, final
 
 from .errors import ConfigError
-from .model import MAX_LAYERS, Activation, Block, Embedding, Head, LayerRun, Rope
+from .layers import MAX_LAYERS, Activation, Block, Embedding, Head, LayerRun, Rope
 
 MAX_SIZE = 10**9
 ACTIVATIONS: dict[str, Activation] = {

@@ -1,20 +1,256 @@
-"""Layers of a model: embedding, block, head, multi-token-prediction head; with exact parameter counts.
+"""Layers of a model (embedding, block, head, multi-token-prediction head) and their parts, with exact parameter counts.
 
-Shapes follow the names of style.md: D hidden_dim, V vocab_size.
+Shapes: D hidden_dim, V vocab_size, H num_heads, K num_kv_heads, C head_dim, F ffn_dim, E num_experts.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from .attention import Attention
-from .base import Count, CountOrNone, Frozen
-from .feed_forward import FeedForward
-from .traced import Traced
+from .base import Count, CountOrNone, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class SoftmaxAttention(Frozen):
+    """Multi-head (K = H) or grouped-query (K < H) attention.
+
+    Attributes:
+        window: a token sees itself and at most ``window - 1`` before it (sliding or chunked attention); None is all of them.
+        chunked: the sequence is cut into chunks of ``window`` and a token sees only its own chunk (Llama-4): on average
+            half of what a sliding window of that size sees.
+        rope_fraction: part of each head that is rotated; 0 for none.
+        qk_norm: RMSNorm of queries and keys: over each head (weights [C]), over all heads (weights [H*C], [K*C]), or without
+            weights.
+        sinks: one learned logit per head is added to the softmax (gpt-oss).
+    """
+
+    kind: Literal["mha", "gqa"]
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    window: Count | None = None
+    chunked: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "per_head", "full", "weightless"] = "none"
+    rope_fraction: float = Field(default=1.0, ge=0, le=1)
+    sinks: bool = False
+    logit_softcap: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _kv_heads_divide(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if (self.kind == "mha") != (self.num_heads == self.num_kv_heads):
+            raise ValueError(f"{self.kind} with {self.num_heads} heads and {self.num_kv_heads} kv heads")
+        return self
+
+    @property
+    def q_dim(self) -> int:
+        """Width of the queries, H*C."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of the keys (and of the values), K*C."""
+        return self.num_kv_heads * self.head_dim
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters: q, k, v and output projections, biases, query/key norms, sinks."""
+        weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim)
+        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.out_bias * hidden_dim
+        norms = {"none": 0, "weightless": 0, "per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}[
+            self.qk_norm
+        ]
+        return weights + biases + norms + self.sinks * self.num_heads
+
+
+class LatentAttention(Frozen):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values from one compressed vector."""
+
+    kind: Literal["mla"] = "mla"
+    num_heads: Count
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+    bias: bool = False
+    window: None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Keys and values are expanded to one per head for training."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one query or key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def q_dim(self) -> int:
+        """Width of the queries, H*C."""
+        return self.num_heads * self.head_dim
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters: down and up projections of queries and of keys/values, their norms, output projection."""
+        rank = self.q_lora_rank
+        query = hidden_dim * self.q_dim if rank is None else hidden_dim * rank + rank + rank * self.q_dim
+        down = hidden_dim * (self.kv_lora_rank + self.qk_rope_head_dim)
+        up = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        out = self.num_heads * self.v_head_dim * hidden_dim
+        biases = self.bias * ((rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim + hidden_dim)
+        return query + down + self.kv_lora_rank + up + out + biases
+
+
+Attention = Annotated[SoftmaxAttention | LatentAttention, Field(discriminator="kind")]
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+
+class DenseMLP(Frozen):
+    """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU)."""
+
+    kind: Literal["dense"] = "dense"
+    ffn_dim: Count
+    gated: bool = True
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters with biases."""
+        up = 2 if self.gated else 1
+        return (up + 1) * hidden_dim * self.ffn_dim + self.bias * (up * self.ffn_dim + hidden_dim)
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Parameters one token goes through."""
+        return self.num_params(hidden_dim)
+
+
+class MoE(Frozen):
+    """A router [D,E] and E experts of which a token visits top_k, plus shared experts that every token visits.
+
+    Attributes:
+        ffn_dim: width of one routed expert.
+        shared_ffn_dim: width of all shared experts together; 0 for none.
+        shared_gate: a learned scalar gate [D,1] on the shared experts (Qwen2-MoE).
+        router: scores of a token's experts: softmax over all of them; top_k_softmax over the chosen ones; sigmoid of each.
+        normalize: the scores of the chosen experts are divided by their sum.
+        scale: factor on the sum of the routed experts.
+        num_groups, top_groups: experts stand in groups, and a token visits those of at most top_groups of them (DeepSeek-V3).
+    """
+
+    kind: Literal["moe"] = "moe"
+    num_experts: Count
+    top_k: Count
+    ffn_dim: Count
+    shared_ffn_dim: CountOrNone = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    router: Literal["softmax", "top_k_softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: PositiveFloat = 1.0
+    num_groups: Count = 1
+    top_groups: Count = 1
+    gated: bool = True
+    activation: Activation = "silu"
+    bias: bool = False
+
+    @model_validator(mode="after")
+    def _top_k_in_range(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        return self
+
+    @property
+    def expert(self) -> DenseMLP:
+        """One routed expert."""
+        return DenseMLP(ffn_dim=self.ffn_dim, gated=self.gated, activation=self.activation, bias=self.bias)
+
+    @property
+    def shared(self) -> DenseMLP | None:
+        """The shared experts as one MLP."""
+        if not self.shared_ffn_dim:
+            return None
+        return DenseMLP(ffn_dim=self.shared_ffn_dim, gated=self.gated, activation=self.activation)
+
+    def num_dense_params(self, hidden_dim: int) -> int:
+        """Router and shared experts: what every token goes through."""
+        shared = self.shared.num_params(hidden_dim) if self.shared else 0
+        return (
+            hidden_dim * self.num_experts + self.router_bias * self.num_experts + shared + self.shared_gate * hidden_dim
+        )
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Parameters of router, shared and all routed experts."""
+        return self.num_dense_params(hidden_dim) + self.num_experts * self.expert.num_params(hidden_dim)
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Parameters one token goes through."""
+        return self.num_dense_params(hidden_dim) + self.top_k * self.expert.num_params(hidden_dim)
+
+
+FeedForward = Annotated[DenseMLP | MoE, Field(discriminator="kind")]
+
+
+class TracedProduct(Frozen):
+    """``count`` products [rows, k] x [k, n] of one sequence; those of attention without a fused kernel are products, too."""
+
+    rows: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
+    count: PositiveInt = 1
+
+
+class TracedAttention(Frozen):
+    """``count`` fused attentions of one sequence; a query sees ``context`` of ``kv_len`` keys on average."""
+
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    query_len: PositiveInt
+    kv_len: PositiveInt
+    context: NonNegativeFloat
+    count: PositiveInt = 1
+
+
+class Traced(Frozen):
+    """One layer and one sequence of ``seq_len`` tokens; elements are those of the compute dtype.
+
+    Attributes:
+        products, attentions: of the forward pass; the backward pass follows from them.
+        forward_elements, backward_elements: read and written by all other kernels; *_kernels: how many there are.
+        saved_elements: kept from the forward to the backward pass; selective_elements, full_elements: the same where all but
+            products and attention, and where everything is computed again.
+    """
+
+    seq_len: PositiveInt
+    num_params: NonNegativeInt
+    products: tuple[TracedProduct, ...] = ()
+    attentions: tuple[TracedAttention, ...] = ()
+    forward_elements: NonNegativeInt = 0
+    backward_elements: NonNegativeInt = 0
+    forward_kernels: NonNegativeInt = 0
+    backward_kernels: NonNegativeInt = 0
+    saved_elements: NonNegativeInt = 0
+    selective_elements: NonNegativeInt = 0
+    full_elements: NonNegativeInt = 0
+
+    @property
+    def forward_flops(self) -> float:
+        """Of products and attention, 2 for a multiplication and an addition."""
+        products = sum(2 * p.count * p.rows * p.n * p.k for p in self.products)
+        return products + sum(
+            2 * a.count * a.num_heads * a.query_len * a.context * (a.head_dim + a.v_head_dim) for a in self.attentions
+        )
+
 
 NormKind = Literal["rmsnorm", "layernorm"]
+
 
 MAX_LAYERS = 10_000
 """Of equal layers in a row: more than any model has by a factor of ten."""
@@ -118,3 +354,27 @@ class LayerRun(Frozen):
 
     layer: Layer
     count: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
+
+
+class Rope(Frozen):
+    """Rotary position embedding; ``scaling`` names the rule of the published config, with its numbers.
+
+    Attributes:
+        beta_fast, beta_slow: yarn: turns within the original length above which a pair keeps its speed, and below which it is
+            slowed by the factor.
+        attention_factor: yarn: factor on both tables; unset, it follows from factor, mscale and mscale_all_dim.
+        truncate: yarn: whether the bounds of the blend are whole numbers of pairs.
+    """
+
+    theta: PositiveFloat = 10000.0
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    factor: PositiveFloat = 1.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_seq_len: Count | None = None
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
+    truncate: bool = True

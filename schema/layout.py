@@ -6,19 +6,18 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from .base import Count, Frozen, shown
 from .errors import ConfigError
+from .schedules import SCHEDULE_NAMES, ScheduleName
 
 Recompute = Literal["none", "selective", "full"]
 LayoutRecompute = Literal["none", "selective", "full", "mixed"]
 Offload = Literal["none", "optimizer", "parameters", "scheduled"]
 Vocabulary = Literal["ends", "split"]
-Schedule = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "synthesised"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 def _default_zero_stage(data: dict[str, Any]) -> Literal[0, 1, 3]:
@@ -43,7 +42,7 @@ class Layout(Frozen):
             With ep = etp = 1 experts have no axes of their own: they are split over tp like every feed-forward part.
         num_model_chunks: stages that each rank holds; chunk k of rank r is stage k pp + r, or counted back in every second
             chunk under the V schedules (zb-v, v-half, v-min: two chunks).
-        schedule: order of the passes (cost_models/pipeline_orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
+        schedule: order of the passes (cost_models/pipeline/orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
             synthesised is the order that the plan brings along.
         zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
             Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
@@ -73,7 +72,7 @@ class Layout(Frozen):
     etp: Count = 1
     num_model_chunks: Count = 1
     micro_batch_size: Count = 1
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     zero_stage: Literal[0, 1, 2, 3] = Field(default_factory=_default_zero_stage)
     gradient_shard: Count = 1
     optimizer_shard: Count = 1
@@ -191,7 +190,7 @@ class Layout(Frozen):
         return " ".join(parts)
 
 
-NUMBERS = (
+INTEGER_FIELDS = (
     "dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size",
     "zero_stage", "gradient_shard", "optimizer_shard",
 )  # fmt: skip
@@ -221,7 +220,7 @@ def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fields)
 
 
-PRINTED = {"zero": "zero_stage", "micro_batch": "micro_batch_size"}
+SHORT_FIELD_NAMES = {"zero": "zero_stage", "micro_batch": "micro_batch_size"}
 """Short names under which tables show fields."""
 
 
@@ -245,12 +244,12 @@ def parse_assignments(text: str) -> dict[str, Any]:
 
 def _assignments(item: str) -> list[tuple[str, str]]:
     """Fields and their values, both as text, that an item stands for."""
-    if item in SCHEDULES:
+    if item in SCHEDULE_NAMES:
         return [("schedule", item)]
     name, equals, value = item.partition("=")
     if not equals or not value:
         raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
-    name = PRINTED.get(name, name)
+    name = SHORT_FIELD_NAMES.get(name, name)
     parted = re.fullmatch(r"([a-z]+)x([\d.e-]+)", value)
     if name in ("recompute", "offload") and parted:
         return [(name, parted[1]), (f"{name}_fraction", parted[2])]

@@ -9,44 +9,35 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from .attention import Attention, LatentAttention, SoftmaxAttention
 from .base import Count, Frozen, PositiveFloat, read_json
 from .errors import ConfigError
-from .feed_forward import Activation, DenseMLP, FeedForward, MoE
-from .layers import MAX_LAYERS, Block, Embedding, Head, Layer, LayerRun, MTPHead, NormKind
+from .layers import (
+    MAX_LAYERS,
+    Activation,
+    Attention,
+    Block,
+    DenseMLP,
+    Embedding,
+    FeedForward,
+    Head,
+    LatentAttention,
+    Layer,
+    LayerRun,
+    MoE,
+    MTPHead,
+    NormKind,
+    Rope,
+    SoftmaxAttention,
+)
 
 __all__ = [
     "MAX_LAYERS", "Activation", "Attention", "Block", "DenseMLP", "Embedding", "FeedForward", "Head", "LatentAttention", "Layer",
     "LayerRun", "MTPHead", "MoE", "ModelSpec", "NormKind", "Rope", "SoftmaxAttention",
 ]  # fmt: skip
-
-
-class Rope(Frozen):
-    """Rotary position embedding; ``scaling`` names the rule of the published config, with its numbers.
-
-    Attributes:
-        beta_fast, beta_slow: yarn: turns within the original length above which a pair keeps its speed, and below which it is
-            slowed by the factor.
-        attention_factor: yarn: factor on both tables; unset, it follows from factor, mscale and mscale_all_dim.
-        truncate: yarn: whether the bounds of the blend are whole numbers of pairs.
-    """
-
-    theta: PositiveFloat = 10000.0
-    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
-    factor: PositiveFloat = 1.0
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_max_seq_len: Count | None = None
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    mscale: PositiveFloat | None = None
-    mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None
-    truncate: bool = True
 
 
 class ModelSpec(Frozen):

@@ -1,25 +1,106 @@
-"""Offer: machines that may be rented, at a price, in every number of nodes up to the largest."""
+"""Offers of machines for rent, and the money a plan on them costs."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
-from .base import Frozen, read_text, shown
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, read_text, shown
 from .catalogue import find_device
-from .cluster import ClusterSpec, LinkLevel
-from .cluster_text import cluster_from_text
-from .cluster_toml import check_keys, file_mode, whole_number
+from .cluster import ClusterSpec
+from .cluster_files import check_keys, cluster_from_text, count_from_table, file_mode
+from .devices import LinkLevel
 from .errors import ConfigError
+from .layout import Layout
+
+Outcome = Literal["chosen", "on the front", "dearer", "too slow", "does not fit", "no layout", "not examined"]
+
+
+class SizeTried(Frozen):
+    """One size of one offer, and what became of it.
+
+    Attributes:
+        bound_s: no layout of this size has a faster step; unset where no bound was worked out.
+        step_time_s: of the fastest layout; unset where the bounds alone decided, or nothing fits.
+        usd_per_million_tokens: at that step time, or (``is_bound``) at the bound: no layout of this size is cheaper.
+        host_bytes: of a node, where the fastest layout has an offload schedule.
+    """
+
+    offer: str
+    num_nodes: PositiveInt
+    num_devices: PositiveInt
+    price_per_hour: PositiveFloat
+    outcome: Outcome
+    reason: str = ""
+    layouts: NonNegativeInt = 0
+    bound_s: PositiveFloat | None = None
+    step_time_s: PositiveFloat | None = None
+    usd_per_million_tokens: PositiveFloat | None = None
+    is_bound: bool = False
+    host_bytes: NonNegativeInt = 0
+
+
+class CostSummary(Frozen):
+    """Money, in USD; devices are paid for as long as the training takes.
+
+    Attributes:
+        offer, num_nodes: what is rented; price_per_hour: all of it.
+        min_tokens_per_s: the floor that every size had to reach.
+        tokens, hours, total: the whole run, where its tokens are given.
+        bound_usd_per_million_tokens: no size of any offer that reaches the floor is cheaper, within the cost model.
+        gap: (usd - bound) / usd; above zero where a simpler layout was taken over a faster one, or a time limit came first.
+        status: optimal: every size was bounded; feasible: a time limit stopped that.
+        sizes: every size of every offer, in the order of the offers.
+    """
+
+    offer: str
+    num_nodes: PositiveInt
+    price_per_hour: PositiveFloat
+    usd_per_step: PositiveFloat
+    usd_per_million_tokens: PositiveFloat
+    usd_per_billion_tokens: PositiveFloat
+    min_tokens_per_s: NonNegativeFloat = 0.0
+    tokens: PositiveFloat | None = None
+    hours: PositiveFloat | None = None
+    total: PositiveFloat | None = None
+    status: Literal["optimal", "feasible"]
+    bound_usd_per_million_tokens: NonNegativeFloat
+    gap: NonNegativeFloat
+    search_s: NonNegativeFloat
+    sizes: tuple[SizeTried, ...] = ()
+
+
+class ParetoPoint(Frozen):
+    """A layout that no other one beats in both time and memory.
+
+    Attributes:
+        cap_bytes: the point is the fastest layout that requires at most this much of a device.
+        bound_s: no such layout of the space is faster.
+        layers_of_stage: how many layers each stage holds, in order: one layout may be cut in several ways.
+        host_bytes: of a node, where the layout has an offload schedule.
+    """
+
+    layout: Layout
+    step_time_s: PositiveFloat
+    bound_s: PositiveFloat
+    required_bytes: PositiveInt
+    peak_allocated_bytes: PositiveInt
+    cap_bytes: PositiveInt
+    tokens_per_s: PositiveFloat
+    layers_of_stage: tuple[PositiveInt, ...] = ()
+    host_bytes: NonNegativeInt = 0
+
 
 _KEYS = (
     "name", "device", "devices_per_node", "link", "num_nodes", "min_nodes", "cluster", "price_per_device_hour",
 )  # fmt: skip
-_OF_A_DEVICE = ("device", "devices_per_node", "link", "num_nodes")
+
+
+_DEVICE_KEYS = ("device", "devices_per_node", "link", "num_nodes")
 
 
 class Offer(Frozen):
@@ -110,7 +191,9 @@ def offers_from_file(path: str) -> tuple[Offer, ...]:
     tables = data.get("offers")
     if set(data) != {"offers"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(f"{path} is no list of offers: it must hold [[offers]] tables and nothing else")
-    offers = tuple(_offer(table, f"{path}: offers[{i}]", Path(path).parent) for i, table in enumerate(tables))
+    offers = tuple(
+        _offer_from_table(table, f"{path}: offers[{i}]", Path(path).parent) for i, table in enumerate(tables)
+    )
     names = [offer.name for offer in offers]
     for name in names:
         if names.count(name) > 1:
@@ -120,7 +203,7 @@ def offers_from_file(path: str) -> tuple[Offer, ...]:
     return offers
 
 
-def _offer(table: Mapping[str, Any], where: str, folder: Path) -> Offer:
+def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Offer:
     check_keys(table, _KEYS, where)
     price = table.get("price_per_device_hour")
     if price is not None and (type(price) not in (int, float) or not 0 < price < 1e6):
@@ -131,7 +214,7 @@ def _offer(table: Mapping[str, Any], where: str, folder: Path) -> Offer:
     cluster = ClusterSpec(**cluster_from_text(text))
     fields: dict[str, Any] = {"name": table.get("name", cluster.name), "price_per_device_hour": price}
     if "min_nodes" in table:
-        fields["min_nodes"] = whole_number(table, "min_nodes", where)
+        fields["min_nodes"] = count_from_table(table, "min_nodes", where)
         if fields["min_nodes"] > cluster.num_nodes:
             raise ConfigError(f"{where}: min_nodes {fields['min_nodes']} of {cluster.num_nodes} nodes")
     elif "cluster" in table:
@@ -144,14 +227,14 @@ def _device_cluster(table: Mapping[str, Any], where: str) -> str:
     device, link = table["device"], table.get("link")
     if not isinstance(device, str) or not (link is None or isinstance(link, str)):
         raise ConfigError(f"{where}: `device` and `link` are names of the catalogue")
-    per_node = whole_number(table, "devices_per_node", where, find_device(device)[1]["devices_per_node"])
-    nodes = whole_number(table, "num_nodes", where)
+    per_node = count_from_table(table, "devices_per_node", where, find_device(device)[1]["devices_per_node"])
+    nodes = count_from_table(table, "num_nodes", where)
     return f"{nodes}x{per_node}x{device}" + ("" if link is None else f"/{link}")
 
 
 def _named_cluster(table: Mapping[str, Any], where: str, folder: Path) -> str:
     """A cluster as the command line takes it; a file is looked for beside the offers file."""
-    given = [key for key in _OF_A_DEVICE if key in table]
+    given = [key for key in _DEVICE_KEYS if key in table]
     if given or not isinstance(table["cluster"], str):
         raise ConfigError(
             f"{where}: `cluster` is the name or file of a whole cluster" + (f", without {given}" * bool(given))

@@ -28,7 +28,7 @@ LayerOffload = Literal["none", "activations", "boundary"]
 Layers = tuple[NonNegativeInt, ...]
 
 
-class OffloadWorth(Frozen):
+class OffloadMarginalValues(Frozen):
     """What a little more of a resource saves, seconds a step: duals of the schedule's linear program; zero where it does not bind.
 
     Attributes:
@@ -43,7 +43,7 @@ class OffloadWorth(Frozen):
     to_device_s_per_gb_per_s: NonNegativeFloat = 0.0
 
 
-class OffloadAllowed(Frozen):
+class OffloadLimits(Frozen):
     """What a search was let move away from the devices, and where to (`--offload`).
 
     Attributes:
@@ -95,7 +95,7 @@ class OffloadSchedule(Frozen):
     simulated_s: NonNegativeFloat = 0.0
     bound_s: NonNegativeFloat = 0.0
     gap: NonNegativeFloat = 0.0
-    worth: OffloadWorth = Field(default_factory=OffloadWorth)
+    worth: OffloadMarginalValues = Field(default_factory=OffloadMarginalValues)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -7,12 +7,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .certificate import Certificate
 from .cluster import ClusterSpec
-from .cost_summary import CostSummary, ParetoPoint
+from .layers import Block, MoE
 from .layout import Layout, Recompute
-from .model import Block, ModelSpec, MoE
-from .offload import LayerOffload, OffloadAllowed, OffloadSchedule
-from .workload import Workload
+from .model import ModelSpec
+from .offers import CostSummary, ParetoPoint
+from .offload import LayerOffload, OffloadLimits, OffloadSchedule
+from .task import Workload
 
 
 class Interval(Frozen):
@@ -210,30 +212,6 @@ class LayerSlots(Frozen):
         return self
 
 
-class SearchCertificate(Frozen):
-    """How far from the best of the searched space the answer may be, within the cost model.
-
-    Attributes:
-        status: optimal: the whole space was bounded; feasible: a time limit stopped that.
-        objective_s: step time of the fastest layout found.
-        bound_s: no layout of the space, and no split of it into stages, is faster.
-        gap: (objective - bound) / objective, what the search leaves open: another split of a layout, or another layout whose
-            bound is below the objective, might be that much faster. The plan's own step may be longer than the objective, where a
-            simpler layout was taken over the fastest one: `Plan.price_of_simplicity`.
-        evaluated: layouts costed exactly; pruned: layouts that a bound or the memory excluded, of which pruned_in_groups with all
-            others of the same degrees by one bound.
-    """
-
-    status: Literal["optimal", "feasible"]
-    objective_s: PositiveFloat
-    bound_s: PositiveFloat
-    gap: NonNegativeFloat
-    evaluated: NonNegativeInt
-    pruned: NonNegativeInt
-    pruned_in_groups: NonNegativeInt = 0
-    search_s: NonNegativeFloat
-
-
 class Alternative(Frozen):
     """A layout that was not chosen, and why."""
 
@@ -244,7 +222,7 @@ class Alternative(Frozen):
     reason: str
 
 
-class Provenance(Frozen):
+class PlanProvenance(Frozen):
     """What made the plan.
 
     Attributes:
@@ -258,7 +236,7 @@ class Provenance(Frozen):
     inputs_sha256: str
     fixed: str = ""
     space: Literal["runnable", "full"] | None = None
-    offload: OffloadAllowed | None = None
+    offload: OffloadLimits | None = None
 
 
 class Plan(Document):
@@ -270,10 +248,10 @@ class Plan(Document):
         stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
-            ``compute_only`` form of torch's schedule CSV (solvers/pipeline_csv.py); empty otherwise.
+            ``compute_only`` form of torch's schedule CSV (solvers/pipeline/torch_csv.py); empty otherwise.
         offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
         notes: what the reader should know about assumptions made.
-        cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
+        cost: money, where the plan is the cheapest of several sizes (planner/sizes.py).
         pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
     """
 
@@ -284,7 +262,7 @@ class Plan(Document):
     stages: tuple[Stage, ...]
     rank_map: tuple[NonNegativeInt, ...]
     estimate: Estimate
-    search: SearchCertificate | None = None
+    search: Certificate | None = None
     alternatives: tuple[Alternative, ...] = ()
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
@@ -292,7 +270,7 @@ class Plan(Document):
     notes: tuple[str, ...] = ()
     cost: CostSummary | None = None
     pareto: tuple[ParetoPoint, ...] = ()
-    provenance: Provenance
+    provenance: PlanProvenance
 
     @property
     def price_of_simplicity(self) -> float:

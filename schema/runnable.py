@@ -1,33 +1,103 @@
-"""What the runtime of this version lacks for a model, a workload or an offload schedule; for a layout it stands in rules.py."""
+"""Checks of a layout, model, workload or offload schedule against what an engine, or our runtime in this version, executes."""
 
 from __future__ import annotations
 
 import os
 
-from .layout_facts import SPLIT_SCHEDULES
-from .model import Block, ModelSpec, MoE, SoftmaxAttention
+from .engine_rules import (
+    DEEPSPEED_EXCHANGE,
+    MEGATRON_EXCHANGE,
+    MEGATRON_SEQUENCE,
+    RULES,
+    RULES_OF_ENGINE,
+    VERSION_RULES,
+)
+from .errors import ConfigError
+from .layers import Block, MoE, SoftmaxAttention
+from .layout import Layout
+from .layout_rules import ENGINE_RULES, EXCHANGE_RULES, TOKENS_OF_EXPERTS, Facts, Rule, layout_facts
+from .model import ModelSpec
 from .offload import OffloadSchedule
 from .plan import Plan
-from .workload import Workload
+from .schedules import SPLIT_SCHEDULES
+from .task import Engine, Workload
+
+
+def exchange_rules(engine: Engine) -> tuple[Rule, ...]:
+    """Of the rules of an engine those that look at tp, cp and cp_ulysses alone."""
+    of_engine = {"megatron": (MEGATRON_EXCHANGE,), "deepspeed": (DEEPSPEED_EXCHANGE,)}
+    return EXCHANGE_RULES + of_engine.get(engine, ())
+
+
+def sequence_rules(engine: Engine) -> tuple[Rule, ...]:
+    """Of the rules of an engine those that want sequence parallelism beside some degrees."""
+    return (TOKENS_OF_EXPERTS, MEGATRON_SEQUENCE) if engine == "megatron" else (TOKENS_OF_EXPERTS,)
+
+
+def rules_of(engine: Engine, *, runnable: bool = False) -> tuple[Rule, ...]:
+    """What a layout must satisfy for an engine; of one that is not in RULES_OF_ENGINE only what any engine needs is known.
+
+    Args:
+        runnable: for our own runtime as it is in this version.
+    """
+    return ENGINE_RULES + RULES_OF_ENGINE.get(engine, ()) + (VERSION_RULES if runnable else ())
+
+
+def require_our_engine(workload: Workload) -> None:
+    """Raise unless a plan is for our own runtime.
+
+    Raises:
+        ConfigError: it is for another engine.
+    """
+    if workload.engine != "fsdp2":
+        raise ConfigError(
+            f"the plan is for {workload.engine}: `meshwright apply` runs plans for its own runtime (fsdp2) only",
+            help=f"start {workload.engine} with the plan's layout, or plan again without --engine",
+        )
+
+
+def broken_rules(facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[str, ...]:
+    """``reason [name]`` of every rule the facts (numbers) break; empty when the layout can be executed."""
+    return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in rules if not rule.holds(facts))
+
+
+def require_valid(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    world_size: int,
+    scaleup_domain: int,
+    rules: tuple[Rule, ...] = RULES,
+) -> None:
+    """Raise unless every one of ``rules`` holds.
+
+    Raises:
+        ConfigError: names each broken rule with its numbers.
+    """
+    facts = layout_facts(model, workload, layout, world_size=world_size, scaleup_domain=scaleup_domain)
+    broken = broken_rules(facts, rules)
+    if broken:
+        raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
 
 
 def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
     """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
     if model.traced_len is not None:
-        return ("a model traced from code, which has a training loop of its own", *_of_workload(workload))
-    reasons = [*_of_workload(workload), *_of_model(model)]
+        return ("a model traced from code, which has a training loop of its own", *_workload_reasons(workload))
+    reasons = [*_workload_reasons(workload), *_model_reasons(model)]
     learned = model.embedding.num_positions
     if workload is not None and 0 < learned < workload.seq_len:
         reasons.append(f"a sequence length of {workload.seq_len} beyond the {learned} learned positions")
     for block, _ in model.block_runs:
-        reasons += [*_of_attention(block, workload, rotated=model.rope is not None), *_of_block(block)]
-        reasons += _of_adapters(block, workload)
+        reasons += [*_attention_reasons(block, workload, rotated=model.rope is not None), *_block_reasons(block)]
+        reasons += _adapter_reasons(block, workload)
     return tuple(dict.fromkeys(reasons))
 
 
 def why_not_trainable(workload: Workload) -> tuple[str, ...]:
     """What the runtime lacks for a workload, whatever the model."""
-    return tuple(_of_workload(workload))
+    return tuple(_workload_reasons(workload))
 
 
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
@@ -35,11 +105,11 @@ def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
     schedule = plan.offload
     if schedule is None:
         return ()
-    reasons = [*_of_states(plan, schedule), *_of_streamed_parameters(plan, schedule)]
+    reasons = [*_optimizer_state_reasons(plan, schedule), *_streamed_parameter_reasons(plan, schedule)]
     return tuple(dict.fromkeys(reasons))
 
 
-def _of_states(plan: Plan, schedule: OffloadSchedule) -> list[str]:
+def _optimizer_state_reasons(plan: Plan, schedule: OffloadSchedule) -> list[str]:
     reasons: list[str] = []
     optimizer, away = plan.workload.optimizer, schedule.host_optimizer_layers + schedule.streamed_optimizer_layers
     if optimizer != "adamw" and away + schedule.storage_optimizer_layers:
@@ -51,7 +121,7 @@ def _of_states(plan: Plan, schedule: OffloadSchedule) -> list[str]:
     return reasons
 
 
-def _of_streamed_parameters(plan: Plan, schedule: OffloadSchedule) -> list[str]:
+def _streamed_parameter_reasons(plan: Plan, schedule: OffloadSchedule) -> list[str]:
     streamed, layout, reasons = {*schedule.streamed_parameter_layers}, plan.layout, []
     if not streamed:
         return []
@@ -73,7 +143,7 @@ def _of_streamed_parameters(plan: Plan, schedule: OffloadSchedule) -> list[str]:
     return reasons
 
 
-def _of_workload(workload: Workload | None) -> list[str]:
+def _workload_reasons(workload: Workload | None) -> list[str]:
     if workload is None:
         return []
     reasons: list[str] = []
@@ -88,7 +158,7 @@ def _of_workload(workload: Workload | None) -> list[str]:
     return reasons
 
 
-def _of_model(model: ModelSpec) -> list[str]:
+def _model_reasons(model: ModelSpec) -> list[str]:
     reasons: list[str] = []
     learned = model.embedding.num_positions
     if model.rope is not None and (model.rope.scaling not in ("none", "linear", "llama3", "yarn") or learned):
@@ -102,7 +172,7 @@ def _of_model(model: ModelSpec) -> list[str]:
     return reasons
 
 
-def _of_attention(block: Block, workload: Workload | None, *, rotated: bool) -> list[str]:
+def _attention_reasons(block: Block, workload: Workload | None, *, rotated: bool) -> list[str]:
     attention = block.attention
     if not isinstance(attention, SoftmaxAttention):
         if not rotated:
@@ -117,7 +187,7 @@ def _of_attention(block: Block, workload: Workload | None, *, rotated: bool) -> 
     return reasons
 
 
-def _of_adapters(block: Block, workload: Workload | None) -> list[str]:
+def _adapter_reasons(block: Block, workload: Workload | None) -> list[str]:
     targets = () if workload is None or workload.adapters is None else workload.adapters.targets
     reasons: list[str] = []
     if not isinstance(block.attention, SoftmaxAttention) and {"qkv", "out"} & {*targets}:
@@ -127,7 +197,7 @@ def _of_adapters(block: Block, workload: Workload | None) -> list[str]:
     return reasons
 
 
-def _of_block(block: Block) -> list[str]:
+def _block_reasons(block: Block) -> list[str]:
     mlp, reasons = block.mlp, []
     if isinstance(mlp, MoE):
         if mlp.router == "top_k_softmax" or mlp.router_bias or mlp.bias:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from .linear_program import LinearAnswer, LinearProgram
-from .status import Status
+from .solution import Status
 
 if TYPE_CHECKING:
     import pulp

@@ -32,18 +32,18 @@ class LinearProgram:
         """Indices of ``size`` new variables."""
         start = len(self.cost)
         for values, given in ((self.least, least), (self.most, most), (self.cost, cost)):
-            values.extend(_of_size(size, given, np.float64).tolist())
+            values.extend(_broadcast(size, given, np.float64).tolist())
         return np.arange(start, start + size)
 
     def rows(self, label: str, terms: Sequence[Term], *, lower: Any = -np.inf, upper: Any = np.inf) -> range:
         """One row for each entry of the longest term: lower <= sum of coefficient times variable <= upper."""
         sizes = [np.size(given) for given in (lower, upper, *(given for term in terms for given in term))]
         start, size = len(self.lower), max(sizes) if min(sizes) else 0
-        self.lower.extend(_of_size(size, lower, np.float64).tolist())
-        self.upper.extend(_of_size(size, upper, np.float64).tolist())
+        self.lower.extend(_broadcast(size, lower, np.float64).tolist())
+        self.upper.extend(_broadcast(size, upper, np.float64).tolist())
         places = np.arange(start, start + size)
         for idxs, values in terms:
-            self.entries.append((places, _of_size(size, idxs, np.int64), _of_size(size, values, np.float64)))
+            self.entries.append((places, _broadcast(size, idxs, np.int64), _broadcast(size, values, np.float64)))
         made = range(start, start + size)
         self.families.setdefault(label, []).append(made)
         return made
@@ -67,7 +67,7 @@ class LinearProgram:
         self.upper.append(upper)
         for idxs, values in terms:
             flat = np.asarray(idxs, dtype=np.int64).reshape(-1)
-            self.entries.append((np.full(len(flat), place), flat, _of_size(len(flat), values, np.float64)))
+            self.entries.append((np.full(len(flat), place), flat, _broadcast(len(flat), values, np.float64)))
         made = range(place, place + 1)
         self.families.setdefault(label, []).append(made)
         return made
@@ -86,7 +86,7 @@ class LinearProgram:
         return starts, unique % len(self.lower), summed
 
 
-def _of_size(size: int, given: Any, dtype: type) -> NDArray[Any]:
+def _broadcast(size: int, given: Any, dtype: type) -> NDArray[Any]:
     """As many values as ``size``, of so many or of one."""
     values: NDArray[Any] = np.asarray(given, dtype=dtype).reshape(-1)
     if len(values) == size:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .status import Status
+from .solution import Status
 
 NUM_RANDOM_STARTS = 12
 """Random orders to start from, besides the two that are made on purpose."""
@@ -58,7 +58,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Instance:
+class RankMappingInstance:
     """BANDWIDTH [K, K] (symmetric; the diagonal is not read), axes, KIND [K] and BLOCK [K] (ascending)."""
 
     bandwidth: FloatArray
@@ -73,7 +73,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Solution:
+class RankMappingSolution:
     """node [K], (O) of it, and what no order can be below."""
 
     status: Status
@@ -83,25 +83,25 @@ class Solution:
     solve_s: float
 
 
-def solve(instance: Instance, *, seed: int = 0) -> Solution:
+def solve(instance: RankMappingInstance, *, seed: int = 0) -> RankMappingSolution:
     """The best order found; optimal where it meets the bound."""
     start = time.perf_counter()
     rng = np.random.default_rng(seed)
-    starts = [np.arange(instance.num_places), _gathered(instance)]
-    starts += [_shuffled(instance, rng) for _ in range(NUM_RANDOM_STARTS)]
+    starts = [np.arange(instance.num_places), _gather_blocks(instance)]
+    starts += [_shuffle_within_kinds(instance, rng) for _ in range(NUM_RANDOM_STARTS)]
     bound = lower_bound_s(instance)
     best, best_s = starts[0], float(_objectives(instance, starts[0][None])[0][0])
     for order in starts:
         if best_s <= bound * (1 + _RELATIVE_TOLERANCE):
             break
-        found, found_s = _improved(instance, order)
+        found, found_s = _swap_to_local_optimum(instance, order)
         if found_s < best_s * (1 - _RELATIVE_TOLERANCE):
             best, best_s = found, found_s
     status = Status.OPTIMAL if best_s <= bound * (1 + _RELATIVE_TOLERANCE) else Status.FEASIBLE
-    return Solution(status, tuple(int(n) for n in best), best_s, bound, time.perf_counter() - start)
+    return RankMappingSolution(status, tuple(int(n) for n in best), best_s, bound, time.perf_counter() - start)
 
 
-def lower_bound_s(instance: Instance) -> float:
+def lower_bound_s(instance: RankMappingInstance) -> float:
     """No order is below it: an axis whose pairs touch every place crosses the worst connected node by its best link at most."""
     away = np.where(np.eye(instance.num_places, dtype=bool), 0.0, instance.bandwidth)
     worst_connected, fastest = float(np.min(np.max(away, axis=1))), float(np.max(away))
@@ -112,7 +112,7 @@ def lower_bound_s(instance: Instance) -> float:
     return total
 
 
-def _improved(instance: Instance, order: IntArray) -> tuple[IntArray, float]:
+def _swap_to_local_optimum(instance: RankMappingInstance, order: IntArray) -> tuple[IntArray, float]:
     """Swap until nothing improves."""
     (objective,), (spread,) = _objectives(instance, order[None])
     while True:
@@ -128,7 +128,7 @@ def _improved(instance: Instance, order: IntArray) -> tuple[IntArray, float]:
         order, objective, spread = swapped[best], objectives[best], spreads[best]
 
 
-def _swaps(instance: Instance, order: IntArray) -> IntArray:
+def _swaps(instance: RankMappingInstance, order: IntArray) -> IntArray:
     """Orders [M, K] with two nodes of a kind exchanged, of which among many places one is an end of a slowest pair."""
     ends = set(range(instance.num_places if instance.num_places <= ALL_SWAPS_UP_TO else 0))
     for axis in instance.axes:
@@ -139,16 +139,16 @@ def _swaps(instance: Instance, order: IntArray) -> IntArray:
     orders = np.tile(order, (len(kept), 1))
     for row, (k, other) in enumerate(kept):
         orders[row, [k, other]] = order[[other, k]]
-    return _sorted(instance, orders)
+    return _sort_within_blocks(instance, orders)
 
 
-def _sorted(instance: Instance, orders: IntArray) -> IntArray:
+def _sort_within_blocks(instance: RankMappingInstance, orders: IntArray) -> IntArray:
     """(C3): nodes [M, K] in ascending order within each block."""
     size = instance.num_places
     return np.asarray(np.sort(orders + size * instance.block, axis=1) - size * instance.block)
 
 
-def _objectives(instance: Instance, orders: IntArray) -> tuple[FloatArray, FloatArray]:
+def _objectives(instance: RankMappingInstance, orders: IntArray) -> tuple[FloatArray, FloatArray]:
     """(O) of orders [M, K], and the mean over the pairs in place of the slowest one, [M] each."""
     slowest_s, mean_s = np.zeros(len(orders)), np.zeros(len(orders))
     for axis in instance.axes:
@@ -158,7 +158,7 @@ def _objectives(instance: Instance, orders: IntArray) -> tuple[FloatArray, Float
     return slowest_s, mean_s
 
 
-def _gathered(instance: Instance) -> IntArray:
+def _gather_blocks(instance: RankMappingInstance) -> IntArray:
     """Blocks filled one after the other with the nodes that reach those in the block fastest; across blocks, the last node."""
     left, order = set(range(instance.num_places)), list[int]()
     for k in range(instance.num_places):
@@ -167,18 +167,18 @@ def _gathered(instance: Instance) -> IntArray:
         node = max(able, key=lambda n: min((instance.bandwidth[n, m] for m in near), default=0.0))
         left.remove(node)
         order.append(node)
-    return np.asarray(_sorted(instance, np.array([order]))[0])
+    return np.asarray(_sort_within_blocks(instance, np.array([order]))[0])
 
 
-def _shuffled(instance: Instance, rng: np.random.Generator) -> IntArray:
+def _shuffle_within_kinds(instance: RankMappingInstance, rng: np.random.Generator) -> IntArray:
     order = np.arange(instance.num_places)
     for kind in np.unique(instance.kind):
         places = np.flatnonzero(instance.kind == kind)
         order[places] = rng.permutation(places)
-    return np.asarray(_sorted(instance, order[None])[0])
+    return np.asarray(_sort_within_blocks(instance, order[None])[0])
 
 
-def check(instance: Instance, node: tuple[int, ...]) -> float:
+def check(instance: RankMappingInstance, node: tuple[int, ...]) -> float:
     """Objective (O) of an order, recomputed from the definition; knows nothing of the method.
 
     Raises:

@@ -23,16 +23,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from apply_accuracy import GPU_CASES, Case, run_case
-from meshwright.cost_models.coefficients import gemm_rates
-from meshwright.cost_models.layer_costs import layer_cost
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.learned.gemm import calibrate, predict
-from meshwright.cost_models.overlap import STREAMS, interference, together_s
-from meshwright.profilers.local import cluster_from_profile
+from meshwright.cost_models.hardware.device import gemm_rates
+from meshwright.cost_models.hardware.overlap import STREAMS, interference, together_s
+from meshwright.cost_models.layer.layer import layer_cost
+from meshwright.cost_models.learned.calibration import calibrate
+from meshwright.cost_models.learned.gemm import predict
+from meshwright.profilers.profiled_cluster import cluster_from_profile
 from meshwright.schema import ClusterSpec, Layout, Profile, Workload
-from meshwright.schema.cluster import Device
-from meshwright.schema.profile_points import LayerPoint, MatmulPoint, OverlapPoint
-from meshwright.schema.workload import Precision
+from meshwright.schema.devices import Device
+from meshwright.schema.layout_table import LayoutTable
+from meshwright.schema.profile import LayerPoint, MatmulPoint, OverlapPoint
+from meshwright.schema.task import Precision
 
 NUM_POINTS = (0, 100, 500)
 TINY_CASE = Case("small", 1, 1, 32, "micro_batch_size=1")
@@ -60,7 +61,7 @@ def layer_errors(points: Sequence[LayerPoint], cluster: ClusterSpec, precision: 
         if point.tp > 1:
             continue
         layout = Layout(micro_batch_size=point.micro_batch_size, recompute=point.recompute)
-        batch = LayoutBatch.of([layout], point.micro_batch_size)
+        batch = LayoutTable.of([layout], point.micro_batch_size)
         workload = Workload(seq_len=point.seq_len, global_batch_size=point.micro_batch_size, precision=precision)
         cost = layer_cost(point.layer, point.hidden_dim, batch, workload, cluster)
         backward = float((cost.backward_s + cost.recompute_s)[0])

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layouts import FloatArray
+from ...schema.arrays import FloatArray
 from .trees import ResidualModel
 
 TERMS = ("launch_s", "product", "softmax", "tail", "traffic")
@@ -48,7 +48,7 @@ class AttentionShape(NamedTuple):
     element_bytes: FloatArray
 
 
-class Silicon(NamedTuple):
+class AttentionDevice(NamedTuple):
     """The device side: FLOP/s of the peak, bytes/s of its memory, number of processors. Floats or arrays [N]."""
 
     peak_flops_per_s: FloatArray | float
@@ -56,7 +56,7 @@ class Silicon(NamedTuple):
     processors: FloatArray | float
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """Coefficients of the five terms [5], forward and backward."""
 
     forward: tuple[float, ...]
@@ -75,13 +75,13 @@ def kernel_name(architecture: str, engine: str) -> str:
 
 
 @cache
-def kernel(name: str) -> Kernel:
+def kernel(name: str) -> AttentionKernel:
     """The coefficients of a kernel."""
     terms: dict[str, Any] = ResidualModel.load("attention").provenance["kernels"][name]
-    return Kernel(tuple(terms["forward"]), tuple(terms["backward"]))
+    return AttentionKernel(tuple(terms["forward"]), tuple(terms["backward"]))
 
 
-def term_columns(shape: AttentionShape, silicon: Silicon, *, backward: bool) -> FloatArray:
+def term_columns(shape: AttentionShape, silicon: AttentionDevice, *, backward: bool) -> FloatArray:
     """What the coefficients multiply [N, 5], in seconds (the launch in units of one)."""
     passes = 2.5 if backward else 1.0
     product = 4 * passes * shape.rows * shape.seq_len * shape.context * shape.width / silicon.peak_flops_per_s
@@ -103,7 +103,7 @@ def attention_bytes(shape: AttentionShape, *, backward: bool) -> FloatArray:
 
 
 def residual_features(
-    shape: AttentionShape, silicon: Silicon, columns: FloatArray, terms: FloatArray
+    shape: AttentionShape, silicon: AttentionDevice, columns: FloatArray, terms: FloatArray
 ) -> dict[str, FloatArray]:
     """Features of the residual [N]: sizes, waves of thread blocks, and the share of each term in the roofline."""
     weighted = columns * terms
@@ -124,11 +124,11 @@ def residual_features(
 def attention_seconds(
     name: str,
     shape: AttentionShape,
-    silicon: Silicon,
+    silicon: AttentionDevice,
     *,
     backward: bool,
     arithmetic_ratio: float = 1.0,
-    reference: Silicon | None = None,
+    reference: AttentionDevice | None = None,
 ) -> FloatArray:
     """Seconds [N] of kernel ``name``; the residual, learned on forward passes, applies to them alone.
 

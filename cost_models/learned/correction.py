@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layouts import FloatArray
+from ...schema.arrays import FloatArray
 
 FEATURES = ("compute", "memory", "depth", "waves_128x128")
 """Of `gemm.features`; the answer of the trees comes after them."""
 
 
-class Kernel(NamedTuple):
+class Covariance(NamedTuple):
     """Prior of the correction; deviations are of natural logarithms.
 
     Attributes:
@@ -37,8 +37,10 @@ class Kernel(NamedTuple):
     noise: float
 
 
-SHIPPED = Kernel((3.72, 2.64, 2.49, 2.85, 0.371), local=0.123, of_trees=0.474, common=0.0688, noise=0.0592)
-"""[fitted: python -m meshwright.cost_models.learned.correction_fit DATA]"""
+SHIPPED_COVARIANCE = Covariance(
+    (3.72, 2.64, 2.49, 2.85, 0.371), local=0.123, of_trees=0.474, common=0.0688, noise=0.0592
+)
+"""[fitted: python -m meshwright.fitting.correction DATA]"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,7 @@ class Correction:
 
 
 def correction_through(
-    columns: Mapping[str, FloatArray], learned: FloatArray, left: FloatArray, kernel: Kernel
+    columns: Mapping[str, FloatArray], learned: FloatArray, left: FloatArray, kernel: Covariance
 ) -> Correction:
     """The correction that points with ``left`` [P] = log(measured / predicted) ask for."""
     noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(left))
@@ -77,18 +79,18 @@ def correction_through(
     )
 
 
-def whitening_of(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Kernel) -> FloatArray:
+def whitening_of(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
     """[P, P] W with W C W' = 1, C the covariance of measured times: W turns errors into independent ones of deviation 1."""
     noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(learned))
     return np.asarray(np.linalg.inv(np.linalg.cholesky(noisy)))
 
 
-def covariance(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Kernel) -> FloatArray:
+def covariance(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
     """Of log-residuals between shapes, before any is measured on a device [N, N]."""
     return covariance_of(scaled(columns, learned, kernel.lengths), learned, kernel)
 
 
-def covariance_of(x: FloatArray, learned: FloatArray, kernel: Kernel) -> FloatArray:
+def covariance_of(x: FloatArray, learned: FloatArray, kernel: Covariance) -> FloatArray:
     """The same for features over their lengths [N, d]."""
     trees = kernel.of_trees**2 * np.outer(learned, learned)
     return np.asarray(kernel.local**2 * _matern(x, x) + trees + kernel.common**2)

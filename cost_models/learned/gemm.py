@@ -16,9 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..layouts import FloatArray
-from .correction import SHIPPED, Correction, Kernel, correction_through, whitening_of
-from .least_squares import bent, least_squares
+from ...schema.arrays import FloatArray
+from .correction import Correction
 from .trees import ResidualModel
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
@@ -47,7 +46,7 @@ class GemmCoefficients(NamedTuple):
     tail_waves: float
 
 
-class Hardware(NamedTuple):
+class GemmDevice(NamedTuple):
     """The data sheet: dense FLOP/s, bytes/s, streaming multiprocessors and bytes of second-level cache."""
 
     peak_flops_per_s: float
@@ -69,12 +68,12 @@ class GemmRates(NamedTuple):
     """
 
     coefficients: GemmCoefficients
-    hardware: Hardware
+    hardware: GemmDevice
     software: float = 0.0
     element_bytes: float = 2.0
     sustained_ratio: float = 1.0
     correction: Correction | None = None
-    reference: Hardware | None = None
+    reference: GemmDevice | None = None
 
 
 def model() -> ResidualModel:
@@ -160,8 +159,8 @@ def predict(
     return roofline_s(m, n, k, slowed, sheet, size) * np.exp(log_residual)
 
 
-def parts_s(
-    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: Hardware, element_bytes: float = 2.0
+def roofline_terms_s(
+    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of arithmetic (c) and of traffic (b) [N]."""
     waves = m * n / (_TILE * _TILE * hardware.num_processors)
@@ -172,10 +171,10 @@ def parts_s(
 
 
 def roofline_s(
-    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: Hardware, element_bytes: float = 2.0
+    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
 ) -> FloatArray:
     """t0 + (c^p + b^p)^(1/p) [N]."""
-    compute, traffic = parts_s(m, n, k, own, hardware, element_bytes)
+    compute, traffic = roofline_terms_s(m, n, k, own, hardware, element_bytes)
     longer, shorter = np.maximum(compute, traffic), np.minimum(compute, traffic)
     corner = (1 + (shorter / longer) ** own.sharpness) ** (1 / own.sharpness)
     return np.asarray(own.launch_s + longer * corner)
@@ -186,7 +185,7 @@ def features(
     n: FloatArray,
     k: FloatArray,
     own: GemmCoefficients,
-    hardware: Hardware,
+    hardware: GemmDevice,
     *,
     element_bytes: float,
     software: float,
@@ -197,7 +196,7 @@ def features(
     wave is; row_fill, column_fill: useful part of the tiles of 128; depth: k in steps of 64; aspect: m over n; cache,
     panel_cache: all operands, and the smaller input panel, over the cache; processors, ridge: of the device.
     """
-    compute, traffic = parts_s(m, n, k, own, hardware, element_bytes)
+    compute, traffic = roofline_terms_s(m, n, k, own, hardware, element_bytes)
     whole = element_bytes * (m * n + m * k + n * k)
     columns = {
         "compute": np.log2(compute / own.launch_s),
@@ -218,60 +217,3 @@ def features(
         columns[f"waves_{rows}x{width}"] = np.log2(waves)
         columns[f"fill_{rows}x{width}"] = waves / np.ceil(waves)
     return columns
-
-
-_SPREAD = (0.4, 0.15, 0.15, 0.3, 0.5)  # of the logarithms of coefficients between families
-_ODD = 1.5  # deviations beyond which a point counts linearly: it runs on a kernel of its own
-
-
-def coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
-    """By how much log(seconds) moves with one deviation of each coefficient between families [N, 5]."""
-    prior, step = np.log(rates.coefficients), 1e-3
-
-    def moved(z: FloatArray) -> FloatArray:
-        return np.log(roofline_s(m, n, k, GemmCoefficients(*np.exp(z)), rates.hardware, rates.element_bytes))
-
-    here = moved(prior)
-    return np.stack([(moved(prior + step * e) - here) / step for e in np.diag(_SPREAD)], axis=1)
-
-
-def calibrate(
-    m: FloatArray,
-    n: FloatArray,
-    k: FloatArray,
-    seconds: FloatArray,
-    rates: GemmRates,
-    *,
-    residual: ResidualModel | None = None,
-    kernel: Kernel = SHIPPED,
-) -> GemmRates:
-    """Rates corrected by products measured on the device itself: a handful moves the coefficients, tens the residual too.
-
-    Maximum a posteriori: coefficients around ``rates.coefficients`` with the spread they have between device families, points
-    near each other counting as alike as the kernel says; then a Gaussian process through what is left (`correction.py`). No
-    points give ``rates`` back.
-
-    Args:
-        m, n, k, seconds: [P] measured forward products; best spread over sizes from launch-bound to compute-bound.
-        residual, kernel: in place of the shipped ones.
-    """
-    if len(seconds) == 0:
-        return rates
-    prior, own, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
-    sheet, size = rates.hardware, rates.element_bytes
-    for _ in range(3):
-        columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
-        learned = residual.log_residual(columns)
-        whitening = whitening_of(columns, learned, kernel)
-
-        def misfit(z: FloatArray, learned: FloatArray = learned, whitening: FloatArray = whitening) -> FloatArray:
-            at = GemmCoefficients(*np.exp(z))
-            error = np.log(roofline_s(m, n, k, at, sheet, size) / seconds) + learned
-            return np.concatenate([bent(whitening @ error, _ODD), (z - prior) / _SPREAD])
-
-        own = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
-    corrected = rates._replace(coefficients=own, correction=None)
-    columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
-    learned = residual.log_residual(columns)
-    left = np.log(seconds / roofline_s(m, n, k, own, sheet, size)) - learned
-    return corrected._replace(correction=correction_through(columns, learned, left, kernel))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from html import escape
 
 from meshwright.planner import plan
-from meshwright.planner.timeline import Slice, timeline
+from meshwright.planner.timeline import timeline
 from meshwright.schema import ClusterSpec, ModelSpec, Plan, Workload
+from meshwright.schema.trace import Slice
 from meshwright.schema.units import GIB, format_seconds
 
 MODEL, CLUSTER, BATCH, SEQ_LEN, FIXED = "llama-3.1-70b", "64xH100-SXM-80GB", 16, 8192, {"pp": 4}

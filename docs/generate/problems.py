@@ -17,20 +17,20 @@ from markdown import code, one_line, table
 ROOT = Path(__file__).resolve().parents[2]
 
 TITLES = {
-    "solvers/stage_split.py": "Stages of a pipeline",
-    "solvers/chunk_split.py": "Stages, each rank holding several",
-    "solvers/stage_program.py": "Stages, and what each layer recomputes",
-    "solvers/split_bound.py": "What no split into stages can beat",
-    "solvers/pipeline_schedule.py": "Order of the passes of a pipeline",
+    "solvers/stages/stage_split.py": "Stages of a pipeline",
+    "solvers/stages/chunk_split.py": "Stages, each rank holding several",
+    "solvers/stages/stage_program.py": "Stages, and what each layer recomputes",
+    "solvers/stages/split_bound.py": "What no split into stages can beat",
+    "solvers/pipeline/schedule.py": "Order of the passes of a pipeline",
     "solvers/rank_mapping.py": "Which node holds which ranks",
-    "solvers/offload_instance.py": "What lies on the host, and what is recomputed",
-    "solvers/inference_instance.py": "Where weights, keys and values lie while text is generated",
-    "solvers/expert_instance.py": "Where experts stand",
-    "solvers/expert_exact.py": "Where experts stand, exactly",
-    "solvers/expert_shares.py": "Shares of the replicas of an expert",
-    "solvers/expert_homes.py": "Home nodes of experts",
-    "solvers/expert_nodes.py": "Replicas on other nodes",
-    "planner/cheapest.py": "The cheapest size of a cluster",
+    "solvers/offload/instance.py": "What lies on the host, and what is recomputed",
+    "solvers/generation/instance.py": "Where weights, keys and values lie while text is generated",
+    "solvers/experts/instance.py": "Where experts stand",
+    "solvers/experts/bounds.py": "Where experts stand, exactly",
+    "solvers/experts/shares.py": "Shares of the replicas of an expert",
+    "solvers/experts/homes.py": "Home nodes of experts",
+    "solvers/experts/nodes.py": "Replicas on other nodes",
+    "planner/sizes.py": "The cheapest size of a cluster",
 }
 """Titles, in the order of the page; files without one come last, under the first line of their docstring."""
 

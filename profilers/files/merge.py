@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from ...schema.errors import ConfigError, ProfileError
-from ...schema.profile import Profile
-from ...schema.profile_points import Timed
+from ...schema.profile import Profile, Timed
 
 _MEASURED = ("time_s", "spread")
 
@@ -22,12 +21,12 @@ def point_lists(profile: Profile) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def identity(point: Timed) -> str:
+def point_identity(point: Timed) -> str:
     """What a point is a measurement of: everything but the result."""
     return point.model_dump_json(exclude=set(_MEASURED))
 
 
-def merged(profiles: Sequence[Profile]) -> Profile:
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     """One profile; what is no list of points is the newest profile's, and so are the bandwidths.
 
     Raises:
@@ -57,7 +56,7 @@ def _joined(lists: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
     found: dict[str, list[Timed]] = {}
     for points in lists:
         for point in points:
-            found.setdefault(identity(point), []).append(point)
+            found.setdefault(point_identity(point), []).append(point)
     return tuple(
         same[-1].replace(time_s=median(p.time_s for p in same), spread=max(p.spread for p in same))
         for same in found.values()

@@ -9,7 +9,7 @@ from ...schema.errors import ProfileError
 from ...schema.profile import Profile
 from ..measure.compute import peak_flops
 from ..measure.links import bus_factor
-from .merge import identity, point_lists
+from .merge import point_identity, point_lists
 
 
 def summary(profile: Profile) -> dict[str, float]:
@@ -49,7 +49,7 @@ def compare(first: Profile, second: Profile) -> dict[str, Any]:
 
 
 def _points(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
-    a, b = ({identity(point): point.time_s for point in points} for points in (first, second))
+    a, b = ({point_identity(point): point.time_s for point in points} for points in (first, second))
     both = [b[key] / a[key] for key in a if key in b]
     return {
         "both": len(both),

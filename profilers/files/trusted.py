@@ -26,7 +26,7 @@ def load_profile(path: str | Path, *, allow_foreign: bool = False) -> tuple[Prof
         ProfileError: it was altered after it was measured, or is of other hardware or software; says what differs.
     """
     profile = Profile.load(path)
-    problems = foreign(profile)
+    problems = mismatches(profile)
     if problems and not allow_foreign:
         raise ProfileError(
             f"{path} cannot be trusted on this machine",
@@ -36,13 +36,13 @@ def load_profile(path: str | Path, *, allow_foreign: bool = False) -> tuple[Prof
     return profile, problems
 
 
-def foreign(profile: Profile) -> tuple[str, ...]:
+def mismatches(profile: Profile) -> tuple[str, ...]:
     """What speaks against using a profile on this machine; empty when nothing does."""
     altered = ("its content was changed after it was measured: the hash differs",) if profile.is_altered else ()
-    return (*altered, *differences(profile.machine))
+    return (*altered, *machine_differences(profile.machine))
 
 
-def differences(measured: Machine) -> tuple[str, ...]:
+def machine_differences(measured: Machine) -> tuple[str, ...]:
     """In what this machine is another one than was measured."""
     try:
         here = identify(max(1, measured.num_devices // measured.num_nodes))

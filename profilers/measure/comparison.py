@@ -1,4 +1,6 @@
-"""The same product on every rank at once, over and over between the other measurements: which rank is slower than its peers.
+"""The cores of a rank on a CPU: a process that keeps to its own is slowed down by what else runs on those, and by nothing else.
+
+The same product on every rank at once, over and over between the other measurements: which rank is slower than its peers.
 
 On a CPU each rank keeps to cores of its own meanwhile, since a scheduler that moves ranks about lets all of them pay for what
 disturbs one core. The repetitions lie all over the measurement, so that what comes and goes within seconds disturbs few of them.
@@ -6,21 +8,78 @@ disturbs one core. The repetitions lie all over the measurement, so that what co
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from .pinning import allowed_cores, own_cores, pinned
 
 if TYPE_CHECKING:
     from .timing import Bench
 
+
+_THREADS = Path("/proc/self/task")
+
+
+def local_cores(allowed: frozenset[int], local_rank: int, ranks_per_node: int) -> frozenset[int]:
+    """An even part of the allowed cores, disjoint from those of the other ranks of the node; none where ranks outnumber cores."""
+    each = len(allowed) // ranks_per_node
+    return frozenset(sorted(allowed)[local_rank * each : (local_rank + 1) * each])
+
+
+@contextmanager
+def pinned(cores: frozenset[int]) -> Iterator[bool]:
+    """Keep every thread of this process to some cores for a while; yields whether that is so.
+
+    It is not where there are no cores to keep to, or the system has no such call.
+    """
+    before = _affinities() if cores else {}
+    if not before:
+        yield False
+        return
+    try:
+        yield _set_affinities(dict.fromkeys(before, cores))
+    finally:
+        _set_affinities(before)
+
+
+def allowed_cores() -> frozenset[int]:
+    """Cores this thread may run on; none where the system does not say."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def _affinities() -> dict[int, frozenset[int]]:
+    """Of every thread of this process."""
+    if not hasattr(os, "sched_getaffinity") or not _THREADS.is_dir():
+        return {}
+    found = {}
+    for thread in _THREADS.iterdir():
+        with suppress(ProcessLookupError):  # it has just ended
+            found[int(thread.name)] = frozenset(os.sched_getaffinity(int(thread.name)))
+    return found
+
+
+def _set_affinities(affinities: dict[int, frozenset[int]]) -> bool:
+    try:
+        for thread, cores in affinities.items():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cores)
+    except OSError:  # a container that forbids it
+        return False
+    return True
+
+
 FIELD = "comparison"
 """Of the points of a rank: what `slow.reports` reads, and no part of a profile."""
+
 
 REPETITIONS = 3
 """Between two steps."""
 
+
 _CHUNK_S = 0.01
 """Of one repetition on an undisturbed rank: some turns of the scheduler, so that a rank which shares its core waits in each."""
+
 
 _SIDE = 256
 
@@ -36,7 +95,7 @@ class Comparison:
         import torch
 
         self._bench = bench
-        self._cores = own_cores(allowed_cores(), local_rank, ranks_per_node)
+        self._cores = local_cores(allowed_cores(), local_rank, ranks_per_node)
         self._a, self._b = (torch.randn(_SIDE, _SIDE) for _ in range(2))
         self._out = torch.empty(_SIDE, _SIDE)
         self._products = 0

@@ -1,6 +1,6 @@
 """Matrix products of one device: measuring them, and the roofline through the measurements.
 
-The roofline is that of ``schema.cluster.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk
+The roofline is that of ``schema.devices.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk
 FLOPs, B the bytes of both operands and the result, P the best rate measured in the same dtype and W the measured memory
 bandwidth.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.cluster import GemmFit, PeakFlops
+from ...schema.devices import GemmFit, PeakFlops
 from ...schema.errors import ProfileError
 from ...schema.profile import MatmulPoint
 from ...schema.units import MIB
@@ -84,7 +84,9 @@ def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any
         for dtype in dtypes:
             rate = rates.get(dtype) or (rates["fp32"] * _UNKNOWN_FORMAT if rates else FIRST_RATE)
             wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
-            if not bench.has_time(products_s(bench, layer, dtype, rate, len(wanted)), f"{dtype} {named(layer)}"):
+            if not bench.has_time(
+                products_s(bench, layer, dtype, rate, len(wanted)), f"{dtype} {product_title(layer)}"
+            ):
                 wanted = _PRODUCTS[:1] if i == 0 else ()
             points += _measure_layer(bench, ring, layer, dtype, wanted)
             found = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points if p["dtype"] == dtype]
@@ -112,7 +114,7 @@ def measure_shapes(
         num_bytes = 2 * WEIGHT_RING_BYTES + 2 * DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
         if not bench.has_memory(num_bytes):
             continue
-        if bench.has_time(products_s(bench, layer, dtype, flops_per_s, len(wanted)), f"{dtype} {named(layer)}"):
+        if bench.has_time(products_s(bench, layer, dtype, flops_per_s, len(wanted)), f"{dtype} {product_title(layer)}"):
             points += _measure_layer(bench, ring, layer, dtype, wanted)
         elif bench.remaining_s() <= 0:
             bench.leave_out("", len(shapes) - i - 1)
@@ -127,7 +129,7 @@ def products_s(bench: Bench, layer: Layer, dtype: str, flops_per_s: float, count
     return count * bench.point_s(call_s) + made / _MAKING_BYTES_PER_S
 
 
-def named(layer: Layer) -> str:
+def product_title(layer: Layer) -> str:
     """For people."""
     return f"product {layer.m} x {layer.n} x {layer.k}"
 
@@ -191,7 +193,7 @@ def _measure_layer(bench: Bench, ring: _Ring, layer: Layer, dtype: str, wanted: 
 
     if not wanted:
         return []
-    bench.say(f"{dtype} {named(layer)}")
+    bench.say(f"{dtype} {product_title(layer)}")
     m, k, n, _ = layer
 
     def random(*shape: int) -> torch.Tensor:

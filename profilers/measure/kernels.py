@@ -1,22 +1,33 @@
-"""Kernels beside single products: what memory bounds, attention, and the grouped products of experts."""
+"""Kernels beside single products: what memory bounds, attention, and the grouped products of experts.
+
+Forward and backward pass of a module: seconds, and on a GPU what its allocator holds meanwhile.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from ...schema.units import MIB
 from .compute import DTYPE_BYTES, random_tensor, torch_dtype
+from .timing import Timing, summarise_samples
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor, nn
 
     from .timing import Bench
+
 
 STREAM_BYTES = 128 * MIB
 """Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
 
+
 _NORM_DIM = 4096
+
+
 _ATTENTION_PART = 2.0
 """Expected seconds of attention over those of products of as many FLOPs."""
 
@@ -46,6 +57,8 @@ class Grouped(NamedTuple):
 
 
 CPU_ATTENTION = (Heads(1, 512, 8, 8, 64), Heads(1, 256, 8, 2, 64), Heads(1, 1024, 4, 4, 64), Heads(2, 512, 8, 2, 128))
+
+
 GPU_ATTENTION = (
     Heads(1, 4096, 32, 8, 128),
     Heads(1, 8192, 32, 8, 128),
@@ -56,7 +69,11 @@ GPU_ATTENTION = (
     Heads(1, 512, 16, 4, 64),
     Heads(1, 32768, 4, 1, 128),
 )
+
+
 CPU_GROUPED = (Grouped(8, 512, 256, 256), Grouped(4, 512, 512, 512), Grouped(32, 256, 128, 128))
+
+
 GPU_GROUPED = (
     Grouped(8, 16384, 14336, 4096),
     Grouped(64, 16384, 2048, 2048),
@@ -212,3 +229,80 @@ def forward_and_backward(
             function(*leaves)
 
     return forward, lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+
+Inputs = Callable[[], "tuple[Tensor, ...]"]
+
+
+def measure_passes(bench: Bench, module: nn.Module, inputs: Inputs, *, sample_s: float) -> tuple[Timing, Timing]:
+    """Forward and backward, the latter with whatever the module recomputes; gradients are not accumulated."""
+    run = _runner(module, inputs())
+    _clocked(bench, run, 1)
+    first = sum(_clocked(bench, run, 1)[0])
+    count = bench.num_samples(first, sample_s)
+    samples = _clocked(bench, run, count)
+    return summarise_samples([forward for forward, _ in samples]), summarise_samples(
+        [backward for _, backward in samples]
+    )
+
+
+def _runner(module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Callable[[], Any]]:
+    """A forward pass that returns its backward pass."""
+    import torch
+
+    leaves = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
+
+    def forward() -> Callable[[], Any]:
+        with torch.enable_grad():
+            out = module(*inputs)
+        gradient = torch.ones_like(out)
+
+        def backward() -> None:
+            torch.autograd.grad(out, leaves, gradient, allow_unused=True)
+
+        return backward
+
+    return forward
+
+
+def _clocked(bench: Bench, run: Callable[[], Callable[[], Any]], count: int) -> list[tuple[float, float]]:
+    """Seconds forward and backward of ``count`` passes; on a GPU they follow one another without a look at the clock."""
+    if bench.device.type != "cuda":
+        samples = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            backward = run()
+            middle = time.perf_counter()
+            backward()
+            samples.append((middle - begin, time.perf_counter() - middle))
+        return samples
+    import torch
+
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(3)) for _ in range(count)]
+    for begin, middle, end in events:
+        begin.record()
+        backward = run()
+        middle.record()
+        backward()
+        end.record()
+        del backward
+    bench.synchronize()
+    return [(a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3) for a, b, c in events]
+
+
+def allocator_bytes(device: torch.device, module: nn.Module, inputs: Inputs) -> dict[str, int]:
+    """What a GPU's allocator says of one pass: ``saved_bytes`` and ``transient_bytes`` of a LayerMemory."""
+    import torch
+
+    run = _runner(module, inputs())
+    run()()  # libraries take their workspaces at the first call
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    backward = run()
+    saved = torch.cuda.memory_allocated(device) - before
+    backward()
+    torch.cuda.synchronize(device)
+    gradients = sum(p.numel() * p.element_size() for p in module.parameters())
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return {"saved_bytes": saved, "transient_bytes": max(0, peak - saved - gradients)}

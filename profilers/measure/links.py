@@ -1,42 +1,166 @@
-"""Collectives between the ranks of one machine: measuring them, and the link they amount to.
+"""Which ranks talk to one another in a training job, as process groups to be measured.
+
+Ranks are numbered node by node, G on each of N nodes. A mesh axis of k ranks beside s ranks of inner axes is the ranks
+``r, r + s, .., r + (k - 1) s``: inside a node where k s divides G, between counterparts of all nodes for s = G, k = N.
+
+Collectives between the ranks of one machine: measuring them, and the link they amount to.
 
 Sizes are full buffers and bandwidths are bus bandwidths (nccl-tests): for n ranks, a buffer of S bytes and t seconds
 all_reduce ``2(n-1)/n * S/t``; all_gather, reduce_scatter, all_to_all ``(n-1)/n * S/t``; p2p ``S/t``.
+
+Bandwidth between every two ranks of a node and every two nodes, and which link is slower than the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
-from ...schema.cluster import CollectiveLatency, Link, LinkEfficiency
+from ...schema.devices import CollectiveLatency, Link, LinkEfficiency
 from ...schema.errors import ProfileError
-from ...schema.profile import CollectiveOp, CollectivePoint
+from ...schema.profile import CollectiveOp, CollectivePoint, PairPoint
 from ...schema.units import KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
-    import torch
+    from torch.distributed import ProcessGroup
 
-    from .groups import Group
     from .timing import Bench
 
+
+class GroupAxis(NamedTuple):
+    """Ranks of a mesh axis: ``size`` ranks at a distance of ``stride``; alone, only the first such group speaks."""
+
+    size: int
+    stride: int
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """One process group of an axis, as this rank sees it.
+
+    Attributes:
+        ranks: global ranks of the group this rank would be in; ``member``: whether it takes part.
+        concurrent: how many groups do the same at once.
+    """
+
+    process_group: ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+    member: bool
+    stride: int
+    num_nodes: int
+    concurrent: int
+    is_world: bool
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self.ranks)
+
+    def fields(self) -> dict[str, int]:
+        """As fields of a CollectivePoint."""
+        shape = {"group_size": self.size, "stride": self.stride, "num_nodes": self.num_nodes}
+        return {**shape, "concurrent_groups": self.concurrent}
+
+
+def axes_of(num_nodes: int, ranks_per_node: int) -> list[GroupAxis]:
+    """Axes to measure beside the group of all ranks, most informative first.
+
+    The whole node, counterparts across nodes (alone, then all at once: what a shared NIC costs), then the parts of a node as
+    neighbours and at a distance, and those alone (what they cost one another).
+    """
+    size, found = ranks_per_node, []
+    if num_nodes > 1 and size > 1:
+        found += [
+            GroupAxis(size, 1),
+            GroupAxis(num_nodes, size),
+            GroupAxis(num_nodes, size, alone=True),
+            GroupAxis(size, 1, alone=True),
+        ]
+    parts = [k for k in range(2, size) if size % k == 0]
+    found += [GroupAxis(k, 1) for k in reversed(parts)]
+    found += [GroupAxis(k, size // k) for k in reversed(parts)]
+    found += [GroupAxis(k, 1, alone=True) for k in reversed(parts)]
+    return found
+
+
+def axis_groups(axis: GroupAxis, world_size: int) -> list[tuple[int, ...]]:
+    """The ranks of every group of an axis; they are disjoint and hold all ranks."""
+    block = axis.size * axis.stride
+    starts = (first + inner for first in range(0, world_size, block) for inner in range(axis.stride))
+    return [tuple(range(start, start + block, axis.stride)) for start in starts]
+
+
+def world_group(num_nodes: int) -> RankGroup:
+    """All ranks."""
+    import torch.distributed as dist
+
+    world, size = dist.group.WORLD, dist.get_world_size()
+    assert world is not None, "measured inside an initialised process group"
+    return RankGroup(world, tuple(range(size)), dist.get_rank(), True, 1, num_nodes, 1, is_world=True)
+
+
+def groups_of(axes: list[GroupAxis], num_nodes: int, ranks_per_node: int) -> Iterator[RankGroup]:
+    """The group of each axis that this rank is in; every rank iterates. Groups of the same ranks are made once."""
+    import torch.distributed as dist
+
+    made: dict[tuple[int, int], Any] = {}
+    world_size, rank = num_nodes * ranks_per_node, dist.get_rank()
+    for axis in axes:
+        groups = axis_groups(axis, world_size)
+        mine = next(ranks for ranks in groups if rank in ranks)
+        if axis[:2] not in made:
+            made[axis[:2]] = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])[0]
+        yield RankGroup(
+            process_group=made[axis[:2]],
+            ranks=mine,
+            rank=mine.index(rank),
+            member=not axis.alone or mine == groups[0],
+            stride=axis.stride,
+            num_nodes=len({r // ranks_per_node for r in mine}),
+            concurrent=1 if axis.alone else len(groups),
+            is_world=False,
+        )
+
+
+def tournament(num_players: int) -> list[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs in which every two meet once (the circle method); with an odd number one rests in each."""
+    players: list[int | None] = [*range(num_players), *([None] if num_players % 2 else [])]
+    rounds = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
 OPS: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+
+
 SIZES = (256 * KIB, 8 * MIB, 16 * KIB, 2 * MIB, 32 * MIB)
 """Bytes; a middle and a large one first, so that a slow machine has enough for a line."""
+
 
 ALL_SIZES = (*SIZES, KIB, 128 * MIB, 64 * KIB, 512 * MIB, 4 * KIB, 1 * MIB, 256 * MIB)
 """From 1 KiB to where curves are straight; two large ones pin the tail, fits below 16 MiB are wrong above it."""
 
+
 _BUFFERS = 3
 """Full buffers that a collective holds at most: input, output, and one of the library's."""
+
 
 UNKNOWN_LATENCY_S, UNKNOWN_BYTES_PER_S = 1e-3, 5e8
 """Of a link before anything was measured on it: processes of one machine over sockets."""
 
 
-def measure_collectives(bench: Bench, group: Group, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+def measure_collectives(bench: Bench, group: RankGroup, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
     """Fields of CollectivePoint for each operation and size; ``time_s`` is None on a rank that took no part.
 
     The functional forms are measured, which DTensor uses: their new output buffer is part of the time, as in training. Two sizes
@@ -52,7 +176,7 @@ def measure_collectives(bench: Bench, group: Group, sizes: Sequence[int] = SIZES
         for op in OPS:
             what = f"{op} of {format_bytes(size)} over {group.size} ranks"
             is_needed = group.is_world and i < 2
-            if not bench.has_time(bench.point_s(expected_s(size, known.get(op))), what) and not is_needed:
+            if not bench.has_time(bench.point_s(expected_message_s(size, known.get(op))), what) and not is_needed:
                 continue
             bench.say(what)
             timing = bench.measure(calls[op])
@@ -66,14 +190,14 @@ def measure_collectives(bench: Bench, group: Group, sizes: Sequence[int] = SIZES
     return points
 
 
-def expected_s(size: int, known: tuple[int, float] | None) -> float:
+def expected_message_s(size: int, known: tuple[int, float] | None) -> float:
     """Seconds of a message of ``size`` bytes, from one of another: no less for a smaller one, in proportion for a larger one."""
     if known is None:
         return UNKNOWN_LATENCY_S + size / UNKNOWN_BYTES_PER_S
     return known[1] * max(1.0, size / known[0])
 
 
-def _calls(device: torch.device, count: int, group: Group) -> dict[CollectiveOp, Callable[[], Any]]:
+def _calls(device: torch.device, count: int, group: RankGroup) -> dict[CollectiveOp, Callable[[], Any]]:
     import torch
     import torch.distributed as dist
 
@@ -171,3 +295,72 @@ def unused_link(backend: Literal["nccl", "gloo"], memory_bandwidth: float) -> Li
         collective_latency_s=CollectiveLatency(base=0.0, per_hop=0.0),
         source="not measured: half of the memory bandwidth; one rank has no partner to measure with",
     )
+
+
+MESSAGE_BYTES = (8 * MIB, 64 * MIB)
+
+
+def rounds_of(num_nodes: int, ranks_per_node: int) -> list[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs of ranks: first counterparts of two nodes, all ranks of a node at once, then ranks of one node."""
+    between = [
+        [(a * ranks_per_node + i, b * ranks_per_node + i) for a, b in pairs for i in range(ranks_per_node)]
+        for pairs in tournament(num_nodes)
+    ]
+    inside = [
+        [(node * ranks_per_node + a, node * ranks_per_node + b) for a, b in pairs for node in range(num_nodes)]
+        for pairs in tournament(ranks_per_node)
+    ]
+    return [*between, *inside]
+
+
+def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dict[str, Any]]:
+    """Fields of PairPoint of every pair; a message there and back counts half."""
+    import torch
+    import torch.distributed as dist
+
+    rank, points = dist.get_rank(), []
+    known: tuple[int, float] | None = None
+    for size in MESSAGE_BYTES:
+        if not bench.has_memory(2 * size):
+            break
+        buffer = torch.zeros(size // 4, device=bench.device)
+        for pairs in rounds_of(num_nodes, ranks_per_node):
+            what = f"{format_bytes(size)} between {len(pairs)} pairs of ranks"
+            if not bench.has_time(bench.point_s(2 * expected_message_s(size, known)), what):
+                continue
+            bench.say(what)
+            mine = next((pair for pair in pairs if rank in pair), None)
+
+            def there_and_back(mine: tuple[int, int] | None = mine, buffer: torch.Tensor = buffer) -> None:
+                for sender in mine or ():
+                    receiver = sum(mine or ()) - sender
+                    dist.send(buffer, receiver) if rank == sender else dist.recv(buffer, sender)
+
+            timing = bench.measure(there_and_back)
+            taken_s = bench.agree(timing.time_s) / 2
+            known = size, taken_s if known is None or known[0] != size else max(known[1], taken_s)
+            if mine is not None:
+                fields = {
+                    "first_rank": mine[0],
+                    "second_rank": mine[1],
+                    "size_bytes": size,
+                    "concurrent_pairs": len(pairs),
+                }
+                points.append({**fields, "time_s": timing.time_s / 2, "spread": timing.spread})
+    return points
+
+
+def node_matrix(
+    points: Sequence[PairPoint], num_nodes: int, ranks_per_node: int
+) -> tuple[tuple[float, ...], ...] | None:
+    """Bytes/s between counterparts of each two nodes [N, N], the median over ranks at the largest size; None if one is missing."""
+    rates: dict[tuple[int, int], dict[int, list[float]]] = {}
+    for point in points:
+        nodes = point.first_rank // ranks_per_node, point.second_rank // ranks_per_node
+        if nodes[0] != nodes[1]:
+            rates.setdefault(nodes, {}).setdefault(point.size_bytes, []).append(point.size_bytes / point.time_s)
+    if num_nodes < 2 or len(rates) < num_nodes * (num_nodes - 1) // 2:
+        return None
+    best = {nodes: median(by_size[max(by_size)]) for nodes, by_size in rates.items()}
+    everyone = range(num_nodes)
+    return tuple(tuple(best.get((min(a, b), max(a, b)), 0.0) for b in everyone) for a in everyone)

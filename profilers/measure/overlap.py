@@ -1,7 +1,7 @@
 """What a product, a collective and copies cost one another when they run at once.
 
 Each stream is made about as long as the others, so that they are beside one another for most of the time; what is recorded is
-the seconds of each alone and of all until the last one ends, as ``cost_models.overlap`` describes them.
+the seconds of each alone and of all until the last one ends, as ``cost_models.hardware.overlap`` describes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...schema.units import MIB, format_bytes
 from .compute import DTYPE_BYTES, torch_dtype
-from .links import expected_s
+from .links import expected_message_s
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +72,9 @@ def longest_s(measured: Points, size: int, *, on_gpu: bool) -> float:
     known = [p for p in measured.get("collectives", ()) if p["op"] == "all_reduce" and p["time_s"]]
     known += [p for p in measured.get("host_copies", ()) if p["host_memory"] == "pinned" and p["time_s"]]
     if not known:
-        return size / _UNKNOWN_COPY_BYTES_PER_S if on_gpu else expected_s(size, None)
+        return size / _UNKNOWN_COPY_BYTES_PER_S if on_gpu else expected_message_s(size, None)
     slowest = max(known, key=lambda p: (-abs(log(p["size_bytes"] / size)), p["time_s"]))
-    return expected_s(size, (slowest["size_bytes"], slowest["time_s"]))
+    return expected_message_s(size, (slowest["size_bytes"], slowest["time_s"]))
 
 
 def _all_sets_s(names: list[str], stream_s: float) -> float:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...schema.errors import ConfigError
-from ...schema.traced import Traced, TracedAttention, TracedProduct
+from ...schema.layers import Traced, TracedAttention, TracedProduct
 
 _Product = tuple[int, int, int]
 

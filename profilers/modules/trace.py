@@ -13,16 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...schema.errors import ConfigError
-from ...schema.model import (
-    Block,
-    DenseMLP,
-    Embedding,
-    Head,
-    LayerRun,
-    ModelSpec,
-    SoftmaxAttention,
-)
-from ...schema.traced import Traced
+from ...schema.layers import Block, DenseMLP, Embedding, Head, LayerRun, SoftmaxAttention, Traced
+from ...schema.model import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn

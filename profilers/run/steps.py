@@ -12,8 +12,7 @@ from ..measure.compute import (
     measure_matmuls,
     measure_shapes,
 )
-from ..measure.groups import axes_of, groups_of, world_group
-from ..measure.host import measure_copies, measure_cpu_adam
+from ..measure.host import measure_copies, measure_cpu_adam, measure_storage
 from ..measure.kernels import (
     CPU_ATTENTION,
     CPU_GROUPED,
@@ -25,11 +24,9 @@ from ..measure.kernels import (
     measure_streams,
     stream_bandwidth,
 )
-from ..measure.links import ALL_SIZES, SIZES, measure_collectives
+from ..measure.links import ALL_SIZES, SIZES, axes_of, groups_of, measure_collectives, measure_pairs, world_group
 from ..measure.overlap import measure_overlap
-from ..measure.pairs import measure_pairs
-from ..measure.storage import measure_storage
-from .task import Place, Step, Task
+from .protocol import MeasurementStep, ProfileTask, RankPlace
 
 if TYPE_CHECKING:
     from ..measure.timing import Bench, Points
@@ -43,26 +40,26 @@ _GROUP_S = 0.1
 _ELEMENTS = (2**22, 2**24, 2**20, 2**26)
 
 
-def brief_steps(task: Task, place: Place, *, on_gpu: bool) -> list[Step]:
+def brief_steps(task: ProfileTask, place: RankPlace, *, on_gpu: bool) -> list[MeasurementStep]:
     """Products, memory bandwidth and collectives."""
     layers = (GPU_LAYERS if on_gpu else CPU_LAYERS)[: task.num_layers]
     sizes = SIZES[: task.num_sizes] if place.world_size > 1 else ()
     return [
-        Step(
+        MeasurementStep(
             "compute", "memory bandwidth", 0.2, lambda bench, _: {"elementwise": measure_streams(bench)}, is_needed=True
         ),
-        Step(
+        MeasurementStep(
             "compute",
             "matrix products",
             1,
             lambda bench, _: {"matmuls": measure_matmuls(bench, layers)},
             is_needed=True,
         ),
-        Step("links", "collectives", 1, partial(_collectives, place, sizes), is_needed=place.world_size > 1),
+        MeasurementStep("links", "collectives", 1, partial(_collectives, place, sizes), is_needed=place.world_size > 1),
     ]
 
 
-def thorough_steps(task: Task, place: Place, *, on_gpu: bool, choose: Chooser) -> list[Step]:
+def thorough_steps(task: ProfileTask, place: RankPlace, *, on_gpu: bool, choose: Chooser) -> list[MeasurementStep]:
     """Every part of this package; the parts of a model are `runtime.profiling.steps`."""
     dtype = "bf16" if on_gpu else "fp32"
     alone = "" if place.world_size > 1 else "there is one rank"
@@ -71,28 +68,30 @@ def thorough_steps(task: Task, place: Place, *, on_gpu: bool, choose: Chooser) -
     return [
         streams._replace(value=1),
         products._replace(value=6),
-        Step(
+        MeasurementStep(
             "compute",
             "elementwise kernels",
             4,
             partial(_elementwise, dtype),
         ),
-        Step("compute", "attention", 5, partial(_attention, dtype, shapes[0])),
-        Step("compute", "grouped products", 3, partial(_grouped, dtype, shapes[1])),
-        Step("compute", "informative products", 14, partial(_informative, dtype, choose)),
+        MeasurementStep("compute", "attention", 5, partial(_attention, dtype, shapes[0])),
+        MeasurementStep("compute", "grouped products", 3, partial(_grouped, dtype, shapes[1])),
+        MeasurementStep("compute", "informative products", 14, partial(_informative, dtype, choose)),
         collectives._replace(value=10, measure=partial(_collectives, place, ALL_SIZES), skipped=alone),
-        Step("links", "pairs of ranks", 5, partial(_pairs, place), skipped=alone),
-        Step("links", "groups of a mesh", 10, partial(_groups, place), skipped=alone),
-        Step("host", "copies", 5, partial(_copies, place), skipped="" if on_gpu else "ranks compute in host memory"),
-        Step("host", "AdamW on the host", 3, partial(_adam, place)),
-        Step(
+        MeasurementStep("links", "pairs of ranks", 5, partial(_pairs, place), skipped=alone),
+        MeasurementStep("links", "groups of a mesh", 10, partial(_groups, place), skipped=alone),
+        MeasurementStep(
+            "host", "copies", 5, partial(_copies, place), skipped="" if on_gpu else "ranks compute in host memory"
+        ),
+        MeasurementStep("host", "AdamW on the host", 3, partial(_adam, place)),
+        MeasurementStep(
             "storage",
             "storage",
             5,
             partial(_storage, task, place),
             skipped="" if task.storage_path else "no --nvme PATH",
         ),
-        Step(
+        MeasurementStep(
             "overlap",
             "streams at once",
             8,
@@ -126,11 +125,11 @@ def _grouped(dtype: str, shapes: Any, bench: Bench, points: Points) -> Points:
     return {"grouped_matmuls": measure_grouped(bench, dtype, shapes, rate_of(bench, points, dtype))}
 
 
-def _collectives(place: Place, sizes: Sequence[int], bench: Bench, _: Points) -> Points:
+def _collectives(place: RankPlace, sizes: Sequence[int], bench: Bench, _: Points) -> Points:
     return {"collectives": measure_collectives(bench, world_group(place.num_nodes), sizes)}
 
 
-def _groups(place: Place, bench: Bench, _: Points) -> Points:
+def _groups(place: RankPlace, bench: Bench, _: Points) -> Points:
     points: list[dict[str, Any]] = []
     axes = axes_of(place.num_nodes, place.ranks_per_node)
     groups = groups_of(axes, place.num_nodes, place.ranks_per_node)
@@ -144,17 +143,17 @@ def _groups(place: Place, bench: Bench, _: Points) -> Points:
     return {"collectives": points}
 
 
-def _pairs(place: Place, bench: Bench, _: Points) -> Points:
+def _pairs(place: RankPlace, bench: Bench, _: Points) -> Points:
     return {"pairs": measure_pairs(bench, place.num_nodes, place.ranks_per_node)}
 
 
-def _copies(place: Place, bench: Bench, _: Points) -> Points:
+def _copies(place: RankPlace, bench: Bench, _: Points) -> Points:
     return {"host_copies": measure_copies(bench, place.local_rank, place.ranks_per_node)}
 
 
-def _adam(place: Place, bench: Bench, _: Points) -> Points:
+def _adam(place: RankPlace, bench: Bench, _: Points) -> Points:
     return {"cpu_adam": measure_cpu_adam(bench, place.local_rank, place.ranks_per_node)}
 
 
-def _storage(task: Task, place: Place, bench: Bench, _: Points) -> Points:
+def _storage(task: ProfileTask, place: RankPlace, bench: Bench, _: Points) -> Points:
     return {"storage": measure_storage(bench, task.storage_path, place.ranks_per_node)}

@@ -15,9 +15,9 @@ import traceback
 from typing import TYPE_CHECKING
 
 from ...schema.errors import MeshwrightError
-from .launching import note_failure, refuse, tell
+from .launch import note_failure, refuse, tell
+from .protocol import ProfileProgress, ProfileTask
 from .steps import brief_steps
-from .task import Progress, Task
 
 if TYPE_CHECKING:
     from .rank import MakeSteps
@@ -28,10 +28,10 @@ _TELL_S = 0.1
 
 def main() -> None:
     """Measure what describes a cluster and leave the profile in the task's folder."""
-    serve(Task.load(sys.argv[1]), lambda task, place, on_gpu: brief_steps(task, place, on_gpu=on_gpu))
+    serve(ProfileTask.load(sys.argv[1]), lambda task, place, on_gpu: brief_steps(task, place, on_gpu=on_gpu))
 
 
-def serve(task: Task, make_steps: MakeSteps) -> None:
+def serve(task: ProfileTask, make_steps: MakeSteps) -> None:
     """Run one rank of a launched measurement to its end; this process ends with it."""
     threading.Thread(target=_end_with, args=(task.launcher_pid, task.folder), daemon=True).start()
     code = 0
@@ -47,12 +47,12 @@ def serve(task: Task, make_steps: MakeSteps) -> None:
     os._exit(code)
 
 
-def _run(task: Task, make_steps: MakeSteps) -> None:
+def _run(task: ProfileTask, make_steps: MakeSteps) -> None:
     from .rank import run_rank
 
     last_s = 0.0
 
-    def throttled(progress: Progress) -> None:
+    def throttled(progress: ProfileProgress) -> None:
         nonlocal last_s
         if time.perf_counter() - last_s > _TELL_S:
             last_s = time.perf_counter()

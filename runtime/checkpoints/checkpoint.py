@@ -1,16 +1,27 @@
-"""Checkpoints of a training run: model, optimizer states and step, readable under any other layout.
+"""Where the checkpoints of a run lie; read without torch.
+
+Checkpoints of a training run: model, optimizer states and step, readable under any other layout.
 
 torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are
 those of the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed
 when it is whole, so what is called ``step-...`` can always be loaded. Loading runs no code from the files
 (checkpoint_index.py).
+
+When a run saves: at once, or beside the steps that follow.
+
+Beside them, the state is copied to host memory and written from there by a thread that has a process group of its own. The folder
+gets its name when all ranks have written, between two later steps or at the end of the run; until then the checkpoint before it is
+the newest one.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+import tempfile
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,26 +35,55 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ...schema import ConfigError, MeshwrightError, ModelSpec
 from ...schema.base import Document, Frozen
 from ...schema.units import format_bytes
 from ..models.init import is_adapter
-from .folders import INFO_FILE, list_checkpoints
+from ..parallel_model import ParallelModel
 from .index import SafeReader, TensorsOnly
 
-if TYPE_CHECKING:
-    from ..parallel_model import ParallelModel
+INFO_FILE = "checkpoint.json"
 
-KEPT_CHECKPOINTS = 2
+
+_STEP_FOLDER = re.compile(r"step-(\d{8})")
+
+
+def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
+    """Whole checkpoints under ``root``, oldest first; none where the folder does not exist."""
+    root = Path(root)
+    if not root.is_dir():
+        return ()
+    found = (path for path in root.iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / INFO_FILE).is_file())
+    return tuple(sorted(found, key=lambda path: path.name))
+
+
+def check_writable(root: str | Path) -> None:
+    """Make the folder of the checkpoints and write in it, before a run depends on it.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(b"checkpoints fit")
+    except OSError as error:
+        raise ConfigError(f"cannot write checkpoints to {root}: {error.strerror}") from None
+
+
+NUM_RETAINED = 2
 """The newest checkpoints that stay; older ones are deleted once a newer one is whole."""
 
+
 _TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
+
+
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class Progress(Frozen):
+class TrainingProgress(Frozen):
     """How far a run is, beside its tensors.
 
     Attributes:
@@ -62,7 +102,7 @@ class Progress(Frozen):
     scale_steps: int = 0
 
 
-class CheckpointInfo(Progress, Document):
+class CheckpointInfo(TrainingProgress, Document):
     """What is known of a checkpoint without reading its tensors."""
 
     model: ModelSpec
@@ -72,9 +112,9 @@ def save_checkpoint(
     root: str | Path,
     model: ParallelModel,
     optimizer: torch.optim.Optimizer,
-    progress: Progress,
+    progress: TrainingProgress,
     *,
-    keep: int = KEPT_CHECKPOINTS,
+    keep: int = NUM_RETAINED,
 ) -> Path:
     """Write a checkpoint and delete all but the newest ``keep``; every rank calls it.
 
@@ -82,7 +122,7 @@ def save_checkpoint(
         MeshwrightError: the folder cannot be written.
     """
     folder, partial = checkpoint_folders(root, progress.step)
-    prepare(partial)
+    prepare_folder(partial)
     try:
         save(checkpoint_state(model, optimizer), storage_writer=FileSystemWriter(partial))
     except CheckpointException as error:
@@ -111,7 +151,7 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
     try:
         load(state, storage_reader=SafeReader(folder), planner=TensorsOnly())
     except CheckpointException as error:
-        raise describe(f"cannot read the checkpoint {folder}", error) from None
+        raise checkpoint_error(f"cannot read the checkpoint {folder}", error) from None
     loaded = {
         part: {name: _loaded_value(name, value, state[part], model) for name, value in values.items()}
         for part, values in current.items()
@@ -161,7 +201,7 @@ def checkpoint_folders(root: str | Path, step: int) -> tuple[Path, Path]:
     return Path(root) / f"step-{step:08d}", Path(root) / f".step-{step:08d}.partial"
 
 
-def prepare(partial: Path) -> None:
+def prepare_folder(partial: Path) -> None:
     """Make an empty folder to write to; every rank calls it.
 
     Raises:
@@ -202,7 +242,7 @@ def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> 
 
 def write_failure(folder: Path, error: CheckpointException) -> MeshwrightError:
     """What to say of a checkpoint that could not be written, with the room there is; to be called before the rest is deleted."""
-    failure = describe(f"cannot write the checkpoint {folder}", error)
+    failure = checkpoint_error(f"cannot write the checkpoint {folder}", error)
     try:
         usage = shutil.disk_usage(folder.parent)
     except OSError:
@@ -215,7 +255,7 @@ def write_failure(folder: Path, error: CheckpointException) -> MeshwrightError:
     )
 
 
-def describe(message: str, error: CheckpointException) -> MeshwrightError:
+def checkpoint_error(message: str, error: CheckpointException) -> MeshwrightError:
     """The first rank's cause of a checkpoint that failed, as one of our errors."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, MeshwrightError):
@@ -223,3 +263,73 @@ def describe(message: str, error: CheckpointException) -> MeshwrightError:
     lines = str(cause).strip().splitlines() or [""]
     details = (f"rank {rank}: {type(cause).__name__}: {lines[-1]}",)
     return MeshwrightError(message, details=details)
+
+
+class CheckpointWriter:
+    """Saves a run's checkpoints; every rank has one and calls it at the same steps.
+
+    Args:
+        root: folder of the checkpoints.
+        keep: how many of the newest stay.
+        beside: write beside the steps that follow; takes host memory of the size of a checkpoint.
+    """
+
+    def __init__(
+        self, root: str | Path, model: ParallelModel, optimizer: torch.optim.Optimizer, *, keep: int, beside: bool
+    ) -> None:
+        self._root = Path(root)
+        self._model = model
+        self._optimizer = optimizer
+        self._keep = keep
+        self._group = dist.new_group(backend="gloo") if beside else None
+        self._pending: Future[Any] | None = None
+        self._progress: TrainingProgress | None = None
+
+    def save(self, progress: TrainingProgress) -> None:
+        """Write a checkpoint, or begin to.
+
+        Raises:
+            MeshwrightError: this one or the one before cannot be written.
+        """
+        self.finish()
+        if self._group is None:
+            save_checkpoint(self._root, self._model, self._optimizer, progress, keep=self._keep)
+            return
+        _, partial = checkpoint_folders(self._root, progress.step)
+        prepare_folder(partial)
+        state = checkpoint_state(self._model, self._optimizer)
+        pending = async_save(state, storage_writer=FileSystemWriter(partial), process_group=self._group)
+        assert isinstance(pending, Future)
+        self._pending, self._progress = pending, progress
+
+    def poll(self) -> None:
+        """Between two steps: finish what has been written meanwhile.
+
+        Raises:
+            MeshwrightError: it could not be written.
+        """
+        if self._pending is not None and self._pending.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and give it its name.
+
+        Raises:
+            MeshwrightError: it could not be written.
+        """
+        if self._pending is None or self._progress is None:
+            return
+        folder, partial = checkpoint_folders(self._root, self._progress.step)
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()  # of the thread's save: all ranks have written
+        except CheckpointException as error:
+            failure = write_failure(folder, error)
+            remove_partial(self._root)
+            raise failure from None
+        publish(
+            partial,
+            folder,
+            CheckpointInfo(model=self._model.plan.model, **self._progress.model_dump()),
+            keep=self._keep,
+        )

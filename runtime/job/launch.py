@@ -2,6 +2,11 @@
 
 On several nodes every node runs the same command; the agents meet at a rendezvous. Without a node rank they number
 themselves (backend c10d); with one, the plan's order of nodes holds (backend static).
+
+What the launcher does when a scheduler asks the job to end (SIGTERM).
+
+A training run that keeps checkpoints is let finish its step and write a last one: the ranks get the signal too, agree on the step,
+save and end by themselves. After a grace time, or a second signal, they are ended as by any other signal.
 """
 
 from __future__ import annotations
@@ -12,12 +17,14 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -26,61 +33,29 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...profilers.machine import cpu_rank_environment, environment, num_cores
-from ...schema import (
-    ConfigError,
-    MeshwrightError,
-    NodeGroup,
-    Plan,
-)
+from ...profilers.run.faults import RankDeath, explain_failure
+from ...schema import MeshwrightError, NodeGroup, Plan
 from ...schema.errors import InterruptedRunError, NodesNotMetError
-from .faults import RankDeath, explain
-from .machine import check_machine, local_group
-from .network import holds_endpoint, interface_of, own_address
-from .out_of_memory import memory_line
-from .progress import FOLDER_VARIABLE
-from .stopping import Stopping
-from .watch import Watch, watching
+from .machine import check_machine, local_group, memory_line
+from .rendezvous import Rendezvous, interface_of, is_endpoint_local, local_address
+from .watch import FOLDER_VARIABLE, STOPPED_FILE, Watch, watching
 from .worker import Job
 
 _SHUTDOWN_S = 5
 """How long ranks may take to end after a signal, before they are killed."""
 
+
 _LOG_TAIL_LINES = 200
 """Lines of a rank's log that are searched for the kind of its failure; fewer are shown."""
 
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
 _AGENT_LOGGER = "torch.distributed.elastic"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the nodes of a job meet; the default is a job of one node.
-
-    Attributes:
-        node_rank: position of this node in the plan's cluster; the endpoint must then be on node 0.
-        endpoint: ``HOST:PORT`` on one of the nodes, the same text on all.
-        run_id: any text that is the same on all nodes of the job and on no other job at the endpoint.
-        timeout_s: how long a node waits for the others.
-    """
-
-    nnodes: int = 1
-    node_rank: int | None = None
-    endpoint: str | None = None
-    run_id: str | None = None
-    timeout_s: int = 600
-
-    def __post_init__(self) -> None:
-        if self.nnodes < 1:
-            raise ConfigError(f"--nnodes {self.nnodes}: must be at least 1")
-        if self.nnodes > 1 and self.endpoint is None:
-            raise ConfigError(f"{self.nnodes} nodes need a place to meet", help="add --rdzv-endpoint HOST:PORT")
-        if self.endpoint is not None:
-            host, _, port = self.endpoint.rpartition(":")
-            if not host or not port.isdecimal() or int(port) > 65535:
-                raise ConfigError(f"rendezvous endpoint {self.endpoint!r} is not HOST:PORT with a port up to 65535")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(f"node rank {self.node_rank} is not in 0..{self.nnodes - 1}")
 
 
 def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> None:
@@ -121,7 +96,9 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
             ranks = range(plan.layout.world_size) if rendezvous.nnodes == 1 else ()
             ended_well = [rank for rank in ranks if rank not in error.failures]
             memory = memory_line(plan, torch.device("cpu")) if group.device.vendor == "cpu" else ""
-            raise explain(deaths, world_size=plan.layout.world_size, ended_well=ended_well, memory=memory) from None
+            raise explain_failure(
+                deaths, world_size=plan.layout.world_size, ended_well=ended_well, memory=memory
+            ) from None
         except (SignalException, KeyboardInterrupt) as error:
             received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             raise InterruptedRunError(received) from None
@@ -141,7 +118,7 @@ def _config(rendezvous: Rendezvous, nproc_per_node: int, logs: DefaultLogsSpecs,
         settings["rank"] = rendezvous.node_rank
     elif rendezvous.nnodes > 1:
         settings |= {"join_timeout": rendezvous.timeout_s, "read_timeout": rendezvous.timeout_s}
-        is_host = holds_endpoint(rendezvous.endpoint or "")
+        is_host = is_endpoint_local(rendezvous.endpoint or "")
         settings |= {} if is_host is None else {"is_host": is_host}
     options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S, "signals_to_handle": signals}
     known = {field.name for field in fields(LaunchConfig)}
@@ -169,7 +146,7 @@ def _worker_environment(job: Job, group: NodeGroup) -> dict[str, str]:
 
 
 def _address(rendezvous: Rendezvous) -> str | None:
-    return "localhost" if rendezvous.nnodes == 1 else own_address(rendezvous.endpoint or "")
+    return "localhost" if rendezvous.nnodes == 1 else local_address(rendezvous.endpoint or "")
 
 
 def _network(rendezvous: Rendezvous) -> dict[str, str]:
@@ -270,3 +247,61 @@ def _not_met(rendezvous: Rendezvous, error: Exception) -> NodesNotMetError:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+_AGENT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+class Stopping:
+    """One job's answer to SIGTERM.
+
+    Args:
+        grace_s: how long ranks may take to finish a step and save.
+        folder: where they say that they did.
+        has_checkpoints: otherwise the signal ends the ranks at once.
+    """
+
+    def __init__(self, grace_s: float, folder: Path, *, has_checkpoints: bool) -> None:
+        self._grace_s = grace_s
+        self._file = folder / STOPPED_FILE
+        self._is_patient = has_checkpoints and grace_s > 0
+        self._timer: threading.Timer | None = None
+
+    @property
+    def agent_signals(self) -> str:
+        """Signals that torch's agent handles, in its notation; it ends the ranks on them."""
+        return ",".join(name for name in _AGENT_SIGNALS if name != "SIGTERM" or not self._is_patient)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle SIGTERM here."""
+        if not self._is_patient:
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def raise_if_stopped(self) -> None:
+        """After the ranks have ended.
+
+        Raises:
+            InterruptedRunError: they were asked to, here or on another node.
+        """
+        step = self._file.read_text() if self._file.exists() else None
+        if step is not None or self._timer is not None:
+            raise InterruptedRunError(signal.SIGTERM, checkpoint_step=None if step is None else int(step))
+
+    def _receive(self, number: int, _: object) -> None:
+        if self._timer is not None:
+            raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGTERM)
+        self._timer = threading.Timer(self._grace_s, os.kill, (os.getpid(), signal.SIGTERM))
+        self._timer.daemon = True
+        self._timer.start()

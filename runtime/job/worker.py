@@ -24,10 +24,10 @@ from typing import NoReturn
 
 from pydantic import Field
 
+from ...profilers.run.faults import error_payload
 from ...schema import ConfigError, MeshwrightError, Plan
 from ...schema.base import Document
 from ..training.options import TrainOptions
-from .faults import error_payload
 
 _PR_SET_PDEATHSIG = 1
 

@@ -11,90 +11,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.errors import RuntimeMismatchError
-from ...schema.model import Block, DenseMLP, ModelSpec, MoE, SoftmaxAttention
+from ...schema.layers import Block, DenseMLP, MoE, SoftmaxAttention
+from ...schema.model import ModelSpec
 from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
+from .attention import AttentionKind, LatentSelfAttention, SelfAttention
 from .experts import MixtureOfExperts
-from .gelu import GeluMLP
-from .latent_attention import LatentSelfAttention
-from .norm import LayerNorm, RMSNorm, build_norm
-from .positions import PositionEmbedding
-from .ring_attention import SequenceRanks
-from .rotary import Rotary, rotate
-from .swiglu import SwiGLU
+from .layers import GeluMLP, LayerNorm, PositionEmbedding, RMSNorm, SwiGLU, build_norm
+from .rotary import Rotary
 
-AttentionKind = Literal["flash", "math"]
 _Module = TypeVar("_Module", bound=nn.Module)
-
-
-class SelfAttention(nn.Module):
-    """Causal multi-head or grouped-query attention, with rotary positions but where the model has learned ones.
-
-    Attributes:
-        context: who attends where S is only this rank's part of the sequence.
-    """
-
-    context: SequenceRanks | None = None
-
-    def __init__(
-        self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary | None, eps: float, kind: AttentionKind
-    ) -> None:
-        super().__init__()
-        self.head_dim = spec.head_dim
-        self.rotary = rotary
-        self.kind = kind
-        self.q_proj = nn.Linear(hidden_dim, spec.q_dim, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(spec.q_dim, hidden_dim, bias=spec.out_bias)
-        self.norm_each_head = spec.qk_norm == "per_head"
-        widths = {"per_head": (spec.head_dim, spec.head_dim), "full": (spec.q_dim, spec.kv_dim)}.get(spec.qk_norm)
-        self.q_norm = RMSNorm(widths[0], eps) if widths else None
-        self.k_norm = RMSNorm(widths[1], eps) if widths else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
-        query, key = self._normed(self.q_proj(hidden), self.q_norm), self._normed(self.k_proj(hidden), self.k_norm)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, self._heads(self.v_proj(hidden))))
-        if self.rotary is not None:
-            cos, sin = self.rotary.tables(query.shape[2], query.device, query.dtype)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        out = self._attend(query, key, value)
-        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return result
-
-    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """[B, S, heads * C] to [B, S, heads, C], each head normed or all of them together."""
-        if norm is None or self.norm_each_head:
-            x = self._heads(x)
-            return x if norm is None else norm(x)
-        return self._heads(norm(x))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
-        if self.context is not None:
-            return self.context.attend(query, key, value)
-        groups = query.shape[1] // key.shape[1]
-        # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would
-        # hold [S, S] matrices, which costs more than repeating the heads.
-        native = query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
-        if groups > 1 and not native:
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if self.kind == "math" else nullcontext()
-        with backend:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)
 
 
 class DecoderBlock(nn.Module):

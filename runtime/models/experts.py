@@ -5,13 +5,22 @@ matrix, and one grouped product multiplies each expert's rows with its weights.
 
 Shapes: T tokens of this rank, k experts of a token, M = T k rows, D hidden_dim, F ffn_dim, E experts. Under expert parallelism
 this rank holds E / ep experts, each cut to F / etp, and the rows are those that all ranks send to them.
+
+Experts in slots: an expert may stand in several slots, each of which takes a share of its rows.
+
+Weights stay where they are stored, sharded by expert in order, whatever the placement: optimizer and checkpoints know nothing of
+it. For each pass a rank fetches the weights of its slots from the ranks that store them, and the backward pass brings the
+gradients of all replicas back and adds them.
+
+Shapes: E experts, S slots, R replicas of an expert at most, M rows; E / ep experts are stored and S / ep slots held by each rank.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +31,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from ...schema.model import DenseMLP, MoE
-from .expert_slots import ExpertSlots
+from ...schema.layers import DenseMLP, MoE
 from .init import local_tensor
-from .swiglu import SwiGLU, silu_product
-from .whole_linear import WholeLinear
+from .layers import ReplicatedLinear, SwiGLU, silu_product
 
-_LEAST_SUM = 1e-20
+_MIN_SUM = 1e-20
 """Beside the sum of the chosen scores, against division by zero (DeepSeek-V3's modeling file)."""
 
 
@@ -63,7 +70,7 @@ class ExpertRanks:
         return parts.redistribute(placements=[self.tokens]).to_local()
 
 
-class Router(WholeLinear):
+class Router(ReplicatedLinear):
     """Which experts a token visits, and with which weight.
 
     Attributes:
@@ -87,7 +94,7 @@ class Router(WholeLinear):
         experts = self._wanted(scores.detach()).topk(self.spec.top_k, dim=-1).indices
         chosen = scores.gather(1, experts)
         if self.spec.normalize:
-            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _MIN_SUM)
         return (chosen * self.spec.scale).to(tokens.dtype), experts
 
     def _wanted(self, scores: Tensor) -> Tensor:
@@ -152,6 +159,60 @@ class _ScaleGradient(torch.autograd.Function):
         return grad_output * ctx.ratio, None
 
 
+@dataclass(frozen=True)
+class ExpertSlots:
+    """Which expert stands in which slot of a layer, slots counted rank by rank.
+
+    Attributes:
+        experts: expert of each slot [S].
+        shares: part of its expert's rows that a slot takes [S]; those of one expert add up to 1.
+        num_experts: E.
+    """
+
+    experts: tuple[int, ...]
+    shares: tuple[float, ...]
+    num_experts: int
+
+    @cached_property
+    def of_expert(self) -> tuple[Tensor, Tensor]:
+        """Slots of each expert [E, R], and the share that they and those before them take [E, R]; unused ones repeat the last."""
+        slots: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.experts):
+            slots[expert].append(slot)
+        most = max(len(mine) for mine in slots)
+        table = torch.tensor([mine + [mine[-1]] * (most - len(mine)) for mine in slots])
+        taken = torch.tensor(self.shares, dtype=torch.float64)[table]
+        is_unused = torch.arange(most)[None] >= torch.tensor([len(mine) for mine in slots])[:, None]
+        taken = taken.masked_fill(is_unused, 0.0).cumsum(1)
+        return table, taken / taken[:, -1:]
+
+    def slot_of_rows(self, expert_of_row: Tensor, counts: Tensor) -> Tensor:
+        """Slot of each row [M], rows sorted by expert with ``counts`` [E] of them each: cut into pieces by the shares."""
+        table, taken = (tensor.to(counts.device) for tensor in self.of_expert)
+        first = counts.cumsum(0) - counts
+        position = torch.arange(len(expert_of_row), device=counts.device) - first[expert_of_row]
+        middle = (position + 0.5) / counts[expert_of_row]
+        replica = (middle[:, None] > taken[expert_of_row]).sum(1).clamp(max=table.shape[1] - 1)
+        return table[expert_of_row, replica]
+
+    def weights(self, stored: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Weights [S / ep, ...] of this rank's slots, from those [E / ep, ...] that each rank of the group stores."""
+        ranks, rank = group.size(), group.rank()
+        of_rank = [list(part) for part in torch.tensor(self.experts).view(ranks, -1).tolist()]
+        num_stored = self.num_experts // ranks
+        mine = range(rank * num_stored, (rank + 1) * num_stored)
+        sent = [[expert - mine.start for expert in slots if expert in mine] for slots in of_rank]
+        owners = [expert // num_stored for expert in of_rank[rank]]
+        received = [owners.count(owner) for owner in range(ranks)]
+        rows = stored.flatten(1)[torch.tensor(_joined(sent), dtype=torch.long, device=stored.device)]
+        arrived: Tensor = all_to_all_single_autograd(rows, received, [len(part) for part in sent], group)
+        # They arrive by owner, each owner's in the order of this rank's slots.
+        by_owner = sorted(range(len(owners)), key=lambda slot: owners[slot])
+        back = torch.empty(len(by_owner), dtype=torch.long)
+        back[torch.tensor(by_owner)] = torch.arange(len(by_owner))
+        return arrived[back.to(stored.device)].view(-1, *stored.shape[1:])
+
+
 class MixtureOfExperts(nn.Module):
     """Routed experts and, where the model has one, a shared expert (behind a gate in Qwen2-MoE).
 
@@ -166,7 +227,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = Router(hidden_dim, spec)
         self.experts = Experts(hidden_dim, spec.num_experts, spec.expert)
         self.shared_expert = SwiGLU(hidden_dim, spec.shared) if spec.shared is not None else None
-        self.shared_expert_gate = WholeLinear(hidden_dim, 1) if spec.shared_gate else None
+        self.shared_expert_gate = ReplicatedLinear(hidden_dim, 1) if spec.shared_gate else None
         self.ranks: ExpertRanks | None = None
         self.slots: ExpertSlots | None = None
 
@@ -251,3 +312,7 @@ def _inverse(order: Tensor) -> Tensor:
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     result: Tensor = all_to_all_single_autograd(rows, received, sent, group)
     return result
+
+
+def _joined(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [item for part in parts for item in part]

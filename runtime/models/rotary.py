@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import RuntimeMismatchError
-from ...schema.model import Rope
+from ...schema.layers import Rope
 
 
 class Rotary:

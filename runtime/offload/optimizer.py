@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from ..models.init import local_tensor
-from .copies import Copies, HostBuffer
-from .storage import StateFile
+from .copies import Copies, HostBuffer, StateFile
 
 Place = Literal["own", "host", "streamed"]
 

@@ -12,16 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...schema.layers import Block, Embedding, Head, LayerRun, MoE, SoftmaxAttention
 from ...schema.layout import Recompute
-from ...schema.model import (
-    Block,
-    Embedding,
-    Head,
-    LayerRun,
-    ModelSpec,
-    MoE,
-    SoftmaxAttention,
-)
+from ...schema.model import ModelSpec
 from ..models.decoder import Decoder
 from ..models.init import init_weights
 from ..recompute import apply_recompute

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ...profilers.measure.compute import FIRST_RATE
-from ...profilers.measure.layers import allocator_bytes, measure_passes
-from ...profilers.run.task import Place, Step, Task
-from ...schema.model import Block, Embedding, ModelSpec
+from ...profilers.measure.kernels import allocator_bytes, measure_passes
+from ...profilers.run.protocol import MeasurementStep, ProfileTask, RankPlace
+from ...schema.layers import Block, Embedding
+from ...schema.model import ModelSpec
 from .model_layers import RECOMPUTES, LayerCase, build_layer, layer_cases
 from .traced_memory import TRACED_DEPTHS, layer_memory, step_memory
 
@@ -28,7 +29,7 @@ _INITIAL_S, _GRADIENT_S = 2e-8, 4e-9
 """Of one parameter: drawing it, and writing its gradient, by one core."""
 
 
-def model_steps(task: Task, place: Place, dtype: str) -> list[Step]:
+def model_steps(task: ProfileTask, place: RankPlace, dtype: str) -> list[MeasurementStep]:
     """Memory and seconds of the layers of the task's model."""
     model = ModelSpec.model_validate_json(task.model)
     options: dict[str, Any] = {"seq_len": task.seq_len, "micro_batch_size": task.micro_batch_size, "dtype": dtype}
@@ -37,8 +38,8 @@ def model_steps(task: Task, place: Place, dtype: str) -> list[Step]:
         "layers on fake tensors": partial(_layer_memory, cases),
         "a step on fake tensors": partial(_step_memory, task, model, dtype),
     }
-    memory = [Step("memory", what, 6, measure) for what, measure in measures.items()]
-    return [*memory, Step("layers", "layers of the model", 16, partial(_layers, cases))]
+    memory = [MeasurementStep("memory", what, 6, measure) for what, measure in measures.items()]
+    return [*memory, MeasurementStep("layers", "layers of the model", 16, partial(_layers, cases))]
 
 
 def _layer_memory(cases: Sequence[LayerCase], bench: Bench, _: Points) -> Points:
@@ -46,7 +47,7 @@ def _layer_memory(cases: Sequence[LayerCase], bench: Bench, _: Points) -> Points
     return {"layer_memory": _traced(bench, traces, _LAYER_TRACE_S)}
 
 
-def _step_memory(task: Task, model: ModelSpec, dtype: str, bench: Bench, _: Points) -> Points:
+def _step_memory(task: ProfileTask, model: ModelSpec, dtype: str, bench: Bench, _: Points) -> Points:
     options: dict[str, Any] = {"micro_batch_size": task.micro_batch_size, "seq_len": task.seq_len, "dtype": dtype}
     traces = [(f"a step, {r} recompute", partial(step_memory, model, recompute=r, **options)) for r in RECOMPUTES]
     kinds = len(model.block_runs)

@@ -10,8 +10,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ...profilers.run.protocol import MeasurementStep, ProfileTask, RankPlace
 from ...profilers.run.steps import thorough_steps
-from ...profilers.run.task import Place, Step, Task
 from ...schema.units import MIB
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _CACHE_BYTES = 32 * MIB
 """Last cache of a CPU core, for choosing shapes only."""
 
 
-def steps_with_model(task: Task, place: Place, on_gpu: bool) -> Sequence[Step]:
+def steps_with_model(task: ProfileTask, place: RankPlace, on_gpu: bool) -> Sequence[MeasurementStep]:
     """All steps of a thorough measurement, in the order of `task.ALL_PARTS`."""
     steps = thorough_steps(task, place, on_gpu=on_gpu, choose=partial(choose_shapes, bf16=on_gpu))
     if task.model:
@@ -42,11 +42,11 @@ def steps_with_model(task: Task, place: Place, on_gpu: bool) -> Sequence[Step]:
         of_model = model_steps(task, place, "bf16" if on_gpu else "fp32")
     else:
         of_model = [
-            Step("memory", "layers on fake tensors", 6, _nothing, "no --model"),
-            Step("layers", "layers of the model", 16, _nothing, "no --model"),
+            MeasurementStep("memory", "layers on fake tensors", 6, _nothing, "no --model"),
+            MeasurementStep("layers", "layers of the model", 16, _nothing, "no --model"),
         ]
     compute = [step for step in steps if step.part == "compute"]
-    mine = [Step("memory", "what the device holds beside tensors", 1, _allocator), *of_model]
+    mine = [MeasurementStep("memory", "what the device holds beside tensors", 1, _allocator), *of_model]
     return [*compute, *mine, *(step for step in steps if step.part != "compute")]
 
 
@@ -59,8 +59,8 @@ def choose_shapes(
     bench: Bench, flops_per_s: float, bandwidth_bytes_per_s: float, *, bf16: bool
 ) -> list[tuple[int, int, int]]:
     """Products (m, n, k) that the learned model is least sure of on this device, the first rank's choice for all."""
-    from ...cost_models.learned.gemm import GemmRates, Hardware, known_coefficients
-    from ...cost_models.learned.informative import candidates, most_informative
+    from ...cost_models.learned.calibration import candidate_shapes, most_informative_shapes
+    from ...cost_models.learned.gemm import GemmDevice, GemmRates, known_coefficients
 
     work_s = bench.remaining_work_s()
     count = min(NUM_SHAPES, max(_FEWEST_SHAPES, int(work_s / (2 * bench.sample_s))))
@@ -74,10 +74,10 @@ def choose_shapes(
             properties = torch.cuda.get_device_properties(bench.device)
             processors, cache = properties.multi_processor_count, float(properties.L2_cache_size)
         coefficients, software, _ = known_coefficients("", "")
-        hardware = Hardware(flops_per_s / coefficients.compute_efficiency, bandwidth_bytes_per_s, processors, cache)
+        hardware = GemmDevice(flops_per_s / coefficients.compute_efficiency, bandwidth_bytes_per_s, processors, cache)
         rates = GemmRates(coefficients, hardware, software, 2.0 if bf16 else 4.0)
-        m, n, k = candidates(rates, seed=0, most_s=most_s, most_bytes=bench.free_bytes() / 16)
-        chosen = most_informative(m, n, k, rates, count) if len(m) else []
+        m, n, k = candidate_shapes(rates, seed=0, most_s=most_s, most_bytes=bench.free_bytes() / 16)
+        chosen = most_informative_shapes(m, n, k, rates, count) if len(m) else []
         shapes = [[int(m[i]), int(n[i]), int(k[i])] for i in chosen]
     return [(a, b, c) for a, b, c in bench.gather(shapes)[0]]
 

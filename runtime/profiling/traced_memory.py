@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ...profilers.measure.live_bytes import LiveBytes
+from ...schema.layers import Block, LayerRun
 from ...schema.layout import Recompute
-from ...schema.model import Block, LayerRun, ModelSpec
+from ...schema.model import ModelSpec
 from ..models.decoder import Decoder
 from ..recompute import apply_recompute
 from .model_layers import LayerCase, build_layer

@@ -9,14 +9,14 @@ import os
 import sys
 from typing import NoReturn
 
+from ...profilers.run.protocol import ProfileTask
 from ...profilers.run.rank import Tell, run_rank
-from ...profilers.run.task import Task
 from ...profilers.run.worker import serve
 from ...schema.profile import Profile
 from .steps import steps_with_model
 
 
-def measure_as_rank(task: Task, tell: Tell) -> Profile | None:
+def measure_as_rank(task: ProfileTask, tell: Tell) -> Profile | None:
     """Measure as this rank of a running job; the first rank returns the profile."""
     _take_names_from_slurm()
     return run_rank(task, steps_with_model, tell)
@@ -48,4 +48,4 @@ def first_host(hosts: str) -> str:
 
 
 if __name__ == "__main__":
-    serve(Task.load(sys.argv[1]), steps_with_model)
+    serve(ProfileTask.load(sys.argv[1]), steps_with_model)

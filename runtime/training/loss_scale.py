@@ -13,7 +13,7 @@ from ...schema import Plan
 
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
-LEAST_SCALE = 1.0
+MIN_SCALE = 1.0
 
 
 @dataclass
@@ -48,4 +48,4 @@ class LossScale:
     @property
     def is_exhausted(self) -> bool:
         """Whether gradients overflow although nothing is multiplied any more."""
-        return self.value < LEAST_SCALE
+        return self.value < MIN_SCALE

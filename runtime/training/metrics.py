@@ -1,8 +1,23 @@
-"""What a run reports: one JSON object a step, and a last one with the measurements beside the plan's prediction."""
+"""What a run reports: one JSON object a step, and a last one with the measurements beside the plan's prediction.
+
+Ranks that compute slower than their peers beyond noise: an exact sign test over the steps of a run.
+
+Of every rank r and step t the seconds c[r, t] of its own work, waiting left out. Peers have the same work: the other ranks of the
+same pipeline stage; of a stage with one rank all others, each over what the plan expects of it. With
+
+    d[r, t] = log(c[r, t] / expected[r]) - median over peers of the same,   m[r] = median over steps of d[r]
+
+a rank is slow where m exceeds the smallest difference that is worth naming, `SLOWER` among ranks with the same work and
+`SLOWER_THAN_EXPECTED` where only the plan's expectation makes them comparable, and where d is above zero in more steps than chance
+allows: of a rank like its peers each step is above or below with equal odds, so that k or more of T are above with the probability
+of a binomial tail, whatever the distribution of the noise. Over all ranks together a run without a slow rank names one at most
+once in 1 / `FALSE_ALARMS` runs (Bonferroni), which is why few steps name nobody: T >= log2(R / FALSE_ALARMS).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import threading
 import time
@@ -11,11 +26,11 @@ from pathlib import Path
 from typing import Any, NotRequired, TextIO, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schema import ConfigError, Plan
 from .memory import MemorySource
-from .parts import PARTS, Part
-from .stragglers import stragglers
+from .step_clock import STEP_PARTS, StepPart
 
 WARMUP_STEPS = 2
 """Steps at the start of a run that do not count in the measured step time: allocators and caches fill in them."""
@@ -53,12 +68,12 @@ class StepRecord(TypedDict):
     tokens_per_s: float
     mfu: float
     peak_allocated_bytes: int
-    parts_s: dict[Part, float]
+    parts_s: dict[StepPart, float]
     loss_scale: NotRequired[float]
     offload: NotRequired[OffloadRecord]
 
 
-KEPT_STEPS = 256
+RETAINED_STEPS = 256
 """Steps, the last ones, whose parts every rank keeps for the comparison of ranks at the end."""
 
 
@@ -68,7 +83,7 @@ class RankRecord(TypedDict):
     rank: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    parts_s: list[dict[Part, float]]
+    parts_s: list[dict[StepPart, float]]
 
 
 class MetricsWriter:
@@ -131,7 +146,7 @@ def summarise(
     }
     parts_s = [_parts_of_steps(rank["parts_s"], len(step_times_s) - warmup) for rank in ranks]
     medians = [
-        dict(zip(PARTS, np.median(parts, axis=0).tolist(), strict=True)) if len(parts) else {} for parts in parts_s
+        dict(zip(STEP_PARTS, np.median(parts, axis=0).tolist(), strict=True)) if len(parts) else {} for parts in parts_s
     ]
     measured = {
         "step_time_s": step_time_s,
@@ -168,7 +183,7 @@ def predicted_parts_s(plan: Plan) -> dict[str, float]:
     }
 
 
-def _measured_parts_s(medians: Sequence[dict[Part, float]]) -> dict[str, float]:
+def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, float]:
     """Parts of the rank that computes longest, under the names of `predicted_parts_s`, and what has no prediction."""
     if not all(medians):
         return {}
@@ -179,17 +194,23 @@ def _measured_parts_s(medians: Sequence[dict[Part, float]]) -> dict[str, float]:
     return {"compute": busiest["forward"] + busiest["backward"], **same}
 
 
-def _parts_of_steps(parts_s: Sequence[dict[Part, float]], num_counted: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _parts_of_steps(
+    parts_s: Sequence[dict[StepPart, float]], num_counted: int
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Parts [T, len(PARTS)] of the steps that count, as far as they were kept."""
     kept = parts_s[max(0, len(parts_s) - num_counted) :]
-    return np.array([[step[name] for name in PARTS] for step in kept], dtype=np.float64).reshape(-1, len(PARTS))
+    return np.array([[step[name] for name in STEP_PARTS] for step in kept], dtype=np.float64).reshape(
+        -1, len(STEP_PARTS)
+    )
 
 
 def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
     """Slow ranks by their own work: both passes and the update on a CPU, the update on a GPU, whose passes include waiting."""
     on_gpu = plan.cluster.weakest_device.backend == "nccl"
     own = [
-        PARTS.index(name) for name in PARTS if name == "optimizer" or (name in ("forward", "backward") and not on_gpu)
+        STEP_PARTS.index(name)
+        for name in STEP_PARTS
+        if name == "optimizer" or (name in ("forward", "backward") and not on_gpu)
     ]
     compute_s = np.array([parts[:, own].sum(axis=1) for parts in parts_s])
     stage_of_rank = np.arange(len(parts_s)) // plan.layout.stage_ranks
@@ -200,7 +221,7 @@ def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float6
     return list(stragglers(compute_s, stage_of_rank, expected[np.minimum(stage_of_rank, len(stages) - 1)]))
 
 
-def follow(path: str | Path, finished: threading.Event, *, poll_s: float = 0.05) -> Iterator[dict[str, Any]]:
+def read_new_records(path: str | Path, finished: threading.Event, *, poll_s: float = 0.05) -> Iterator[dict[str, Any]]:
     """Objects of a file that another process writes, as they come; ends when ``finished`` is set and all is read."""
     path = Path(path)
     position, rest = 0, b""
@@ -217,3 +238,46 @@ def follow(path: str | Path, finished: threading.Event, *, poll_s: float = 0.05)
             return
         if not rest:
             time.sleep(poll_s)
+
+
+FloatArray = NDArray[np.float64]
+
+
+SLOWER, SLOWER_THAN_EXPECTED = 0.10, 0.50
+
+
+FALSE_ALARMS = 0.01
+
+
+class Straggler(TypedDict):
+    """A slow rank: by what fraction its own work takes longer than its peers', and how likely so many slow steps are by chance."""
+
+    rank: int
+    slower_fraction: float
+    chance: float
+
+
+def stragglers(compute_s: FloatArray, stage_of_rank: NDArray[np.int64], expected_s: FloatArray) -> list[Straggler]:
+    """The slow ranks, slowest first.
+
+    Args:
+        compute_s: seconds of each rank's own work in each step [R, T].
+        stage_of_rank: pipeline position [R]; expected_s: what the plan expects of each rank's work [R], in any unit.
+    """
+    num_ranks, num_steps = compute_s.shape
+    if num_ranks < 2 or num_steps == 0 or np.any(compute_s <= 0):
+        return []
+    from scipy.special import bdtrc  # here: no launcher needs it, of the ranks the one that reports, at its end
+
+    logs = np.log(compute_s / expected_s[:, None])
+    found = []
+    for rank in range(num_ranks):
+        others = np.arange(num_ranks) != rank
+        peers = others & (stage_of_rank == stage_of_rank[rank])
+        least = SLOWER if peers.any() else SLOWER_THAN_EXPECTED
+        difference = logs[rank] - np.median(logs[peers if peers.any() else others], axis=0)
+        slower = math.expm1(float(np.median(difference)))
+        chance = float(bdtrc(max(np.count_nonzero(difference > 0), 1) - 1, num_steps, 0.5))
+        if slower > least and chance * num_ranks <= FALSE_ALARMS:
+            found.append(Straggler(rank=rank, slower_fraction=slower, chance=chance))
+    return sorted(found, key=lambda entry: -entry["slower_fraction"])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...schema import Plan
 from ...schema.base import write_atomically
 from ...schema.trace import DATA_PARALLEL, OPTIMIZER, Slice, Stream, measured_trace
-from .step_parts import Piece, StepClock
+from .step_clock import StepClock, StepSpan
 
 COLLECTIVE = "waiting for a collective"
 NEIGHBOUR = "waiting for a neighbour in the pipeline"
@@ -80,7 +80,7 @@ class StepTrace:
             write_atomically(Path(self._path), json.dumps(trace))
 
 
-def slices_of(pieces: Sequence[Piece], plan: Plan, rank: int, step_time_s: float) -> list[Slice]:
+def slices_of(pieces: Sequence[StepSpan], plan: Plan, rank: int, step_time_s: float) -> list[Slice]:
     """What a rank did, from the beginning of its step."""
     passes_end_s = max((piece.end_s for piece in pieces if piece.action is not None), default=0.0)
     layout = plan.layout

@@ -1,30 +1,275 @@
-"""The built-in training loop that every rank runs: AdamW, warm-up and cosine, clipping, metrics, checkpoints."""
+"""One rank's training run: step, checkpoint, measurements.
+
+The built-in training loop that every rank runs: AdamW, warm-up and cosine, clipping, metrics, checkpoints.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import signal
+import time
+import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...schema import Plan, RuntimeMismatchError
+from ...schema import ConfigError, MeshwrightError, Plan, RuntimeMismatchError
 from ..adapters import merge_adapters, save_adapters
+from ..checkpoints.checkpoint import (
+    CheckpointInfo,
+    CheckpointWriter,
+    TrainingProgress,
+    list_checkpoints,
+    load_checkpoint,
+)
 from ..data.samples import TokenBatches
-from ..job.machine import check_device
-from ..job.out_of_memory import naming_rank
-from ..spread import parallelize
+from ..job.machine import check_device, explain_out_of_memory
+from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
+from ..parallel_model import ParallelModel
+from ..parallelize_model import parallelize
 from ..weights.save import save_weights
 from .memory import MemoryMeter
-from .metrics import MetricsWriter
-from .optimizer import build_optimizer
-from .options import TrainOptions
-from .prepare import open_batches, prepare_options
-from .run import TrainingRun, gather
-from .step_parts import waiting_timed
+from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
+from .optimizer import RouterBalance, build_optimizer, build_scheduler, local_square, scale_gradients
+from .options import TrainOptions, open_batches, prepare_options
+from .step_clock import StepPart, clock_waiting
+from .step_trace import StepTrace
+from .zeroth_order import ZerothOrderSGD
+
+T = TypeVar("T")
+
+
+class StopRequest:
+    """Whether this rank was asked to end (SIGTERM); the ranks then agree on a step after which all of them do."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM as a request, not as the end."""
+        before = signal.signal(signal.SIGTERM, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _receive(self, *_: object) -> None:
+        self.received = True
+
+
+@dataclass(eq=False)
+class TrainingRun:
+    """What a rank knows of its run.
+
+    Attributes:
+        samples: sequences of the data that the run has seen, all ranks together.
+        data: fingerprint of the data.
+        stop: asked for by a scheduler.
+    """
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    options: TrainOptions
+    meter: MemoryMeter
+    writer: MetricsWriter
+    data: str
+    samples: int = 0
+    stop: StopRequest = field(default_factory=StopRequest)
+    step_times_s: list[float] = field(default_factory=list)
+    parts_s: deque[dict[StepPart, float]] = field(default_factory=lambda: deque(maxlen=RETAINED_STEPS))
+    is_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self._steps = self.resume()
+        # A step that overflows moves the schedule on and not the parameters.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+        self._scheduler = build_scheduler(self.optimizer, options, done=self._steps)
+        self._balance = RouterBalance(self.model, options.router_bias_rate)
+        self._progress = ProgressFile()
+        self._trace = StepTrace(self.model.plan, self.model.clock, options.trace) if options.trace else None
+        self._traced_step = min(self._steps + WARMUP_STEPS + 1, options.steps)
+        self._saves = None
+        if options.checkpoint_dir is not None:
+            self._saves = CheckpointWriter(
+                options.checkpoint_dir, self.model, self.optimizer, keep=options.keep_checkpoints,
+                beside=options.checkpoint_beside,
+            )  # fmt: skip
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the whole run, those before a resumed checkpoint included."""
+        return self._steps
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every step is done, or the ranks agreed to end."""
+        return self.is_stopped or self._steps >= self.options.steps
+
+    def resume(self) -> int:
+        """Steps already done: those of the newest checkpoint, or none."""
+        options = self.options
+        found = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
+        newest = gather(str(found[-1]) if found else None)[0]
+        if newest is None:
+            return 0
+        self.meter.pause()
+        info = load_checkpoint(newest, self.model, self.optimizer)
+        self.meter.resume()
+        self._check_resumed(newest, info)
+        scale = self.model.loss_scale
+        if scale.is_dynamic and info.loss_scale is not None:
+            scale.value, scale.steps = info.loss_scale, info.scale_steps
+        if not options.restart_data:
+            batch = self.model.plan.workload.global_batch_size
+            self.samples = info.samples if info.samples is not None else info.step * batch
+        return info.step
+
+    def _check_resumed(self, folder: str, info: CheckpointInfo) -> None:
+        options = self.options
+        if info.seed != options.seed:
+            raise ConfigError(f"{folder} was trained with --seed {info.seed}, this run has {options.seed}")
+        if info.step >= options.steps:
+            raise ConfigError(f"{folder} has {info.step} steps done; --steps {options.steps} leaves none to do")
+        if info.data not in ("", self.data) and not options.restart_data:
+            raise ConfigError(
+                f"{folder} was trained on other data, or on sequences of another length",
+                help="give the same --data, or add --restart-data to begin the order of the new data",
+            )
+
+    def step(self, tokens: torch.Tensor) -> None:
+        """Forward, backward and update; the clock runs from the batch being there to the parameters being new."""
+        model, options = self.model, self.options
+        trace = self._trace if self._steps + 1 == self._traced_step else None
+        if trace is not None:
+            trace.begin()
+        start_s = self._now_s()
+        if trace is not None:
+            model.clock.keep()
+        share = self._losses(tokens)
+        asked = torch.full_like(share, float(self.stop.received))
+        sums = torch.stack((share.float(), local_square(model), asked.float()))
+        model.add_over_ranks(sums)
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        overflowed = model.loss_scale.is_dynamic and not math.isfinite(sums[1].item())
+        if not overflowed:
+            scale_gradients(model, sums[1].sqrt(), options.max_grad_norm)
+            with model.clock.part("optimizer"):
+                self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._balance.update()
+        loss, square, votes = sums.tolist()
+        step_time_s = self._now_s() - start_s
+        self._steps += 1
+        self.samples += model.plan.workload.global_batch_size
+        self.is_stopped = votes > 0
+        used_scale = model.loss_scale.value
+        model.loss_scale.update(overflowed=overflowed)
+        self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
+        self._scheduler.step()
+        self._progress.beat()
+        self.step_times_s.append(step_time_s)
+        if len(self.step_times_s) == WARMUP_STEPS:
+            self.meter.stop_counting()
+        self.parts_s.append(model.clock.take(step_time_s))
+        if trace is not None:
+            trace.write(step=self._steps, start_s=start_s, step_time_s=step_time_s)
+        record = StepRecord(
+            step=self._steps,
+            loss=loss,
+            grad_norm=None if overflowed else math.sqrt(square),
+            learning_rate=learning_rate,
+            step_time_s=step_time_s,
+            tokens_per_s=model.plan.workload.tokens_per_step / step_time_s,
+            mfu=mfu(model.plan, step_time_s),
+            peak_allocated_bytes=self.meter.peak_allocated_bytes(),
+            parts_s=self.parts_s[-1],
+        )
+        if model.loss_scale.is_dynamic:
+            record["loss_scale"] = used_scale
+        if model.offload is not None:
+            record["offload"] = model.offload.report(model.module)
+        self.writer.write(record)
+
+    def _losses(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the mean loss, after what the optimizer needs to know of the batch was found out."""
+        if not isinstance(self.optimizer, ZerothOrderSGD):
+            return self.model.backward(tokens)
+        self.optimizer.num_steps = self._steps
+        return self.optimizer.losses(tokens)
+
+    def _require_finite(self, loss: float, norm: float) -> None:
+        scale = self.model.loss_scale
+        if scale.is_dynamic and math.isfinite(loss) and not scale.is_exhausted:
+            return
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise MeshwrightError(
+                f"the loss is {loss} and the gradient norm {norm} at step {self._steps}",
+                help="use a lower --learning-rate",
+            )
+
+    def checkpoint(self) -> None:
+        """Save where it is due; does not count in the measured memory."""
+        options = self.options
+        every = options.checkpoint_every or options.steps
+        if self._saves is None:
+            return
+        if self._steps % every and not self.is_finished:
+            self._saves.poll()
+            return
+        self._progress.rest()
+        self.meter.pause()
+        scale = self.model.loss_scale
+        progress = TrainingProgress(
+            step=self._steps, seed=options.seed, samples=self.samples, data=self.data,
+            loss_scale=scale.value if scale.is_dynamic else None, scale_steps=scale.steps,
+        )  # fmt: skip
+        self._saves.save(progress)
+        if self.is_finished:
+            self._saves.finish()
+            self._note_stop()
+        self.meter.resume()
+
+    def _note_stop(self) -> None:
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if self.is_stopped and self._steps < self.options.steps and folder is not None:
+            (Path(folder) / STOPPED_FILE).write_text(str(self._steps))
+
+    def finish(self) -> None:
+        """Report the measurements of all ranks beside the prediction."""
+        self.meter.stop_counting()
+        self._progress.rest()
+        own = RankRecord(
+            rank=self.model.plan.rank_map.index(dist.get_rank()),
+            peak_allocated_bytes=self.meter.peak_allocated_bytes(),
+            peak_reserved_bytes=self.meter.peak_reserved_bytes(),
+            parts_s=list(self.parts_s),
+        )
+        ranks = sorted(gather(own), key=lambda entry: entry["rank"])
+        self.writer.write(summarise(self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source))
+        self.writer.close()
+
+    def _now_s(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+
+def gather(value: T) -> list[T]:
+    """One value of every rank, in the order of the processes."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0) -> None:
@@ -41,7 +286,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
     device = _join(plan, timeout_s)
     meter = MemoryMeter(device, count=options.count_memory)
     options = prepare_options(plan, options)
-    with naming_rank(plan, device):
+    with explain_out_of_memory(plan, device):
         model = parallelize(
             None,
             plan,
@@ -79,7 +324,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
 
 
 def _run_steps(run: TrainingRun, batches: TokenBatches) -> None:
-    with waiting_timed(run.model.clock):
+    with clock_waiting(run.model.clock):
         for tokens in _in_advance(run, batches):
             run.step(tokens.to(run.model.device))
             run.checkpoint()

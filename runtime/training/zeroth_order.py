@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from ...schema.errors import RuntimeMismatchError
 from ...schema.plan import Plan
@@ -96,10 +95,3 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         generator = torch.Generator(device).manual_seed(seed)
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)
         return local_part(whole, parameter)
-
-
-def drop_gathered(module: torch.nn.Module) -> None:
-    """Parameters that stay gathered after a forward pass would hide that their shards have moved."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

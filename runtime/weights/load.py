@@ -24,14 +24,7 @@ from ...schema.base import read_json
 from ...schema.units import MIB
 from ..models.decoder import Decoder
 from ..models.init import is_adapter, local_region, local_tensor
-from .names import (
-    TIED_HEAD,
-    Piece,
-    may_be_left,
-    pieces_of,
-    pieces_of_model,
-    without_prefix,
-)
+from .names import TIED_HEAD, Piece, may_be_ignored, pieces_of, pieces_of_model, without_prefix
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -115,7 +108,7 @@ def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
             details=_some(odd),
             help="convert them to BF16, F16 or F32 first",
         )
-    unknown = sorted(name for name in stored.file_of if name not in used and not may_be_left(name, spec))
+    unknown = sorted(name for name in stored.file_of if name not in used and not may_be_ignored(name, spec))
     if unknown:
         raise ConfigError(
             f"{folder} holds {len(unknown)} tensors that {spec.name} does not have", details=_some(unknown)

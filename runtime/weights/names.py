@@ -98,7 +98,7 @@ def pieces_of_model(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> d
     }
 
 
-def may_be_left(name: str, spec: ModelSpec) -> bool:
+def may_be_ignored(name: str, spec: ModelSpec) -> bool:
     """Whether files may hold a name that no tensor of the model has."""
     if spec.tie_embeddings and name == TIED_HEAD:
         return True

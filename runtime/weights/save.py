@@ -36,7 +36,7 @@ from ...schema.hf_export import hf_config
 from ...schema.units import GB, format_bytes
 from ..models.decoder import Decoder
 from ..models.init import is_adapter, local_region, local_tensor
-from ..training.optimizer import is_counted
+from ..training.optimizer import is_first_copy
 from .load import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -214,7 +214,11 @@ def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.d
     tensors = (*model.module.named_parameters(), *model.module.named_buffers())
     try:
         for name, tensor in tensors:
-            if is_adapter(name) or (spec.tie_embeddings and name == TIED_HEAD) or not is_counted(model, name, tensor):
+            if (
+                is_adapter(name)
+                or (spec.tie_embeddings and name == TIED_HEAD)
+                or not is_first_copy(model, name, tensor)
+            ):
                 continue
             region, local = local_region(tensor), local_tensor(tensor)
             for piece in pieces_of(name, tuple(tensor.shape), spec):

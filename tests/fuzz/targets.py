@@ -20,38 +20,36 @@ import mutations
 import numpy as np
 import torch
 import yaml
-from meshwright.cli.inference_tables import inference_table
+from meshwright.cli.show.generation import inference_table
 from meshwright.engines import export, read_configuration
 from meshwright.engines.documents import ENGINES
 from meshwright.planner import estimate
 from meshwright.planner.expert_files import read_loads, read_trace
-from meshwright.planner.expert_formats import read_placement
-from meshwright.planner.inference import plan_inference
-from meshwright.planner.request import Request
-from meshwright.planner.run_calibration import calibrated, read_run
+from meshwright.planner.experts import read_placement
+from meshwright.planner.request import PlanRequest
+from meshwright.planner.tasks.generation import plan_generation
 from meshwright.planner.timeline import timeline
-from meshwright.planner.validation import predict, read_groups, read_runs
-from meshwright.profilers.files.merge import merged
-from meshwright.profilers.files.profiled_cluster import profiled_cluster
+from meshwright.profilers.files.merge import merge_profiles
 from meshwright.profilers.files.summary import compare, summary
+from meshwright.profilers.profiled_cluster import profiled_cluster
 from meshwright.runtime.checkpoints.checkpoint import CheckpointInfo
 from meshwright.runtime.checkpoints.index import SafeReader
-from meshwright.runtime.data.text import find_text
+from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import open_token_files
-from meshwright.runtime.data.tokenize import make_token_file
-from meshwright.runtime.job.slurm import slurm_rendezvous
+from meshwright.runtime.job.rendezvous import slurm_rendezvous
 from meshwright.runtime.pipeline_order import pipeline_order
 from meshwright.runtime.weights.load import find_weights
 from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, Plan, Workload
-from meshwright.schema.cluster_text import cluster_from_text
-from meshwright.schema.inference import Generation, InferencePlan
+from meshwright.schema.cluster_files import cluster_from_text
+from meshwright.schema.generation import GenerationPlan
 from meshwright.schema.layout import check_fields, format_assignments, parse_assignments
 from meshwright.schema.offers import offers_from_file
 from meshwright.schema.offload import OffloadSchedule
-from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
-from meshwright.schema.profile_points import HostCopyPoint
-from meshwright.schema.training import parse_training
-from meshwright.solvers.pipeline_csv import from_torch_csv, to_torch_csv
+from meshwright.schema.profile import CollectivePoint, HostCopyPoint, Machine, MatmulPoint, Profile
+from meshwright.schema.task import Generation, parse_training
+from meshwright.solvers.pipeline.torch_csv import from_torch_csv, to_torch_csv
+from meshwright.validation import predict, read_groups, read_runs
+from meshwright.validation.calibrate_runs import calibrate_from_runs, read_run
 from plans import cpu_cluster, make_plan, tiny_model, with_offload
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -228,22 +226,22 @@ def _plan(path: Path) -> None:
     if plan.cluster.num_devices > MOST_DEVICES or plan.num_microbatches > 100:
         return
     engines = [lambda engine=engine: export(plan, engine) for engine in ENGINES]
-    refusals(lambda: timeline(plan), lambda: pipeline_order(plan), lambda: Request.of(plan), *engines)
+    refusals(lambda: timeline(plan), lambda: pipeline_order(plan), lambda: PlanRequest.of(plan), *engines)
 
 
 @cache
-def small_generation() -> InferencePlan:
+def small_generation() -> GenerationPlan:
     """A plan of generation, of which some layers lie on the host."""
     cluster = ClusterSpec.parse("1xH100-SXM-80GB")
     group = cluster.groups[0]
     device = group.device.replace(memory_bytes=cluster.reserved_bytes + 300 * 2**20)
     cluster = cluster.replace(groups=(group.replace(device=device, host_memory_bytes=2**30),))
-    return plan_inference(tiny_model(num_blocks=4), cluster, Generation(prompt_len=16, generate_len=4))
+    return plan_generation(tiny_model(num_blocks=4), cluster, Generation(prompt_len=16, generate_len=4))
 
 
 def _generation(path: Path) -> None:
-    found = InferencePlan.load(path)
-    assert InferencePlan.model_validate_json(found.model_dump_json()) == found
+    found = GenerationPlan.load(path)
+    assert GenerationPlan.model_validate_json(found.model_dump_json()) == found
     inference_table(found)
 
 
@@ -293,7 +291,7 @@ def _profile(path: Path) -> None:
     refusals(
         lambda: summary(profile),
         lambda: compare(profile, good),
-        lambda: merged([profile, good]),
+        lambda: merge_profiles([profile, good]),
         lambda: _cluster(profiled_cluster(profile)),
         lambda: profile.is_altered,
     )
@@ -301,7 +299,7 @@ def _profile(path: Path) -> None:
 
 @cache
 def _measured_plan() -> Plan:
-    from meshwright.planner.run_calibration import estimate_again
+    from meshwright.validation.calibrate_runs import estimate_again
 
     plan = small_plans()[1]
     return plan.replace(cluster=cpu_cluster(2), estimate=estimate_again(plan, cpu_cluster(2)))
@@ -326,7 +324,7 @@ def _calibrate(path: Path) -> None:
     if not plan.exists():
         _measured_plan().save(plan)
     run = read_run(plan, path)
-    calibrated([run], run.plan.cluster)
+    calibrate_from_runs([run], run.plan.cluster)
 
 
 _RUNS = (

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
-from meshwright.runtime.checkpoints.checkpoint import Progress, load_checkpoint, save_checkpoint
+from meshwright.runtime.checkpoints.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from meshwright.runtime.models.init import init_weights
 from meshwright.runtime.training.zeroth_order import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
@@ -34,7 +34,7 @@ PRELOADED = [
     "pytest",
     "torch.distributed.tensor",
     "torch.profiler",
-    "meshwright.runtime.spread",
+    "meshwright.runtime.parallelize_model",
     "meshwright.runtime.checkpoints.checkpoint",
     "meshwright.runtime.training.optimizer",
     "meshwright.runtime.weights.save",
@@ -168,7 +168,7 @@ def train(case: Case, folder: Path) -> Outcome:
         outcome.norms.append(clip_gradients(model, MAX_NORM))
         optimizer.step()
         if step == 0 and case.saves:
-            save_checkpoint(folder / case.name, model, optimizer, Progress(step=1, seed=SEED))
+            save_checkpoint(folder / case.name, model, optimizer, TrainingProgress(step=1, seed=SEED))
     return outcome
 
 

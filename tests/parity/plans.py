@@ -18,9 +18,8 @@ from meshwright.schema import (
     Stage,
     Workload,
 )
-from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
-from meshwright.schema.layout import Recompute
-from meshwright.schema.model import (
+from meshwright.schema.devices import CollectiveLatency, LinkEfficiency, PeakFlops
+from meshwright.schema.layers import (
     Block,
     DenseMLP,
     Embedding,
@@ -31,8 +30,9 @@ from meshwright.schema.model import (
     Rope,
     SoftmaxAttention,
 )
+from meshwright.schema.layout import Recompute
 from meshwright.schema.offload import LayerOffload, OffloadSchedule
-from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, Provenance, StageEstimate, TimeBreakdown
+from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, PlanProvenance, StageEstimate, TimeBreakdown
 
 
 def tiny_model(
@@ -136,7 +136,7 @@ def make_plan(
         rank_map=rank_map or tuple(range(layout.world_size)),
         estimate=_estimate(num_stages),
         pipeline_order=pipeline_order,
-        provenance=Provenance(meshwright="test", created="2026-01-01T00:00:00Z", inputs_sha256="0" * 64),
+        provenance=PlanProvenance(meshwright="test", created="2026-01-01T00:00:00Z", inputs_sha256="0" * 64),
     )
 
 

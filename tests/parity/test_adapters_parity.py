@@ -14,8 +14,8 @@ from meshwright.runtime.adapters import merge_adapters, save_adapters
 from meshwright.runtime.checkpoints.index import SafeReader
 from meshwright.runtime.models.init import is_adapter
 from meshwright.schema import Layout, OffloadSchedule, Plan, RuntimeMismatchError, Workload
-from meshwright.schema.model import MoE
-from meshwright.schema.workload import LowRank
+from meshwright.schema.layers import MoE
+from meshwright.schema.task import LowRank
 from plans import make_plan, tiny_model, with_offload
 from test_parity import differences
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import Outcome
 from meshwright.schema import Layout, Workload
-from meshwright.schema.model import MoE
+from meshwright.schema.layers import MoE
 from plans import tiny_model
 from test_parity import MODELS, Setup, require_equal, run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, ModelSpec, OffloadSchedule, Plan, Workload
-from meshwright.schema.model import MoE
+from meshwright.schema.layers import MoE
 from meshwright.schema.offload import LayerOffload
 from plans import make_plan, tiny_model, with_offload
 

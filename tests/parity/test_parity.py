@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import Case, Outcome, run_group
 from meshwright.schema import Layout, Plan, Workload
-from meshwright.schema.model import LatentAttention, MoE, Rope
+from meshwright.schema.layers import LatentAttention, MoE, Rope
 from meshwright.schema.plan import LayerSlots
 from plans import gpt2_model, make_plan, tiny_model
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from harness import Outcome
-from meshwright.cost_models import pipeline_orders
+from meshwright.cost_models.pipeline import orders
 from meshwright.schema import Layout, Workload
-from meshwright.schema.model import MoE
-from meshwright.solvers.pipeline_csv import to_torch_csv
+from meshwright.schema.layers import MoE
+from meshwright.solvers.pipeline.torch_csv import to_torch_csv
 from plans import tiny_model
 from test_parity import BF16, MODELS, SGD, WORKLOAD, Setup, require_equal, run
 
@@ -27,7 +27,7 @@ ADDED = {
 
 def zb_v_from_the_last_rank(num_ranks: int, num_microbatches: int) -> tuple[str, ...]:
     """A V whose first and last stages lie on the last rank."""
-    return tuple(to_torch_csv(pipeline_orders.zb_v(num_ranks, num_microbatches)[::-1]).splitlines())
+    return tuple(to_torch_csv(orders.zb_v(num_ranks, num_microbatches)[::-1]).splitlines())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from meshwright.solvers.offload_instance import OPTIONS, Allowed, Choice, Instance, Links
+from meshwright.solvers.offload.instance import OPTIONS, AllowedMoves, Links, OffloadChoice, OffloadInstance
 
 KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY = range(len(OPTIONS))
 
 
 def instance(
     num_blocks: int = 4, *, cap_share: float = 0.6, seed: int | None = None, copies: float = 0.0, **changes: Any
-) -> Instance:
+) -> OffloadInstance:
     """Blocks of 1 s forward and 2 s backward with 10 GB kept, between an embedding and a head; links of 10 GB/s.
 
     Copies in the compute dtype are so many times the master parameters.
@@ -29,7 +29,7 @@ def instance(
     moves = np.array([0, 0, 0, 1, 1])[:, None]
     forward = np.where(is_block, scale, 0.2)
     states = np.where(is_block, 8e9 * scale, 4e9)
-    whole = Instance(
+    whole = OffloadInstance(
         forward_s=forward,
         backward_s=2 * forward,
         kind=np.arange(size) if seed is not None else np.array([0, *[1] * num_blocks, 2]),
@@ -46,7 +46,7 @@ def instance(
         device_update_s=states / 8e9 * 0.02,
         host_update_s=states / 8e9 * 0.5,
         links=Links(to_host_bytes_per_s=10e9, to_device_bytes_per_s=10e9, duplex=0.5),
-        may=Allowed(),
+        may=AllowedMoves(),
         fixed_bytes=2e9,
         turn_bytes=1e9,
         update_bytes=0.0,
@@ -57,8 +57,8 @@ def instance(
     return whole.with_cap(cap_share * float(most))
 
 
-def choice_of(problem: Instance, option: tuple[int, ...], **masks: Any) -> Choice:
+def choice_of(problem: OffloadInstance, option: tuple[int, ...], **masks: Any) -> OffloadChoice:
     """Options of the blocks; the ends keep."""
     none = np.zeros(problem.num_layers, dtype=bool)
     names = ("host_optimizer", "streamed_optimizer", "parameters", "storage")
-    return Choice(option=np.array([KEEP, *option, KEEP]), **{name: masks.get(name, none) for name in names})
+    return OffloadChoice(option=np.array([KEEP, *option, KEEP]), **{name: masks.get(name, none) for name in names})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
-from meshwright.cost_models.layouts import LayoutBatch
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.schema.layout_table import LayoutTable
 
 MODELS = ("gpt2", "smollm2-135m", "llama-3.2-1b", "olmoe-1b-7b", "deepseek-v2-lite", "mixtral-8x7b")
 CLUSTERS = ("1xA100-SXM-80GB", "4xL40S", "6xA100-SXM-40GB", "8xH100-SXM-80GB", "2x4xA100-SXM-40GB/ib200", "4x1xH100-SXM-80GB/eth25",
@@ -38,7 +38,7 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     return spec, workload, cluster, Space(space.batch.select(rows), space.excluded)
 
 
-def _different_rows(batch: LayoutBatch, rng: np.random.Generator) -> np.ndarray:
+def _different_rows(batch: LayoutTable, rng: np.random.Generator) -> np.ndarray:
     """Rows that differ in as many fields as possible: those first that bring values not seen yet, whatever the fields are."""
     order = rng.permutation(len(batch))[:200]
     columns = np.array([getattr(batch, field.name)[order] for field in fields(batch)], dtype=np.float64)

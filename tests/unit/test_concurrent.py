@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from meshwright.profilers import local
-from meshwright.runtime.data.text import find_text
+from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import open_token_files
-from meshwright.runtime.data.tokenize import make_token_file
 from meshwright.schema import Plan
 from meshwright.schema.base import write_atomically
 from targets import small_plans, small_profile

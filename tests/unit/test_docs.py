@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FOLDERS = ("schema", "profilers", "cost_models", "solvers", "planner", "engines", "runtime", "cli")
 MODULES = {
-    path.stem: path.relative_to(ROOT) for folder in ("cost_models", "solvers") for path in (ROOT / folder).glob("*.py")
+    path.stem: path.relative_to(ROOT)
+    for folder in ("cost_models", "solvers")
+    for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
 

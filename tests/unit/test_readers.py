@@ -20,10 +20,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from meshwright.planner.expert_formats import read_placement
-from meshwright.planner.validation.features import _list_of_parts
+from meshwright.planner.experts import read_placement
 from meshwright.schema import ConfigError, MeshwrightError
 from meshwright.schema.base import read_text, shown
+from meshwright.validation.features import _list_of_parts
 from mutations import mutated
 from targets import (
     LLAMA,

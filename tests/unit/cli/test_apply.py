@@ -15,9 +15,8 @@ import psutil
 import pytest
 import typer
 from meshwright.cli.apply import ApplyCommand, apply
-from meshwright.profilers.machine import identify
-from meshwright.runtime.checkpoints.folders import list_checkpoints
-from meshwright.runtime.job.machine import num_cores
+from meshwright.profilers.machine import identify, num_cores
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
 from meshwright.schema import Layout, Plan
 from meshwright.schema.profile import Profile
 from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan

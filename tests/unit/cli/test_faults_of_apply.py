@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.runtime.checkpoints.folders import list_checkpoints
-from meshwright.runtime.job.machine import num_cores
+from meshwright.profilers.machine import num_cores
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
 from meshwright.schema import Layout
 from small_jobs import assert_gone, read_lines, small_plan
 from test_apply import finish, saved, start, training_ranks

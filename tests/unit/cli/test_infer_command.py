@@ -6,7 +6,7 @@ import json
 
 import pytest
 from meshwright.cli.main import app
-from meshwright.schema.inference import InferencePlan
+from meshwright.schema.generation import GenerationPlan
 from typer.testing import CliRunner
 
 INFER = [
@@ -35,7 +35,7 @@ def test_table_says_batch_times_places_and_worth(tmp_path) -> None:
     ):
         assert expected in result.stdout
     assert "meshwright runs no generation" in result.stderr
-    assert InferencePlan.load(tmp_path / "plan.json").batch_size == 16
+    assert GenerationPlan.load(tmp_path / "plan.json").batch_size == 16
 
 
 def test_json_is_the_plan(tmp_path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from meshwright.cli import progress
-from meshwright.cli.interrupt import stopping_on_interrupt
+from meshwright.cli import terminal
 from meshwright.cli.main import app
+from meshwright.cli.terminal import stopping_on_interrupt
 from meshwright.planner.deadline import Deadline
 from meshwright.schema import Plan
 from typer.testing import CliRunner
@@ -39,7 +39,7 @@ def press(monkeypatch: pytest.MonkeyPatch, when: Callable[[float | None], bool])
 
         yield update
 
-    monkeypatch.setattr(progress, "search_progress", pressing)
+    monkeypatch.setattr(terminal, "search_progress", pressing)
 
 
 def test_interrupted_search_gives_its_incumbent_with_an_honest_gap(tmp_path, monkeypatch) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from meshwright.cost_models.pipeline_simulation import Action
+from meshwright.cost_models.pipeline.simulation import Action
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.machine import num_cores
-from meshwright.runtime.training.step_parts import Piece
+from meshwright.runtime.training.step_clock import StepSpan
 from meshwright.runtime.training.step_trace import NEIGHBOUR, REST, SUMS, _Own, slices_of, starts_of
 from meshwright.schema import Layout
 from meshwright.schema.trace import DATA_PARALLEL, STREAMS, chrome_trace, measured_trace
@@ -67,14 +67,14 @@ def test_measured_step_lies_over_the_predicted_one(tmp_path: Path, name: str) ->
 
 def test_what_waits_are_called_and_what_is_left_out() -> None:
     pieces = [
-        Piece("data", -0.2, -0.1),
-        Piece("communication", 0.1, 0.2, is_wait=True),
-        Piece("forward", 0.0, 0.3, Action(0, "F", 0)),
-        Piece("pipeline_wait", 0.3, 0.5, is_wait=True),
-        Piece("communication", 0.50, 0.50005, is_wait=True),
-        Piece("backward", 0.5, 0.7, Action(0, "BW", 0)),
-        Piece("pipeline_wait", 0.75, 0.8, is_wait=True),
-        Piece("optimizer", 0.85, 0.95),
+        StepSpan("data", -0.2, -0.1),
+        StepSpan("communication", 0.1, 0.2, is_wait=True),
+        StepSpan("forward", 0.0, 0.3, Action(0, "F", 0)),
+        StepSpan("pipeline_wait", 0.3, 0.5, is_wait=True),
+        StepSpan("communication", 0.50, 0.50005, is_wait=True),
+        StepSpan("backward", 0.5, 0.7, Action(0, "BW", 0)),
+        StepSpan("pipeline_wait", 0.75, 0.8, is_wait=True),
+        StepSpan("optimizer", 0.85, 0.95),
     ]
     found = slices_of(pieces, small_plan(Layout(pp=2)), 1, 1.0)
     waits = [(piece.kind, piece.start_s) for piece in found if piece.stream == "communication"]
@@ -96,7 +96,7 @@ def test_clocks_of_two_machines_meet_at_the_barrier() -> None:
 
 def test_of_many_ranks_the_one_that_computed_longest_stands_for_its_stage() -> None:
     plan = small_plan(Layout(dp_replicate=4, pp=4), num_blocks=4)
-    pieces = [[Piece("forward", 0.0, 0.1 + 0.01 * (rank == 6), Action(0, "F", 0))] for rank in range(16)]
+    pieces = [[StepSpan("forward", 0.0, 0.1 + 0.01 * (rank == 6), Action(0, "F", 0))] for rank in range(16)]
     by_rank = [slices_of(own, plan, rank, 0.5) for rank, own in enumerate(pieces)]
     trace = measured_trace(plan, by_rank, starts_s=[0.0] * 16, step=3, step_time_s=0.5)
     assert trace["otherData"]["ranks"] == [0, 6, 8, 12]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from meshwright.cli.validate import validate
-from meshwright.planner.validation.rows import RunRow
+from meshwright.validation.rows import RunRow
 from typer.testing import CliRunner
 
 HEADER = (

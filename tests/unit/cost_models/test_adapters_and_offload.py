@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.adapters import adapter_params
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.host_memory import host_link_bytes_per_s, host_update_s_per_param
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.hardware.host import host_link_bytes_per_s, host_update_s_per_param
+from meshwright.cost_models.layer.parameters import adapter_params
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, plan
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.model import Block
+from meshwright.schema.layers import Block
+from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.runnable import why_not_runnable
-from meshwright.schema.workload import LowRank
+from meshwright.schema.task import LowRank
 
 LLAMA = ModelSpec.named("llama-3.1-8b")
 CLUSTER = ClusterSpec.parse("8xA100-SXM-80GB")
@@ -110,9 +110,9 @@ def test_bounds_hold_with_every_choice(workload: Workload) -> None:
         Layout(tp=2, pp=4, recompute="full", recompute_fraction=0.25, offload_activations=0.5),
         Layout(dp_replicate=2, tp=2, pp=2, offload="optimizer", offload_to="storage"),
     ]
-    batch = LayoutBatch.of(layouts, workload.global_batch_size)
+    batch = LayoutTable.of(layouts, workload.global_batch_size)
     assert [batch.layout(idx) for idx in range(len(layouts))] == layouts
-    costs = SpaceCosts.of(LLAMA, workload, CLUSTER, batch)
+    costs = CostTable.of(LLAMA, workload, CLUSTER, batch)
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in range(len(layouts)):
         real = expand(costs, idx).estimate

@@ -6,17 +6,23 @@ import itertools
 
 import numpy as np
 import pytest
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.context import kv_width, ring
-from meshwright.cost_models.experts import dispatch_s, distinct, expert_params, token_share
-from meshwright.cost_models.layer_costs import layer_cost
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.setting import Setting
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.layer.layer import layer_cost
+from meshwright.cost_models.layer.operators import CostInputs
+from meshwright.cost_models.layer.parallel import (
+    dispatch_s,
+    expected_distinct,
+    expert_params,
+    kv_width,
+    ring_attention,
+    token_share,
+)
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.model import MoE
+from meshwright.schema.layers import MoE
+from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.units import GIB
 
 MIXTRAL = ModelSpec.named("mixtral-8x7b")
@@ -25,12 +31,12 @@ NODE, NODES = ClusterSpec.parse("8xH100-SXM-80GB"), ClusterSpec.parse("32xH100-S
 WORKLOAD = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
 
 
-def batch_of(*layouts: Layout, global_batch_size: int = 64) -> LayoutBatch:
-    return LayoutBatch.of(list(layouts), global_batch_size)
+def batch_of(*layouts: Layout, global_batch_size: int = 64) -> LayoutTable:
+    return LayoutTable.of(list(layouts), global_batch_size)
 
 
-def setting_of(model: ModelSpec, batch: LayoutBatch, workload: Workload, cluster: ClusterSpec) -> Setting:
-    return Setting(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
+def setting_of(model: ModelSpec, batch: LayoutTable, workload: Workload, cluster: ClusterSpec) -> CostInputs:
+    return CostInputs(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
 
 
 def test_layouts_survive_a_batch() -> None:
@@ -128,7 +134,7 @@ def test_groups_of_experts_bound_the_nodes_of_a_token() -> None:
 def test_distinct_groups_equals_a_count(groups: int, picks: int) -> None:
     outcomes = list(itertools.product(range(groups), repeat=picks))
     counted = sum(len(set(outcome)) for outcome in outcomes) / len(outcomes)
-    assert distinct(np.array([groups]), picks)[0] == pytest.approx(counted)
+    assert expected_distinct(np.array([groups]), picks)[0] == pytest.approx(counted)
 
 
 def test_ring_is_hidden_by_long_sequences_and_shown_by_slow_links() -> None:
@@ -137,9 +143,9 @@ def test_ring_is_hidden_by_long_sequences_and_shown_by_slow_links() -> None:
     assert kv_width(attention) == 2 * 8 * 128
     batch, long = batch_of(Layout(cp=8)), WORKLOAD.replace(seq_len=131072)
     seconds, slow_node = (np.array([0.2]), np.array([0.5])), ClusterSpec.parse("8x1xA100-SXM-80GB/eth10")
-    fast = ring(attention, seconds, setting_of(spec, batch, long, NODE))
+    fast = ring_attention(attention, seconds, setting_of(spec, batch, long, NODE))
     assert (fast.exposed_forward_s[0], fast.exposed_backward_s[0]) == (0, 0)
-    slow = ring(attention, seconds, setting_of(spec, batch, long, slow_node))
+    slow = ring_attention(attention, seconds, setting_of(spec, batch, long, slow_node))
     # 16384 tokens of 2048 elements of 2 bytes at 10 Gb/s or less, seven times, less the attention beside them
     assert slow.exposed_forward_s[0] > 7 * (16384 * 2048 * 2 * 8 / 10e9 - 0.2 / 8)
     assert slow.exposed_backward_s[0] > slow.exposed_forward_s[0]
@@ -179,7 +185,7 @@ def test_bounds_hold_with_every_axis() -> None:
         Layout(dp_shard=8, pp=4, ep=8, num_model_chunks=2, zero_stage=1, recompute="selective"),
         Layout(cp=8, tp=4, ep=2, etp=4, zero_stage=0),
     ]
-    costs = SpaceCosts.of(MIXTRAL, WORKLOAD, NODES, batch_of(*layouts))
+    costs = CostTable.of(MIXTRAL, WORKLOAD, NODES, batch_of(*layouts))
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in range(len(layouts)):
         found = expand(costs, idx).estimate

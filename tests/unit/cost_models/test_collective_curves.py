@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models import fit_collectives
-from meshwright.cost_models.collective_curves import CurveParameters, curve_s, link_curves, shape_s, tabulated
+from meshwright.cost_models.hardware.collective_curves import CurveParameters, curve_s, link_curves, shape_s, tabulated
+from meshwright.fitting import collectives
 from meshwright.schema.catalogue import link_entries
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -19,7 +19,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def test_every_curve_that_a_link_names_exists_for_all_operations() -> None:
     named = {entry["curve"] for entry in link_entries().values() if "curve" in entry}
     assert "nvlink4" in named
-    for name in named | {fit_collectives.SWITCHED}:
+    for name in named | {collectives.SWITCHED}:
         curves = link_curves(name)
         assert curves is not None
         assert set(curves) == set(OPS)
@@ -58,13 +58,13 @@ def test_latency_grows_beyond_the_largest_measured_group() -> None:
 
 @pytest.mark.skipif(not (DATA / "operators").is_dir(), reason="the measured tables are not here")
 def test_held_out_sizes_are_met_within_five_percent_on_switched_links() -> None:
-    points = fit_collectives.read_points(DATA)
+    points = collectives.read_points(DATA)
     errors = []
     for (link, _, group), all_points in points.items():
         if link == "pcie4":  # eight devices across two sockets scatter by 20 % from size to size
             continue
         train, test = all_points.every_second(0), all_points.every_second(1)
-        found = fit_collectives.predicted_s(fit_collectives.fit_curve(train), group, test.x)
+        found = collectives.predicted_s(collectives.fit_curve(train), group, test.x)
         errors.append(np.mean(np.abs(found / test.seconds - 1)))
     assert np.mean(errors) < 0.045
     assert (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.context import context_parallel, exchange, kv_width, ring
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.setting import Setting
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.layer.operators import CostInputs
+from meshwright.cost_models.layer.parallel import context_parallel, kv_width, ring_attention, ulysses_exchange
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.layout_table import LayoutTable
 
 LLAMA = ModelSpec.named("llama-3.1-8b")
 ATTENTION = LLAMA.block_runs[0][0].attention
@@ -20,21 +20,21 @@ LONG = Workload(seq_len=131072, global_batch_size=8, engine="megatron")
 SECONDS = (np.array([0.01]), np.array([0.025]))
 
 
-def setting_of(layout: Layout, cluster: ClusterSpec = NODE) -> Setting:
-    batch = LayoutBatch.of([layout], LONG.global_batch_size)
-    return Setting(hidden_dim=LLAMA.hidden_dim, batch=batch, workload=LONG, cluster=cluster)
+def setting_of(layout: Layout, cluster: ClusterSpec = NODE) -> CostInputs:
+    batch = LayoutTable.of([layout], LONG.global_batch_size)
+    return CostInputs(hidden_dim=LLAMA.hidden_dim, batch=batch, workload=LONG, cluster=cluster)
 
 
 def test_ulysses_alone_has_no_ring_and_a_ring_alone_no_exchange() -> None:
     only_ring, only_exchange = setting_of(Layout(cp=8)), setting_of(Layout(cp=8, cp_ulysses=8))
-    assert all(part[0] == 0 for part in exchange(ATTENTION, only_ring))
-    assert all(part[0] == 0 for part in ring(ATTENTION, SECONDS, only_exchange))
-    assert context_parallel(ATTENTION, SECONDS, only_ring) == ring(ATTENTION, SECONDS, only_ring)
+    assert all(part[0] == 0 for part in ulysses_exchange(ATTENTION, only_ring))
+    assert all(part[0] == 0 for part in ring_attention(ATTENTION, SECONDS, only_exchange))
+    assert context_parallel(ATTENTION, SECONDS, only_ring) == ring_attention(ATTENTION, SECONDS, only_ring)
 
 
 def test_exchanged_bytes_are_those_of_all_to_all() -> None:
     """16,384 tokens of q, k, v and output, seven eighths of them to others, in both passes."""
-    found = exchange(ATTENTION, setting_of(Layout(cp=8, cp_ulysses=8)))
+    found = ulysses_exchange(ATTENTION, setting_of(Layout(cp=8, cp_ulysses=8)))
     sent = 131072 / 8 * (2 * ATTENTION.num_heads * 128 + kv_width(ATTENTION)) * 2 * 7 / 8
     line_s = sent / NODE.levels[0].link.bandwidth_bytes_per_s
     assert line_s < found.exposed_forward_s[0] < 2 * line_s
@@ -42,8 +42,8 @@ def test_exchanged_bytes_are_those_of_all_to_all() -> None:
 
 
 def test_exchange_inside_nodes_and_ring_between_them_needs_fewer_steps() -> None:
-    alone = ring(ATTENTION, SECONDS, setting_of(Layout(cp=32), NODES))
-    outside = ring(ATTENTION, SECONDS, setting_of(Layout(cp=32, cp_ulysses=8), NODES))
+    alone = ring_attention(ATTENTION, SECONDS, setting_of(Layout(cp=32), NODES))
+    outside = ring_attention(ATTENTION, SECONDS, setting_of(Layout(cp=32, cp_ulysses=8), NODES))
     assert outside.dispatches[0] == pytest.approx(alone.dispatches[0] * 3 / 31)
     # Three transfers instead of 31, each beside a quarter of the attention instead of a 32nd.
     assert outside.exposed_forward_s[0] < alone.exposed_forward_s[0]
@@ -58,7 +58,7 @@ def test_memory_does_not_depend_on_the_split() -> None:
 def test_layouts_say_their_split() -> None:
     layout = Layout(cp=8, cp_ulysses=4, dp_shard=2)
     assert "cp=8 cp_ulysses=4" in str(layout)
-    assert LayoutBatch.of([layout], 16).layout(0) == layout
+    assert LayoutTable.of([layout], 16).layout(0) == layout
     assert Layout.model_validate(Layout(cp=8).model_dump(exclude={"cp_ulysses"})) == Layout(cp=8)
 
 
@@ -92,7 +92,7 @@ def test_bounds_hold_under_every_split(engine: str) -> None:
         for r in ("none", "full")
     ]
     layouts += [Layout(pp=4, cp=8, cp_ulysses=u, zero_stage=1) for u in (1, 2, 8)]
-    costs = SpaceCosts.of(LLAMA, workload, NODES, LayoutBatch.of(layouts, workload.global_batch_size))
+    costs = CostTable.of(LLAMA, workload, NODES, LayoutTable.of(layouts, workload.global_batch_size))
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in range(len(layouts)):
         found = expand(costs, idx).estimate

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.activations import Kernels, Saved, saved_elements
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.engine_memory import MEMORY
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step
+from meshwright.cost_models.hardware.kernels import MEMORY
+from meshwright.cost_models.layer.saved import SavedElements, SavedTensorRules, saved_elements
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.step import estimate_step
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
-from meshwright.planner.validation.predict import boundaries
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
-from meshwright.schema.model import Block, DenseMLP, SoftmaxAttention
+from meshwright.schema.layers import Block, DenseMLP, SoftmaxAttention
+from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.units import GIB
+from meshwright.validation.predict import boundaries
 
 H, HEADS, S = 1024, 16, 2048
 GPT_BLOCK = Block(
@@ -27,12 +27,12 @@ GPT_BLOCK = Block(
 )
 
 
-def kernels(engine: str = "megatron", *, score_width: int = S, saves_fp8: bool = False) -> Kernels:
+def kernels(engine: str = "megatron", *, score_width: int = S, saves_fp8: bool = False) -> SavedTensorRules:
     how = {"score_width": score_width, "saves_fp8": saves_fp8}
-    return Kernels(2, unfused_norm=False, engine=MEMORY[engine], dropout=True, **how)
+    return SavedTensorRules(2, unfused_norm=False, engine=MEMORY[engine], dropout=True, **how)
 
 
-def bytes_per_token(saved: Saved, tp: int, *, sequence_parallel: bool) -> float:
+def bytes_per_token(saved: SavedElements, tp: int, *, sequence_parallel: bool) -> float:
     """In two-byte elements; statistics in fp32 are left out, as the paper does."""
     along = tp if sequence_parallel else 1
     return 2 * (saved.whole + saved.tp / tp + saved.tokens / along)
@@ -104,8 +104,8 @@ def test_megatron_peaks_as_measured(layout: Layout, measured_gib: float) -> None
     spec = spec.replace(layers=runs)
     batch_size = 4 * layout.dp_shard
     workload = Workload(seq_len=4096, global_batch_size=batch_size, engine="megatron")
-    batch = LayoutBatch.of([layout], batch_size)
-    costs = SpaceCosts.of(spec, workload, ClusterSpec.parse("8xB200-SXM-180GB"), batch)
+    batch = LayoutTable.of([layout], batch_size)
+    costs = CostTable.of(spec, workload, ClusterSpec.parse("8xB200-SXM-180GB"), batch)
     found = estimate_step(costs, 0, boundaries(costs, 0, balanced=False))
     assert found.peak_allocated_bytes / GIB == pytest.approx(measured_gib, rel=0.01)
 
@@ -115,7 +115,7 @@ def test_bounds_never_exceed_the_expanded_memory(engine: str) -> None:
     spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("16xH100-SXM-80GB")
     workload = Workload(seq_len=4096, global_batch_size=64, engine=engine)  # type: ignore[arg-type]
     space = build_space(spec, workload, machine, {})
-    costs = SpaceCosts.of(spec, workload, machine, space.batch)
+    costs = CostTable.of(spec, workload, machine, space.batch)
     _, bound_bytes = lower_bounds(costs)
     for idx in np.random.default_rng(0).choice(len(space.batch), size=40, replace=False):
         assert (
@@ -126,7 +126,7 @@ def test_bounds_never_exceed_the_expanded_memory(engine: str) -> None:
 def test_every_second_product_is_kept() -> None:
     """Llama-3-8B under torchtitan's per-operator checkpointing: input, q, v, attention's output, gate, down."""
     block = ModelSpec.named("llama-3.1-8b").block_runs[0][0]
-    how = Kernels(2, unfused_norm=False, score_width=0, every_second=True)
+    how = SavedTensorRules(2, unfused_norm=False, score_width=0, every_second=True)
     saved = saved_elements(block, 4096, "selective", how)
     assert bytes_per_token(saved, 1, sequence_parallel=False) == 2 * (4096 + 4096 + 1024 + 4096 + 14336 + 4096)
 

@@ -7,9 +7,9 @@ from importlib import import_module
 import pytest
 
 COMMANDS = (
-    "cost_models.fit_overlap",
-    "planner.validation.fit_intervals",
-    "planner.validation.fit_coefficients",
+    "fitting.overlap",
+    "fitting.intervals",
+    "fitting.coefficients",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from meshwright.cost_models.interval import MIN_LOG_WIDTH, time_interval, time_shares
+from meshwright.cost_models.stage.step import MIN_LOG_WIDTH, time_interval, time_shares
 from meshwright.schema import Calibration, ClusterSpec, Workload
 from meshwright.schema.plan import TimeBreakdown
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.coefficients import coefficients, device_rates
-from meshwright.cost_models.compute import gemm_s, grouped_gemm_s, operator_time
-from meshwright.cost_models.kernels import ENGINE_KERNELS
-from meshwright.cost_models.operators import Elementwise, Gemm, layer_operators
+from meshwright.cost_models.coefficients import coefficients
+from meshwright.cost_models.hardware.compute import gemm_s, grouped_gemm_s, operator_time
+from meshwright.cost_models.hardware.device import device_rates
+from meshwright.cost_models.hardware.kernels import ENGINE_KERNELS
+from meshwright.cost_models.layer.operators import Elementwise, Gemm, layer_operators
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=8, engine="megatron")

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.collectives import collective_s
-from meshwright.cost_models.layer_costs import LayerCost, layer_cost
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.hardware.collectives import collective_s
+from meshwright.cost_models.layer.layer import LayerCost, layer_cost
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_rules import FSDP2_RULES
-from meshwright.schema.layout_facts import layout_facts
-from meshwright.schema.rules import broken_rules
+from meshwright.schema.layout_rules import layout_facts
+from meshwright.schema.layout_table import LayoutTable
+from meshwright.schema.runnable import broken_rules
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
 BLOCK = LLAMA.block_runs[0][0]
@@ -28,7 +28,7 @@ ENGINES = ("fsdp2", "deepspeed", "megatron", "internevo", "nanotron")
 
 def cost_of(layout: Layout, engine: str) -> LayerCost:
     workload = WORKLOAD.replace(engine=engine)
-    return layer_cost(BLOCK, LLAMA.hidden_dim, LayoutBatch.of([layout], 128), workload, NODES)
+    return layer_cost(BLOCK, LLAMA.hidden_dim, LayoutTable.of([layout], 128), workload, NODES)
 
 
 def seconds(op: str, size: float, group: int, stride: int = 1) -> float:
@@ -52,7 +52,7 @@ def test_equal_levels_are_one_level(engine: str, stage: int) -> None:
 
 def test_layouts_with_levels_survive_a_batch_text_and_documents() -> None:
     layout = three_levels()
-    assert LayoutBatch.of([layout], 128).layout(0) == layout
+    assert LayoutTable.of([layout], 128).layout(0) == layout
     assert "dp_shard=4" in str(layout)
     assert "zero=3 gradient_shard=8 optimizer_shard=64" in str(layout)
     old = Layout(dp_shard=8).model_dump(exclude={"gradient_shard", "optimizer_shard"})
@@ -164,7 +164,7 @@ def nested(draw: st.DrawFn) -> Layout:
 @given(nested(), st.sampled_from(ENGINES))
 def test_bounds_hold_on_random_levels(layout: Layout, engine: str) -> None:
     workload = WORKLOAD.replace(engine=engine)
-    costs = SpaceCosts.of(MIXTRAL, workload, NODES, LayoutBatch.of([layout], workload.global_batch_size))
+    costs = CostTable.of(MIXTRAL, workload, NODES, LayoutTable.of([layout], workload.global_batch_size))
     bound_s, bound_bytes = lower_bounds(costs)
     found = expand(costs, 0).estimate
     assert bound_s[0] <= found.step_time_s * (1 + 1e-9)
@@ -186,7 +186,7 @@ def test_states_over_more_ranks_never_need_more_memory(layout: Layout, engine: s
 @settings(max_examples=40, deadline=None)
 @given(nested())
 def test_levels_of_experts_nest_and_fill_their_copies(layout: Layout) -> None:
-    batch = LayoutBatch.of([layout], 128)
+    batch = LayoutTable.of([layout], 128)
     levels = [int(v[0]) for v in (batch.expert_shards, batch.expert_gradient_shards, batch.expert_optimizer_shards)]
     copies = int((batch.stage_ranks // (batch.ep * batch.expert_tp))[0])
     assert levels[1] % levels[0] == 0

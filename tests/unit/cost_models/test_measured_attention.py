@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.cost_models.collectives import collective_s
+from meshwright.cost_models.hardware.collectives import collective_s
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, Layout, Workload
-from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
-from meshwright.schema.profile_points import AttentionPoint
+from meshwright.schema.profile import AttentionPoint, CollectivePoint, Machine, MatmulPoint, Profile
 from numpy import array
 from plans import cpu_cluster, tiny_model
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
-from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
-from meshwright.schema.profile_points import LayerPoint
+from meshwright.schema.profile import CollectivePoint, LayerPoint, Machine, MatmulPoint, Profile
 from plans import cpu_cluster, tiny_model
 
 MODEL = tiny_model(num_blocks=4, vocab_size=256)

@@ -6,24 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.host_links import host_rates
-from meshwright.cost_models.host_memory import host_link_bytes_per_s
-from meshwright.cost_models.measured_streams import (
+from meshwright.cost_models.hardware.host import host_link_bytes_per_s, host_rates
+from meshwright.cost_models.hardware.overlap import Pair, interference, pair_s, slowdown_law
+from meshwright.cost_models.measured import (
     elementwise_bytes_per_s,
     measured_interference,
     overlap_ratio,
     slowdown_ratio,
 )
-from meshwright.cost_models.overlap import Pair, interference, law_of, pair_s
 from meshwright.planner import estimate, plan
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
-from meshwright.schema.profile import Machine, Profile
-from meshwright.schema.profile_points import (
-    CpuAdamPoint,
-    ElementwisePoint,
-    HostCopyPoint,
-    OverlapPoint,
-)
+from meshwright.schema.profile import CpuAdamPoint, ElementwisePoint, HostCopyPoint, Machine, OverlapPoint, Profile
 
 MODEL = ModelSpec.named("llama-3.2-1b")
 WORKLOAD = Workload(seq_len=2048, global_batch_size=16, precision="bf16-mixed")
@@ -91,7 +84,7 @@ def test_times_that_no_slow_down_explains_end_at_the_bounds(together_s: float, s
 
 
 def test_a_point_that_the_law_predicts_changes_nothing() -> None:
-    law = law_of(1e11 / MEMORY)
+    law = slowdown_law(1e11 / MEMORY)
     as_predicted = float(pair_s(np.ones(1), np.ones(1), law)[0])
     assert overlap_ratio((overlap(as_predicted),), MEMORY) == pytest.approx(1.0)
     assert step_s(cluster(overlaps=(overlap(as_predicted),))) == pytest.approx(step_s(PLAIN), rel=1e-6)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.host_dispatch import waiting_s
-from meshwright.cost_models.layer_costs import LayerCost, layer_cost
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.operators import CORE_ATTENTION, Elementwise, FusedAttention, Gemm, layer_operators
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step
+from meshwright.cost_models.hardware.host import waiting_s
+from meshwright.cost_models.layer.layer import LayerCost, layer_cost
+from meshwright.cost_models.layer.operators import CORE_ATTENTION, Elementwise, FusedAttention, Gemm, layer_operators
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.step import estimate_step
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
-from meshwright.schema.model import Block, SoftmaxAttention
+from meshwright.schema.layers import Block, SoftmaxAttention
+from meshwright.schema.layout_table import LayoutTable
 
 A100 = ClusterSpec.parse("8xA100-SXM-80GB")
 GPT = ModelSpec.named("gpt3-175b")
@@ -27,7 +27,7 @@ def block_of(model: ModelSpec) -> Block:
 def cost_of(
     layout: Layout, workload: Workload, *, block: Block | None = None, cluster: ClusterSpec = A100
 ) -> LayerCost:
-    batch = LayoutBatch.of([layout], workload.global_batch_size)
+    batch = LayoutTable.of([layout], workload.global_batch_size)
     return layer_cost(block or block_of(GPT), GPT.hidden_dim, batch, workload, cluster)
 
 
@@ -104,9 +104,9 @@ def test_heads_that_are_not_aligned_run_outside_the_tensor_cores(num_heads: int,
 def test_a_pipeline_boundary_is_sent_in_shares_by_megatron() -> None:
     """Scatter and gather (arXiv:2104.04473 section 4.1): an eighth over the network, then gathered over NVLink."""
     cluster = ClusterSpec.parse("16xA100-SXM-80GB")
-    batch = LayoutBatch.of([Layout(tp=8, pp=2, sequence_parallel=False)], 64)
+    batch = LayoutTable.of([Layout(tp=8, pp=2, sequence_parallel=False)], 64)
     ours, theirs = (
-        float(SpaceCosts.of(GPT, megatron(engine=engine), cluster, batch).transfer_s[0])
+        float(CostTable.of(GPT, megatron(engine=engine), cluster, batch).transfer_s[0])
         for engine in ("fsdp2", "megatron")
     )
     assert ours / 8 < theirs < ours / 3
@@ -129,7 +129,7 @@ def test_bounds_hold_for_engines_with_a_slow_host(engine: str, attention: str) -
         for pp in (1, 2, 4)
         for recompute in ("none", "selective", "full")
     ]
-    costs = SpaceCosts.of(spec, workload, cluster, LayoutBatch.of(layouts, 64))
+    costs = CostTable.of(spec, workload, cluster, LayoutTable.of(layouts, 64))
     bound_s, _ = lower_bounds(costs)
     size = len(costs.kind_of_layer)
     for idx, layout in enumerate(layouts):
@@ -144,8 +144,8 @@ def test_bounds_hold_for_engines_with_a_slow_host(engine: str, attention: str) -
 def test_published_steps_of_megatron_on_a100(sequence_parallel: bool, recompute: str, measured_s: float) -> None:
     """Korthikanti et al. (arXiv:2205.05198) table 5, 175B on 64 devices; within twice what the table as a whole is off by."""
     layout = Layout(tp=8, pp=8, num_model_chunks=3, sequence_parallel=sequence_parallel, recompute=recompute)  # type: ignore[arg-type]
-    costs = SpaceCosts.of(
-        GPT, megatron(attention="math"), ClusterSpec.parse("64xA100-SXM-80GB"), LayoutBatch.of([layout], 64)
+    costs = CostTable.of(
+        GPT, megatron(attention="math"), ClusterSpec.parse("64xA100-SXM-80GB"), LayoutTable.of([layout], 64)
     )
     boundaries = (0, *(1 + 12 * stage for stage in range(1, 8)), 98)
     assert estimate_step(costs, 0, boundaries).step_time_s == pytest.approx(measured_s, rel=0.08)

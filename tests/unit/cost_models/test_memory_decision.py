@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from meshwright.cost_models import memory
-from meshwright.cost_models.activations import Kernels, saved_elements
-from meshwright.cost_models.engine_memory import MEMORY
-from meshwright.planner.planning import estimate
+from meshwright.cost_models.hardware.kernels import MEMORY
+from meshwright.cost_models.layer.saved import SavedTensorRules, saved_elements
+from meshwright.cost_models.stage import memory
+from meshwright.planner.plan import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
-from meshwright.schema.workload import LowRank
+from meshwright.schema.task import LowRank
 
 MACHINE = ClusterSpec.parse("8xH100-SXM-80GB")
 MODEL = ModelSpec.named("llama-3.1-8b")
@@ -26,7 +26,7 @@ def test_least_required_is_a_lower_bound_of_required() -> None:
     for adapters in (None, LowRank(rank=8)):
         workload = Workload(seq_len=4096, global_batch_size=8, adapters=adapters)
         required = memory.required_bytes(100.0, parameters, workload, MACHINE)
-        assert np.all(memory.least_required_bytes(100.0, workload, MACHINE) <= required)
+        assert np.all(memory.lower_bound_required_bytes(100.0, workload, MACHINE) <= required)
 
 
 def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:
@@ -41,9 +41,11 @@ def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:
 
 def test_dropout_and_wide_activation_inputs_keep_more() -> None:
     block = MODEL.block_runs[-1][0]
-    plain = Kernels(compute_bytes=2, unfused_norm=False, score_width=0, engine=MEMORY["megatron"])
+    plain = SavedTensorRules(compute_bytes=2, unfused_norm=False, score_width=0, engine=MEMORY["megatron"])
     kept = saved_elements(block, MODEL.hidden_dim, "none", plain)
-    dropped = saved_elements(block, MODEL.hidden_dim, "none", Kernels(**{**vars(plain), "dropout": True}))
-    thin = saved_elements(block, MODEL.hidden_dim, "none", Kernels(**{**vars(plain), "fp8_activation_input": True}))
+    dropped = saved_elements(block, MODEL.hidden_dim, "none", SavedTensorRules(**{**vars(plain), "dropout": True}))
+    thin = saved_elements(
+        block, MODEL.hidden_dim, "none", SavedTensorRules(**{**vars(plain), "fp8_activation_input": True})
+    )
     assert dropped.tokens - kept.tokens == MODEL.hidden_dim  # two masks of one byte
     assert kept.tp - thin.tp == pytest.approx(block.mlp.ffn_dim)  # gate and up at one byte instead of two

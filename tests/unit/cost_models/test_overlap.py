@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.coefficients import coefficients
-from meshwright.cost_models.fit_overlap import errors, is_held_out, predict_pair, read_overlaps
-from meshwright.cost_models.overlap import (
+from meshwright.cost_models.hardware.overlap import (
     STREAMS,
     Fabric,
     Pair,
     exposed_s,
     interference,
-    pair_of,
     pair_s,
+    pair_slowdowns,
     together_s,
 )
+from meshwright.fitting.overlap import errors, is_held_out, predict_pair, read_overlaps
 from meshwright.schema import ClusterSpec
 
 TABLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "measured_runs" / "overlap_interference.csv"
@@ -55,7 +55,7 @@ def test_hand_arithmetic() -> None:
 
 def test_slowdown_grows_with_traffic() -> None:
     cluster = ClusterSpec.parse("16xH100-SXM-80GB")
-    pair = pair_of(np.array([0.0, 1e9, 1e9]), np.array([0.0, 0.1, 0.01]), cluster)
+    pair = pair_slowdowns(np.array([0.0, 1e9, 1e9]), np.array([0.0, 0.1, 0.01]), cluster)
     law = coefficients()["overlap"]
     assert np.asarray(pair.compute).tolist() == pytest.approx(
         [law["channels"]] + [law["channels"] + law["traffic"] * rate / 3.35e12 for rate in (1e10, 1e11)], rel=1e-3

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from meshwright.cost_models import pipeline_orders as orders
-from meshwright.cost_models.pipeline_simulation import Action, Order, peak_bytes, simulate
+from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.simulation import Action, Order, peak_bytes, simulate
 from meshwright.schema.errors import ConfigError, InfeasibleError
-from meshwright.solvers.pipeline_greedy import EVENT_RULES, by_events, refilled
-from meshwright.solvers.pipeline_waves import WAVE_RULES, in_waves
+from meshwright.solvers.pipeline.greedy import EVENT_RULES, greedy_order, refill_weight_passes
+from meshwright.solvers.pipeline.waves import WAVE_RULES, wave_order
 from pipelines import equal, pipeline, published_cases, published_pipeline, random_pipeline
 
 NAMED = {"1F1B": orders.one_f_one_b, "ZB-H1": orders.zb_h1, "ZB-H2": orders.zb_h2}
@@ -32,7 +32,7 @@ def test_wave_greedy_has_the_published_bubble_rate_at_one_and_two_times_the_memo
     """Up to 64 micro-batches; the larger ones are in benchmarks/pipeline_schedules.py."""
     costs = published_pipeline(row)
     caps = [2.0 * row[0] * (1 if name == "ZB-1p" else 2)] * int(row[0])
-    made = [in_waves(costs, caps, rule) for rule in WAVE_RULES]
+    made = [wave_order(costs, caps, rule) for rule in WAVE_RULES]
     assert round(min(simulate(costs, order).bubble_fraction for order in made), 4) == rate
     assert all(np.all(peak_bytes(costs, order) <= caps) for order in made)
 
@@ -118,14 +118,14 @@ def test_greedy_orders_run_and_keep_the_cap(seed: int) -> None:
         least = [sum(costs.held_bytes[s] for s in costs.stages_of(rank)) for rank in range(4)]
         for factor in (1, 2, 10):
             caps = [(factor + (seed + rank) % 3) * need for rank, need in enumerate(least)]
-            made = [by_events(costs, caps, rule) for rule in EVENT_RULES]
+            made = [greedy_order(costs, caps, rule) for rule in EVENT_RULES]
             if chunks == 1:
-                made += [in_waves(costs, caps, rule) for rule in WAVE_RULES]
+                made += [wave_order(costs, caps, rule) for rule in WAVE_RULES]
             for order in made:
                 assert np.all(simulate(costs, order).peak_bytes <= np.array(caps) + 1e-9)
 
 
-@pytest.mark.parametrize(("greedy", "rule"), [(by_events, EVENT_RULES[0]), (in_waves, WAVE_RULES[0])])
+@pytest.mark.parametrize(("greedy", "rule"), [(greedy_order, EVENT_RULES[0]), (wave_order, WAVE_RULES[0])])
 def test_cap_below_one_micro_batch_is_infeasible(greedy, rule) -> None:
     with pytest.raises(InfeasibleError, match="rank 1 cannot hold one micro-batch"):
         greedy(equal(2, 4), [2.0, 1.5], rule)
@@ -138,9 +138,9 @@ def passes_but_weight(actions: tuple[Action, ...]) -> list[tuple[int, str, int]]
 def test_refilling_keeps_the_sequence_and_moves_weight_passes_into_waits() -> None:
     costs = pipeline([1, 3], [1, 3], [1, 3], micro_batches=6, held=[2, 2])
     given = orders.one_f_one_b(2, 6)
-    found = refilled(costs, [4.0, 4.0], given, 1.0)
+    found = refill_weight_passes(costs, [4.0, 4.0], given, 1.0)
     for row, old in zip(found, given, strict=True):
         assert passes_but_weight(row) == passes_but_weight(old)
     assert simulate(costs, found).makespan_s < simulate(costs, given).makespan_s
     with pytest.raises(InfeasibleError, match="more memory"):
-        refilled(costs, [2.0, 2.0], orders.gpipe(2, 6), 1.0)
+        refill_weight_passes(costs, [2.0, 2.0], orders.gpipe(2, 6), 1.0)

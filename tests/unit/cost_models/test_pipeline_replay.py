@@ -6,44 +6,43 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models import memory
-from meshwright.cost_models.pipeline import Work, fewest_in_flight, lower_bound_s, pipelined_s
-from meshwright.cost_models.pipeline_replay import (
-    Shape,
+from meshwright.cost_models.pipeline import replay
+from meshwright.cost_models.pipeline.lower_bounds import PipelineWork, lower_bound_s, min_in_flight, pipelined_s
+from meshwright.cost_models.pipeline.replay import (
+    PipelineShape,
     as_rows,
     ends_s,
-    held,
     in_flight,
     makespan_s,
     order_of,
+    peak_in_flight_by_chunk,
     program,
     rows_of,
 )
-from meshwright.cost_models.pipeline_simulation import Pipeline, peak_bytes, simulate
+from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes, simulate
 from meshwright.schema import ConfigError
-from meshwright.schema.layout import SCHEDULES
-from meshwright.schema.layout_facts import V_SCHEDULES
+from meshwright.schema.schedules import SCHEDULE_NAMES, V_SCHEDULES
 
-NAMED = [name for name in SCHEDULES if name != "synthesised"]
+NAMED = [name for name in SCHEDULE_NAMES if name != "synthesised"]
 
 
 @st.composite
-def shapes(draw: st.DrawFn, max_rounds: int = 8) -> Shape:
+def shapes(draw: st.DrawFn, max_rounds: int = 8) -> PipelineShape:
     schedule = draw(st.sampled_from(NAMED))
     pp = draw(st.integers(2, 6))
     chunks = 2 if schedule in V_SCHEDULES else 1 if schedule == "zb-h2" else draw(st.integers(1, 3))
     in_rounds = chunks > 1 and schedule not in V_SCHEDULES
     m = draw(st.integers(1, max_rounds)) * pp if in_rounds else draw(st.integers(1, max_rounds * pp))
-    return Shape(schedule=schedule, pp=pp, num_model_chunks=chunks, num_microbatches=m)
+    return PipelineShape(schedule=schedule, pp=pp, num_model_chunks=chunks, num_microbatches=m)
 
 
-def stage_times(shape: Shape, seed: int, spread: float) -> tuple[np.ndarray, ...]:
+def stage_times(shape: PipelineShape, seed: int, spread: float) -> tuple[np.ndarray, ...]:
     """F, B and W of each stage, equal but for `spread`."""
     rng = np.random.default_rng(seed)
     return tuple(rng.uniform(0.5, 2) + spread * rng.random(shape.num_stages) for _ in range(3))
 
 
-def simulated(shape: Shape, times: tuple[np.ndarray, ...], held_bytes: np.ndarray | None = None) -> Pipeline:
+def simulated(shape: PipelineShape, times: tuple[np.ndarray, ...], held_bytes: np.ndarray | None = None) -> Pipeline:
     size = shape.num_stages
     kept = np.ones(size) if held_bytes is None else held_bytes
     return Pipeline(
@@ -61,7 +60,7 @@ def simulated(shape: Shape, times: tuple[np.ndarray, ...], held_bytes: np.ndarra
 
 @settings(max_examples=150, deadline=None)
 @given(shapes(), st.integers(0, 2**16), st.sampled_from([0.0, 0.01, 1.0]))
-def test_replay_equals_the_simulation(shape: Shape, seed: int, spread: float) -> None:
+def test_replay_equals_the_simulation(shape: PipelineShape, seed: int, spread: float) -> None:
     times = stage_times(shape, seed, spread)
     expected = simulate(simulated(shape, times), order_of(shape)).makespan_s
     assert makespan_s(shape, *times) == pytest.approx(expected, rel=1e-9)
@@ -72,7 +71,7 @@ def test_replay_equals_the_simulation(shape: Shape, seed: int, spread: float) ->
 def test_many_micro_batches_extrapolate_exactly(schedule: str, slow: int) -> None:
     """One slow stage, as the head or the embedding makes it, and far more micro-batches than it takes to become periodic."""
     chunks = 2 if schedule in V_SCHEDULES else 1
-    shape = Shape(schedule=schedule, pp=4, num_model_chunks=chunks, num_microbatches=204)
+    shape = PipelineShape(schedule=schedule, pp=4, num_model_chunks=chunks, num_microbatches=204)
     times = stage_times(shape, 5, 0.0)
     times[0][slow] *= 1.3
     assert makespan_s(shape, *times) == pytest.approx(max(ends_s(program(shape), *times)), rel=1e-9)
@@ -80,7 +79,7 @@ def test_many_micro_batches_extrapolate_exactly(schedule: str, slow: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(shapes())
-def test_rows_are_those_of_the_order(shape: Shape) -> None:
+def test_rows_are_those_of_the_order(shape: PipelineShape) -> None:
     for row, expected in zip(rows_of(shape), as_rows(order_of(shape)), strict=True):
         assert np.array_equal(row, expected)
 
@@ -88,7 +87,7 @@ def test_rows_are_those_of_the_order(shape: Shape) -> None:
 @pytest.mark.parametrize(("pp", "m", "chunks"), [(2, 8, 1), (4, 12, 1), (4, 12, 3), (8, 16, 2)])
 def test_equal_stages_have_the_closed_form(pp: int, m: int, chunks: int) -> None:
     stage_s = np.full(pp * chunks, 3.0 / chunks)
-    shape = Shape(schedule="1f1b", pp=pp, num_model_chunks=chunks, num_microbatches=m)
+    shape = PipelineShape(schedule="1f1b", pp=pp, num_model_chunks=chunks, num_microbatches=m)
     assert makespan_s(shape, stage_s / 3, stage_s / 3, stage_s / 3) == pytest.approx(
         pipelined_s(np.full(pp, 3.0), m, chunks)
     )
@@ -97,44 +96,46 @@ def test_equal_stages_have_the_closed_form(pp: int, m: int, chunks: int) -> None
 def test_zero_bubble_schedules_have_the_published_bubbles() -> None:
     """Equal F, B and W: (pp - 1)(f + b - w) under ZB-H1 (arXiv:2401.10241), half of it over a V (arXiv:2405.15362)."""
     unit = np.ones(8)
-    one = Shape(schedule="zb-h1", pp=8, num_model_chunks=1, num_microbatches=32)
+    one = PipelineShape(schedule="zb-h1", pp=8, num_model_chunks=1, num_microbatches=32)
     assert makespan_s(one, unit, unit, unit) == pytest.approx(3 * 32 + 7)
     half = np.full(16, 0.5)
-    folded = Shape(schedule="zb-v", pp=8, num_model_chunks=2, num_microbatches=32)
+    folded = PipelineShape(schedule="zb-v", pp=8, num_model_chunks=2, num_microbatches=32)
     assert makespan_s(folded, half, half, half) == pytest.approx(3 * 32 + 3.5)
 
 
 @settings(max_examples=60, deadline=None)
 @given(shapes(max_rounds=6), st.integers(0, 2**16))
-def test_what_ranks_hold_is_what_the_order_holds(shape: Shape, seed: int) -> None:
+def test_what_ranks_hold_is_what_the_order_holds(shape: PipelineShape, seed: int) -> None:
     """Without gradients that wait between input and weight passes; more micro-batches than are counted hold no more."""
     if shape.splits_backward:
         return
     kept = np.random.default_rng(seed).uniform(1, 3, shape.num_stages)
     expected = peak_bytes(simulated(shape, stage_times(shape, 0, 0), kept), order_of(shape))
     ranks = np.array(shape.rank_of_stage)
-    for rank, counts in enumerate(held(shape)):
+    for rank, counts in enumerate(peak_in_flight_by_chunk(shape)):
         assert (counts @ kept[ranks == rank]).max() == pytest.approx(expected[rank])
 
 
 @settings(max_examples=60, deadline=None)
 @given(shapes(max_rounds=6))
-def test_every_rank_holds_the_fewest_at_least(shape: Shape) -> None:
-    of_shape = (SCHEDULES.index(shape.schedule), shape.num_microbatches, shape.pp, shape.num_model_chunks)
-    assert fewest_in_flight(*of_shape) <= in_flight(shape).min() + 1e-9
+def test_every_rank_holds_the_fewest_at_least(shape: PipelineShape) -> None:
+    of_shape = (SCHEDULE_NAMES.index(shape.schedule), shape.num_microbatches, shape.pp, shape.num_model_chunks)
+    assert min_in_flight(*of_shape) <= in_flight(shape).min() + 1e-9
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_closed_form_of_micro_batches_in_flight_is_that_of_the_order(chunks: int) -> None:
-    shape = Shape(schedule="1f1b", pp=4, num_model_chunks=chunks, num_microbatches=16)
-    assert memory.in_flight(1, 16, 4, np.arange(4), chunks).tolist() == pytest.approx(in_flight(shape).tolist())
+    shape = PipelineShape(schedule="1f1b", pp=4, num_model_chunks=chunks, num_microbatches=16)
+    assert replay.in_flight_of_stage(1, 16, 4, np.arange(4), chunks).tolist() == pytest.approx(
+        in_flight(shape).tolist()
+    )
 
 
 def test_schedules_hold_what_they_are_named_for() -> None:
     """In units of 1F1B's first rank: ZB-H1 and ZBV one, ZB-H2 two, V-half a half, V-min a third, and waiting gradients."""
     most = {
         name: in_flight(
-            Shape(schedule=name, pp=12, num_model_chunks=1 + (name in V_SCHEDULES), num_microbatches=96)
+            PipelineShape(schedule=name, pp=12, num_model_chunks=1 + (name in V_SCHEDULES), num_microbatches=96)
         ).max()
         for name in NAMED
     }
@@ -149,16 +150,16 @@ def test_schedules_hold_what_they_are_named_for() -> None:
 
 def test_undefined_schedules_are_named() -> None:
     with pytest.raises(ConfigError, match="zb-h2 is not defined for 3 model chunks"):
-        order_of(Shape(schedule="zb-h2", pp=2, num_model_chunks=3, num_microbatches=8))
+        order_of(PipelineShape(schedule="zb-h2", pp=2, num_model_chunks=3, num_microbatches=8))
 
 
 def test_a_synthesised_order_is_not_made_up() -> None:
     with pytest.raises(ConfigError, match="brings its order along"):
-        order_of(Shape(schedule="synthesised", pp=2, num_model_chunks=1, num_microbatches=8))
+        order_of(PipelineShape(schedule="synthesised", pp=2, num_model_chunks=1, num_microbatches=8))
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[Shape, np.ndarray, np.ndarray, np.ndarray]:
+def splits(draw: st.DrawFn) -> tuple[PipelineShape, np.ndarray, np.ndarray, np.ndarray]:
     """A shape, seconds (F, B, W) of every stage, of its kinds of layers (block, first blocks, embedding, head), transfers."""
     shape = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
@@ -179,7 +180,7 @@ def splits(draw: st.DrawFn) -> tuple[Shape, np.ndarray, np.ndarray, np.ndarray]:
 
 @settings(max_examples=400, deadline=None)
 @given(splits(), st.booleans())
-def test_no_split_beats_the_bound(split: tuple[Shape, np.ndarray, np.ndarray, np.ndarray], knows: bool) -> None:
+def test_no_split_beats_the_bound(split: tuple[PipelineShape, np.ndarray, np.ndarray, np.ndarray], knows: bool) -> None:
     """Random uneven ranks, chunks of each as even as its blocks allow, other blocks, embedding and head at the ends."""
     shape, times, (block, others, embedding, head), (num_others, num_blocks, transfer_s) = split
     chunks, ranks = shape.num_model_chunks, np.array(shape.rank_of_stage)
@@ -190,8 +191,8 @@ def test_no_split_beats_the_bound(split: tuple[Shape, np.ndarray, np.ndarray, np
     deep = np.concatenate([of_blocks, head[None]] if head.sum() else [of_blocks])
     shares, work_s = deep / deep.sum(axis=1)[:, None], of_blocks.sum(axis=1)
     one = np.ones(1)
-    work = Work(
-        schedule=one.astype(int) * SCHEDULES.index(shape.schedule),
+    work = PipelineWork(
+        schedule=one.astype(int) * SCHEDULE_NAMES.index(shape.schedule),
         pp=shape.pp * one,
         num_model_chunks=chunks * one,
         num_microbatches=shape.num_microbatches * one,
@@ -220,14 +221,14 @@ def test_no_split_beats_the_bound(split: tuple[Shape, np.ndarray, np.ndarray, np
 def test_bound_is_the_step_of_equal_stages(schedule: str) -> None:
     one = np.ones(1)
     third = one / 3
-    work = Work(
-        schedule=one.astype(int) * SCHEDULES.index(schedule), pp=4 * one, num_model_chunks=one, num_microbatches=16 * one,
+    work = PipelineWork(
+        schedule=one.astype(int) * SCHEDULE_NAMES.index(schedule), pp=4 * one, num_model_chunks=one, num_microbatches=16 * one,
         total_s=12 * one, blocks_s=12 * one, deep_s=12 * one, slowest_s=3 * one, num_blocks=4, block_s=3 * one,
         block_forward_s=one, transfer_s=0 * one, num_other_blocks=0, main_forward_share=third,
         total_forward_s=4 * one, main_s=3 * one,
         block_share=one, block_forward_share=third, path_share=2 * third,
         forward_share=third, weight_share=third,
     )  # fmt: skip
-    shape = Shape(schedule=schedule, pp=4, num_model_chunks=1, num_microbatches=16)
+    shape = PipelineShape(schedule=schedule, pp=4, num_model_chunks=1, num_microbatches=16)
     step = makespan_s(shape, *(np.ones(4),) * 3)
     assert lower_bound_s(work)[0] == pytest.approx(step)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models import pipeline_orders as orders
-from meshwright.cost_models.pipeline_simulation import Action, Order, closed_form_s, peak_bytes, placement, simulate
+from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.simulation import Action, Order, closed_form_s, peak_bytes, placement, simulate
 from meshwright.schema.errors import ConfigError
 from pipelines import equal, pipeline, random_pipeline
 

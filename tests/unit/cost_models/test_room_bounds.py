@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.bounds import slowest_stage_s, time_bounds
-from meshwright.cost_models.layouts import MIXED
-from meshwright.cost_models.room_bounds import slowest_within_memory_s
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.planner.expansion import expand
+from meshwright.cost_models.stage.bounds import slowest_stage_s, uniform_time_bounds
+from meshwright.cost_models.stage.recompute import lower_bound_slowest_s
+from meshwright.cost_models.stage.table import CostTable
+from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Workload
+from meshwright.schema.layout_table import MIXED
 from small_spaces import shortened
 
 
-def mixed_costs(engine: str, memory_ratio: float) -> SpaceCosts:
+def mixed_costs(engine: str, memory_ratio: float) -> CostTable:
     """Mixed layouts of sixteen blocks over eight stages, on devices with a part of their memory."""
     spec, cluster = shortened("llama-3.2-1b", 16), ClusterSpec.parse("2x4xA100-SXM-40GB/ib200")
     group = cluster.groups[0]
@@ -23,7 +23,7 @@ def mixed_costs(engine: str, memory_ratio: float) -> SpaceCosts:
     workload = Workload(seq_len=16384, global_batch_size=32, engine=engine)
     batch = build_space(spec, workload, cluster, {"cp": 1, "tp": 1, "pp": 8, "micro_batch_size": 1}).batch
     rows = np.flatnonzero(batch.recompute == MIXED)
-    return SpaceCosts.of(spec, workload, cluster, batch.select(rows))
+    return CostTable.of(spec, workload, cluster, batch.select(rows))
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
@@ -32,7 +32,7 @@ def test_no_stages_of_a_mixed_layout_are_shorter_than_the_bound(engine: str) -> 
     for memory_ratio in (0.3, 0.6, 0.8, 1.2, 20.0):
         costs = mixed_costs(engine, memory_ratio)
         plain_s = slowest_stage_s(costs)
-        least_s, bound_s = slowest_within_memory_s(costs, plain_s), time_bounds(costs)
+        least_s, bound_s = lower_bound_slowest_s(costs, plain_s), uniform_time_bounds(costs)
         assert np.all((plain_s <= least_s) & (least_s <= before_s))  # more memory is never slower
         before_s = least_s
         for idx in range(len(costs.batch)):

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models import memory
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.operators import attended_tokens, model_flops_per_token
-from meshwright.cost_models.pipeline import pipelined_s
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.layer.operators import attended_tokens, model_flops_per_token
+from meshwright.cost_models.pipeline import replay
+from meshwright.cost_models.pipeline.lower_bounds import pipelined_s
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema.layout_table import LayoutTable
+from meshwright.schema.task import LowRank
 from meshwright.schema.units import GIB
-from meshwright.schema.workload import LowRank
 
 CASES = [
     ("smollm2-135m", "8xA100-SXM-80GB", 64, 2048),
@@ -36,7 +36,7 @@ def test_bounds_never_exceed_the_expanded_cost(
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
     fixed = {"recompute": recompute} if recompute else {}
     space = build_space(spec, workload, machine, fixed)
-    costs = SpaceCosts.of(spec, workload, machine, space.batch)
+    costs = CostTable.of(spec, workload, machine, space.batch)
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in np.random.default_rng(0).choice(len(space.batch), size=min(30, len(space.batch)), replace=False):
         found = expand(costs, int(idx)).estimate
@@ -129,7 +129,7 @@ def test_gradients_of_weights_are_a_part_of_the_backward_pass() -> None:
     frozen = workload.replace(adapters=LowRank(targets=("qkv", "mlp"), frozen="16-bit"))
     parts = []
     for wanted in (workload, frozen):
-        costs = SpaceCosts.of(spec, wanted, machine, LayoutBatch.of([layout], 64))
+        costs = CostTable.of(spec, wanted, machine, LayoutTable.of([layout], 64))
         block = costs.inside[1]
         parts.append(float(block.weight_s[0] / block.backward_s[0]))
     assert 0.3 < parts[0] < 0.5
@@ -137,9 +137,9 @@ def test_gradients_of_weights_are_a_part_of_the_backward_pass() -> None:
 
 
 def test_in_flight_microbatches() -> None:
-    assert memory.in_flight(1, 8, 4, np.arange(4)).tolist() == [4, 3, 2, 1]
-    assert memory.in_flight(1, 2, 4, np.arange(4)).tolist() == [2, 2, 2, 1]
-    assert memory.in_flight(0, 8, 4, np.arange(4)).tolist() == [8, 8, 8, 8]
+    assert replay.in_flight_of_stage(1, 8, 4, np.arange(4)).tolist() == [4, 3, 2, 1]
+    assert replay.in_flight_of_stage(1, 2, 4, np.arange(4)).tolist() == [2, 2, 2, 1]
+    assert replay.in_flight_of_stage(0, 8, 4, np.arange(4)).tolist() == [8, 8, 8, 8]
 
 
 def test_pipeline_bubble_is_the_textbook_one() -> None:
@@ -167,7 +167,7 @@ def test_interleaving_divides_the_bubble_and_keeps_more_in_flight() -> None:
     assert pipelined_s(stages, 8, 1) == pytest.approx((8 + 3) * 2.0)
     assert pipelined_s(stages, 8, 2) == pytest.approx((8 + 3 / 2) * 2.0)
     # pp 4, 2 chunks: 2 * (4 - s - 1) + 4 + 1 chunk passes warm up stage s
-    assert memory.in_flight(1, 64, 4, np.arange(4), 2).tolist() == [5.5, 4.5, 3.5, 2.5]
+    assert replay.in_flight_of_stage(1, 64, 4, np.arange(4), 2).tolist() == [5.5, 4.5, 3.5, 2.5]
 
 
 def test_engines_differ_in_what_they_hold() -> None:

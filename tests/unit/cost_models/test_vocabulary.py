@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.bounds import lower_bounds, quick_time_bounds
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.stage.bounds import lower_bounds, uniform_quick_time_bounds
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_rules import RULES_OF_ENGINE
+from meshwright.schema.layout_table import LayoutTable
 
 GEMMA, QWEN = ModelSpec.named("gemma-2-9b"), ModelSpec.named("qwen2.5-7b")
 NODES = ClusterSpec.parse("4x8xH100-SXM-80GB/ib400")
@@ -21,9 +21,9 @@ WORKLOAD = Workload(seq_len=4096, global_batch_size=256, engine="megatron")
 SPLIT = Layout(tp=2, pp=4, dp_shard=4, zero_stage=1, vocabulary="split")
 
 
-def costs_of(spec: ModelSpec, *layouts: Layout, engine: str = "megatron") -> SpaceCosts:
+def costs_of(spec: ModelSpec, *layouts: Layout, engine: str = "megatron") -> CostTable:
     workload = WORKLOAD.replace(engine=engine)
-    return SpaceCosts.of(spec, workload, NODES, LayoutBatch.of(list(layouts), workload.global_batch_size))
+    return CostTable.of(spec, workload, NODES, LayoutTable.of(list(layouts), workload.global_batch_size))
 
 
 @pytest.mark.parametrize("spec", [GEMMA, QWEN], ids=lambda spec: spec.name)
@@ -93,7 +93,7 @@ def test_bounds_hold_where_the_vocabulary_is_split(layout: Layout, engine: str, 
     bound_s, bound_bytes = lower_bounds(costs)
     found = expand(costs, 0).estimate
     assert np.isfinite(bound_s[0])
-    assert quick_time_bounds(costs)[0] <= bound_s[0] * (1 + 1e-9)
+    assert uniform_quick_time_bounds(costs)[0] <= bound_s[0] * (1 + 1e-9)
     assert bound_s[0] <= found.step_time_s * (1 + 1e-9)
     assert bound_bytes[0] <= found.peak_allocated_bytes + 16  # parts are whole bytes
 
@@ -121,5 +121,5 @@ def test_only_known_schedules_split_it(layout: Layout) -> None:
 def test_layouts_say_their_vocabulary() -> None:
     assert Layout.parse("pp=4,vocabulary=split").vocabulary == "split"
     assert "vocabulary=split" in str(SPLIT)
-    assert LayoutBatch.of([SPLIT], 256).layout(0) == SPLIT
+    assert LayoutTable.of([SPLIT], 256).layout(0) == SPLIT
     assert Layout.model_validate(SPLIT.model_dump(exclude={"vocabulary"})).vocabulary == "ends"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from meshwright.engines import export
 from meshwright.engines.kubernetes import MAX_PLAN_BYTES
-from meshwright.runtime.job.launch import Rendezvous
+from meshwright.runtime.job.rendezvous import Rendezvous
 from meshwright.schema import ConfigError, Layout, Plan, Workload
 from plans import cpu_cluster, make_plan, tiny_model
 

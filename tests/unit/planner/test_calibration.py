@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from meshwright.planner import estimate
-from meshwright.planner.calibration import MeasuredRun, calibrate, estimates_at
-from meshwright.planner.validation import RunInputs
 from meshwright.schema import Calibration, ClusterSpec, Estimate, Layout, ModelSpec, Workload
+from meshwright.validation import RunInputs
+from meshwright.validation.calibration import MeasuredRun, calibrate, estimates_at
 
 LAYOUTS = (
     "tp=8,dp_shard=2", "tp=4,dp_shard=4,recompute=full", "tp=2,pp=2,dp_shard=4", "dp_shard=16,recompute=full",

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 from meshwright.planner import cheapest, plan
-from meshwright.planner.choose import SAME_TIME_FRACTION
 from meshwright.planner.search import REL_GAP, search
 from meshwright.planner.space import build_space
+from meshwright.planner.tasks.training import SAME_TIME_FRACTION
 from meshwright.schema import (
     ClusterSpec,
     ConfigError,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step
-from meshwright.planner import enumeration, frontier, plan, search
+from meshwright.cost_models.stage.step import estimate_step
+from meshwright.cost_models.stage.table import CostTable
+from meshwright.planner import enumeration, plan, search
 from meshwright.planner.dominance import SAME_SECONDS_FRACTION
-from meshwright.planner.expansion import expand
+from meshwright.planner.expand import expand
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.layout_table import LayoutTable
 from small_spaces import shortened
 
 CLUSTERS = ("8xH100-SXM-80GB", "2x4xA100-SXM-40GB/ib200", "8x1xA100-SXM-40GB/eth25")
@@ -50,8 +50,8 @@ def _without_split(layout: Layout) -> Layout:
 
 def _step_times(layouts: list[Layout], spec: ModelSpec, cluster: ClusterSpec, workload: Workload) -> list[float]:
     """Of all layouts with the stages of the first: with others, the search may find a better cut for one than for another."""
-    batch = LayoutBatch.of(layouts, workload.global_batch_size)
-    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    batch = LayoutTable.of(layouts, workload.global_batch_size)
+    costs = CostTable.of(spec, workload, cluster, batch)
     boundaries = expand(costs, 0).boundaries
     return [estimate_step(costs, idx, boundaries).step_time_s for idx in range(len(layouts))]
 
@@ -104,12 +104,12 @@ def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_
     spec, machine = shortened("llama-3.2-1b", 3), ClusterSpec.parse("4xA100-PCIE-40GB")
     workload, fixed = Workload(seq_len=1024, global_batch_size=8, engine=engine), {"micro_batch_size": 2}
     monkeypatch.setattr(search, "REL_GAP", 0.0)
-    monkeypatch.setattr(frontier, "BLOCK", 16)
+    monkeypatch.setattr(search, "BLOCK", 16)
     found = search.search(spec, workload, machine, build_space(spec, workload, machine, fixed), time_limit_s=600)
     keep_every_sequence(monkeypatch)
     batch = build_space(spec, workload, machine, fixed).batch
     assert np.array_equal(np.unique(batch.sequence_parallel[batch.tp > 1]), [0, 1])
-    costs = SpaceCosts.of(spec, workload, machine, batch)
+    costs = CostTable.of(spec, workload, machine, batch)
     times = np.array(
         [e.step_time_s if (e := expand(costs, idx).estimate).fits else np.inf for idx in range(len(batch))]
     )

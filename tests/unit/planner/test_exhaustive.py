@@ -7,8 +7,8 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from meshwright.cost_models.bounds import lower_bounds, quick_time_bounds
-from meshwright.planner import expansion, frontier, search
+from meshwright.cost_models.stage.bounds import lower_bounds, uniform_quick_time_bounds
+from meshwright.planner import expand, search
 from small_spaces import random_instance
 
 NUM_INSTANCES, NUM_GROUPS = 208, 8
@@ -19,13 +19,13 @@ ROUNDING = 1e-9
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
 def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
-    monkeypatch.setattr(frontier, "BLOCK", 3)  # many blocks, even of a few layouts
+    monkeypatch.setattr(search, "BLOCK", 3)  # many blocks, even of a few layouts
     solved = 0
     for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
         spec, workload, cluster, space = random_instance(seed)
         found = search.search(spec, workload, cluster, space, time_limit_s=600)
         costs = found.costs
-        everything = [expansion.expand(costs, idx) for idx in range(len(space.batch))]
+        everything = [expand.expand(costs, idx) for idx in range(len(space.batch))]
         times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
         assert bool(found.fitting) == bool(times), seed
         if times:
@@ -33,7 +33,7 @@ def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, mo
             assert found.fitting[0].estimate.step_time_s == pytest.approx(min(times), rel=ROUNDING), seed
             assert found.bound_s <= min(times) * (1 + ROUNDING), seed
         bound_s, bound_bytes = lower_bounds(costs)
-        quick_s = quick_time_bounds(costs)
+        quick_s = uniform_quick_time_bounds(costs)
         for idx, candidate in enumerate(everything):
             assert quick_s[idx] <= bound_s[idx] * (1 + ROUNDING), seed
             # A bound may count the recompute without which a layout does not fit; of those that never do it says nothing.

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, plan
-from meshwright.planner.expert_load import with_imbalance
+from meshwright.planner.experts import with_imbalance
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Plan, Workload
+from meshwright.schema.layout_table import LayoutTable
 from typer.testing import CliRunner
 
 MODEL, CLUSTER = ModelSpec.named("mixtral-8x7b"), ClusterSpec.parse("32xH100-SXM-80GB")
@@ -64,7 +64,7 @@ def test_rows_and_bytes_of_the_fullest_rank_count(recompute: str) -> None:
 def test_bounds_stay_below_costs_with_measured_loads() -> None:
     workload = with_imbalance(MODEL, CLUSTER, WORKLOAD, LOAD)
     layouts = [Layout(dp_shard=32 // pp, pp=pp, ep=ep, zero_stage=1) for pp in (2, 4) for ep in (1, 2, 4, 8)]
-    costs = SpaceCosts.of(MODEL, workload, CLUSTER, LayoutBatch.of(layouts, workload.global_batch_size))
+    costs = CostTable.of(MODEL, workload, CLUSTER, LayoutTable.of(layouts, workload.global_batch_size))
     bound_s, bound_bytes = lower_bounds(costs)
     for idx, layout in enumerate(layouts):
         found = estimate(MODEL, CLUSTER, workload, layout)

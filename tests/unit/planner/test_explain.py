@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 from meshwright.planner import estimate, explain, plan
 from meshwright.planner.deadline import Deadline
-from meshwright.planner.explanation import Explanation
-from meshwright.planner.request import Request
-from meshwright.planner.worth import twice_as_fast, with_bandwidth, with_memory
+from meshwright.planner.explain.cluster_changes import twice_as_fast, with_bandwidth, with_memory
+from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.request import PlanRequest
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
 from meshwright.schema.layout import format_assignments, parse_assignments
 from meshwright.schema.units import GB, GIB
@@ -30,8 +30,8 @@ def explained() -> Explanation:
 
 
 def fastest_s(cluster: ClusterSpec, fixed: str = "") -> float:
-    request = Request.of(made(fixed))
-    changed = Request(request.model, cluster, request.workload, request.fixed, request.runnable)
+    request = PlanRequest.of(made(fixed))
+    changed = PlanRequest(request.model, cluster, request.workload, request.fixed, request.runnable)
     return changed.search(Deadline(600)).fitting[0].estimate.step_time_s
 
 
@@ -185,10 +185,10 @@ def test_time_that_is_over_leaves_searches_out_and_says_so() -> None:
 def test_plans_of_older_versions_are_explained_in_the_smallest_space_that_has_them() -> None:
     given = made()
     old = given.replace(provenance=given.provenance.replace(space=None, fixed=""))
-    assert Request.of(old).runnable
-    assert Request.of(given) == Request.of(old)
+    assert PlanRequest.of(old).runnable
+    assert PlanRequest.of(given) == PlanRequest.of(old)
     elsewhere = old.replace(workload=WORKLOAD.replace(engine="megatron"))
-    assert not Request.of(elsewhere).runnable
+    assert not PlanRequest.of(elsewhere).runnable
     found = explain(old, why_not={"tp": 2})
     assert any("does not say in which space" in note for note in found.notes)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.coefficients import coefficients, overridden, value_at
-from meshwright.cost_models.operators import layer_operators
-from meshwright.planner.validation import fit_coefficients
-from meshwright.planner.validation.fit_coefficients import PRIORS, Measured, errors, fit, loss
-from meshwright.planner.validation.inputs import RunInputs
-from meshwright.planner.validation.predict import estimate_runs
+from meshwright.cost_models.layer.operators import layer_operators
+from meshwright.fitting import coefficients as fit_coefficients
+from meshwright.fitting.coefficients import PRIORS, Measured, errors, fit, loss
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.validation.inputs import RunInputs
+from meshwright.validation.predict import estimate_runs
 
 NAME = "sustained.hopper"
 

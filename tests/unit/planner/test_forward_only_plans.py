@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.planner import expansion, plan, search
-from meshwright.planner.offload_request import OffloadRequest
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.planner import expand, plan, search
+from meshwright.planner.request import OffloadRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ConfigError, Layout, Workload
-from meshwright.schema.rules import require_valid
-from meshwright.schema.training import parse_training
+from meshwright.schema.runnable import require_valid
+from meshwright.schema.task import parse_training
 from plans import cpu_cluster, tiny_model
 
 WORKLOAD = Workload(seq_len=64, global_batch_size=8, precision="fp32", **parse_training("zeroth-order"))
@@ -20,7 +20,7 @@ def test_the_plan_is_the_best_of_all_layouts_and_none_has_gradients() -> None:
     model, cluster = tiny_model(num_blocks=4), cpu_cluster(4)
     space = build_space(model, WORKLOAD, cluster, {}, runnable=True)
     found = search.search(model, WORKLOAD, cluster, space, time_limit_s=60)
-    everything = [expansion.expand(found.costs, idx).estimate for idx in range(len(space.batch))]
+    everything = [expand.expand(found.costs, idx).estimate for idx in range(len(space.batch))]
     assert len(everything) > 10
     assert found.fitting[0].estimate.step_time_s == pytest.approx(min(e.step_time_s for e in everything), rel=0.01)
     bound_s, bound_bytes = lower_bounds(found.costs)
@@ -37,7 +37,7 @@ def test_two_forward_passes_take_less_time_and_memory_than_forward_and_backward(
     model, cluster = tiny_model(num_blocks=4), cpu_cluster(2)
     for fixed in ({"dp_replicate": 2}, {"dp_shard": 2, "zero_stage": 3}, {"tp": 2}):
         without, with_backward = (
-            expansion.expand(found.costs, 0).estimate
+            expand.expand(found.costs, 0).estimate
             for workload in (WORKLOAD, WORKLOAD.replace(passes="backward"))
             if (space := build_space(model, workload, cluster, fixed | {"recompute": "none"}, runnable=True))
             if (found := search.search(model, workload, cluster, space, time_limit_s=60))

@@ -8,29 +8,30 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner import advice, estimate, plan
-from meshwright.planner.advice import Advice, _least, advise
+from meshwright.planner import estimate, plan
 from meshwright.planner.deadline import Deadline
-from meshwright.planner.growth import grown, sizes
-from meshwright.planner.request import Request
+from meshwright.planner.explain import infeasible
+from meshwright.planner.explain.cluster_changes import grow_cluster, larger_sizes
+from meshwright.planner.explain.infeasible import Advice, _first_that_holds, advise
+from meshwright.planner.request import PlanRequest
 from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Workload
 
 REQUESTS = {
-    "too few devices": Request(
+    "too few devices": PlanRequest(
         ModelSpec.named("llama-3.1-8b"),
         ClusterSpec.parse("2xA100-SXM-40GB"),
         Workload(seq_len=4096, global_batch_size=48),
         {},
         True,
     ),
-    "what was fixed": Request(
+    "what was fixed": PlanRequest(
         ModelSpec.named("llama-2-7b"),
         ClusterSpec.parse("8xA100-SXM-40GB"),
         Workload(seq_len=4096, global_batch_size=64),
         {"tp": 1, "recompute": "none", "micro_batch_size": 16},
         True,
     ),
-    "another engine": Request(
+    "another engine": PlanRequest(
         ModelSpec.named("mixtral-8x7b"),
         ClusterSpec.parse("8xH100-SXM-80GB"),
         Workload(seq_len=4096, global_batch_size=32, engine="megatron"),
@@ -43,7 +44,7 @@ REQUESTS = {
 @pytest.fixture(autouse=True)
 def without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found must not depend on how busy this machine is."""
-    monkeypatch.setattr(advice, "ADVICE_S", 600.0)
+    monkeypatch.setattr(infeasible, "ADVICE_S", 600.0)
 
 
 @functools.cache
@@ -105,13 +106,13 @@ def test_advice_that_is_stopped_says_so() -> None:
 @given(st.integers(1, 400), st.data())
 def test_least_of_what_only_grows_is_the_least(size: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, size))
-    assert _least(size, lambda k: k + 1, lambda k: k >= first) == (None if first == size else first)
+    assert _first_that_holds(size, lambda k: k + 1, lambda k: k >= first) == (None if first == size else first)
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_least_of_anything_holds(holds: list[bool]) -> None:
-    place = _least(len(holds), lambda k: k + 1, holds.__getitem__)
+    place = _first_that_holds(len(holds), lambda k: k + 1, holds.__getitem__)
     assert place is None or holds[place]
 
 
@@ -126,9 +127,9 @@ def test_least_of_anything_holds(holds: list[bool]) -> None:
 )
 def test_a_cluster_grows_by_the_rest_of_a_node_and_by_nodes(cluster: str, counts: list[int]) -> None:
     spec, workload = ClusterSpec.parse(cluster), Workload(seq_len=4096, global_batch_size=5040)
-    assert sizes(spec, workload)[: len(counts)] == counts
+    assert larger_sizes(spec, workload)[: len(counts)] == counts
     for count in counts:
-        larger = grown(spec, count)
+        larger = grow_cluster(spec, count)
         assert larger is not None
         assert larger.num_devices == count
         if not cluster.startswith("2x4"):
@@ -137,7 +138,7 @@ def test_a_cluster_grows_by_the_rest_of_a_node_and_by_nodes(cluster: str, counts
 
 
 def test_sizes_leave_out_what_the_batch_cannot_use() -> None:
-    counts = sizes(ClusterSpec.parse("8xH100-SXM-80GB"), Workload(seq_len=4096, global_batch_size=1))
+    counts = larger_sizes(ClusterSpec.parse("8xH100-SXM-80GB"), Workload(seq_len=4096, global_batch_size=1))
     assert max(counts) == 64
     assert min(counts) == 16
 
@@ -145,7 +146,7 @@ def test_sizes_leave_out_what_the_batch_cannot_use() -> None:
 def test_mixed_groups_grow_in_proportion() -> None:
     a, b = ClusterSpec.parse("2x8xA100-SXM-40GB"), ClusterSpec.parse("4x8xA100-SXM-80GB")
     mixed = a.replace(groups=(a.groups[0], b.groups[0]), levels=(a.levels[0], a.levels[1].replace(domain_size=48)))
-    assert sizes(mixed, Workload(seq_len=4096, global_batch_size=720))[:2] == [72, 96]
-    larger = grown(mixed, 72)
+    assert larger_sizes(mixed, Workload(seq_len=4096, global_batch_size=720))[:2] == [72, 96]
+    larger = grow_cluster(mixed, 72)
     assert larger is not None
     assert [group.num_nodes for group in larger.groups] == [3, 6]

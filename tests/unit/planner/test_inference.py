@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.inference import cache_bytes_per_token, kinds_of, pass_costs, phases_of
-from meshwright.planner.inference import plan_inference
-from meshwright.planner.inference_shapes import InferenceRequest, Shapes
+from meshwright.cost_models.stage.generation import cache_bytes_per_token, layer_groups, pass_costs, phases_of
+from meshwright.planner.tasks.generation import BatchShapes, GenerationRequest, plan_generation
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec
-from meshwright.schema.inference import CacheShares, Generation, InferencePlan
+from meshwright.schema.generation import CacheShares, GenerationPlan
+from meshwright.schema.task import Generation
 from meshwright.schema.units import GIB
-from meshwright.solvers.inference_instance import Placement, busy_s
+from meshwright.solvers.generation.instance import GenerationPlacement, busy_s
 
 T4 = ClusterSpec.parse("1xT4-16GB")
 LLAMA = ModelSpec.named("llama-3.1-8b")
@@ -19,15 +19,15 @@ SHORT = Generation(prompt_len=128, generate_len=16, precision="fp16")
 
 def made(
     model: ModelSpec = LLAMA, cluster: ClusterSpec = T4, generation: Generation = SHORT, **request: float
-) -> InferencePlan:
+) -> GenerationPlan:
     given = {"batch_size": 32, "host_memory_bytes": 64 * GIB, **request}
-    return plan_inference(model, cluster, generation, InferenceRequest(**given))
+    return plan_generation(model, cluster, generation, GenerationRequest(**given))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "opt-6.7b", "mixtral-8x7b", "deepseek-v2-lite", "gemma-2-9b"])
 def test_weights_of_all_kinds_are_those_of_the_model(name: str) -> None:
     model = ModelSpec.named(name)
-    kinds = kinds_of(model, 1, 2)
+    kinds = layer_groups(model, 1, 2)
     assert sum(len(kind.idxs) * kind.weight_bytes for kind in kinds) == 2 * model.num_params
     assert sorted(idx for kind in kinds for idx in kind.idxs) == list(range(model.num_layers))
 
@@ -50,7 +50,7 @@ def test_phases_cover_every_token_once() -> None:
 def test_decoding_one_sequence_is_bound_by_reading_the_weights() -> None:
     cluster = ClusterSpec.parse("1xH100-SXM-80GB")
     costs = pass_costs(LLAMA, cluster, Generation(prompt_len=64, generate_len=2), 1, np.array([1, 2, 512]))
-    counts = np.array([len(kind.idxs) for kind in kinds_of(LLAMA, 1, 2)])
+    counts = np.array([len(kind.idxs) for kind in layer_groups(LLAMA, 1, 2)])
     seconds = np.einsum("c,cb->b", counts, costs.compute_s[:, 1])
     read = 2 * (LLAMA.num_params - LLAMA.vocab_size * LLAMA.hidden_dim)  # the embedding is looked up
     least = read / cluster.weakest_device.memory_bandwidth_bytes_per_s
@@ -77,7 +77,7 @@ def test_plan_is_consistent_and_round_trips(tmp_path) -> None:
     assert e.gap <= 0.05
     assert plan.search is not None and plan.search.gap <= 2e-3
     plan.save(tmp_path / "plan.json")
-    assert InferencePlan.load(tmp_path / "plan.json") == plan
+    assert GenerationPlan.load(tmp_path / "plan.json") == plan
 
 
 def test_more_of_anything_is_never_slower() -> None:
@@ -228,8 +228,8 @@ def policy_s(
     states: str = "device",
 ) -> tuple[float, float]:
     """Seconds of prefill and decoding of a placement that is given: shares of the blocks on the device and on the host."""
-    request = InferenceRequest(batch_size=block[0] * block[1], storage_bytes=1.5e12)
-    shapes = Shapes(model, cluster, generation, request)
+    request = GenerationRequest(batch_size=block[0] * block[1], storage_bytes=1.5e12)
+    shapes = BatchShapes(model, cluster, generation, request)
     shape = next(shape for shape in shapes.all() if shape.batch_size == block[0] and shape.streams)
     i = shapes.instance(shape)
     layers = np.stack([i.counts, 0 * i.counts, 0 * i.counts], axis=1)
@@ -238,5 +238,5 @@ def policy_s(
     layers[blocks] = [*held, i.counts[blocks] - sum(held)]
     shares = np.array([cache.get(name, 0.0) for name in CacheShares.model_fields])
     hidden = np.array([float(states == place) for place in ("device", "host", "storage")])
-    passes = busy_s(i, Placement(layers=layers, cache=shares, hidden=hidden)).max(axis=0)
+    passes = busy_s(i, GenerationPlacement(layers=layers, cache=shares, hidden=hidden)).max(axis=0)
     return float(passes[0]), float(i.passes[1:] @ passes[1:])

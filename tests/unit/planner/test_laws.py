@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models import collectives
 from meshwright.cost_models.coefficients import coefficients, overridden
-from meshwright.planner import cheapest, expansion, search
+from meshwright.cost_models.hardware import collectives
+from meshwright.planner import cheapest, expand, search
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Offer, SolverLimitError, Workload
-from meshwright.schema.cluster import Device, GemmFit, Link, NodeGroup
+from meshwright.schema.devices import Device, GemmFit, Link, NodeGroup
 from small_spaces import random_instance, shortened
 
 ROUNDING = 1e-9
@@ -408,5 +408,5 @@ def test_expanding_is_what_searching_finds() -> None:
     model, workload, cluster, space = random_instance(3)
     result = found(model, workload, cluster, space)
     for candidate in result.fitting:
-        alone = expansion.expand(result.costs, candidate.idx)
+        alone = expand.expand(result.costs, candidate.idx)
         assert alone.estimate.step_time_s == pytest.approx(candidate.estimate.step_time_s, rel=ROUNDING)

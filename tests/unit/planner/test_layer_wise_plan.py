@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, plan
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.units import GIB
 
 MODEL = ModelSpec.named("llama-2-7b")
@@ -45,7 +45,7 @@ def layer_wise_step_s(cluster: ClusterSpec, workload: Workload, strategies: list
         Layout(dp_shard=GPUS, zero_stage=stage, micro_batch_size=1, recompute=recompute)
         for stage, recompute in distinct
     ]
-    costs = SpaceCosts.of(MODEL, workload, cluster, LayoutBatch.of(layouts, GLOBAL_BATCH_SIZE))
+    costs = CostTable.of(MODEL, workload, cluster, LayoutTable.of(layouts, GLOBAL_BATCH_SIZE))
     of_layer = [distinct.index(strategy) for strategy in strategies]
     busy = [costs.per_layer("busy_s", idx) for idx in range(len(distinct))]
     once = [costs.once_per_layer_s(idx) for idx in range(len(distinct))]

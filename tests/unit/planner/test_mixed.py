@@ -6,13 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from meshwright.cost_models.mixed_step import estimate_on_parts, is_aligned, quick_time_bounds, time_bounds
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.planner import estimate, expansion, frontier, plan, search
-from meshwright.planner.mixed import orders
+from meshwright.cost_models.stage.bounds import quick_time_bounds, time_bounds
+from meshwright.cost_models.stage.step import estimate_on_pools
+from meshwright.cost_models.stage.table import CostTable, is_aligned
+from meshwright.planner import estimate, expand, plan, search
+from meshwright.planner.mixed_clusters import orders
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
-from meshwright.schema.cluster import NodeGroup
+from meshwright.schema.devices import NodeGroup
 
 DEVICES = ("1x4xA100-SXM-40GB", "1x4xH100-SXM-80GB", "1x4xL40S", "1x4xA100-SXM-80GB", "1x4xV100-SXM2-32GB")
 MODELS = ("gpt2", "llama-3.2-1b", "olmoe-1b-7b", "qwen2.5-7b")
@@ -67,13 +68,13 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
-    monkeypatch.setattr(frontier, "BLOCK", 3)
+    monkeypatch.setattr(search, "BLOCK", 3)
     solved = on_parts = 0
     for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
         spec, workload, cluster, space = random_instance(seed)
         found = search.search(spec, workload, cluster, space, time_limit_s=600)
         costs = found.costs
-        everything = [expansion.expand(costs, idx) for idx in range(len(space.batch))]
+        everything = [expand.expand(costs, idx) for idx in range(len(space.batch))]
         times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
         assert bool(found.fitting) == bool(times), seed
         if times:
@@ -91,7 +92,7 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     assert on_parts > 0
 
 
-def all_placements(costs: SpaceCosts, idx: int) -> list[tuple[float, bool]]:
+def all_placements(costs: CostTable, idx: int) -> list[tuple[float, bool]]:
     """Step time and whether it fits of every order of the parts and every split of the layers of one layout."""
     ranks, num_layers = int(costs.batch.stage_ranks[idx]), costs.model.num_layers
     found = []
@@ -99,9 +100,9 @@ def all_placements(costs: SpaceCosts, idx: int) -> list[tuple[float, bool]]:
         counts = [costs.parts[g].cluster.num_devices // ranks for g in order]
         placed = np.repeat(np.array(order), counts)
         for cuts in itertools.combinations(range(2, num_layers - 1), len(placed) - 1):
-            one = estimate_on_parts(costs, idx, (0, *cuts, num_layers), placed)
+            one = estimate_on_pools(costs, idx, (0, *cuts, num_layers), placed)
             fits = all(
-                expansion.memory.required_bytes(
+                expand.memory.required_bytes(
                     float(s.memory_bytes.total), s.memory_bytes.parameters, costs.workload, part.cluster
                 )
                 <= part.cluster.memory_budget_bytes
@@ -120,13 +121,13 @@ def test_no_order_and_no_split_beats_the_bound_and_the_best_one_is_found(seed: i
     spec = shortened("llama-3.2-1b", 6)
     workload = Workload(seq_len=1024, global_batch_size=48, engine="megatron" if seed % 2 else "fsdp2")
     batch = build_space(spec, workload, cluster, {"pp": 3, "num_model_chunks": 1, "schedule": "1f1b"}).batch
-    on_parts = np.flatnonzero(is_aligned(SpaceCosts.of(spec, workload, cluster, batch)))
+    on_parts = np.flatnonzero(is_aligned(CostTable.of(spec, workload, cluster, batch)))
     batch = batch.select(np.sort(rng.choice(on_parts, size=2, replace=False)))
-    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    costs = CostTable.of(spec, workload, cluster, batch)
     for idx in range(len(batch)):
         placements = all_placements(costs, idx)
         fitting = [time for time, fits in placements if fits]
-        candidate = expansion.expand_fitting(costs, idx)
+        candidate = expand.expand_fitting(costs, idx)
         assert (candidate is None) == (not fitting)
         assert time_bounds(costs)[idx] <= min(time for time, _ in placements) * (1 + 1e-9)
         if candidate is not None:
@@ -157,9 +158,9 @@ def test_parts_that_cost_the_same_have_the_split_of_one(engine: str) -> None:
     assert len(two.parts) == 2
     workload, spec = Workload(seq_len=2048, global_batch_size=64, engine=engine), shortened("llama-3.2-1b", 13)
     batch = build_space(spec, workload, one, {"pp": 4, "num_model_chunks": 1}).batch
-    alike, mixed = (SpaceCosts.of(spec, workload, cluster, batch) for cluster in (one, two))
+    alike, mixed = (CostTable.of(spec, workload, cluster, batch) for cluster in (one, two))
     for idx in range(0, len(batch), max(len(batch) // 12, 1)):
-        plain, on_parts = expansion.expand(alike, idx), expansion.expand(mixed, idx)
+        plain, on_parts = expand.expand(alike, idx), expand.expand(mixed, idx)
         assert on_parts.estimate.fits == plain.estimate.fits
         if plain.estimate.fits:
             # Of equally good splits another one may be taken, which differs in what it adds to a step once.

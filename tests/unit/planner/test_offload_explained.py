@@ -6,15 +6,14 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from meshwright.cli.report_figures import figures
+from meshwright.cli.show.figures import figures
 from meshwright.planner import compare, explain, plan
 from meshwright.planner.deadline import Deadline
-from meshwright.planner.explanation import Explanation, WhyNot
-from meshwright.planner.offload import search_offload
-from meshwright.planner.offload_plan import choice_of, scheduled
-from meshwright.planner.offload_policies import NO_OFFLOAD, POLICIES
-from meshwright.planner.offload_request import OffloadRequest
-from meshwright.planner.request import Request
+from meshwright.planner.explain.explanation import Explanation, WhyNot
+from meshwright.planner.explain.report import NO_OFFLOAD, POLICIES
+from meshwright.planner.request import OffloadRequest, PlanRequest
+from meshwright.planner.tasks.offload import search_offload
+from meshwright.planner.tasks.offload_problem import choice_of_plan, problem_of_plan
 from meshwright.planner.timeline import timeline
 from meshwright.schema import ClusterSpec, ModelSpec, Plan, Workload
 from meshwright.schema.trace import chrome_trace
@@ -46,8 +45,8 @@ def why_not(**wanted: object) -> WhyNot:
 
 
 def test_the_schedule_of_a_plan_is_costed_as_the_search_did() -> None:
-    assert scheduled(made()).estimate == made().estimate
-    choice, schedule = choice_of(made()), made().offload
+    assert problem_of_plan(made()).estimate == made().estimate
+    choice, schedule = choice_of_plan(made()), made().offload
     assert schedule is not None
     assert choice.parameters.sum() == len(schedule.streamed_parameter_layers)
     assert not any("estimated by itself" in note for note in explained().notes)
@@ -123,7 +122,7 @@ def test_why_not_completes_with_and_without_a_schedule() -> None:
         STEP,
         request=HOST,
         fixed={"micro_batch_size": other},
-        runnable=Request.of(made()).runnable,
+        runnable=PlanRequest.of(made()).runnable,
         deadline=Deadline(60),
     )
     assert alone is not None and answer.best.step_time_s == pytest.approx(alone.estimate.step_time_s)
@@ -142,7 +141,7 @@ def test_why_not_of_a_schedule_beside_a_plan_that_needs_none() -> None:
 def test_plans_of_older_versions_are_explained_within_what_their_schedule_was_given() -> None:
     fixed = "offload=scheduled"
     old = made().replace(provenance=made().provenance.replace(offload=None, fixed=fixed))
-    request = Request.of(old)
+    request = PlanRequest.of(old)
     assert request.fixed == {} and request.offload is not None
     assert request.offload.host_memory_bytes == pytest.approx(100 * GIB, rel=1e-6)
     assert explain(old, why_not={"offload": "none"}).why_not is not None

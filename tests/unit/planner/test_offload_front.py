@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from meshwright.planner import cheapest, pareto, plan
 from meshwright.planner.deadline import Deadline
-from meshwright.planner.offload import search_offload
-from meshwright.planner.offload_front import STEP_FRACTION
-from meshwright.planner.offload_request import OffloadRequest
+from meshwright.planner.pareto import SCHEDULE_STEP_FRACTION
+from meshwright.planner.request import OffloadRequest
+from meshwright.planner.tasks.offload import search_offload
 from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Offer, ParetoPoint, Workload
 from meshwright.schema.units import GIB
 
@@ -62,7 +62,7 @@ def test_a_point_with_a_schedule_is_what_that_much_memory_gives() -> None:
         exactly=False,
     )
     assert again is not None and again.estimate.step_time_s == pytest.approx(point.step_time_s)
-    lower = point.required_bytes - 1.01 * STEP_FRACTION * TIGHT.memory_budget_bytes
+    lower = point.required_bytes - 1.01 * SCHEDULE_STEP_FRACTION * TIGHT.memory_budget_bytes
     with pytest.raises(InfeasibleError):
         search_offload(
             MODEL,

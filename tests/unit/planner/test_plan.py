@@ -6,12 +6,13 @@ import functools
 import re
 
 import pytest
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step
+from meshwright.cost_models.stage.step import estimate_step
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import default_precision, estimate, plan
-from meshwright.planner.choose import SAME_TIME_FRACTION
-from meshwright.planner.expansion import expand
-from meshwright.planner.space import build_space, divisors
+from meshwright.planner.enumeration import divisors
+from meshwright.planner.expand import expand
+from meshwright.planner.space import build_space
+from meshwright.planner.tasks.training import SAME_TIME_FRACTION
 from meshwright.schema import (
     ClusterSpec,
     ConfigError,
@@ -87,7 +88,7 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
     part = PARTS.get(case[0], {})
     found = make(*case, runnable=True, fixed=part)
     space = build_space(found.model, found.workload, found.cluster, part, runnable=True)
-    costs = SpaceCosts.of(found.model, found.workload, found.cluster, space.batch)
+    costs = CostTable.of(found.model, found.workload, found.cluster, space.batch)
     everything = [expand(costs, idx).estimate for idx in range(len(space.batch))]
     best = min(e.step_time_s for e in everything if e.fits)
     assert found.search is not None
@@ -120,7 +121,7 @@ def test_bound_holds_for_every_split_into_stages() -> None:
     found = plan(spec, machine, workload, fixed=fixed)
     space = build_space(spec, workload, machine, fixed | {"recompute_fraction": 1.0})
     assert set(space.batch.recompute) == {0, 1, 2}
-    costs = SpaceCosts.of(spec, workload, machine, space.batch)
+    costs = CostTable.of(spec, workload, machine, space.batch)
     splits = [
         (idx, (0, cut, spec.num_layers)) for idx in range(len(space.batch)) for cut in range(2, spec.num_layers - 1)
     ]

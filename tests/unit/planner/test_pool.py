@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from meshwright.cost_models.bounds import quick_time_bounds, time_bounds
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.planner import frontier, pool, search
+from meshwright.cost_models.stage.bounds import uniform_quick_time_bounds, uniform_time_bounds
+from meshwright.cost_models.stage.table import CostTable
+from meshwright.planner import search
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, Workload
-from meshwright.schema.layout_facts import PartialFacts, Undecided
+from meshwright.schema.layout_rules import PartialFacts, Undecided
+from meshwright.schema.layout_table import LayoutTable
 from small_spaces import shortened
 
 CASES = [
@@ -28,16 +28,16 @@ CLUSTER = ClusterSpec.parse("2x4xA100-SXM-40GB/ib200")
 
 @pytest.fixture(autouse=True)
 def in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MIN_GROWTH", 20)
-    monkeypatch.setattr(pool, "GROWTH_FRACTION", 0.1)
-    monkeypatch.setattr(frontier, "BLOCK", 64)
+    monkeypatch.setattr(search, "MIN_GROWTH", 20)
+    monkeypatch.setattr(search, "GROWTH_FRACTION", 0.1)
+    monkeypatch.setattr(search, "BLOCK", 64)
 
 
-def instance(engine: str, model: str, fixed: dict) -> tuple[pool.Pool, SpaceCosts, Space]:
+def instance(engine: str, model: str, fixed: dict) -> tuple[search.Pool, CostTable, Space]:
     """A pool with nothing but its first layouts in, the costs of the whole space at once, and the space."""
     spec, workload = shortened(model, 5), Workload(seq_len=512, global_batch_size=16, engine=engine)
     space = build_space(spec, workload, CLUSTER, fixed)
-    return pool.Pool(spec, workload, CLUSTER, space), SpaceCosts.of(spec, workload, CLUSTER, space.batch), space
+    return search.Pool(spec, workload, CLUSTER, space), CostTable.of(spec, workload, CLUSTER, space.batch), space
 
 
 @pytest.mark.parametrize(("engine", "model", "fixed"), CASES)
@@ -51,14 +51,14 @@ def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, m
         steps += 1
         came = some.costs.select(np.arange(entered, len(some)))
         # No layout is faster than the bound under which its group waited.
-        assert np.all(quick_time_bounds(came) >= waiting_s * (1 - 1e-9))
+        assert np.all(uniform_quick_time_bounds(came) >= waiting_s * (1 - 1e-9))
         assert some.bound_s >= waiting_s
     assert steps > 3
     assert np.array_equal(np.sort(some.places), np.arange(len(space)))
     there = whole.select(some.places)
-    for column in fields(LayoutBatch):
+    for column in fields(LayoutTable):
         assert np.array_equal(getattr(some.costs.batch, column.name), getattr(there.batch, column.name)), column.name
-    np.testing.assert_allclose(time_bounds(some.costs), time_bounds(there), rtol=1e-12)
+    np.testing.assert_allclose(uniform_time_bounds(some.costs), uniform_time_bounds(there), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_layouts_that_are_left_out_do_not_come_in() -> None:
     _, whole, space = instance(*CASES[0])
     left_out = np.arange(0, len(space), 3)
     fewer = replace(space, without=left_out)
-    some = pool.Pool(whole.model, whole.workload, CLUSTER, fewer)
+    some = search.Pool(whole.model, whole.workload, CLUSTER, fewer)
     while np.isfinite(some.bound_s):
         some.grow()
     kept = np.setdiff1d(np.arange(len(space)), left_out)

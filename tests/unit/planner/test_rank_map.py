@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from meshwright.cost_models.bounds import time_bounds
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.step import estimate_step
-from meshwright.planner import expansion, plan, search
+from meshwright.cost_models.stage.bounds import uniform_time_bounds
+from meshwright.cost_models.stage.step import estimate_step
+from meshwright.cost_models.stage.table import CostTable
+from meshwright.planner import expand, plan, search
 from meshwright.planner.rank_map import best_case, device_of_rank, in_order, node_order
 from meshwright.planner.space import build_space
 from meshwright.runtime.mesh import require_ascending
@@ -36,8 +36,8 @@ def test_replicas_are_gathered_in_racks() -> None:
     workload = Workload(seq_len=2048, global_batch_size=32)
     found = plan(SPEC, cluster, workload, fixed={"pp": 2, "dp_shard": 4})
     assert [device // 2 for device in found.rank_map[::2]] in ([0, 2, 1, 3], [1, 3, 0, 2])
-    listed = expansion.expand(
-        SpaceCosts.of(SPEC, workload, cluster, build_space(SPEC, workload, cluster, {"pp": 2, "dp_shard": 4}).batch), 0
+    listed = expand.expand(
+        CostTable.of(SPEC, workload, cluster, build_space(SPEC, workload, cluster, {"pp": 2, "dp_shard": 4}).batch), 0
     )
     assert found.estimate.step_time_s <= listed.estimate.step_time_s
     assert not any("bandwidth matrix" in note for note in found.notes)
@@ -56,15 +56,15 @@ def test_no_map_beats_the_bound_and_the_found_one_is_never_worse_than_as_listed(
     rows = rng.choice(len(batch), size=5, replace=False)
     batch = batch.select(np.sort(rows))
     spec = SPEC if seed % 3 else ModelSpec.named("qwen2.5-7b")
-    bounds = time_bounds(SpaceCosts.of(spec, workload, best_case(cluster, tied=spec.tie_embeddings), batch))
-    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    bounds = uniform_time_bounds(CostTable.of(spec, workload, best_case(cluster, tied=spec.tie_embeddings), batch))
+    costs = CostTable.of(spec, workload, cluster, batch)
     orders = list(itertools.permutations(range(num_nodes)))
     for idx in range(len(batch)):
-        found = expansion.expand(costs, idx)
+        found = expand.expand(costs, idx)
         row = batch.select(np.array([idx]))
 
         def cost(order: tuple[int, ...], cut: tuple[int, ...] = found.boundaries, row=row, spec=spec) -> Estimate:
-            there = SpaceCosts.of(spec, workload, in_order(cluster, order), row)
+            there = CostTable.of(spec, workload, in_order(cluster, order), row)
             return estimate_step(there, 0, cut)
 
         some = [orders[i] for i in rng.choice(len(orders), size=8, replace=False)]
@@ -81,8 +81,8 @@ def test_search_equals_expanding_every_layout(monkeypatch: pytest.MonkeyPatch) -
     workload = Workload(seq_len=1024, global_batch_size=16)
     part = {"micro_batch_size": 2, "recompute": "none", "cp": 1, "num_model_chunks": 1}
     space = build_space(SPEC, workload, cluster, part, runnable=True)
-    costs = SpaceCosts.of(SPEC, workload, cluster, space.batch)
-    times = [expansion.expand(costs, idx).estimate for idx in range(len(space.batch))]
+    costs = CostTable.of(SPEC, workload, cluster, space.batch)
+    times = [expand.expand(costs, idx).estimate for idx in range(len(space.batch))]
     found = search.search(SPEC, workload, cluster, space, time_limit_s=600)
     assert found.fitting[0].estimate.step_time_s == min(e.step_time_s for e in times if e.fits)
     assert found.bound_s <= found.fitting[0].estimate.step_time_s
@@ -96,9 +96,9 @@ def test_maps_are_those_that_the_runtime_executes() -> None:
         cluster = with_matrix("8x2xA100-SXM-80GB/ib200", rng.choice([1e9, 5e9, 20e9], (8, 8)))
         workload = Workload(seq_len=1024, global_batch_size=64)
         batch = build_space(SPEC, workload, cluster, {"micro_batch_size": 1, "recompute": "none"}, runnable=True).batch
-        costs = SpaceCosts.of(SPEC, workload, cluster, batch)
+        costs = CostTable.of(SPEC, workload, cluster, batch)
         for idx in rng.choice(len(batch), size=4, replace=False):
-            nodes = node_order(costs, int(idx), expansion.expand(costs, int(idx)).boundaries)
+            nodes = node_order(costs, int(idx), expand.expand(costs, int(idx)).boundaries)
             rank_map = device_of_rank(cluster, nodes)
             moved += rank_map != tuple(range(16))
             require_ascending(batch.layout(int(idx)), rank_map)
@@ -111,5 +111,5 @@ def test_nodes_that_ranks_do_not_fill_stay_as_listed() -> None:
     cluster = with_matrix("6x2xA100-SXM-80GB/ib200", alternating(6))
     workload = Workload(seq_len=1024, global_batch_size=12)
     batch = build_space(SPEC, workload, cluster, {"dp_shard": 3, "tp": 1, "pp": 1}, runnable=True).batch
-    costs = SpaceCosts.of(SPEC, workload, cluster, batch)
-    assert node_order(costs, 0, expansion.expand(costs, 0).boundaries) == ()
+    costs = CostTable.of(SPEC, workload, cluster, batch)
+    assert node_order(costs, 0, expand.expand(costs, 0).boundaries) == ()

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cli.calibrate import calibrate
-from meshwright.planner import planning
-from meshwright.planner.run_calibration import PlanRun, calibrated, estimate_again, read_run
+from meshwright.planner import plan
 from meshwright.schema import Calibration, ConfigError, Layout, Plan, Workload
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
+from meshwright.validation.calibrate_runs import PlanRun, calibrate_from_runs, estimate_again, read_run
 from plans import cpu_cluster, make_plan, tiny_model
 from typer import Typer
 from typer.testing import CliRunner
@@ -46,15 +46,15 @@ def errors(runs: list[PlanRun], calibration: Calibration) -> np.ndarray:
 def test_a_plan_with_an_order_of_its_own_is_estimated_by_it() -> None:
     workload = Workload(seq_len=64, global_batch_size=8, precision="fp32")
     fixed = {"pp": 2, "schedule": "synthesised"}
-    made = planning.plan(tiny_model(num_blocks=4, vocab_size=256), CLUSTER, workload, fixed=fixed)
+    made = plan.plan(tiny_model(num_blocks=4, vocab_size=256), CLUSTER, workload, fixed=fixed)
     assert made.pipeline_order
     assert estimate_again(made, CLUSTER).step_time_s == pytest.approx(made.estimate.step_time_s, rel=1e-9)
-    assert calibrated([run_of(made, kernels=1.5)], CLUSTER).num_runs == 1
+    assert calibrate_from_runs([run_of(made, kernels=1.5)], CLUSTER).num_runs == 1
 
 
 def test_slower_kernels_and_links_are_told_apart() -> None:
     runs = [run_of(plan, kernels=2.0, links=1.0) for plan in plans()[:3]]
-    found = calibrated(runs, CLUSTER)
+    found = calibrate_from_runs(runs, CLUSTER)
     assert found.products == pytest.approx(0.5, rel=0.1)
     assert found.products == found.attention == found.elementwise == found.host
     assert found.scale_up == pytest.approx(1.0, rel=0.1)
@@ -67,7 +67,7 @@ def test_second_estimate_of_the_same_plan_is_at_least_as_accurate(
     kernels: float, links: float, memory: float, which: int
 ) -> None:
     run = run_of(plans()[which], kernels=kernels, links=links, memory=memory)
-    found = calibrated([run], CLUSTER)
+    found = calibrate_from_runs([run], CLUSTER)
     assert errors([run], found)[0] <= errors([run], Calibration())[0] + 1e-9
     after = estimate_again(run.plan, CLUSTER.replace(calibration=found)).peak_reserved_bytes
     assert abs(np.log(after / run.reserved_bytes)) <= abs(np.log(memory)) + 1e-9
@@ -75,8 +75,8 @@ def test_second_estimate_of_the_same_plan_is_at_least_as_accurate(
 
 def test_a_second_calibration_does_not_build_on_the_first() -> None:
     runs = [run_of(plan, kernels=1.7) for plan in plans()]
-    first = calibrated(runs, CLUSTER)
-    assert calibrated(runs, CLUSTER.replace(calibration=first)) == first
+    first = calibrate_from_runs(runs, CLUSTER)
+    assert calibrate_from_runs(runs, CLUSTER.replace(calibration=first)) == first
     assert first.error_after is not None
     assert first.error_after < first.error_before
 
@@ -84,9 +84,9 @@ def test_a_second_calibration_does_not_build_on_the_first() -> None:
 def test_run_of_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"took 99 times its predicted step"):
         run = run_of(plans()[0])
-        calibrated([PlanRun(run.plan, run.parts_s, 99 * run.step_time_s, run.reserved_bytes)], CLUSTER)
+        calibrate_from_runs([PlanRun(run.plan, run.parts_s, 99 * run.step_time_s, run.reserved_bytes)], CLUSTER)
     with pytest.raises(ConfigError, match="no run"):
-        calibrated([], CLUSTER)
+        calibrate_from_runs([], CLUSTER)
 
 
 def saved_run(folder: Path, plan: Plan) -> tuple[Path, Path]:

@@ -6,16 +6,17 @@ import itertools
 
 import numpy as np
 import pytest
-from meshwright.cost_models import memory
-from meshwright.cost_models.bounds import lower_bounds, time_bounds
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.stage_memory import contents_between, stage_memory_parts
-from meshwright.cost_models.step import estimate_step
-from meshwright.planner import expansion, frontier, plan, pool, search
+from meshwright.cost_models.stage import memory
+from meshwright.cost_models.stage.bounds import lower_bounds, uniform_time_bounds
+from meshwright.cost_models.stage.contents import contents_between
+from meshwright.cost_models.stage.memory import stage_memory_terms
+from meshwright.cost_models.stage.step import estimate_step
+from meshwright.cost_models.stage.table import CostTable
+from meshwright.planner import expand, plan, search
 from meshwright.planner.deadline import Deadline
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
-from meshwright.schema.model import Block
+from meshwright.schema.layers import Block
 from small_spaces import random_instance, shortened
 
 
@@ -24,15 +25,15 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
     spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("4xL40S")
     workload = Workload(seq_len=2048, global_batch_size=16, engine=engine)
     batch = build_space(spec, workload, cluster, {"pp": 4, "recompute": "none"}).batch
-    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    costs = CostTable.of(spec, workload, cluster, batch)
     layers = list(spec.iter_layers())
     for idx in range(min(len(batch), 3)):
         spans = [(s, i, j) for s in range(4) for i in range(len(layers)) for j in range(i + 1, len(layers) + 1)]
         s, i, j = np.array(spans).T
-        parts = stage_memory_parts(costs, idx, contents_between(costs, idx, i, j), s)
+        parts = stage_memory_terms(costs, idx, contents_between(costs, idx, i, j), s)
         required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], workload, cluster)
         cap = float(np.median(required))
-        fits = expansion._stage_fits(costs, idx, cap_bytes=cap)
+        fits = expand._stage_fits(costs, idx, cap_bytes=cap)
         has_block = np.array([any(isinstance(layer, Block) for layer in layers[a:b]) for _, a, b in spans])
         assert np.array_equal(fits[s, i, j], has_block & (required <= cap))
 
@@ -88,21 +89,21 @@ def test_a_deadline_that_comes_before_any_bound_is_a_clear_error(pieces: int) ->
 
 def test_layouts_come_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, workload, cluster, _ = random_instance(3)
-    monkeypatch.setattr(pool, "MIN_GROWTH", 7)
-    monkeypatch.setattr(pool, "GROWTH_FRACTION", 0.1)
-    monkeypatch.setattr(frontier, "BLOCK", 5)
-    layouts = pool.Pool(spec, workload, cluster, build_space(spec, workload, cluster, {}))
-    waiting, order = frontier.Frontier(layouts), []
+    monkeypatch.setattr(search, "MIN_GROWTH", 7)
+    monkeypatch.setattr(search, "GROWTH_FRACTION", 0.1)
+    monkeypatch.setattr(search, "BLOCK", 5)
+    layouts = search.Pool(spec, workload, cluster, build_space(spec, workload, cluster, {}))
+    waiting, order = search.Frontier(layouts), []
     while np.isfinite(bound := waiting.bound_s):
         if waiting.is_ready:
             order.append((bound, waiting.pop()))
         else:
             waiting.bound_block()
     costs = layouts.costs
-    fits = memory.least_required_bytes(lower_bounds(costs)[1], workload, cluster) <= cluster.memory_budget_bytes
+    fits = memory.lower_bound_required_bytes(lower_bounds(costs)[1], workload, cluster) <= cluster.memory_budget_bytes
     assert sorted(row for _, row in order) == list(np.flatnonzero(fits))
     assert [bound for bound, _ in order] == sorted(bound for bound, _ in order)
-    assert [bound for bound, _ in order] == [time_bounds(costs)[row] for _, row in order]
+    assert [bound for bound, _ in order] == [uniform_time_bounds(costs)[row] for _, row in order]
 
 
 def test_megatron_finds_what_our_runtime_cannot_do() -> None:
@@ -138,9 +139,9 @@ def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
     spec, cluster = shortened("deepseek-v2-lite", 7), ClusterSpec.parse("6x1xA100-SXM-80GB/eth10")
     workload = Workload(seq_len=1024, global_batch_size=24, engine=engine)
     batch = build_space(spec, workload, cluster, {"pp": 3, "recompute": "selective"}).batch
-    costs = SpaceCosts.of(spec, workload, cluster, batch)
+    costs = CostTable.of(spec, workload, cluster, batch)
     for idx in range(0, len(batch), max(len(batch) // 8, 1)):
-        candidate = expansion.expand(costs, idx)
+        candidate = expand.expand(costs, idx)
         if not candidate.estimate.fits:
             continue
         cuts = all_cuts(spec.num_blocks, int(batch.num_model_chunks[idx]))

@@ -7,17 +7,17 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from meshwright.cost_models.layer_costs import LayerCost
-from meshwright.cost_models.layouts import MIXED, RECOMPUTES, LayoutBatch, distinct_rows
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.layer.layer import LayerCost
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_rules import RULES_OF_ENGINE
-from meshwright.schema.layout import SCHEDULES
-from meshwright.schema.layout_facts import SPLIT_SCHEDULES, V_SCHEDULES, layout_facts
-from meshwright.schema.rules import broken_rules, require_our_engine, rules_of
-from meshwright.schema.workload import LowRank
+from meshwright.schema.layout_rules import layout_facts
+from meshwright.schema.layout_table import MIXED, RECOMPUTES, LayoutTable, distinct_rows
+from meshwright.schema.runnable import broken_rules, require_our_engine, rules_of
+from meshwright.schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES
+from meshwright.schema.task import LowRank
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
 NODES = ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
@@ -45,7 +45,7 @@ def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec,
     for layout in layouts:
         facts = layout_facts(spec, wanted, layout, world_size=16, scaleup_domain=NODES.scaleup_domain)
         assert broken_rules(facts, rules_of(engine)) == ()
-    columns = np.stack([np.asarray(getattr(batch, field.name), dtype=np.float64) for field in fields(LayoutBatch)])
+    columns = np.stack([np.asarray(getattr(batch, field.name), dtype=np.float64) for field in fields(LayoutTable)])
     assert len(np.unique(columns, axis=1).T) == len(batch)
 
 
@@ -82,15 +82,17 @@ def test_schedules_that_are_asked_for_have_their_rules(fixed: dict, rule: str) -
 
 def test_torch_has_every_named_schedule_and_other_engines_one() -> None:
     found = build_space(LLAMA, workload("fsdp2"), ClusterSpec.parse("3x8xH100-SXM-80GB/ib400"), {"pp": 3}).batch
-    split = np.isin(found.schedule, [SCHEDULES.index(name) for name in SPLIT_SCHEDULES])
-    assert {SCHEDULES[idx] for idx in found.schedule} >= {"1f1b", *SPLIT_SCHEDULES} - {"synthesised"}
+    split = np.isin(found.schedule, [SCHEDULE_NAMES.index(name) for name in SPLIT_SCHEDULES])
+    assert {SCHEDULE_NAMES[idx] for idx in found.schedule} >= {"1f1b", *SPLIT_SCHEDULES} - {"synthesised"}
     assert np.all((found.recompute[split] == 0) & (found.zero_stage[split] <= 1) & (found.pp[split] > 1))
-    folded = np.isin(found.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
+    folded = np.isin(found.schedule, [SCHEDULE_NAMES.index(name) for name in V_SCHEDULES])
     assert np.all(found.num_model_chunks[folded] == 2)
     assert np.any(found.num_microbatches[folded] % 3)  # a V needs no rounds
-    assert {SCHEDULES[idx] for idx in build_space(LLAMA, workload("megatron"), NODES, {}).batch.schedule} == {"1f1b"}
+    assert {SCHEDULE_NAMES[idx] for idx in build_space(LLAMA, workload("megatron"), NODES, {}).batch.schedule} == {
+        "1f1b"
+    }
     runnable = build_space(LLAMA, workload("fsdp2"), NODES, {}, runnable=True).batch
-    assert {SCHEDULES[idx] for idx in runnable.schedule} >= {"1f1b", "zb-h1", "zb-v", "v-half", "v-min"}
+    assert {SCHEDULE_NAMES[idx] for idx in runnable.schedule} >= {"1f1b", "zb-h1", "zb-v", "v-half", "v-min"}
 
 
 def test_shards_of_other_engines_fill_islands() -> None:
@@ -236,10 +238,10 @@ def test_costs_shared_between_layouts_are_those_of_each_alone(
     rows = np.random.default_rng(0).choice(len(batch), size=min(6, len(batch)), replace=False)
     layouts = [batch.layout(int(row)) for row in rows]
     layouts += [neighbour for layout in layouts[:2] for neighbour in _neighbours(layout)]
-    batch = LayoutBatch.of(layouts, wanted.global_batch_size)
+    batch = LayoutTable.of(layouts, wanted.global_batch_size)
     wanted = wanted.replace(engine=engine)
-    together = SpaceCosts.of(spec, wanted, NODES, batch)
-    alone = [SpaceCosts.of(spec, wanted, NODES, batch.select(np.array([idx]))).by_kind for idx in range(len(batch))]
+    together = CostTable.of(spec, wanted, NODES, batch)
+    alone = [CostTable.of(spec, wanted, NODES, batch.select(np.array([idx]))).by_kind for idx in range(len(batch))]
     for kind, shared in enumerate(together.by_kind):
         for field in fields(LayerCost):
             expected = [getattr(costs[kind], field.name)[0] for costs in alone]

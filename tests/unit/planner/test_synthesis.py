@@ -4,17 +4,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from meshwright.cost_models.bounds import lower_bounds
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
-from meshwright.cost_models.stage_memory import shape_of
+from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.contents import pipeline_shape
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
-from meshwright.planner.planning import estimate
-from meshwright.planner.synthesis import pipeline_of, room_bytes
+from meshwright.planner.plan import estimate
+from meshwright.planner.synthesis import activation_headroom_bytes, pipeline_of
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
-from meshwright.schema.layout_facts import V_SCHEDULES
-from meshwright.solvers.pipeline_csv import from_torch_csv
-from meshwright.solvers.pipeline_schedule import Instance, check
+from meshwright.schema.layout_table import LayoutTable
+from meshwright.schema.schedules import V_SCHEDULES
+from meshwright.solvers.pipeline.instance import PipelineInstance, check
+from meshwright.solvers.pipeline.torch_csv import from_torch_csv
 
 SPEC, CLUSTER = ModelSpec.named("llama-3.1-70b"), ClusterSpec.parse("64xH100-SXM-80GB")
 WORKLOAD = Workload(seq_len=8192, global_batch_size=128)
@@ -42,15 +42,15 @@ def test_an_order_is_proposed_where_it_is_faster_than_every_named_one(ordered: P
 
 
 def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Plan) -> None:
-    batch = LayoutBatch.of([ordered.layout], WORKLOAD.global_batch_size)
-    costs = SpaceCosts.of(SPEC, WORKLOAD, CLUSTER, batch)
+    batch = LayoutTable.of([ordered.layout], WORKLOAD.global_batch_size)
+    costs = CostTable.of(SPEC, WORKLOAD, CLUSTER, batch)
     boundaries = (0, *(stage.first_layer_idx + stage.num_layers for stage in ordered.stages))
-    instance = Instance(pipeline_of(costs, boundaries), tuple(room_bytes(costs, boundaries)))
+    instance = PipelineInstance(pipeline_of(costs, boundaries), tuple(activation_headroom_bytes(costs, boundaries)))
     makespan_s = check(instance, from_torch_csv("\n".join(ordered.pipeline_order)))
     parts = ordered.estimate.breakdown_s
     # Beside the passes: copies of the rank that has most of them.
     of_stage = [costs.copied_s(0)[first:end].sum() for first, end in pairwise(boundaries)]
-    copied_s = np.bincount(shape_of(costs, 0).rank_of_stage, of_stage).max()
+    copied_s = np.bincount(pipeline_shape(costs, 0).rank_of_stage, of_stage).max()
     beside_s = parts.dp + parts.optimizer + copied_s
     assert makespan_s == pytest.approx(parts.total - beside_s, rel=1e-9)  # sums in another order
     assert ordered.estimate.fits
@@ -58,7 +58,7 @@ def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Pl
 
 def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: Plan) -> None:
     layouts = [ordered.layout.replace(schedule=schedule) for schedule in (*V_SCHEDULES, "synthesised")]
-    costs = SpaceCosts.of(SPEC, WORKLOAD, CLUSTER, LayoutBatch.of(layouts, WORKLOAD.global_batch_size))
+    costs = CostTable.of(SPEC, WORKLOAD, CLUSTER, LayoutTable.of(layouts, WORKLOAD.global_batch_size))
     seconds, bytes_ = lower_bounds(costs)
     assert np.all(seconds <= ordered.estimate.step_time_s)
     assert bytes_.min() <= ordered.estimate.peak_allocated_bytes

@@ -7,10 +7,13 @@ import math
 from pathlib import Path
 
 import pytest
-from meshwright.cost_models.layouts import LayoutBatch
-from meshwright.cost_models.space_costs import SpaceCosts
+from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
-from meshwright.planner.validation import (
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.layers import Block, DenseMLP, Embedding, Head, LayerRun, SoftmaxAttention
+from meshwright.schema.layout_table import LayoutTable
+from meshwright.schema.units import GIB
+from meshwright.validation import (
     RunInputs,
     Skip,
     predict,
@@ -20,13 +23,10 @@ from meshwright.planner.validation import (
     score_groups,
     score_sources,
 )
-from meshwright.planner.validation.machines import network
-from meshwright.planner.validation.predict import boundaries
-from meshwright.planner.validation.rows import RunRow
-from meshwright.planner.validation.score import log_bias, memory_kind, rank_correlation, regret, relative_error
-from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, SoftmaxAttention
-from meshwright.schema.units import GIB
+from meshwright.validation.networks import network
+from meshwright.validation.predict import boundaries
+from meshwright.validation.rows import RunRow
+from meshwright.validation.score import log_bias, memory_kind, rank_correlation, regret, relative_error
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/measured_runs"
 
@@ -296,9 +296,9 @@ def test_nanotron_cuts_stages_where_the_weights_pass_their_share() -> None:
         tie_embeddings=False,
         max_seq_len=4096,
     )
-    batch = LayoutBatch.of([Layout(pp=4)], 8)
+    batch = LayoutTable.of([Layout(pp=4)], 8)
     workload = Workload(seq_len=64, global_batch_size=8, engine="nanotron")
-    costs = SpaceCosts.of(spec, workload, ClusterSpec.parse("4xH100-SXM-80GB"), batch)
+    costs = CostTable.of(spec, workload, ClusterSpec.parse("4xH100-SXM-80GB"), batch)
     assert boundaries(costs, 0, balanced=True) == (0, 4, 7, 9, 10)
     assert boundaries(costs, 0, balanced=False) == (0, 3, 5, 7, 10)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from meshwright.planner.validation import RunInputs, predict, read_runs, run_inputs
-from meshwright.planner.validation.device_names import PATTERNS, device_named
-from meshwright.planner.validation.features import stage_parts
-from meshwright.planner.validation.rows import RunRow
-from meshwright.planner.validation.shapes import SHAPES, SIZES, shape_named, shape_of_size
 from meshwright.schema.catalogue import device_entries
 from meshwright.schema.layout import Layout
+from meshwright.validation import RunInputs, predict, read_runs, run_inputs
+from meshwright.validation.device_names import PATTERNS, device_named
+from meshwright.validation.features import stage_parts
+from meshwright.validation.rows import RunRow
+from meshwright.validation.shapes import SHAPES, SIZES, shape_named, shape_of_size
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/measured_runs"
 

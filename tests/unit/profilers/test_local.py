@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from meshwright.profilers import local, machine
-from meshwright.profilers.local import cluster_from_profile, measure_local, measure_profile
+from meshwright.profilers import local, machine, profiled_cluster
+from meshwright.profilers.local import measure_local, measure_profile
 from meshwright.profilers.measure import compute, links
+from meshwright.profilers.profiled_cluster import cluster_from_profile
 from meshwright.schema import ClusterSpec, ConfigError, Profile, ProfileError
 from meshwright.schema.profile import CollectivePoint, MatmulPoint
 
@@ -267,7 +268,7 @@ def test_gpus_come_from_nvidia_smi(monkeypatch):
     ],
 )
 def test_gpu_names_are_those_of_the_catalogue(torch_name, name):
-    assert local._catalogue_name(torch_name)[0] == name
+    assert profiled_cluster._catalogue_name(torch_name)[0] == name
 
 
 # --- fits --------------------------------------------------------------------------------------------------------

@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from meshwright.profilers.files.merge import merged
-from meshwright.profilers.files.profiled_cluster import of_these_devices, profiled_cluster
+from meshwright.profilers.files.merge import merge_profiles
 from meshwright.profilers.files.summary import compare, summary
-from meshwright.profilers.files.trusted import differences, load_profile
+from meshwright.profilers.files.trusted import load_profile, machine_differences
 from meshwright.profilers.machine import identify
+from meshwright.profilers.profiled_cluster import profiled_cluster, with_measured_devices
 from meshwright.schema import ConfigError
 from meshwright.schema.errors import ProfileError
-from meshwright.schema.profile import CollectivePoint, MatmulPoint, Profile
-from meshwright.schema.profile_points import HostCopyPoint, StoragePoint
+from meshwright.schema.profile import CollectivePoint, HostCopyPoint, MatmulPoint, Profile, StoragePoint
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -55,12 +54,12 @@ def test_own_profile_is_trusted_and_an_edited_or_foreign_one_is_not(tmp_path: Pa
 
 def test_another_version_of_the_software_is_named() -> None:
     other = identify(2).replace(torch="1.0", python="3.1")
-    assert [line.split(":")[0] for line in differences(other)] == ["torch", "python"]
-    assert differences(identify(2)) == ()
+    assert [line.split(":")[0] for line in machine_differences(other)] == ["torch", "python"]
+    assert machine_differences(identify(2)) == ()
 
 
 def test_more_ranks_than_this_machine_carries_are_a_difference_and_no_crash() -> None:
-    assert "cannot be what was measured" in differences(identify(1).replace(num_devices=10**6))[0]
+    assert "cannot be what was measured" in machine_differences(identify(1).replace(num_devices=10**6))[0]
 
 
 def test_merging_takes_every_point_once_and_the_median_of_those_measured_twice() -> None:
@@ -68,23 +67,23 @@ def test_merging_takes_every_point_once_and_the_median_of_those_measured_twice()
     slower = [point.replace(time_s=3 * point.time_s) for point in first.matmuls[:2]]
     extra = MatmulPoint(dtype="bf16", m=64, n=64, k=64, time_s=1.0)
     second = profile(matmuls=(*slower, extra), created="2026-02-01T00:00:00")
-    joined = merged([second, first])
+    joined = merge_profiles([second, first])
     assert joined.created == second.created
     assert not joined.is_altered
     assert len(joined.matmuls) == len(first.matmuls) + 1
     assert joined.matmuls[0].time_s == pytest.approx(2 * first.matmuls[0].time_s)
     assert joined.matmuls[2] == first.matmuls[2]
-    assert merged([first, first]).matmuls == first.matmuls
+    assert merge_profiles([first, first]).matmuls == first.matmuls
 
 
 def test_profiles_of_unlike_machines_or_altered_ones_are_not_merged() -> None:
     first = profile()
     with pytest.raises(ProfileError, match="different machines"):
-        merged([first, profile(machine=first.machine.replace(torch="1.0"))])
+        merge_profiles([first, profile(machine=first.machine.replace(torch="1.0"))])
     with pytest.raises(ProfileError, match="hash differs"):
-        merged([first, first.replace(duration_s=1.0)])
+        merge_profiles([first, first.replace(duration_s=1.0)])
     with pytest.raises(ConfigError, match="nothing to merge"):
-        merged([first])
+        merge_profiles([first])
 
 
 def test_comparison_has_machines_rates_and_ratios_of_common_points() -> None:
@@ -114,13 +113,13 @@ def test_cluster_of_two_nodes_has_both_links_the_matrix_and_the_hosts_link() -> 
 def test_larger_cluster_of_the_measured_devices_takes_their_rates() -> None:
     measured = profiled_cluster(profile())
     larger = profiled_cluster(profile(num_nodes=2, memory_bandwidth_bytes_per_s=5e9))
-    planned = of_these_devices(larger, measured)
+    planned = with_measured_devices(larger, measured)
     assert planned.groups[0].device.memory_bandwidth_bytes_per_s == 1e10
     assert planned.num_devices == 4
     assert planned.levels[0].link == measured.levels[0].link
     other = larger.replace(groups=(larger.groups[0].replace(device=larger.groups[0].device.replace(name="other")),))
     with pytest.raises(ProfileError, match="the cluster has other"):
-        of_these_devices(other, measured)
+        with_measured_devices(other, measured)
 
 
 def test_storage_is_that_of_a_node_with_all_its_ranks() -> None:

@@ -11,23 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.profilers.measure import pairs
-from meshwright.profilers.measure.comparison import FIELD
-from meshwright.profilers.measure.groups import (
-    Axis,
-    axes_of,
-    members,
-    tournament,
-)
+from meshwright.profilers.measure import links
+from meshwright.profilers.measure.comparison import FIELD, local_cores, pinned
+from meshwright.profilers.measure.host import check_folder, measure_storage
+from meshwright.profilers.measure.links import GroupAxis, axes_of, axis_groups, tournament
 from meshwright.profilers.measure.live_bytes import LiveBytes
-from meshwright.profilers.measure.pinning import own_cores, pinned
-from meshwright.profilers.measure.storage import check_folder, measure_storage
-from meshwright.profilers.measure.timing import Bench, timing_of
-from meshwright.profilers.run import slow
-from meshwright.profilers.run.budget import Budget
-from meshwright.profilers.run.merging import joined, merged
+from meshwright.profilers.measure.timing import Bench, summarise_samples
+from meshwright.profilers.run import across_ranks
+from meshwright.profilers.run.across_ranks import merge_points, merge_rounds
+from meshwright.profilers.run.rank import Budget
 from meshwright.schema import ConfigError
-from meshwright.schema.profile_points import PairPoint
+from meshwright.schema.profile import PairPoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
@@ -154,7 +148,7 @@ def test_what_is_left_out_is_said_with_its_seconds():
 @pytest.mark.parametrize(("num_nodes", "size"), [(1, 1), (1, 2), (1, 8), (2, 4), (3, 6), (4, 1)])
 def test_groups_of_an_axis_hold_every_rank_once(num_nodes, size):
     for axis in axes_of(num_nodes, size):
-        groups = members(axis, num_nodes * size)
+        groups = axis_groups(axis, num_nodes * size)
         assert sorted(rank for group in groups for rank in group) == list(range(num_nodes * size))
         assert {len(group) for group in groups} == {axis.size}
         inside = all(len({rank // size for rank in group}) == 1 for group in groups)
@@ -163,7 +157,7 @@ def test_groups_of_an_axis_hold_every_rank_once(num_nodes, size):
 
 
 def test_counterparts_of_nodes_are_at_a_distance():
-    assert members(Axis(2, 4), 8) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert axis_groups(GroupAxis(2, 4), 8) == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 @pytest.mark.parametrize("number", range(1, 9))
@@ -176,7 +170,7 @@ def test_every_two_meet_once_in_disjoint_pairs(number):
 
 
 def test_rounds_pair_counterparts_of_nodes_and_ranks_of_a_node():
-    met = [pair for one in pairs.rounds_of(2, 2) for pair in one]
+    met = [pair for one in links.rounds_of(2, 2) for pair in one]
     assert sorted(met) == [(0, 1), (0, 2), (1, 3), (2, 3)]
 
 
@@ -186,9 +180,9 @@ def test_node_matrix_needs_every_pair_and_takes_the_largest_message():
         for a in range(2)
         for size, rate in ((1000, 1e6), (10**6, 2e9))
     ]
-    assert pairs.node_matrix(points, 2, 2) == ((0.0, 2e9), (2e9, 0.0))
-    assert pairs.node_matrix(points, 3, 2) is None
-    assert pairs.node_matrix((), 1, 2) is None
+    assert links.node_matrix(points, 2, 2) == ((0.0, 2e9), (2e9, 0.0))
+    assert links.node_matrix(points, 3, 2) is None
+    assert links.node_matrix((), 1, 2) is None
 
 
 # --- merging and who is slow ---------------------------------------------------------------------------------------
@@ -197,18 +191,18 @@ def test_node_matrix_needs_every_pair_and_takes_the_largest_message():
 def test_median_over_ranks_that_took_part():
     point = {"op": "p2p", "size_bytes": 8}
     ranks = [[{**point, "time_s": t, "spread": t / 10}] for t in (1.0, 5.0, 2.0)] + [[{**point, "time_s": None}]]
-    assert merged(ranks) == ({**point, "time_s": 2.0, "spread": 0.5},)
-    assert merged([[{**point, "time_s": None}]]) == ()
+    assert merge_points(ranks) == ({**point, "time_s": 2.0, "spread": 0.5},)
+    assert merge_points([[{**point, "time_s": None}]]) == ()
 
 
 def test_quieter_of_two_rounds_is_kept():
     rounds = [{"a": [{"n": 1, "time_s": 3.0}, {"n": 2, "time_s": None}]}, {"a": [{"n": 1, "time_s": 2.0}]}]
-    assert joined(rounds) == {"a": [{"n": 1, "time_s": 2.0}, {"n": 2, "time_s": None}]}
+    assert merge_rounds(rounds) == {"a": [{"n": 1, "time_s": 2.0}, {"n": 2, "time_s": None}]}
 
 
 def test_spread_is_the_middle_half_over_the_median():
-    assert timing_of([1.0, 2.0, 3.0, 4.0, 100.0]) == (3.0, pytest.approx(2 / 3))
-    assert timing_of([2.0]) == (2.0, 0.0)
+    assert summarise_samples([1.0, 2.0, 3.0, 4.0, 100.0]) == (3.0, pytest.approx(2 / 3))
+    assert summarise_samples([2.0]) == (2.0, 0.0)
 
 
 def ranks_of(*slowness: float) -> list[dict]:
@@ -222,7 +216,7 @@ def ranks_of(*slowness: float) -> list[dict]:
 @pytest.mark.parametrize(("slowness", "names"), [((1, 1), []), ((1, 2), ["rank 1"]), ((1, 1, 1.4, 1), ["rank 2"])])
 def test_slow_rank_is_named(slowness, names):
     count = len(slowness)
-    reports, found = slow.reports(ranks_of(*slowness), ["cpu"] * count, [0] * count, ["host"])
+    reports, found = across_ranks.rank_reports(ranks_of(*slowness), ["cpu"] * count, [0] * count, ["host"])
     assert [item.name for item in found] == names
     assert len(reports) == count
 
@@ -238,25 +232,25 @@ def compared(*factors: float, number: int = 18) -> list[dict]:
 @pytest.mark.parametrize(("factors", "names"), [((1, 1), []), ((1, 2), ["rank 1"]), ((1, 1, 1.3, 1), ["rank 2"])])
 def test_rank_slower_at_most_repetitions_is_named(factors, names):
     count = len(factors)
-    reports, found = slow.reports(compared(*factors), ["cpu"] * count, [0] * count, ["host"])
+    reports, found = across_ranks.rank_reports(compared(*factors), ["cpu"] * count, [0] * count, ["host"])
     assert [item.name for item in found] == names
     assert [report.compute_ratio > 1.1 for report in reports] == [factor > 1.1 for factor in factors]
 
 
 def test_few_repetitions_name_nobody():
-    assert slow.reports(compared(1, 2, number=6), ["cpu"] * 2, [0, 0], ["host"])[1] == ()
+    assert across_ranks.rank_reports(compared(1, 2, number=6), ["cpu"] * 2, [0, 0], ["host"])[1] == ()
 
 
 def test_chance_of_the_sign_test_is_that_of_a_coin():
-    assert slow.sign_chance(0, 5) == 1.0
-    assert slow.sign_chance(5, 5) == 1 / 32
-    assert slow.sign_chance(4, 5) == 6 / 32
+    assert across_ranks.sign_chance(0, 5) == 1.0
+    assert across_ranks.sign_chance(5, 5) == 1 / 32
+    assert across_ranks.sign_chance(4, 5) == 6 / 32
 
 
 def test_cores_of_ranks_are_disjoint_and_given_back():
     allowed = frozenset({3, 5, 7, 8, 9})
-    assert [own_cores(allowed, rank, 2) for rank in range(2)] == [{3, 5}, {7, 8}]
-    assert own_cores(allowed, 0, 6) == frozenset()
+    assert [local_cores(allowed, rank, 2) for rank in range(2)] == [{3, 5}, {7, 8}]
+    assert local_cores(allowed, 0, 6) == frozenset()
     before = os.sched_getaffinity(0)
     one = frozenset({min(before)})
     with pinned(one) as is_pinned:
@@ -268,9 +262,9 @@ def test_cores_of_ranks_are_disjoint_and_given_back():
 
 def test_slow_node_is_named_instead_of_its_ranks():
     hosts = ["a", "b", "c"]
-    _, found = slow.reports(ranks_of(1, 1, 2, 2, 1, 1), ["gpu"] * 6, [0, 0, 1, 1, 2, 2], hosts)
+    _, found = across_ranks.rank_reports(ranks_of(1, 1, 2, 2, 1, 1), ["gpu"] * 6, [0, 0, 1, 1, 2, 2], hosts)
     assert [(item.kind, item.name) for item in found] == [("node", "node b")]
-    _, found = slow.reports(ranks_of(1, 1, 2, 1, 1, 1), ["gpu"] * 6, [0, 0, 1, 1, 2, 2], hosts)
+    _, found = across_ranks.rank_reports(ranks_of(1, 1, 2, 1, 1, 1), ["gpu"] * 6, [0, 0, 1, 1, 2, 2], hosts)
     assert [item.name for item in found] == ["rank 2 on b"]
 
 
@@ -287,7 +281,7 @@ def test_slow_link_is_named_and_a_node_whose_links_are_all_slow():
             for a, b in combinations(range(4), 2)
         ]
         by_rank = [{"pairs": points}, {}, {}, {}]
-        return [item.name for item in slow.reports(by_rank, ["gpu"] * 4, [0, 1, 2, 3], list("wxyz"))[1]]
+        return [item.name for item in across_ranks.rank_reports(by_rank, ["gpu"] * 4, [0, 1, 2, 3], list("wxyz"))[1]]
 
     assert found([]) == []
     assert found([(1, 2)]) == ["link x - y"]
@@ -342,7 +336,7 @@ def test_live_bytes_follow_allocation_and_release():
 
 
 def test_storage_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.profilers.measure.storage.FILE_BYTES", (2**20,))
+    monkeypatch.setattr("meshwright.profilers.measure.host.FILE_BYTES", (2**20,))
     seconds = SimpleNamespace(time_s=1.0, fields=lambda: {"time_s": 1.0, "spread": 0.0})
     bench = SimpleNamespace(
         agree=lambda x: x,

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from meshwright.profilers.machine import busy_fraction
-from meshwright.profilers.measure.pinning import allowed_cores
+from meshwright.profilers.measure.comparison import allowed_cores
 from meshwright.profilers.measure.timing import Bench
-from meshwright.profilers.run.joining import require_memory
-from meshwright.profilers.run.launching import _Ended, _error_of, _read_error, _read_profile, launch_ranks, refuse
-from meshwright.profilers.run.rank import require_same_machine
-from meshwright.profilers.run.task import ALL_PARTS, Progress, Task
+from meshwright.profilers.run.launch import _Ended, _error_of, _read_error, _read_profile, launch_ranks, refuse
+from meshwright.profilers.run.protocol import ALL_PARTS, ProfileProgress, ProfileTask
+from meshwright.profilers.run.rank import require_memory, require_same_machine
 from meshwright.schema import MeshwrightError, ModelSpec, Profile, ProfileError
-from meshwright.schema.profile_points import LayerPoint
+from meshwright.schema.profile import LayerPoint
 
 WORKER = "tiny_rank"
 MODEL = ModelSpec.named("smollm2-135m")
@@ -31,9 +30,9 @@ TINY = MODEL.replace(
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Task:
+def task(tmp_path_factory) -> ProfileTask:
     folder = tmp_path_factory.mktemp("profile")
-    return Task(
+    return ProfileTask(
         backend="gloo",
         budget_s=10_000.0,  # no share of it is ever reached: the sizes are tiny
         parts=ALL_PARTS,
@@ -50,7 +49,7 @@ def task(tmp_path_factory) -> Task:
 
 
 @pytest.fixture(scope="module")
-def heard() -> list[Progress]:
+def heard() -> list[ProfileProgress]:
     return []
 
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from meshwright.profilers.measure import (
-    host,
-    kernels,
-    overlap,
-    pairs,
-    storage,
-    timing,
-)
+from meshwright.profilers.measure import host, kernels, links, overlap, timing
 from meshwright.profilers.measure.compute import Layer
 from meshwright.profilers.run import steps, worker
-from meshwright.profilers.run.task import Task
+from meshwright.profilers.run.protocol import ProfileTask
 from meshwright.runtime.profiling import model_layers
 from meshwright.runtime.profiling import steps as profile_steps
 from meshwright.schema.units import KIB, MIB
@@ -24,7 +17,7 @@ BUSY = "busy"
 
 
 def main() -> None:
-    task = Task.load(sys.argv[1])
+    task = ProfileTask.load(sys.argv[1])
     if task.storage_path == BUSY and os.environ["RANK"] == "1":
         work_more()
     steps.CPU_LAYERS, kernels.STREAM_BYTES = (Layer(64, 64, 64),), 2 * MIB
@@ -35,8 +28,8 @@ def main() -> None:
     steps._ELEMENTS = (2**16, 2**18)
     host.ADAM_PARAMETERS = (2**16, 2**18)
     overlap.CPU_SIZES, overlap.CPU_MATMUL = (MIB,), (64, 64, 64)
-    pairs.MESSAGE_BYTES = (64 * KIB, MIB)
-    storage.FILE_BYTES, storage.BLOCK_BYTES = (MIB,), 64 * KIB
+    links.MESSAGE_BYTES = (64 * KIB, MIB)
+    host.FILE_BYTES, host.BLOCK_BYTES = (MIB,), 64 * KIB
     model_layers.MICRO_BATCHES = (1,)
     worker.serve(task, profile_steps.steps_with_model)
 

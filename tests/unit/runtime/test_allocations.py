@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from meshwright.runtime.training.allocations import AllocationCount, _peak_bytes
-from meshwright.runtime.training.memory import MemoryMeter
+from meshwright.runtime.training.memory import AllocationCount, MemoryMeter, _peak_bytes
 
 BLOCK = 2**20
 """fp32 elements: 4 MiB."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.runtime.models.expert_slots import ExpertSlots
+from meshwright.runtime.models.experts import ExpertSlots
 from meshwright.schema import ConfigError
 from meshwright.schema.plan import LayerSlots
 

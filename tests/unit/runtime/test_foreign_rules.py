@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from meshwright.runtime.foreign.build import parallelize_foreign
-from meshwright.runtime.foreign.rules import derived_regions, transformers_rules
-from meshwright.runtime.foreign.structure import structure_of
-from meshwright.runtime.foreign.tensor import _compare, _trial, split_transformers
+from meshwright.runtime.user_modules.build import parallelize_user_module
+from meshwright.runtime.user_modules.structure import find_structure
+from meshwright.runtime.user_modules.tensor import (
+    _compare,
+    _trial,
+    derived_regions,
+    split_transformers,
+    transformers_rules,
+)
 from meshwright.schema import Layout, RuntimeMismatchError, Workload
 from torch import nn
 
@@ -27,11 +32,11 @@ WORKLOAD = Workload(seq_len=16, global_batch_size=8, precision="fp32")
 def refused(name: str, layout: Layout, match: str, **model: Any) -> None:
     plan = make_plan(tiny_model(**model) if model else spec_of(name), layout, workload=WORKLOAD)
     with pytest.raises(RuntimeMismatchError, match=match):
-        parallelize_foreign(build(name, "meta"), plan, device=CPU, seed=0)
+        parallelize_user_module(build(name, "meta"), plan, device=CPU, seed=0)
 
 
 def test_structure_of_a_decoder() -> None:
-    found = structure_of(build("gpt2", "meta"))
+    found = find_structure(build("gpt2", "meta"))
     assert (found.base, found.blocks, found.before, found.after) == (
         "transformer", "transformer.h", ("wte", "wpe"), ("ln_f",),
     )  # fmt: skip
@@ -43,8 +48,8 @@ def test_structure_of_a_decoder() -> None:
 def test_blocks_are_the_longest_list_and_not_their_experts() -> None:
     block = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])})
     module = nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(2, 2)]), "layers": nn.ModuleList([block, block])})
-    assert structure_of(module).blocks == "layers"
-    assert structure_of(nn.Linear(2, 2)).blocks == ""
+    assert find_structure(module).blocks == "layers"
+    assert find_structure(nn.Linear(2, 2)).blocks == ""
 
 
 def test_rules_of_transformers_are_the_models_own() -> None:
@@ -66,7 +71,7 @@ def test_styles_without_a_rule_are_refused() -> None:
 def test_fused_projections_are_refused_under_tp() -> None:
     model = build("gpt2", "meta")
     with pytest.raises(RuntimeMismatchError, match="c_attn makes queries, keys and values in one product"):
-        split_transformers(model, structure_of(model), None, sequence_parallel=False, is_tied=True)  # type: ignore[arg-type]
+        split_transformers(model, find_structure(model), None, sequence_parallel=False, is_tied=True)  # type: ignore[arg-type]
 
 
 def test_rules_of_a_plain_module_are_derived() -> None:
@@ -117,8 +122,8 @@ def test_model_of_another_plan_is_refused() -> None:
 
 
 def test_pipeline_of_a_plain_module_is_refused(tmp_path: Path) -> None:
-    structure = structure_of(build("plain", "meta"))
-    from meshwright.runtime.foreign.structure import require_decoder
+    structure = find_structure(build("plain", "meta"))
+    from meshwright.runtime.user_modules.structure import require_decoder
 
     with pytest.raises(RuntimeMismatchError, match="PlainModel is a plain module"):
         require_decoder(build("plain", "meta"), structure, "pp 2")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from meshwright.profilers.machine import num_cores
+from meshwright.profilers.run.faults import RankDeath, explain_failure
 from meshwright.runtime.job import watch
-from meshwright.runtime.job.faults import RankDeath, explain
-from meshwright.runtime.job.launch import Rendezvous, launch
-from meshwright.runtime.job.machine import is_same_chip, num_cores
+from meshwright.runtime.job.launch import launch
+from meshwright.runtime.job.machine import is_same_chip
+from meshwright.runtime.job.rendezvous import Rendezvous
 from meshwright.runtime.job.worker import Job
 from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, Profile, RuntimeMismatchError
 from meshwright.schema.profile import Machine
@@ -202,11 +204,11 @@ def test_gpu_names_of_plans_and_of_torch(planned: str, found: str, same: bool) -
     ],
 )
 def test_rank_at_fault(deaths: tuple[RankDeath, ...], message: str) -> None:
-    assert explain(deaths, world_size=4).message.startswith(message)
+    assert explain_failure(deaths, world_size=4).message.startswith(message)
 
 
 def test_rank_that_left_early_is_mentioned_where_others_lost_it() -> None:
-    error = explain([death(0, 1, LOST)], world_size=2, ended_well=[1])
+    error = explain_failure([death(0, 1, LOST)], world_size=2, ended_well=[1])
     assert error.details == ("rank 1 had already ended, without an error",)
 
 

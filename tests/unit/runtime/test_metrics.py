@@ -4,19 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from meshwright.runtime.training.metrics import (
-    MetricsWriter,
-    RankRecord,
-    follow,
-    summarise,
-)
-from meshwright.runtime.training.parts import PARTS
+from meshwright.runtime.training.metrics import MetricsWriter, RankRecord, read_new_records, summarise
+from meshwright.runtime.training.step_clock import STEP_PARTS
 from meshwright.schema import ConfigError, Layout
 from small_jobs import small_plan
 
 
 def peaks(*sizes: int, forward_s: Sequence[Sequence[float]] = ()) -> list[RankRecord]:
-    none = dict.fromkeys(PARTS, 0.0)
+    none = dict.fromkeys(STEP_PARTS, 0.0)
     return [
         RankRecord(
             rank=rank,
@@ -58,7 +53,7 @@ def test_summary_has_parts_of_the_busiest_rank_and_names_the_slow_one() -> None:
 def test_follower_sees_every_line_as_it_is_written(tmp_path: Path) -> None:
     path, finished = tmp_path / "report.jsonl", threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        seen = pool.submit(lambda: list(follow(path, finished, poll_s=0.001)))
+        seen = pool.submit(lambda: list(read_new_records(path, finished, poll_s=0.001)))
         writer = MetricsWriter(path)
         for step in range(50):
             writer.write({"step": step})
@@ -70,7 +65,7 @@ def test_follower_sees_every_line_as_it_is_written(tmp_path: Path) -> None:
 def test_follower_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
     path, finished = tmp_path / "report.jsonl", threading.Event()
     path.write_text('{"step": 1}\n{"st')
-    records = follow(path, finished, poll_s=0.001)
+    records = read_new_records(path, finished, poll_s=0.001)
     assert next(records) == {"step": 1}
     with path.open("a") as file:
         file.write('ep": 2}\n')
@@ -81,7 +76,7 @@ def test_follower_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
 def test_follower_of_a_file_that_never_comes_ends(tmp_path: Path) -> None:
     finished = threading.Event()
     finished.set()
-    assert list(follow(tmp_path / "nothing", finished)) == []
+    assert list(read_new_records(tmp_path / "nothing", finished)) == []
 
 
 def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from meshwright.runtime.models.init import init_weights
 from meshwright.runtime.offload.activations import ActivationOffload
 from meshwright.runtime.offload.copies import Copies
 from meshwright.runtime.recompute import apply_recompute
+from meshwright.schema.layers import MoE
 from meshwright.schema.layout import Recompute
-from meshwright.schema.model import MoE
 from meshwright.schema.offload import LayerOffload
 from plans import tiny_model
 from torch import Tensor

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meshwright.runtime.checkpoints.folders import list_checkpoints
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
 from meshwright.runtime.job.machine import check_machine
-from meshwright.runtime.spread import parallelize
+from meshwright.runtime.parallelize_model import parallelize
 from meshwright.runtime.training.options import TrainOptions
-from meshwright.runtime.training.run import TrainingRun
+from meshwright.runtime.training.train import TrainingRun
 from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, Plan, RuntimeMismatchError
 from meshwright.schema.offload import LayerOffload
 from meshwright.schema.runnable import why_not_offloadable
-from meshwright.schema.workload import LowRank
+from meshwright.schema.task import LowRank
 from plans import with_offload
 from small_jobs import losses, small_plan, train_here
 

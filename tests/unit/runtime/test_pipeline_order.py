@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from meshwright.cost_models import pipeline_orders
+from meshwright.cost_models.pipeline import orders
 from meshwright.runtime.pipeline_order import pipeline_order, stage_ranks
 from meshwright.schema import ConfigError, Layout, Plan, Workload
-from meshwright.schema.layout import SCHEDULES
-from meshwright.solvers.pipeline_csv import to_torch_csv
+from meshwright.schema.schedules import SCHEDULE_NAMES
+from meshwright.solvers.pipeline.torch_csv import to_torch_csv
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 from plans import make_plan, tiny_model
@@ -23,7 +23,7 @@ def plan_for(schedule: str, chunks: int = 1, *, order: tuple[str, ...] = (), **d
     return make_plan(tiny_model(num_blocks=9), layout, workload=WORKLOAD, pipeline_order=order)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "synthesised"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "synthesised"])
 def test_every_named_schedule_runs_every_pass_once(schedule: str) -> None:
     plan = plan_for(schedule, 2 if schedule in ("zb-v", "v-half", "v-min") else 1, pp=4)
     passes = [action for row in pipeline_order(plan) for action in row]
@@ -42,10 +42,10 @@ def test_chunks_go_round_or_down_and_up(schedule: str, chunks: int, ranks: tuple
 
 
 def test_own_order_places_its_stages() -> None:
-    lines = tuple(to_torch_csv(pipeline_orders.zb_v(2, 4)[::-1]).splitlines())
+    lines = tuple(to_torch_csv(orders.zb_v(2, 4)[::-1]).splitlines())
     plan = plan_for("synthesised", 2, order=lines)
     assert stage_ranks(plan) == (1, 0, 0, 1)
-    assert pipeline_order(plan) == pipeline_orders.zb_v(2, 4)[::-1]
+    assert pipeline_order(plan) == orders.zb_v(2, 4)[::-1]
 
 
 @pytest.mark.parametrize(

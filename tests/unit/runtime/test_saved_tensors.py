@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.cost_models.activations import Kernels, saved_elements
+from meshwright.cost_models.layer.saved import SavedTensorRules, saved_elements
 from meshwright.runtime import Decoder
 from meshwright.runtime.models.init import init_weights
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.schema import ModelSpec
+from meshwright.schema.layers import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
 from meshwright.schema.layout import Recompute
-from meshwright.schema.model import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,7 +59,7 @@ class Allocations(TorchDispatchMode):
 
 def expected_bytes(recompute: Recompute, dtype: torch.dtype, device: str) -> float:
     """What the memory model says of one block: its input and saved tensors (its output is the next block's input)."""
-    how = Kernels(compute_bytes=dtype.itemsize, unfused_norm=device == "cpu", score_width=0)
+    how = SavedTensorRules(compute_bytes=dtype.itemsize, unfused_norm=device == "cpu", score_width=0)
     saved = saved_elements(SPEC.block_runs[0][0], D, recompute, how)
     elements, fp32 = saved.whole + saved.tp + saved.tokens, saved.tp_fp32 + saved.fp32
     return B * S * (elements * dtype.itemsize + 4 * fp32)
@@ -108,7 +108,7 @@ def test_block_with_experts_keeps_what_the_memory_model_says(recompute: Recomput
     init_weights(decoder, 0)
     apply_recompute(decoder, lambda _: recompute)
     kept = kept_bytes(decoder, torch.float32, "cpu")
-    how = Kernels(compute_bytes=4, unfused_norm=True, score_width=0)
+    how = SavedTensorRules(compute_bytes=4, unfused_norm=True, score_width=0)
     saved = saved_elements(dense.replace(mlp=ROUTED), D, recompute, how)
     expected = 4 * (saved.whole + saved.tp + saved.tokens + saved.routed + saved.tp_fp32 + saved.fp32)
     assert abs(kept / (B * S) - expected) <= (0 if recompute == "full" else ROUTING_BYTES)

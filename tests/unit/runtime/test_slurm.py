@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.runtime.job.launch import Rendezvous
-from meshwright.runtime.job.network import holds_endpoint, interface_of, own_address
-from meshwright.runtime.job.slurm import first_host, slurm_rendezvous
+from meshwright.runtime.job.rendezvous import (
+    Rendezvous,
+    first_host,
+    interface_of,
+    is_endpoint_local,
+    local_address,
+    slurm_rendezvous,
+)
 from meshwright.schema import ConfigError
 
 STEP = {
@@ -48,14 +53,14 @@ def test_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
 
 
 def test_loopback_is_no_address_for_others() -> None:
-    assert own_address("127.0.0.1:29400") is None
-    assert holds_endpoint("127.0.0.1:29400") is None
+    assert local_address("127.0.0.1:29400") is None
+    assert is_endpoint_local("127.0.0.1:29400") is None
     assert interface_of("127.0.0.1") is not None
 
 
 @pytest.mark.parametrize("endpoint", ["no.such.host.invalid:1", "", "host:", "[::1]:29400"])
 def test_endpoint_without_an_answer(endpoint: str) -> None:
-    assert own_address(endpoint) is None
+    assert local_address(endpoint) is None
 
 
 def test_interface_of_nobody() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.runtime.training.stragglers import FALSE_ALARMS, stragglers
+from meshwright.runtime.training.metrics import FALSE_ALARMS, stragglers
 from scipy.stats import binom
 
 

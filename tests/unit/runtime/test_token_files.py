@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.runtime.data.source import open_data, tokenized
-from meshwright.runtime.data.text import find_text
+from meshwright.runtime.data.samples import open_data, tokenize_paths
+from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import TokenFiles, open_token_files, write_tokens
-from meshwright.runtime.data.tokenize import make_token_file
 from meshwright.schema import ConfigError
 from typer.testing import CliRunner
 
@@ -94,7 +93,7 @@ def test_folder_with_token_files_is_those(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="token files and text"):
         open_data([str(tmp_path), str(tmp_path / "README")], vocab_size=256)
     with pytest.raises(ConfigError, match="--tokenizer is for text"):
-        tokenized([str(tmp_path)], "tokenizer.json")
+        tokenize_paths([str(tmp_path)], "tokenizer.json")
 
 
 def test_text_becomes_the_tokenizers_ids_with_an_end_after_each_file(tmp_path: Path, tokenizer: Path) -> None:
@@ -122,13 +121,13 @@ def test_tokens_of_text_are_made_once(tmp_path: Path, tokenizer: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "a.txt"
     text.write_text("red green")
-    (path,) = tokenized([str(text)], str(tokenizer))
-    assert (path,) == tokenized([str(text)], str(tokenizer))
+    (path,) = tokenize_paths([str(text)], str(tokenizer))
+    assert (path,) == tokenize_paths([str(text)], str(tokenizer))
     assert open_data([path], vocab_size=5).tokens(0, 2).tolist() == [1, 2]
     text.write_text("blue green")
-    assert tokenized([str(text)], str(tokenizer)) != (path,)
+    assert tokenize_paths([str(text)], str(tokenizer)) != (path,)
     with pytest.raises(ConfigError, match="no tokenizer at"):
-        tokenized([str(text)], str(tmp_path / "nowhere.json"))
+        tokenize_paths([str(text)], str(tmp_path / "nowhere.json"))
     tokenizer.write_text("{}")
     with pytest.raises(ConfigError, match="is not a tokenizer"):
-        tokenized([str(text)], str(tokenizer))
+        tokenize_paths([str(text)], str(tokenizer))

@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import parallelize
-from meshwright.runtime.checkpoints.folders import list_checkpoints
-from meshwright.runtime.job.out_of_memory import naming_rank
+from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.job.machine import explain_out_of_memory
 from meshwright.runtime.training import loss_scale
-from meshwright.runtime.training.compiled import require_compilable
 from meshwright.runtime.training.loss_scale import LossScale
-from meshwright.runtime.training.optimizer import build_scheduler
-from meshwright.runtime.training.options import TrainOptions
-from meshwright.runtime.training.router_balance import RouterBalance
+from meshwright.runtime.training.optimizer import RouterBalance, build_scheduler
+from meshwright.runtime.training.options import TrainOptions, require_compilable
 from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
-from meshwright.schema.model import MoE
+from meshwright.schema.layers import MoE
 from plans import make_plan, tiny_model
 from small_jobs import WORKLOAD, losses, small_plan, train_here
 
@@ -177,10 +175,10 @@ def test_plan_that_cannot_be_compiled_is_refused() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_rank_without_memory_says_what_was_predicted_and_what_there_is() -> None:
-    with pytest.raises(MeshwrightError) as caught, naming_rank(small_plan(), torch.device("cpu")):
+    with pytest.raises(MeshwrightError) as caught, explain_out_of_memory(small_plan(), torch.device("cpu")):
         torch.empty(2**60)
     assert caught.value.message == "rank 0 of 1 is out of memory on cpu"
     assert "allocate" in caught.value.details[0]
     assert caught.value.details[1].startswith("predicted peak 7 B a rank; this machine has ")
-    with pytest.raises(RuntimeError, match="of another kind"), naming_rank(small_plan(), torch.device("cpu")):
+    with pytest.raises(RuntimeError, match="of another kind"), explain_out_of_memory(small_plan(), torch.device("cpu")):
         raise RuntimeError("of another kind")

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from meshwright.profilers.machine import num_cores
 from meshwright.runtime.job.launch import launch
-from meshwright.runtime.job.machine import num_cores
-from meshwright.runtime.job.progress import Beat, ProgressFile, read_beat
-from meshwright.runtime.job.watch import is_stalled, is_waiting, main_stack
+from meshwright.runtime.job.watch import Heartbeat, ProgressFile, is_stalled, is_waiting, main_stack, read_heartbeat
 from meshwright.runtime.job.worker import Job
 from meshwright.schema import Layout, MeshwrightError
 from small_jobs import small_plan
@@ -20,7 +19,7 @@ TORCH = "/usr/lib/python3/site-packages/torch"
 HANG = """
 import os, time
 import torch, torch.distributed as dist
-from meshwright.runtime.job.progress import ProgressFile
+from meshwright.runtime.job.watch import ProgressFile
 dist.init_process_group("gloo")
 progress = ProgressFile()
 def read_the_data():
@@ -47,16 +46,16 @@ def test_hung_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("beats", "stalled"),
     [
-        ([Beat(5, 90.0, 0.5), Beat(5, 91.0, 0.5)], False),  # within ten seconds
-        ([Beat(5, 80.0, 0.5), Beat(5, 81.0, 0.5)], True),
-        ([Beat(5, 80.0, 3.0), Beat(5, 81.0, 0.5)], False),  # within ten of the longest steps
-        ([Beat(5, 80.0, 0.5), Beat(6, 99.0, 0.5)], False),
-        ([Beat(5, 80.0, 0.5), Beat(5, 0.0, 0.5)], False),  # one of them is saving
-        ([Beat(1, 80.0, 0.0), Beat(1, 80.0, 0.0)], False),  # how long a step takes is not known
-        ([Beat(5, 80.0, 0.5), None], False),
+        ([Heartbeat(5, 90.0, 0.5), Heartbeat(5, 91.0, 0.5)], False),  # within ten seconds
+        ([Heartbeat(5, 80.0, 0.5), Heartbeat(5, 81.0, 0.5)], True),
+        ([Heartbeat(5, 80.0, 3.0), Heartbeat(5, 81.0, 0.5)], False),  # within ten of the longest steps
+        ([Heartbeat(5, 80.0, 0.5), Heartbeat(6, 99.0, 0.5)], False),
+        ([Heartbeat(5, 80.0, 0.5), Heartbeat(5, 0.0, 0.5)], False),  # one of them is saving
+        ([Heartbeat(1, 80.0, 0.0), Heartbeat(1, 80.0, 0.0)], False),  # how long a step takes is not known
+        ([Heartbeat(5, 80.0, 0.5), None], False),
     ],
 )
-def test_ranks_are_stalled_when_all_of_them_stopped(beats: Sequence[Beat | None], stalled: bool) -> None:
+def test_ranks_are_stalled_when_all_of_them_stopped(beats: Sequence[Heartbeat | None], stalled: bool) -> None:
     assert is_stalled(beats, 100.0) is stalled
 
 
@@ -91,15 +90,15 @@ def test_main_thread_is_the_last_of_a_dump() -> None:
 def test_progress_is_read_by_another_process_and_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_PROGRESS", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert read_beat(tmp_path, 3) is None
+    assert read_heartbeat(tmp_path, 3) is None
     progress = ProgressFile()
     progress.beat()
     progress.beat()
-    beat = read_beat(tmp_path, 3)
+    beat = read_heartbeat(tmp_path, 3)
     assert beat is not None
     assert (beat.steps, beat.at_s > 0, beat.longest_s >= 0) == (2, True, True)
     progress.rest()
-    rested = read_beat(tmp_path, 3)
+    rested = read_heartbeat(tmp_path, 3)
     assert rested is not None
     assert rested.at_s == 0
     os.kill(os.getpid(), signal.SIGUSR1)

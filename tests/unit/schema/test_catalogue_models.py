@@ -4,7 +4,8 @@ import functools
 
 import pytest
 from meshwright.schema.catalogue import load_model, model_names
-from meshwright.schema.model import Block, ModelSpec, SoftmaxAttention
+from meshwright.schema.layers import Block, SoftmaxAttention
+from meshwright.schema.model import ModelSpec
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.schema import ClusterSpec, ConfigError
-from meshwright.schema.cluster_parts import arranged, label_of
+from meshwright.schema.cluster import part_label, with_parts_in_order
 
 TWO_DEVICES = """
 name = "two-devices"
@@ -64,7 +64,7 @@ def test_two_devices_have_their_usual_links_inside_and_the_weakest_between(tmp_p
 
 def test_two_networks_are_two_parts_named_by_them(tmp_path: Path) -> None:
     cluster = read(TWO_NETWORKS, tmp_path)
-    assert [label_of(cluster.parts, g) for g in range(2)] == ["A100-SXM-80GB/ib200", "A100-SXM-80GB/eth25"]
+    assert [part_label(cluster.parts, g) for g in range(2)] == ["A100-SXM-80GB/ib200", "A100-SXM-80GB/eth25"]
 
 
 @pytest.mark.parametrize("nodes", [(2, 2), (4, 1)])
@@ -81,7 +81,7 @@ def test_groups_that_are_alike_make_one_part_wherever_they_are_listed(tmp_path: 
     cluster = read("".join(f'[[groups]]\ndevice = "{name}"\nnum_nodes = 1\n' for name in devices), tmp_path)
     assert [part.nodes for part in cluster.parts] == [(0, 2), (1,)]
     assert [part.cluster.num_devices for part in cluster.parts] == [16, 8]
-    one_after_the_other = arranged(cluster, cluster.parts)
+    one_after_the_other = with_parts_in_order(cluster, cluster.parts)
     assert [group.device.name for group in one_after_the_other.groups] == [devices[0], devices[2], devices[1]]
 
 
@@ -91,7 +91,7 @@ def test_a_matrix_is_cut_for_each_part(tmp_path: Path) -> None:
     second = cluster.parts[1].cluster.bandwidth_matrix
     assert second is not None
     assert second[0] == tuple(rows[2][2:])
-    matrix = arranged(cluster, cluster.parts[::-1]).bandwidth_matrix
+    matrix = with_parts_in_order(cluster, cluster.parts[::-1]).bandwidth_matrix
     assert matrix is not None
     assert matrix[0] == (*rows[2][2:], *rows[2][:2])
 

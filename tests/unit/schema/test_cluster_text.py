@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from meshwright.schema import ClusterSpec, ConfigError
-from meshwright.schema import cluster_text as module
+from meshwright.schema import cluster_files as module
 from meshwright.schema.catalogue import device_entries, link_entries
-from meshwright.schema.cluster_toml import DEFAULT_EFFICIENCY
+from meshwright.schema.cluster_files import DEFAULT_EFFICIENCY
 
 LAB = """
 name = "lab"

@@ -23,10 +23,9 @@ from meshwright.schema import (
 from meshwright.schema.base import read_json, write_atomically
 from meshwright.schema.engine_rules import RULES
 from meshwright.schema.layout import check_fields
-from meshwright.schema.layout_facts import Facts, layout_facts, model_facts
+from meshwright.schema.layout_rules import Facts, layout_facts, model_facts
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
-from meshwright.schema.rules import broken_rules, require_valid
-from meshwright.schema.runnable import why_not_runnable
+from meshwright.schema.runnable import broken_rules, require_valid, why_not_runnable
 from meshwright.schema.units import format_bytes, format_count, format_seconds
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])

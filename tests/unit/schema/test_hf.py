@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from meshwright.schema.errors import ConfigError
-from meshwright.schema.model import Block, DenseMLP, LatentAttention, ModelSpec, MoE
+from meshwright.schema.layers import Block, DenseMLP, LatentAttention, MoE
+from meshwright.schema.model import ModelSpec
 
 SIZES = {
     "hidden_size": 64,

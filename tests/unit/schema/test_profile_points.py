@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from meshwright.schema import ConfigError, ModelSpec, Profile
-from meshwright.schema.profile import Machine, PartRecord
-from meshwright.schema.profile_points import LayerPoint, MatmulPoint, OverlapPoint
+from meshwright.schema.profile import LayerPoint, Machine, MatmulPoint, OverlapPoint, ProfileSection
 
 MACHINE = Machine(
     device="a cpu", num_devices=2, host_memory_bytes=2**34, backend="gloo", torch="2.13.0", python="3.11.2"
@@ -43,7 +42,7 @@ def profile() -> Profile:
                 streams=("compute", "to_host"), alone_s=(1e-3, 2e-3), together_s=2.5e-3, matmul=(8, 8, 8), dtype="fp32"
             ),
         ),
-        parts=(PartRecord(name="storage", state="skipped", duration_s=0, num_points=0, reason="no --nvme"),),
+        parts=(ProfileSection(name="storage", state="skipped", duration_s=0, num_points=0, reason="no --nvme"),),
     )
 
 

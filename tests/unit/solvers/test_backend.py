@@ -13,7 +13,7 @@ from meshwright.solvers.backend import (
     solve_constraint_program,
     solve_linear,
 )
-from meshwright.solvers.status import Status
+from meshwright.solvers.solution import Status
 
 LINEAR = pytest.mark.parametrize("solver", ["highs", "cbc"])
 

@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from meshwright.cost_models.pipeline_simulation import placement
-from meshwright.solvers.chunk_split import Instance, boundaries_of, check, solve
-from meshwright.solvers.status import Status
+from meshwright.cost_models.pipeline.simulation import placement
+from meshwright.solvers.solution import Status
+from meshwright.solvers.stages.chunk_split import ChunkSplitInstance, boundaries_from_blocks, check, solve
 
 
-def instance(seed: int, style: str = "loop", cap_bytes: float = np.inf) -> Instance:
+def instance(seed: int, style: str = "loop", cap_bytes: float = np.inf) -> ChunkSplitInstance:
     """Equal blocks between an embedding and a head of any size; a rank requires a byte for each layer."""
     rng = np.random.default_rng(seed)
     num_ranks, chunks = int(rng.integers(2, 4)), 2
@@ -20,13 +20,13 @@ def instance(seed: int, style: str = "loop", cap_bytes: float = np.inf) -> Insta
     is_block = np.array([False, *[True] * blocks, False])
     ranks = placement(num_ranks, chunks, style)
     on_rank = np.array(ranks)[:, None] == np.arange(num_ranks)
-    return Instance(busy, is_block, ranks, lambda ends: np.diff(ends, axis=1) @ on_rank, cap_bytes)
+    return ChunkSplitInstance(busy, is_block, ranks, lambda ends: np.diff(ends, axis=1) @ on_rank, cap_bytes)
 
 
-def all_cuts(given: Instance) -> list[tuple[int, ...]]:
+def all_cuts(given: ChunkSplitInstance) -> list[tuple[int, ...]]:
     blocks, ranks, chunks = int(given.is_block.sum()), given.num_ranks, given.num_chunks
     counts = [n for n in itertools.product(range(chunks, blocks + 1), repeat=ranks) if sum(n) == blocks]
-    return [tuple(int(end) for end in row) for row in boundaries_of(given, np.array(counts))]
+    return [tuple(int(end) for end in row) for row in boundaries_from_blocks(given, np.array(counts))]
 
 
 @pytest.mark.parametrize("style", ["loop", "wave"])
@@ -52,7 +52,7 @@ def test_memory_decides_where_it_must(seed: int) -> None:
 
 def test_too_few_blocks_have_no_cut() -> None:
     given = instance(0)
-    few = Instance(given.busy_s[:4], given.is_block[:4], given.rank_of_stage, given.required_bytes)
+    few = ChunkSplitInstance(given.busy_s[:4], given.is_block[:4], given.rank_of_stage, given.required_bytes)
     assert solve(few).status is Status.INFEASIBLE
 
 
@@ -62,6 +62,6 @@ def test_too_few_blocks_have_no_cut() -> None:
 )
 def test_check_names_what_is_broken(boundaries: tuple[int, ...], cap_bytes: float, label: str) -> None:
     is_block = np.array([False, *[True] * 8, False])
-    given = Instance(np.ones(10), is_block, (0, 1, 0, 1), lambda _: np.array([[6.0, 6.0]]), cap_bytes)
+    given = ChunkSplitInstance(np.ones(10), is_block, (0, 1, 0, 1), lambda _: np.array([[6.0, 6.0]]), cap_bytes)
     with pytest.raises(ValueError, match=label):
         check(given, boundaries)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.expert_instance import Instance, check, instance_of
-from meshwright.solvers.expert_shares import split
-from meshwright.solvers.experts import place_experts, split_shares
+from meshwright.solvers.experts.instance import ExpertInstance, check, make_instance
+from meshwright.solvers.experts.placement import place_experts, split_shares
+from meshwright.solvers.experts.shares import split_loads
 from scipy.optimize import linprog
 
 
-def linear_program(instance: Instance, placed: np.ndarray, layer: int) -> float:
+def linear_program(instance: ExpertInstance, placed: np.ndarray, layer: int) -> float:
     """Least level of one layer."""
     slots, gpus = np.arange(instance.num_slots), np.arange(instance.num_gpus)
     all_of_expert = np.zeros((instance.num_experts, len(slots) + 1))
@@ -47,8 +47,8 @@ def test_level_is_that_of_a_linear_program(seed: int, shape: tuple[int, int, int
     counts = load * rng.lognormal(0, 0.8, load.shape)
     counts[:, ::3] *= 0 if zeros else 1
     speed = rng.uniform(0.5, 2, num_gpus) if speeds else None
-    instance = instance_of(counts, num_gpus=num_gpus, num_slots=num_gpus * per_gpu, gpu_speed=speed)
-    answer = split(instance, placed)
+    instance = make_instance(counts, num_gpus=num_gpus, num_slots=num_gpus * per_gpu, gpu_speed=speed)
+    answer = split_loads(instance, placed)
     for layer in range(2):
         assert answer.level[layer] == pytest.approx(linear_program(instance, placed, layer), rel=1e-7)  # HiGHS' own
     assert np.allclose(answer.level, answer.bound, rtol=1e-9)  # equal but for sums in another order: optimal

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 from meshwright.schema import ConfigError
-from meshwright.solvers.expert_homes import homes, together
-from meshwright.solvers.expert_instance import check, instance_of
-from meshwright.solvers.expert_nodes import replicate, serve, visited
-from meshwright.solvers.expert_synthesis import Router, synthetic_loads, synthetic_trace
-from meshwright.solvers.experts import place_experts
+from meshwright.solvers.experts.homes import assign_homes, pair_counts
+from meshwright.solvers.experts.instance import check, make_instance
+from meshwright.solvers.experts.nodes import replicate_on_nodes, serve, visited_nodes
+from meshwright.solvers.experts.placement import place_experts
+from meshwright.solvers.experts.synthetic import Router, synthetic_loads, synthetic_trace
 
 
 def clustered(num_tokens: int, *, factor: float, seed: int = 0) -> np.ndarray:
@@ -34,7 +34,7 @@ def test_replicas_balance_nodes_on_unseen_tokens_without_more_visits() -> None:
     found = placement.evaluate_trace(unseen)
     assert found.node_balance[0] < 1.06 < homes_alone.node_balance[0]
     assert found.visits_per_token[0] <= homes_alone.visits_per_token[0]
-    instance = instance_of(placement.expert_load, num_gpus=16, num_slots=96, num_nodes=8)
+    instance = make_instance(placement.expert_load, num_gpus=16, num_slots=96, num_nodes=8)
     assert np.allclose(check(instance, placement.physical_to_logical, placement.share), placement.balance)
 
 
@@ -53,8 +53,8 @@ def test_homes_of_separate_cliques_are_the_cliques() -> None:
     tokens = np.array([[4 * c + i for i in range(4)] for c in range(4)] * 10)
     shuffle = np.random.default_rng(0).permutation(16)
     tokens = shuffle[tokens]
-    home = homes(together(tokens, 16), np.ones(16), 4, 1.05)
-    assert np.all(visited(tokens, home, 4).sum(axis=1) == 1)
+    home = assign_homes(pair_counts(tokens, 16), np.ones(16), 4, 1.05)
+    assert np.all(visited_nodes(tokens, home, 4).sum(axis=1) == 1)
 
 
 def test_replica_program_is_as_good_as_the_best_enumerated_replica() -> None:
@@ -62,7 +62,7 @@ def test_replica_program_is_as_good_as_the_best_enumerated_replica() -> None:
     rng = np.random.default_rng(4)
     tokens = np.array([rng.choice(8, 3, replace=False, p=np.array([8, 6, 5, 4, 1, 1, 1, 1]) / 27) for _ in range(400)])
     home = np.arange(8) // 4
-    visits = visited(tokens, home, 2)
+    visits = visited_nodes(tokens, home, 2)
     both = visits.all(axis=1)
     can = np.bincount(tokens[both].ravel(), minlength=8)
     load = np.bincount(home[tokens].ravel(), minlength=2)
@@ -71,7 +71,7 @@ def test_replica_program_is_as_good_as_the_best_enumerated_replica() -> None:
         for expert in range(4)
         for flow in [min(can[expert], (load[0] - load[1]) / 2)]
     )
-    routing = replicate(tokens, home, 2, 1, 8, time_limit_s=5, seed=0)
+    routing = replicate_on_nodes(tokens, home, 2, 1, 8, time_limit_s=5, seed=0)
     expected = load[0] - (routing.part[:, 1] * can)[:4].sum()
     assert expected <= best * 1.002 + 1e-6  # the program's gap
     served = serve(tokens, routing, seed=0)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from meshwright.schema import ConfigError
-from meshwright.solvers.expert_eplb import eplb_placement, pack_evenly
-from meshwright.solvers.expert_instance import Instance, check, instance_of, uniform_shares
-from meshwright.solvers.expert_replicas import greedy_counts
-from meshwright.solvers.experts import migrate, place_experts, rebalance_experts, split_shares
+from meshwright.solvers.experts.balance import eplb_placement, pack_evenly
+from meshwright.solvers.experts.instance import ExpertInstance, check, make_instance, uniform_shares
+from meshwright.solvers.experts.packing import greedy_counts
+from meshwright.solvers.experts.placement import migrate, place_experts, rebalance_experts, split_shares
 
 
 def loads(seed: int, *shape: int, sigma: float = 0.9) -> np.ndarray:
@@ -27,7 +27,7 @@ def objective(load: np.ndarray, placed: np.ndarray, *, num_gpus: int) -> np.ndar
     return gpu.max(axis=1) / gpu.mean(axis=1)
 
 
-def brute_force(instance: Instance) -> float:
+def brute_force(instance: ExpertInstance) -> float:
     """Least (O) of one layer over every content of every GPU."""
     contents = itertools.combinations(range(instance.num_experts), int(instance.slots_per_gpu[0]))
     best = np.inf
@@ -55,7 +55,7 @@ def test_any_input_gives_a_valid_placement_at_or_above_its_bound(
     num_experts = data.draw(st.integers(per_gpu, num_slots))
     load = loads(seed, num_layers, num_experts, sigma=sigma)
     placement = place_experts(load, num_gpus=num_gpus, num_slots=num_slots, split=split)  # type: ignore[arg-type]
-    instance = instance_of(load, num_gpus=num_gpus, num_slots=num_slots)
+    instance = make_instance(load, num_gpus=num_gpus, num_slots=num_slots)
     recomputed = check(instance, placement.physical_to_logical, placement.share)
     assert np.allclose(recomputed, placement.balance, rtol=1e-9)  # sums in another order
     assert np.all(placement.lower_bound <= placement.balance)
@@ -100,7 +100,7 @@ def test_groups_stay_on_a_node_and_no_layer_is_worse_than_eplb(seed: int, sigma:
 @pytest.mark.parametrize(("num_experts", "num_gpus", "per_gpu"), [(4, 3, 2), (5, 3, 2), (6, 2, 4)])
 def test_exact_answers_are_those_of_brute_force(seed: int, num_experts: int, num_gpus: int, per_gpu: int) -> None:
     load = loads(seed, 1, num_experts, sigma=1.0)
-    best = brute_force(instance_of(load, num_gpus=num_gpus, num_slots=num_gpus * per_gpu))
+    best = brute_force(make_instance(load, num_gpus=num_gpus, num_slots=num_gpus * per_gpu))
     found = place_experts(load, num_gpus=num_gpus, num_slots=num_gpus * per_gpu, effort="exact", time_limit_s=0.5)
     assert found.balance[0] == pytest.approx(best, rel=1e-5)  # the model's sizes are whole millionths of the mean
     assert found.lower_bound[0] == pytest.approx(best, rel=1e-4)
@@ -110,7 +110,7 @@ def test_exact_answers_are_those_of_brute_force(seed: int, num_experts: int, num
 @pytest.mark.parametrize(("num_experts", "num_gpus"), [(4, 3), (5, 3), (5, 4), (3, 3)])
 def test_hall_bound_holds_with_two_slots_on_a_gpu(seed: int, num_experts: int, num_gpus: int) -> None:
     load = loads(seed, 1, num_experts, sigma=0.4)
-    best = brute_force(instance_of(load, num_gpus=num_gpus, num_slots=2 * num_gpus))
+    best = brute_force(make_instance(load, num_gpus=num_gpus, num_slots=2 * num_gpus))
     found = place_experts(load, num_gpus=num_gpus, num_slots=2 * num_gpus)
     assert found.lower_bound[0] <= best * (1 + 1e-9) <= found.balance[0] * (1 + 2e-9)
 
@@ -165,7 +165,7 @@ def test_any_slots_on_any_gpus_give_a_valid_placement(seed: int, slots: list[int
     options = {"num_gpus": len(slots), "num_slots": sum(slots), "slots_per_gpu": slots}
     placement = place_experts(load, **options)
     assert np.allclose(
-        check(instance_of(load, **options), placement.physical_to_logical, placement.share), placement.balance
+        check(make_instance(load, **options), placement.physical_to_logical, placement.share), placement.balance
     )
 
 
@@ -188,7 +188,7 @@ def test_faster_gpus_take_more() -> None:
     load = loads(1, 3, 64, sigma=0.5)
     speed = np.array([1.0, 1.0, 2.0, 2.0])
     placement = place_experts(load, num_gpus=4, num_slots=80, gpu_speed=speed)
-    instance = instance_of(load, num_gpus=4, num_slots=80, gpu_speed=speed)
+    instance = make_instance(load, num_gpus=4, num_slots=80, gpu_speed=speed)
     assert np.allclose(check(instance, placement.physical_to_logical, placement.share), placement.balance)
     assert placement.balance.max() < 1.06
     assert np.all(placement.gpu_load[:, 2:].min(axis=1) > 1.7 * placement.gpu_load[:, :2].max(axis=1))
@@ -198,7 +198,7 @@ def test_gpus_may_hold_different_numbers_of_experts() -> None:
     load = loads(2, 3, 20)
     slots = [9, 9, 3, 3]
     placement = place_experts(load, num_gpus=4, num_slots=24, slots_per_gpu=slots)
-    instance = instance_of(load, num_gpus=4, num_slots=24, slots_per_gpu=slots)
+    instance = make_instance(load, num_gpus=4, num_slots=24, slots_per_gpu=slots)
     assert np.allclose(check(instance, placement.physical_to_logical, placement.share), placement.balance)
 
 

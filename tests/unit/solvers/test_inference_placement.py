@@ -9,28 +9,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.inference_instance import (
+from meshwright.solvers.generation.instance import (
     RESOURCES,
     Capacity,
-    Instance,
-    Placement,
+    GenerationInstance,
+    GenerationPlacement,
     Rates,
     busy_s,
     check,
-    held_bytes,
+    resident_bytes,
 )
-from meshwright.solvers.inference_placement import least_bytes, relax, solve
-from meshwright.solvers.status import Status
+from meshwright.solvers.generation.placement import min_bytes, solve, solve_relaxation
+from meshwright.solvers.solution import Status
 
 GB = 1e9
 
 
-def instance(seed: int = 0, *, device_gb: float = 6.0, host_gb: float = 20.0, storage_gb: float = 50.0) -> Instance:
+def instance(
+    seed: int = 0, *, device_gb: float = 6.0, host_gb: float = 20.0, storage_gb: float = 50.0
+) -> GenerationInstance:
     """Two kinds of layers, a prefill and one part of decoding."""
     rng = np.random.default_rng(seed)
     weights = rng.uniform(0.5, 2.0, 2) * GB
     read = rng.uniform(2, 12) * GB
-    return Instance(
+    return GenerationInstance(
         counts=np.array([1, 3]),
         weight_bytes=weights,
         moved_bytes=weights * [0.0, 1.0],
@@ -71,13 +73,13 @@ def splits(total: int, parts: int) -> list[tuple[int, ...]]:
     return [tuple(np.diff([-1, *cut, total + parts - 1]) - 1) for cut in cuts]
 
 
-def every_placement(i: Instance, steps: int = 2):
+def every_placement(i: GenerationInstance, steps: int = 2):
     """Whole layers everywhere they may be, shares in steps."""
     kinds = [splits(int(n), 3) for n in i.counts]
     for layers in itertools.product(*kinds):
         for cache in splits(steps, 5):
             for hidden in splits(1, 3):
-                yield Placement(
+                yield GenerationPlacement(
                     layers=np.array(layers), cache=np.array(cache) / steps, hidden=np.array(hidden, dtype=float)
                 )
 
@@ -101,22 +103,22 @@ def test_no_whole_placement_is_faster_than_the_answer_less_its_gap(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_relaxation_is_what_another_solver_finds(seed: int) -> None:
-    """The same program written down again from the definition: rows are differences of `busy_s` and `held_bytes`."""
+    """The same program written down again from the definition: rows are differences of `busy_s` and `resident_bytes`."""
     optimize = pytest.importorskip("scipy.optimize")
     i = instance(seed)
-    _, relaxed = relax(i)
+    _, relaxed = solve_relaxation(i)
     assert relaxed is not None
-    zero = Placement(layers=np.zeros((2, 3)), cache=np.zeros(5), hidden=np.zeros(3))
+    zero = GenerationPlacement(layers=np.zeros((2, 3)), cache=np.zeros(5), hidden=np.zeros(3))
 
-    def unit(n: int) -> Placement:
+    def unit(n: int) -> GenerationPlacement:
         flat = np.zeros(14)
         flat[n] = 1.0
-        return Placement(layers=flat[:6].reshape(2, 3), cache=flat[6:11], hidden=flat[11:])
+        return GenerationPlacement(layers=flat[:6].reshape(2, 3), cache=flat[6:11], hidden=flat[11:])
 
     busy = np.stack([(busy_s(i, unit(n)) - busy_s(i, zero)).reshape(-1) for n in range(14)], axis=1)
-    held = np.stack([held_bytes(i, unit(n)) - held_bytes(i, zero) for n in range(14)], axis=1) / GB
+    held = np.stack([resident_bytes(i, unit(n)) - resident_bytes(i, zero) for n in range(14)], axis=1) / GB
     seconds = np.tile(np.eye(2), (len(RESOURCES), 1))
-    caps = (np.array([i.capacity.device, i.capacity.host, i.capacity.storage]) - held_bytes(i, zero)) / GB
+    caps = (np.array([i.capacity.device, i.capacity.host, i.capacity.storage]) - resident_bytes(i, zero)) / GB
     equal = np.zeros((4, 16))
     equal[0, :3], equal[1, 3:6], equal[2, 6:11], equal[3, 11:14] = 1, 1, 1, 1
     answer = optimize.linprog(
@@ -140,8 +142,8 @@ def test_relaxation_is_what_another_solver_finds(seed: int) -> None:
 @settings(max_examples=25, deadline=None)
 def test_more_memory_is_never_slower(seed: int, more: str, amount: float) -> None:
     i = instance(seed)
-    _, before = relax(i)
-    _, after = relax(i.with_capacity(**{more: getattr(i.capacity, more) + amount * GB}))
+    _, before = solve_relaxation(i)
+    _, after = solve_relaxation(i.with_capacity(**{more: getattr(i.capacity, more) + amount * GB}))
     assert before is not None and after is not None
     assert after.objective <= before.objective * (1 + 1e-6)
 
@@ -154,8 +156,8 @@ def test_more_memory_is_never_slower(seed: int, more: str, amount: float) -> Non
 @settings(max_examples=25, deadline=None)
 def test_a_faster_link_is_never_slower(seed: int, faster: str, ratio: float) -> None:
     i = instance(seed)
-    _, before = relax(i)
-    _, after = relax(replace(i, rates=replace(i.rates, **{faster: ratio * getattr(i.rates, faster)})))
+    _, before = solve_relaxation(i)
+    _, after = solve_relaxation(replace(i, rates=replace(i.rates, **{faster: ratio * getattr(i.rates, faster)})))
     assert before is not None and after is not None
     assert after.objective <= before.objective * (1 + 1e-6)
 
@@ -163,11 +165,11 @@ def test_a_faster_link_is_never_slower(seed: int, faster: str, ratio: float) -> 
 @pytest.mark.parametrize("seed", range(4))
 def test_worth_is_the_slope_of_the_optimum(seed: int) -> None:
     i, step = instance(seed), 1e-4
-    _, now = relax(i)
+    _, now = solve_relaxation(i)
     assert now is not None
 
-    def saved(changed: Instance) -> float:
-        _, then = relax(changed)
+    def saved(changed: GenerationInstance) -> float:
+        _, then = solve_relaxation(changed)
         assert then is not None
         return now.objective - then.objective
 
@@ -201,10 +203,10 @@ def test_nothing_fits_says_which_memory_lacks_how_much() -> None:
     i = instance(host_gb=1.0, storage_gb=0.0)
     i = replace(i, rates=replace(i.rates, storage=0.0))
     assert solve(i).status is Status.INFEASIBLE
-    need = least_bytes(i, "host_bytes")
+    need = min_bytes(i, "host_bytes")
     assert need > i.capacity.host
-    assert relax(i.with_capacity(host=need * (1 + 1e-6)))[1] is not None
-    assert relax(i.with_capacity(host=need * (1 - 1e-3)))[1] is None
+    assert solve_relaxation(i.with_capacity(host=need * (1 + 1e-6)))[1] is not None
+    assert solve_relaxation(i.with_capacity(host=need * (1 - 1e-3)))[1] is None
 
 
 @pytest.mark.parametrize(

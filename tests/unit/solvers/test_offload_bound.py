@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers import offload, offload_bound, offload_changes, offload_count, offload_fluid, offload_uniform
-from meshwright.solvers.offload_events import TO_DEVICE, TO_HOST, Job, run
-from meshwright.solvers.offload_instance import Allowed, Links
-from meshwright.solvers.offload_simulation import check, simulate, simulate_within
+from meshwright.solvers.offload import bound, program, repair, schedule, starts
+from meshwright.solvers.offload.instance import AllowedMoves, Links
+from meshwright.solvers.offload.simulation import (
+    TO_DEVICE,
+    TO_HOST,
+    Job,
+    broken_constraints,
+    run_jobs,
+    simulate,
+    simulate_within,
+)
 from offload_problems import FULL, KEEP, choice_of, instance
 
 
@@ -25,7 +32,7 @@ from offload_problems import FULL, KEEP, choice_of, instance
 def test_copies_both_ways_take_as_long_as_the_links_say(down: list[float], up: list[float], duplex: float) -> None:
     links = Links(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0, duplex=duplex)
     jobs = [Job(TO_HOST, seconds) for seconds in down] + [Job(TO_DEVICE, seconds) for seconds in up]
-    _, end = run(jobs, replace(instance(1), links=links))
+    _, end = run_jobs(jobs, replace(instance(1), links=links))
     assert end.max() == pytest.approx(float(links.seconds(sum(down), sum(up))))
 
 
@@ -39,8 +46,8 @@ def test_no_simulation_is_faster_than_the_program_of_its_choice(
     rng = np.random.default_rng(seed)
     option = rng.integers(0, 5, problem.num_layers)
     option[[0, -1]] = KEEP
-    choice = offload_changes.choice_of(option, rng.integers(0, 4, problem.num_layers))
-    planned = offload_fluid.solve(problem, choice)[1]
+    choice = repair.choice_from_locations(option, rng.integers(0, 4, problem.num_layers))
+    planned = program.solve_fluid(problem, choice)[1]
     assert planned is not None
     # The solver's own tolerance.
     assert planned.objective_s <= simulate(problem, choice, prefetch=prefetch).step_s * (1 + 1e-6)
@@ -50,13 +57,13 @@ def test_a_layer_leaves_while_the_next_one_waits_for_its_parameters() -> None:
     links = Links(to_host_bytes_per_s=10e9, to_device_bytes_per_s=1e9)
     problem = instance(2, cap_share=2.0, links=links)
     choice = choice_of(problem, (3, KEEP), parameters=np.array([False, False, True, False]))
-    planned = offload_fluid.solve(problem, choice)[1]
+    planned = program.solve_fluid(problem, choice)[1]
     simulated = simulate(problem, choice)
     assert planned is not None and planned.objective_s <= simulated.step_s * (1 + 1e-6)
 
 
 def test_the_raised_bound_is_below_every_choice_and_above_the_fluid_one() -> None:
-    nowhere = Allowed(host_optimizer=False, streamed_optimizer=False, parameters=False)
+    nowhere = AllowedMoves(host_optimizer=False, streamed_optimizer=False, parameters=False)
     problem = instance(4, seed=5, may=nowhere)
     only = problem.allowed & np.isin(np.arange(5), (KEEP, FULL))[:, None]
     everything = problem.kept_bytes[KEEP].sum() + problem.resident_bytes + problem.fixed_bytes + problem.turn_bytes
@@ -65,16 +72,16 @@ def test_the_raised_bound_is_below_every_choice_and_above_the_fluid_one() -> Non
     for option in itertools.product((KEEP, FULL), repeat=4):
         choice = choice_of(problem, option)
         simulated = simulate(problem, choice)
-        if not check(problem, choice, simulated):
+        if not broken_constraints(problem, choice, simulated):
             times.append(simulated.step_s)
-    fluid = offload_fluid.solve(problem)[1]
+    fluid = program.solve_fluid(problem)[1]
     assert fluid is not None
     for known_s in times:
-        raised = offload_bound.raised(problem, fluid, known_s)
+        raised = bound.raise_bound_s(problem, fluid, known_s)
         assert fluid.bound_s <= raised <= min(times) * (1 + 1e-6)
     # Every faster choice recomputes a block, which needs 4 GB times its size at once; parts of all of them need less.
-    assert offload_bound.raised(problem, fluid, min(times)) > fluid.bound_s * 1.001
-    found = offload.solve(problem)
+    assert bound.raise_bound_s(problem, fluid, min(times)) > fluid.bound_s * 1.001
+    found = schedule.solve(problem)
     assert found.simulated is not None and found.bound_s <= min(times) * (1 + 1e-6)
 
 
@@ -83,7 +90,7 @@ def test_states_that_stream_in_pieces_wait_for_less() -> None:
     streamed = choice_of(problem, (KEEP,) * 3, streamed_optimizer=np.array([False, True, True, True, False]))
     whole = simulate(problem, streamed).update_s
     in_pieces = simulate(replace(problem, pieces=4), streamed).update_s
-    planned = offload_fluid.solve(problem, streamed)[1]
+    planned = program.solve_fluid(problem, streamed)[1]
     assert planned is not None
     # By hand: 8 GB a layer each way at 10 GB/s, both at once at 7.5 GB/s; the first comes alone and the last goes alone.
     least = float(problem.links.seconds(2.4, 2.4))
@@ -101,11 +108,11 @@ def test_a_simulation_is_given_up_only_where_it_takes_longer(
     rng = np.random.default_rng(seed)
     option = rng.integers(0, 5, problem.num_layers)
     option[[0, -1]] = KEEP
-    choice = offload_changes.choice_of(option, rng.integers(0, 4, problem.num_layers))
+    choice = repair.choice_from_locations(option, rng.integers(0, 4, problem.num_layers))
     simulated = simulate(problem, choice, prefetch=prefetch)
     within = simulate_within(problem, choice, share * simulated.step_s, {}, prefetch=prefetch)
     assert within == (simulated if share >= 1 else None)
-    sums = offload_changes.Sums(problem)
+    sums = repair.ResourceSums(problem)
     assert sums.simulate_within(choice, 0.99 * simulated.step_s, prefetch=prefetch) is None
     assert sums.simulate(choice, prefetch=prefetch) == simulated
     assert sums.simulate_within(choice, 0.99 * simulated.step_s, prefetch=prefetch) is None
@@ -116,9 +123,9 @@ def test_a_simulation_is_given_up_only_where_it_takes_longer(
 def test_no_uniform_policy_that_fits_is_left_out(seed: int, cap: float, host: float) -> None:
     problem = instance(4, seed=seed, cap_share=cap)
     problem = replace(problem, host_cap_bytes=host * problem.total_state_bytes)
-    for choice in offload_uniform.policies(problem, (1.0, 0.5)):
-        simulated, least_s = simulate(problem, choice), offload_uniform.least_s(problem, choice)
-        if not check(problem, choice, simulated):
+    for choice in starts.uniform_policies(problem, (1.0, 0.5)):
+        simulated, least_s = simulate(problem, choice), starts.uniform_lower_bound_s(problem, choice)
+        if not broken_constraints(problem, choice, simulated):
             assert least_s <= simulated.step_s * (1 + 1e-9)
 
 
@@ -127,8 +134,8 @@ def test_a_program_solved_again_does_not_remember(spread: bool) -> None:
     problem = instance(6, seed=3, cap_share=0.6)
     if spread:
         problem = replace(problem, kind=np.arange(problem.num_layers))
-    more = offload_count.Reserve(turn=10e9, update=10e9)
-    again, fresh = offload_count.of_layers(problem)[1], offload_count.of_layers(problem)[1]
+    more = bound.Reserve(turn=10e9, update=10e9)
+    again, fresh = bound.count_programs(problem)[1], bound.count_programs(problem)[1]
     first, tighter, back = again.solve()[1], again.solve(more)[1], again.solve()[1]
     assert first is not None and tighter is not None and back is not None
     assert tighter.objective_s > first.objective_s

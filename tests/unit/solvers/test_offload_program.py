@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers import offload, offload_changes, offload_count, offload_fluid, offload_uniform
-from meshwright.solvers.offload_instance import Allowed, Links
-from meshwright.solvers.offload_simulation import check, simulate
-from meshwright.solvers.status import Status
+from meshwright.solvers.offload import bound, program, repair, schedule, starts
+from meshwright.solvers.offload.instance import AllowedMoves, Links
+from meshwright.solvers.offload.simulation import broken_constraints, simulate
+from meshwright.solvers.solution import Status
 from offload_problems import ACTIVATIONS, FULL, KEEP, choice_of, instance
 
 
 def test_no_choice_of_whole_layers_beats_the_bound_and_few_beat_the_answer() -> None:
-    problem = instance(3, cap_share=0.7, may=Allowed(host_optimizer=False, parameters=False))
+    problem = instance(3, cap_share=0.7, may=AllowedMoves(host_optimizer=False, parameters=False))
     ends = (False, False), (True, True)
     blocks = itertools.product([False, True], repeat=3)
     streams = [np.array([first, *mask, last]) for mask, (first, last) in itertools.product(blocks, ends)]
@@ -26,15 +26,15 @@ def test_no_choice_of_whole_layers_beats_the_bound_and_few_beat_the_answer() -> 
         for mask in streams:
             choice = choice_of(problem, option, streamed_optimizer=mask)
             simulated = simulate(problem, choice)
-            if not check(problem, choice, simulated):
+            if not broken_constraints(problem, choice, simulated):
                 times.append(simulated.step_s)
-    found = offload.solve(problem)
+    found = schedule.solve(problem)
     assert found.simulated is not None and found.choice is not None
     assert found.bound_s <= min(times) * (1 + 1e-9)
-    assert offload_count.lower_bound_s(problem) <= found.bound_s * (1 + 1e-9)
+    assert bound.lower_bound_s(problem) <= found.bound_s * (1 + 1e-9)
     # Rounding three blocks is a heuristic: within a twentieth of the best of all 2,000 choices.
     assert min(times) * (1 - 1e-9) <= found.simulated.step_s <= 1.05 * min(times)
-    assert offload_count.lower_bound_s(problem) <= found.bound_s <= min(times) * (1 + 1e-9)
+    assert bound.lower_bound_s(problem) <= found.bound_s <= min(times) * (1 + 1e-9)
 
 
 @settings(max_examples=12, deadline=None)
@@ -62,8 +62,8 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
         gradients_accumulate=microbatches > 1,
         links=links,
     )
-    status, fluid = offload_fluid.solve(problem)
-    counted = offload_count.lower_bound_s(problem)
+    status, fluid = program.solve_fluid(problem)
+    counted = bound.lower_bound_s(problem)
     if fluid is None:
         assert status is Status.INFEASIBLE
         return
@@ -74,28 +74,28 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
         replace(problem, links=replace(links, to_host_bytes_per_s=13e9)),
         replace(problem, links=replace(links, duplex=0.8)),
     ):
-        eased = offload_fluid.solve(better)[1]
+        eased = program.solve_fluid(better)[1]
         assert eased is not None and eased.objective_s <= fluid.objective_s * (1 + 1e-6)
-    found = offload.solve(problem)
+    found = schedule.solve(problem)
     if found.choice is not None and found.simulated is not None:
         again = simulate(problem, found.choice, prefetch=found.prefetch)
-        assert again == found.simulated and not check(problem, found.choice, again)
+        assert again == found.simulated and not broken_constraints(problem, found.choice, again)
         # The bounds are below the linear program of the choice, and that below its simulation.
         assert fluid.objective_s <= found.bound_s * (1 + 1e-6) <= found.objective_s * (1 + 2e-6)
         assert found.objective_s <= again.step_s * (1 + 1e-6)
-        for choice in offload_uniform.policies(problem, (1.0, 0.5)):
+        for choice in starts.uniform_policies(problem, (1.0, 0.5)):
             uniform = simulate(problem, choice, prefetch=2)
-            assert check(problem, choice, uniform) or again.step_s <= uniform.step_s * (1 + 1e-9)
+            assert broken_constraints(problem, choice, uniform) or again.step_s <= uniform.step_s * (1 + 1e-9)
 
 
 def test_worth_is_what_a_little_more_saves() -> None:
     problem = instance(5, cap_share=0.5, seed=3)
-    fluid = offload_fluid.solve(problem)[1]
+    fluid = program.solve_fluid(problem)[1]
     assert fluid is not None and fluid.worth.device_s_per_byte > 0
     more, step = 1e6, 1e5
-    roomier = offload_fluid.solve(problem.with_cap(problem.cap_bytes + more))[1]
+    roomier = program.solve_fluid(problem.with_cap(problem.cap_bytes + more))[1]
     links = replace(problem.links, to_host_bytes_per_s=10e9 + step, to_device_bytes_per_s=10e9 + step)
-    faster = offload_fluid.solve(replace(problem, links=links))[1]
+    faster = program.solve_fluid(replace(problem, links=links))[1]
     assert roomier is not None and faster is not None
     # Differences of two optima over steps this small carry the solver's own tolerance.
     assert (fluid.objective_s - roomier.objective_s) / more == pytest.approx(fluid.worth.device_s_per_byte, rel=0.02)
@@ -134,32 +134,32 @@ def test_updates_on_host_device_and_storage() -> None:
     stored = simulate(problem, choice_of(problem, (KEEP, KEEP), host_optimizer=block, storage=block))
     assert stored.update_s == pytest.approx(2.0 + 0.5 + 4.0)  # read, update, write
     assert (stored.storage_bytes, stored.host_bytes) == (8e9, pytest.approx(8e9))
-    assert check(problem, choice_of(problem, (KEEP, KEEP), storage=~none), stored) != []
+    assert broken_constraints(problem, choice_of(problem, (KEEP, KEEP), storage=~none), stored) != []
 
 
 def test_what_does_not_fit_is_infeasible_and_says_what_the_host_needs() -> None:
     problem = instance(4, cap_share=0.4)
-    needed = offload_count.least_host_bytes(problem)
+    needed = bound.min_host_bytes(problem)
     assert np.isfinite(needed)
     short = replace(problem, host_cap_bytes=0.9 * needed)
-    assert offload_count.lower_bound_s(short) == np.inf
-    assert offload.solve(short).status is Status.INFEASIBLE
-    assert offload_count.lower_bound_s(replace(problem, host_cap_bytes=1.1 * needed)) < np.inf
-    assert offload.solve(problem.with_cap(1e9)).choice is None
+    assert bound.lower_bound_s(short) == np.inf
+    assert schedule.solve(short).status is Status.INFEASIBLE
+    assert bound.lower_bound_s(replace(problem, host_cap_bytes=1.1 * needed)) < np.inf
+    assert schedule.solve(problem.with_cap(1e9)).choice is None
 
 
 def test_whole_layers_need_all_of_what_one_has_in_use() -> None:
-    nowhere = Allowed(host_optimizer=False, streamed_optimizer=False, parameters=False)
+    nowhere = AllowedMoves(host_optimizer=False, streamed_optimizer=False, parameters=False)
     problem = instance(3, may=nowhere)
     only = problem.allowed & np.isin(np.arange(5), (KEEP, FULL))[:, None]
     everything = problem.resident_bytes + 30e9 + problem.fixed_bytes + problem.turn_bytes + 1e9
     problem = replace(problem, allowed=only).with_cap(everything - 8e9)
     # A block saves 9 GB and the first one needs 3 GB more in use: two blocks. Fractions: a third of each, with 1 GB more in use.
     compute_s = problem.compute_s + problem.device_update_s.sum()
-    whole = offload_count.solve_whole(problem)[1]
+    whole = bound.solve_whole(problem)[1]
     assert whole is not None and whole.bound_s == pytest.approx(compute_s + 2 * 0.8)
-    assert offload_count.lower_bound_s(problem) == pytest.approx(compute_s + 0.8)
-    found = offload.solve(problem)
+    assert bound.lower_bound_s(problem) == pytest.approx(compute_s + 0.8)
+    found = schedule.solve(problem)
     assert found.simulated is not None and found.simulated.step_s == pytest.approx(found.bound_s)
 
 
@@ -172,24 +172,22 @@ def test_sums_over_layers_are_what_the_simulation_moves_and_holds(seed: int, blo
     option = rng.integers(0, 5, problem.num_layers)
     option[[0, -1]] = KEEP
     place = rng.integers(0, 6, problem.num_layers)
-    choice = offload_changes.choice_of(option, place)
-    assert np.array_equal(offload_changes.places_of(choice), place)
-    sums = offload_changes.Sums(problem)
+    choice = repair.choice_from_locations(option, place)
+    assert np.array_equal(repair.locations_of(choice), place)
+    sums = repair.ResourceSums(problem)
     simulated, total = simulate(problem, choice), sums.total(choice)
-    assert total[offload_changes.HOST] == pytest.approx(simulated.host_bytes)
-    assert total[offload_changes.STORED] == pytest.approx(simulated.storage_bytes)
-    down = total[offload_changes.DOWN] + total[offload_changes.UPDATE_DOWN]
-    up = total[offload_changes.UP] + total[offload_changes.UPDATE_UP]
+    assert total[repair.HOST] == pytest.approx(simulated.host_bytes)
+    assert total[repair.STORED] == pytest.approx(simulated.storage_bytes)
+    down = total[repair.DOWN] + total[repair.UPDATE_DOWN]
+    up = total[repair.UP] + total[repair.UPDATE_UP]
     assert (down, up) == (pytest.approx(simulated.to_host_bytes), pytest.approx(simulated.to_device_bytes))
     # A change is worth what the sums of the changed choice say.
     changes = sums.changes(choice, np.arange(problem.num_layers))
     for row in range(0, len(changes.layer), 5):
-        other = offload_changes.with_layer(
-            choice, *(int(v[row]) for v in (changes.layer, changes.option, changes.place))
-        )
+        other = repair.change_layer(choice, *(int(v[row]) for v in (changes.layer, changes.option, changes.place)))
         assert sums.seconds(sums.total(other)) - sums.seconds(total) == pytest.approx(changes.seconds[row], abs=1e-9)
         update = simulate(problem, other).update_bytes - simulated.update_bytes
-        assert changes.sums[row, offload_changes.DEVICE_IN_UPDATE] == pytest.approx(update, abs=1.0)
+        assert changes.sums[row, repair.DEVICE_IN_UPDATE] == pytest.approx(update, abs=1.0)
 
 
 def test_parameters_on_their_way_and_their_gradients_are_on_the_device() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from meshwright.cost_models import pipeline_orders as orders
-from meshwright.cost_models.pipeline_simulation import Action, Order
+from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.simulation import Action, Order
 from meshwright.schema.errors import ConfigError
-from meshwright.solvers.pipeline_csv import from_torch_csv, to_torch_csv
-from meshwright.solvers.pipeline_greedy import EVENT_RULES, by_events
+from meshwright.solvers.pipeline.greedy import EVENT_RULES, greedy_order
+from meshwright.solvers.pipeline.torch_csv import from_torch_csv, to_torch_csv
 from pipelines import random_pipeline
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/schedules/torch_pipelining"
@@ -60,7 +60,7 @@ def fake_world() -> Iterator[int]:
 def uneven(style: str) -> Order:
     costs = random_pipeline(3, ranks=4, micro_batches=6, chunks=2, style=style)  # type: ignore[arg-type]
     caps = [3 * sum(costs.held_bytes[s] for s in costs.stages_of(rank)) for rank in range(4)]
-    return by_events(costs, caps, EVENT_RULES[0])
+    return greedy_order(costs, caps, EVENT_RULES[0])
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.pipeline_simulation import Pipeline, peak_bytes, placement
-from meshwright.solvers.pipeline_instance import Instance, check, lower_bound_s
-from meshwright.solvers.pipeline_quick import quick_order
+from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes, placement
+from meshwright.solvers.pipeline.greedy import quick_order
+from meshwright.solvers.pipeline.instance import PipelineInstance, check, lower_bound_s
 
 
 @st.composite
@@ -43,5 +43,5 @@ def test_an_order_is_whole_and_within_its_caps(drawn: tuple[Pipeline, tuple[floa
         assert np.any(np.array(one) > 0.999 * np.array(caps) - 1e-6) or min(np.array(caps) / one) < 2
         return
     assert np.all(peak_bytes(pipeline, order) <= np.array(caps) * (1 + 1e-9) + 1e-6)
-    instance = Instance(pipeline, tuple(cap + 1e-6 for cap in caps))
+    instance = PipelineInstance(pipeline, tuple(cap + 1e-6 for cap in caps))
     assert check(instance, order) >= lower_bound_s(instance) * (1 - 1e-9)

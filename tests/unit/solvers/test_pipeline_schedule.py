@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models import pipeline_orders as orders
-from meshwright.cost_models.pipeline_simulation import Action, Order, Pipeline, peak_bytes, simulate
+from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.simulation import Action, Order, Pipeline, peak_bytes, simulate
 from meshwright.schema.errors import ConfigError, InfeasibleError
-from meshwright.solvers.pipeline_improve import split_backward
-from meshwright.solvers.pipeline_instance import Instance, Length, check, length_s, lower_bound_s
-from meshwright.solvers.pipeline_schedule import best_greedy, named_orders, solve, synthesise
-from meshwright.solvers.status import Status
+from meshwright.solvers.pipeline.improve import split_backward
+from meshwright.solvers.pipeline.instance import Length, PipelineInstance, check, length_s, lower_bound_s
+from meshwright.solvers.pipeline.schedule import best_greedy, named_orders, solve, synthesise
+from meshwright.solvers.solution import Status
 from pipelines import equal, pipeline, random_pipeline
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/schedules"
@@ -37,7 +37,7 @@ def sequences(num_micro_batches: int, stages: tuple[int, ...]) -> Iterator[tuple
     return extend({}, ())
 
 
-def brute_force(instance: Instance) -> float:
+def brute_force(instance: PipelineInstance) -> float:
     """Least length over every order that runs and fits; infinite without one."""
     costs = instance.pipeline
     rows = []
@@ -65,7 +65,7 @@ def test_small_uneven_pipelines_reach_the_brute_force_optimum_and_prove_it(
 ) -> None:
     costs = random_pipeline(seed, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     one = np.array([sum(costs.held_bytes[s] for s in costs.stages_of(rank)) for rank in range(ranks)])
-    instance = Instance(costs, tuple(one * (1 + seed % 2) + seed // 2), length)
+    instance = PipelineInstance(costs, tuple(one * (1 + seed % 2) + seed // 2), length)
     solution = solve(instance, time_limit_s=20)
     best = brute_force(instance)
     assert solution.status is Status.OPTIMAL
@@ -92,7 +92,7 @@ def test_known_optimum_is_reached_within_its_memory(
 ) -> None:
     _, forward, backward, weight, transfer, micro_batches, cap, optimum = case
     costs = pipeline([forward] * 4, [backward] * 4, [weight] * 4, micro_batches=micro_batches, transfer=transfer)
-    instance = Instance(costs, (2.0 * cap,) * 4, "span")
+    instance = PipelineInstance(costs, (2.0 * cap,) * 4, "span")
     solution = solve(instance, time_limit_s=60, rel_gap=0.05)
     if solution.objective_s > optimum:
         solution = solve(instance, time_limit_s=60)
@@ -120,7 +120,7 @@ def uneven(chunks: int, style: str) -> Pipeline:
 def test_uneven_profile_has_no_idle_second_on_its_slowest_rank() -> None:
     """A V that starts and ends on the slow rank keeps it busy from the first to the last second: nothing can be shorter."""
     placements = ((1, "loop"), (2, "loop"), (2, "wave"), (2, "wave_from_last"))
-    instances = tuple(Instance(uneven(*placed), (9920.0,) * 8) for placed in placements)
+    instances = tuple(PipelineInstance(uneven(*placed), (9920.0,) * 8) for placed in placements)
     which, solution = synthesise(instances, time_limit_s=20)
     assert placements[which] == (2, "wave_from_last")
     assert solution.objective_s == 32 * (41678 + 38731 + 32833)
@@ -135,7 +135,7 @@ def test_never_worse_than_a_named_schedule_at_its_own_memory(seed: int, chunks: 
     costs = random_pipeline(seed, ranks=4, micro_batches=8, chunks=chunks, style=style)  # type: ignore[arg-type]
     for make in named_orders(costs).values():
         timeline = simulate(costs, make())
-        instance = Instance(costs, tuple(timeline.peak_bytes))
+        instance = PipelineInstance(costs, tuple(timeline.peak_bytes))
         found = best_greedy(instance)
         assert found is not None
         assert check(instance, found[1]) <= timeline.makespan_s
@@ -145,7 +145,7 @@ def test_never_worse_than_a_named_schedule_at_its_own_memory(seed: int, chunks: 
 def test_search_never_ends_above_its_start_and_keeps_the_cap(seed: int) -> None:
     costs = random_pipeline(seed, ranks=4, micro_batches=16, chunks=2, style="wave")
     caps = tuple(4 * sum(costs.held_bytes[s] for s in costs.stages_of(rank)) for rank in range(4))
-    instance = Instance(costs, caps)
+    instance = PipelineInstance(costs, caps)
     start = best_greedy(instance)
     assert start is not None
     solution = solve(instance, time_limit_s=1.0)
@@ -155,7 +155,7 @@ def test_search_never_ends_above_its_start_and_keeps_the_cap(seed: int) -> None:
 
 def test_same_seed_gives_the_same_order() -> None:
     costs = pipeline([10] * 4, [10] * 4, [10] * 4, micro_batches=8, transfer=1)
-    instance = Instance(costs, (16.0,) * 4, "span")
+    instance = PipelineInstance(costs, (16.0,) * 4, "span")
     first, second = (solve(instance, time_limit_s=120, seed=7) for _ in range(2))
     assert first.order == second.order
     assert first.status is Status.OPTIMAL
@@ -176,7 +176,7 @@ def test_bound_holds_for_every_greedy_order_and_falls_with_memory(
     chunks, style = placed
     costs = random_pipeline(seed, ranks=ranks, micro_batches=micro_batches, chunks=chunks, style=style)  # type: ignore[arg-type]
     caps = factor * np.array([sum(costs.held_bytes[s] for s in costs.stages_of(rank)) for rank in range(ranks)])
-    instance, roomier = Instance(costs, tuple(caps), length), Instance(costs, tuple(1.5 * caps), length)
+    instance, roomier = PipelineInstance(costs, tuple(caps), length), PipelineInstance(costs, tuple(1.5 * caps), length)
     found = best_greedy(instance)
     assert found is not None
     assert lower_bound_s(roomier) <= lower_bound_s(instance) <= check(instance, found[1]) * (1 + 1e-12)
@@ -184,14 +184,14 @@ def test_bound_holds_for_every_greedy_order_and_falls_with_memory(
 
 def test_decimal_seconds_become_whole_ticks() -> None:
     costs = pipeline([0.018522] * 2, [0.018086] * 2, [0.009337] * 2, micro_batches=2, transfer=0.0006)
-    instance = Instance(costs, (8.0, 8.0))
+    instance = PipelineInstance(costs, (8.0, 8.0))
     ticks = [*instance.ticked.forward_s, *instance.ticked.transfer_s]
     assert [t * instance.unit_s for t in ticks] == pytest.approx([0.018522, 0.018522, 0.0006], rel=1e-12)
     assert all(t == int(t) for t in ticks)
 
 
 def test_cap_below_one_micro_batch_is_infeasible() -> None:
-    instance = Instance(equal(2, 3), (1.5, 4.0))
+    instance = PipelineInstance(equal(2, 3), (1.5, 4.0))
     assert solve(instance).status is Status.INFEASIBLE
     with pytest.raises(InfeasibleError, match=r"memory \(C3\)"):
         synthesise((instance,))
@@ -199,12 +199,12 @@ def test_cap_below_one_micro_batch_is_infeasible() -> None:
 
 def test_check_names_the_rank_over_its_cap() -> None:
     with pytest.raises(ValueError, match=r"memory \(C3\): rank 0 holds 8"):
-        check(Instance(equal(4, 6), (6.0,) * 4), orders.one_f_one_b(4, 6))
+        check(PipelineInstance(equal(4, 6), (6.0,) * 4), orders.one_f_one_b(4, 6))
 
 
 def test_caps_for_another_number_of_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 memory caps for 2 ranks"):
-        Instance(equal(2, 2), (4.0,) * 3)
+        PipelineInstance(equal(2, 2), (4.0,) * 3)
 
 
 def test_splitting_backward_changes_neither_time_nor_sequence() -> None:

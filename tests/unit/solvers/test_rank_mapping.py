@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.rank_mapping import Axis, Instance, check, lower_bound_s, solve
-from meshwright.solvers.status import Status
+from meshwright.solvers.rank_mapping import Axis, RankMappingInstance, check, lower_bound_s, solve
+from meshwright.solvers.solution import Status
 
 
 def ring(places: list[int]) -> list[tuple[int, int]]:
     return [tuple(sorted(pair)) for pair in zip(places, [*places[1:], places[0]], strict=True) if len(places) > 1]
 
 
-def random_instance(seed: int, num_places: int, *, num_kinds: int = 1) -> Instance:
+def random_instance(seed: int, num_places: int, *, num_kinds: int = 1) -> RankMappingInstance:
     """Rings within blocks of two or four places, and hops between the places of consecutive blocks."""
     rng = np.random.default_rng(seed)
     rates = rng.choice([1e9, 5e9, 10e9, 25e9], (num_places, num_places)) * rng.uniform(
@@ -30,10 +30,10 @@ def random_instance(seed: int, num_places: int, *, num_kinds: int = 1) -> Instan
     kind = np.repeat(np.arange(num_kinds), -(-num_places // num_kinds))[:num_places]
     if num_kinds > 1:
         size = 1
-    return Instance(np.minimum(rates, rates.T), tuple(axes), kind, np.arange(num_places) // size)
+    return RankMappingInstance(np.minimum(rates, rates.T), tuple(axes), kind, np.arange(num_places) // size)
 
 
-def brute_force(instance: Instance) -> float:
+def brute_force(instance: RankMappingInstance) -> float:
     """Least objective over every order, from the definition, all orders at once."""
     orders = np.array(list(itertools.permutations(range(instance.num_places))))
     same_block = instance.block[1:] == instance.block[:-1]
@@ -75,7 +75,9 @@ def test_two_racks_that_are_listed_alternately_are_sorted_out() -> None:
     same = np.arange(8)[:, None] % 2 == np.arange(8)[None, :] % 2
     rings = Axis(1e10, np.array([*ring([0, 1, 2, 3]), *ring([4, 5, 6, 7])]))
     hops = Axis(1e8, np.array([(k, k + 4) for k in range(4)]))
-    instance = Instance(np.where(same, 10e9, 1e9), (rings, hops), np.zeros(8, dtype=np.int64), np.arange(8) // 4)
+    instance = RankMappingInstance(
+        np.where(same, 10e9, 1e9), (rings, hops), np.zeros(8, dtype=np.int64), np.arange(8) // 4
+    )
     found = solve(instance)
     assert sorted(found.node[:4]) in ([0, 2, 4, 6], [1, 3, 5, 7])
     assert found.objective_s == pytest.approx(1e10 / 10e9 + 1e8 / 1e9)
@@ -86,6 +88,6 @@ def test_two_racks_that_are_listed_alternately_are_sorted_out() -> None:
 )
 def test_check_names_the_broken_constraint(node: tuple[int, ...], tag: str) -> None:
     kind, block = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 1])
-    instance = Instance(np.ones((4, 4)), (Axis(1.0, np.array([(0, 1)])),), kind, block)
+    instance = RankMappingInstance(np.ones((4, 4)), (Axis(1.0, np.array([(0, 1)])),), kind, block)
     with pytest.raises(ValueError, match=tag.replace("(", r"\(").replace(")", r"\)")):
         check(instance, node)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.pipeline_replay import Shape, makespan_s
+from meshwright.cost_models.pipeline.replay import PipelineShape, makespan_s
 from meshwright.schema.errors import ConfigError
-from meshwright.schema.layout import Schedule
-from meshwright.solvers.split_bound import Instance, least_s
+from meshwright.schema.schedules import ScheduleName
+from meshwright.solvers.stages.split_bound import SplitBoundInstance, lower_bound_s
 
 SHAPES = [
-    Shape(schedule=schedule, pp=pp, num_model_chunks=chunks, num_microbatches=m)
-    for schedule in get_args(Schedule)
+    PipelineShape(schedule=schedule, pp=pp, num_model_chunks=chunks, num_microbatches=m)
+    for schedule in get_args(ScheduleName)
     for pp, chunks, m in (
         (2, 1, 2),
         (3, 1, 3),
@@ -32,7 +32,7 @@ SHAPES = [
 ]
 
 
-def is_defined(shape: Shape) -> bool:
+def is_defined(shape: PipelineShape) -> bool:
     try:
         makespan_s(shape, *np.ones((3, shape.num_stages)))
     except ConfigError:
@@ -43,7 +43,7 @@ def is_defined(shape: Shape) -> bool:
 DEFINED = [shape for shape in SHAPES if is_defined(shape)]
 
 
-def random_case(shape: Shape, seed: int, *, num_kinds: int) -> Instance:
+def random_case(shape: PipelineShape, seed: int, *, num_kinds: int) -> SplitBoundInstance:
     """Blocks of a few kinds in runs, an embedding and a head, and what ranks add once."""
     rng = np.random.default_rng(seed)
     num_blocks = shape.num_stages + int(rng.integers(0, 4))
@@ -57,10 +57,10 @@ def random_case(shape: Shape, seed: int, *, num_kinds: int) -> Instance:
     once_fixed = np.zeros((2, shape.num_stages))
     once_fixed[:, [0, -1]] = rng.uniform(0, 1, (2, 2))
     fits = rng.random((shape.pp, num_blocks + 1, num_blocks + 1)) < 0.9 if shape.num_model_chunks == 1 else None
-    return Instance(shape, seconds[:, kind], kind, fixed, once[:, kind], once_fixed, np.zeros(2), fits)
+    return SplitBoundInstance(shape, seconds[:, kind], kind, fixed, once[:, kind], once_fixed, np.zeros(2), fits)
 
 
-def all_times(instance: Instance) -> dict[tuple[int, ...], float]:
+def all_times(instance: SplitBoundInstance) -> dict[tuple[int, ...], float]:
     """(O) of every split within the constraints, by the blocks of its stages."""
     shape, n = instance.shape, instance.num_blocks
     ranks = np.array(shape.rank_of_stage)
@@ -83,20 +83,20 @@ def all_times(instance: Instance) -> dict[tuple[int, ...], float]:
 @given(
     shape=st.sampled_from(DEFINED), seed=st.integers(0, 10**6), num_kinds=st.integers(1, 3), slack=st.floats(0.8, 3.0)
 )
-def test_no_split_is_below_the_bound(shape: Shape, seed: int, num_kinds: int, slack: float) -> None:
+def test_no_split_is_below_the_bound(shape: PipelineShape, seed: int, num_kinds: int, slack: float) -> None:
     instance = random_case(shape, seed, num_kinds=num_kinds)
     fastest = min(all_times(instance).values(), default=np.inf)
     below_s = slack * fastest if np.isfinite(fastest) else 100.0
-    found = least_s(instance, below_s=below_s)
+    found = lower_bound_s(instance, below_s=below_s)
     assert found.bound_s <= max(fastest, below_s * (fastest >= below_s)) * (1 + 1e-9)
     assert found.bound_s <= below_s
     assert not found.sizes or sum(found.sizes) == instance.num_blocks
 
 
 @pytest.mark.parametrize("shape", [shape for shape in DEFINED if shape.schedule == "1f1b"])
-def test_equal_stages_under_1f1b_are_exact(shape: Shape) -> None:
+def test_equal_stages_under_1f1b_are_exact(shape: PipelineShape) -> None:
     size = 2 * shape.num_stages
-    instance = Instance(
+    instance = SplitBoundInstance(
         shape,
         np.tile([[1.0], [1.5], [0.5]], size),
         np.zeros(size, dtype=np.int64),
@@ -106,24 +106,24 @@ def test_equal_stages_under_1f1b_are_exact(shape: Shape) -> None:
         np.zeros(1),
     )
     step_s = makespan_s(shape, *np.tile([[2.0], [3.0], [1.0]], shape.num_stages))
-    assert least_s(instance, below_s=2 * step_s).bound_s == pytest.approx(step_s)
-    assert least_s(instance, below_s=0.9 * step_s).bound_s == 0.9 * step_s
+    assert lower_bound_s(instance, below_s=2 * step_s).bound_s == pytest.approx(step_s)
+    assert lower_bound_s(instance, below_s=0.9 * step_s).bound_s == 0.9 * step_s
 
 
 def test_what_does_not_fit_is_no_split() -> None:
-    shape = Shape(schedule="1f1b", pp=2, num_model_chunks=1, num_microbatches=4)
+    shape = PipelineShape(schedule="1f1b", pp=2, num_model_chunks=1, num_microbatches=4)
     free = replace(random_case(shape, 3, num_kinds=1), fits=None)
     fastest = min(all_times(free).values())
     nothing = np.zeros((2, free.num_blocks + 1, free.num_blocks + 1), dtype=bool)
     none = replace(free, fits=nothing)
-    assert least_s(free, below_s=10 * fastest).bound_s <= fastest * (1 + 1e-9)
-    assert least_s(none, below_s=10 * fastest).bound_s == 10 * fastest
+    assert lower_bound_s(free, below_s=10 * fastest).bound_s <= fastest * (1 + 1e-9)
+    assert lower_bound_s(none, below_s=10 * fastest).bound_s == 10 * fastest
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), m=st.integers(2, 6))
 def test_no_choice_of_options_is_below_the_bound(seed: int, m: int) -> None:
-    shape = Shape(schedule="1f1b", pp=2, num_model_chunks=1, num_microbatches=m)
+    shape = PipelineShape(schedule="1f1b", pp=2, num_model_chunks=1, num_microbatches=m)
     either = [random_case(shape, seed + n, num_kinds=1) for n in (0, 1)]
     n = min(instance.num_blocks for instance in either)
     seconds, once = (np.stack([getattr(c, name)[:, :n] for c in either]) for name in ("seconds", "once_s"))
@@ -135,5 +135,7 @@ def test_no_choice_of_options_is_below_the_bound(seed: int, m: int) -> None:
         one = replace(base, seconds=seconds[at[1], :, at[0]].T, once_s=once[at[1], :, at[0]].T)
         times += all_times(one).values()
     least = replace(base, seconds=seconds.min(axis=0), once_s=once.min(axis=0))
-    free, bound = (least_s(case, below_s=2 * min(times)).bound_s for case in (least, replace(least, choices=choices)))
+    free, bound = (
+        lower_bound_s(case, below_s=2 * min(times)).bound_s for case in (least, replace(least, choices=choices))
+    )
     assert free <= bound <= min(times) * (1 + 1e-9)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.stage_program import Instance, check, lower_bound_s, solve
-from meshwright.solvers.status import Status
+from meshwright.solvers.solution import Status
+from meshwright.solvers.stages.stage_program import StageProgramInstance, check, lower_bound_s, solve
 
 USES = np.array([[True, False, False], [True, True, False], [True, True, True]])
 
 
-def random_instance(seed: int, *, num_layers: int, num_stages: int, num_kinds: int, devices: int = 1) -> Instance:
+def random_instance(
+    seed: int, *, num_layers: int, num_stages: int, num_kinds: int, devices: int = 1
+) -> StageProgramInstance:
     """Layers of random kinds, the first without a choice; options that keep less take longer; stages with random room."""
     rng = np.random.default_rng(seed)
     kind_of_layer = np.concatenate([[-1], np.sort(rng.integers(0, num_kinds, num_layers - 1))])
@@ -33,7 +35,7 @@ def random_instance(seed: int, *, num_layers: int, num_stages: int, num_kinds: i
     stage, first, last = np.array(spans, dtype=np.int64).T
     counts = np.array([[np.sum(kind_of_layer[i:j] == k) for k in range(num_kinds)] for _, i, j in spans])
     room = rng.uniform(0.3, 1.2, num_stages)[stage] * 20e6 * num_layers / num_stages
-    return Instance(
+    return StageProgramInstance(
         num_layers=num_layers,
         num_stages=num_stages,
         stage=stage,
@@ -52,7 +54,7 @@ def random_instance(seed: int, *, num_layers: int, num_stages: int, num_kinds: i
     )
 
 
-def every_answer(instance: Instance) -> list[tuple[float, float]]:
+def every_answer(instance: StageProgramInstance) -> list[tuple[float, float]]:
     """(O) and the slowest stage of every cut with every choice that is allowed."""
     answers = []
     num_kinds, num_options = instance.kept_bytes.shape
@@ -81,7 +83,7 @@ def every_answer(instance: Instance) -> list[tuple[float, float]]:
     return answers
 
 
-def assert_equals_brute_force(instance: Instance) -> None:
+def assert_equals_brute_force(instance: StageProgramInstance) -> None:
     answers, solution = every_answer(instance), solve(instance)
     if not answers:
         assert solution.status is Status.INFEASIBLE

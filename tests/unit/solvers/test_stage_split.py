@@ -9,17 +9,17 @@ import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.stage_split import Instance, check, solve
-from meshwright.solvers.status import Status
+from meshwright.solvers.solution import Status
+from meshwright.solvers.stages.stage_split import StageSplitInstance, check, solve
 
 
-def random_instance(seed: int, *, num_layers: int, num_stages: int, density: float) -> Instance:
+def random_instance(seed: int, *, num_layers: int, num_stages: int, density: float) -> StageSplitInstance:
     rng = np.random.default_rng(seed)
     size = num_layers + 1
-    return Instance(rng.uniform(0.1, 2.0, num_layers), rng.random((num_stages, size, size)) < density)
+    return StageSplitInstance(rng.uniform(0.1, 2.0, num_layers), rng.random((num_stages, size, size)) < density)
 
 
-def brute_force(instance: Instance) -> tuple[float, float] | None:
+def brute_force(instance: StageSplitInstance) -> tuple[float, float] | None:
     """Least (slowest stage, sum of squares) over every split."""
     best = None
     for cuts in itertools.combinations(range(1, instance.num_layers), instance.num_stages - 1):
@@ -32,7 +32,7 @@ def brute_force(instance: Instance) -> tuple[float, float] | None:
     return best
 
 
-def integer_program(instance: Instance) -> float | None:
+def integer_program(instance: StageSplitInstance) -> float | None:
     """The same problem as a set-partition program: one binary per (stage, span)."""
     n, stages = instance.num_layers, range(instance.num_stages)
     problem = pulp.LpProblem("stage_split", pulp.LpMinimize)
@@ -84,12 +84,12 @@ def test_random_instance_equals_integer_program(seed: int) -> None:
 
 
 def test_equal_layers_split_evenly() -> None:
-    instance = Instance(np.ones(12), np.ones((4, 13, 13), dtype=bool))
+    instance = StageSplitInstance(np.ones(12), np.ones((4, 13, 13), dtype=bool))
     assert solve(instance).boundaries == (0, 3, 6, 9, 12)
 
 
 def test_more_stages_than_layers_is_infeasible() -> None:
-    assert solve(Instance(np.ones(2), np.ones((3, 3, 3), dtype=bool))).status is Status.INFEASIBLE
+    assert solve(StageSplitInstance(np.ones(2), np.ones((3, 3, 3), dtype=bool))).status is Status.INFEASIBLE
 
 
 @pytest.mark.parametrize(
@@ -99,20 +99,20 @@ def test_check_names_the_broken_constraint(boundaries: tuple[int, ...], tag: str
     fits = np.ones((2, 5, 5), dtype=bool)
     fits[0, 0, 1] = False
     with pytest.raises(ValueError, match=tag.replace("(", r"\(").replace(")", r"\)")):
-        check(Instance(np.ones(4), fits), boundaries)
+        check(StageSplitInstance(np.ones(4), fits), boundaries)
 
 
 def test_140_layers_on_70_stages_is_exact() -> None:
     """The largest size in use; the pigeonhole bound is reached."""
-    solution = solve(Instance(np.ones(140), np.ones((70, 141, 141), dtype=bool)))
+    solution = solve(StageSplitInstance(np.ones(140), np.ones((70, 141, 141), dtype=bool)))
     assert solution.objective_s == 2.0
 
 
-def stages_that_differ(seed: int) -> Instance:
+def stages_that_differ(seed: int) -> StageSplitInstance:
     rng = np.random.default_rng(seed)
     num_layers, num_stages = int(rng.integers(4, 9)), int(rng.integers(2, 5))
     size = num_layers + 1
-    return Instance(
+    return StageSplitInstance(
         rng.uniform(0.1, 2.0, (num_stages, num_layers)),
         rng.random((num_stages, size, size)) < rng.choice([0.6, 1.0]),
         base_s=rng.uniform(0.0, 0.5, num_stages),
@@ -141,7 +141,7 @@ def test_stages_that_differ_get_the_split_of_brute_force(seed: int) -> None:
 def test_equal_stages_have_the_same_split_either_way(seed: int, rounds: float) -> None:
     """Where every stage is as fast as the others the sum is the same for every split, and (O') is least where (O) is."""
     alike = random_instance(seed, num_layers=9, num_stages=3, density=0.8)
-    differ = Instance(np.tile(alike.busy_s, (3, 1)), alike.fits, np.zeros(3), rounds)
+    differ = StageSplitInstance(np.tile(alike.busy_s, (3, 1)), alike.fits, np.zeros(3), rounds)
     one, other = solve(alike), solve(differ)
     assert one.status == other.status
     if one.boundaries:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.learned.attention import (
     PROCESSORS,
+    AttentionDevice,
     AttentionShape,
-    Silicon,
     attention_seconds,
     kernel,
     kernel_name,
@@ -19,8 +19,8 @@ from meshwright.cost_models.learned.attention import (
 )
 from meshwright.cost_models.learned.trees import ResidualModel
 
-H100 = Silicon(989.5e12, 3.35e12, PROCESSORS["hopper"])
-A100 = Silicon(312e12, 2.039e12, PROCESSORS["ampere"])
+H100 = AttentionDevice(989.5e12, 3.35e12, PROCESSORS["hopper"])
+A100 = AttentionDevice(312e12, 2.039e12, PROCESSORS["ampere"])
 KERNELS = ("ampere", "ada", "hopper", "hopper_fa2", "blackwell", "other")
 
 
@@ -30,7 +30,7 @@ def causal(seq_len: float, rows: float, width: float = 128.0, group: float = 1.0
     return AttentionShape(*(np.array([value]) for value in columns))
 
 
-def tflops(name: str, shape: AttentionShape, silicon: Silicon, *, backward: bool = False) -> float:
+def tflops(name: str, shape: AttentionShape, silicon: AttentionDevice, *, backward: bool = False) -> float:
     flops = 4 * (2.5 if backward else 1.0) * shape.rows * shape.seq_len * shape.context * shape.width
     return float(flops[0] / attention_seconds(name, shape, silicon, backward=backward)[0] / 1e12)
 
@@ -113,7 +113,7 @@ def test_artefact_states_where_it_comes_from_and_how_good_it_is() -> None:
 
 def test_shipped_model_repeats_the_measurements() -> None:
     pytest.importorskip("pyarrow")
-    fit = pytest.importorskip("meshwright.cost_models.learned.attention_fit")
+    fit = pytest.importorskip("meshwright.fitting.attention")
     path = Path(__file__).parents[4].parent / "shared" / "data" / "operators" / "attention_prefill.parquet"
     if not path.exists():
         pytest.skip(f"no measured tables at {path}")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from meshwright.cost_models.learned.estimator import RooflineRegressor
 from meshwright.cost_models.learned.trees import ResidualModel
+from meshwright.fitting.estimator import RooflineRegressor
 from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 from sklearn.utils.estimator_checks import parametrize_with_checks
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from meshwright.cost_models.coefficients import gemm_rates, is_measured
-from meshwright.cost_models.learned import gemm
-from meshwright.cost_models.learned.fit import KINDS
+from meshwright.cost_models.hardware.device import gemm_rates, is_measured
+from meshwright.cost_models.learned import calibration, gemm
+from meshwright.fitting.operators import KINDS
 from meshwright.schema.catalogue import find_device
-from meshwright.schema.cluster_levels import catalogue_device
+from meshwright.schema.cluster_files import catalogue_device
 from meshwright.schema.profile import MatmulPoint
-from meshwright.schema.workload import Precision
+from meshwright.schema.task import Precision
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
 KNOWN = ("A100", "H100", "H200", "B200", "GB200", "L40S")
@@ -109,12 +109,12 @@ def test_calibration_follows_measured_points():
     truth = truth * np.exp(0.03 * random.standard_normal(400))
     errors = []
     for number in (0, 10, 100):
-        fitted = gemm.calibrate(m[:number], n[:number], k[:number], truth[:number], rates)
+        fitted = calibration.calibrate(m[:number], n[:number], k[:number], truth[:number], rates)
         errors.append(np.mean(np.abs(gemm.predict(m[100:], n[100:], k[100:], fitted) / truth[100:] - 1)))
     assert errors[0] > 0.2
     assert errors[1] < 0.5 * errors[0]
     assert errors[2] < 0.06
-    assert gemm.calibrate(m[:0], n[:0], k[:0], truth[:0], rates) is rates
+    assert calibration.calibrate(m[:0], n[:0], k[:0], truth[:0], rates) is rates
 
 
 def test_a_profile_is_the_models_own_data_for_its_device():
@@ -147,7 +147,7 @@ def test_artefact_says_where_it_comes_from():
 @pytest.mark.skipif(not (SHARED / "operators/gemm.parquet").exists(), reason="measured tables are not here")
 def test_measured_products_are_met():
     """The shipped model on a sample of the rows it was fitted on: a change of features without a new fit would show."""
-    fit = pytest.importorskip("meshwright.cost_models.learned.gemm_fit")
+    fit = pytest.importorskip("meshwright.fitting.gemm")
     rows = fit.read_rows(SHARED)
     rows = rows[rows.software == "sglang"].sample(4000, random_state=1)
     for device, part in rows.groupby("device"):

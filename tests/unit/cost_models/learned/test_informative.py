@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.learned.correction import SHIPPED, covariance
-from meshwright.cost_models.learned.gemm import GemmRates, Hardware, features, known_coefficients, model
-from meshwright.cost_models.learned.informative import candidates, greedy, most_informative
+from meshwright.cost_models.learned.calibration import candidate_shapes, greedy_choice, most_informative_shapes
+from meshwright.cost_models.learned.correction import SHIPPED_COVARIANCE, covariance
+from meshwright.cost_models.learned.gemm import GemmDevice, GemmRates, features, known_coefficients, model
 
 
 def posterior_variance(covariance, noise, chosen):
@@ -20,7 +20,7 @@ def test_each_choice_leaves_the_least_variance():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(25, 2))
     covariance = np.exp(-0.5 * ((x[:, None] - x[None]) ** 2).sum(-1)) * np.outer(*(1 + rng.uniform(size=25),) * 2)
-    chosen = greedy(covariance, 0.1, 8)
+    chosen = greedy_choice(covariance, 0.1, 8)
     for step in range(8):
         options = [i for i in range(25) if i not in chosen[:step]]
         left = [posterior_variance(covariance, 0.1, [*chosen[:step], i]).sum() for i in options]
@@ -28,26 +28,26 @@ def test_each_choice_leaves_the_least_variance():
 
 
 def test_more_are_not_chosen_than_there_are():
-    assert sorted(greedy(np.eye(3), 0.1, 10)) == [0, 1, 2]
+    assert sorted(greedy_choice(np.eye(3), 0.1, 10)) == [0, 1, 2]
 
 
 @pytest.fixture
 def rates() -> GemmRates:
-    return GemmRates(known_coefficients("", "")[0], Hardware(9e14, 3.3e12, 132, 50e6), 0.0, 2.0)
+    return GemmRates(known_coefficients("", "")[0], GemmDevice(9e14, 3.3e12, 132, 50e6), 0.0, 2.0)
 
 
 def test_chosen_products_leave_less_to_be_unsure_of_than_the_same_number_at_random(rates):
-    m, n, k = candidates(rates, seed=0, most_s=0.01, most_bytes=1e9)
+    m, n, k = candidate_shapes(rates, seed=0, most_s=0.01, most_bytes=1e9)
     columns = features(m, n, k, rates.coefficients, rates.hardware, element_bytes=2.0, software=0.0)
-    prior = covariance(columns, model().log_residual(columns), SHIPPED)
-    chosen = most_informative(m, n, k, rates, 30)
+    prior = covariance(columns, model().log_residual(columns), SHIPPED_COVARIANCE)
+    chosen = most_informative_shapes(m, n, k, rates, 30)
     at_random = np.random.default_rng(0).permutation(len(m))[:30]
-    noise = SHIPPED.noise
+    noise = SHIPPED_COVARIANCE.noise
     assert posterior_variance(prior, noise, chosen).mean() < posterior_variance(prior, noise, at_random).mean()
 
 
 def test_candidates_keep_to_limits_of_time_and_memory(rates):
-    m, n, k = candidates(rates, seed=0, most_s=1e-4, most_bytes=1e8)
+    m, n, k = candidate_shapes(rates, seed=0, most_s=1e-4, most_bytes=1e8)
     assert len(m) > 100
     assert np.all(2 * (m * n + m * k + n * k) <= 1e8)
     assert np.all(2 * m * n * k / 9e14 <= 1e-4)

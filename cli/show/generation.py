@@ -1,0 +1,140 @@
+"""A plan for generation as one table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from ...schema.units import format_bytes, format_count, format_seconds
+from .plan import bar, cluster_title, figures_table
+
+if TYPE_CHECKING:
+    from ...schema.generation import GenerationPlan, PhaseEstimate
+
+CACHE_TITLES = {
+    "device": "on the device",
+    "host_attended": "on the host, which attends",
+    "host_copied": "on the host, copied up in each pass",
+    "storage_attended": "on storage, the host attends",
+    "storage_copied": "on storage, copied up in each pass",
+}
+STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on storage"}
+
+
+def inference_table(plan: GenerationPlan) -> Table:
+    """Batch, times with what binds them, places, memory, what more of each would be worth."""
+    title = f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}: generation"
+    table = figures_table(title)
+    _add_batch(table, plan)
+    _add_times(table, plan)
+    _add_places(table, plan)
+    _add_memory(table, plan)
+    _add_worth(table, plan)
+    _add_search(table, plan)
+    return table
+
+
+def _add_batch(table: Table, plan: GenerationPlan) -> None:
+    generation = plan.generation
+    table.add_row(
+        "[bold]batch",
+        f"[bold]{plan.batch_size}",
+        generation.precision,
+        f"{plan.num_device_batches} batches of {plan.device_batch_size} sequences a block, "
+        f"{generation.prompt_len} + {generation.generate_len} tokens each",
+    )
+    if plan.cluster.num_devices > 1:
+        table.add_row("  replicas", str(plan.replicas), f"tp {plan.tp}", "each with blocks of its own")
+
+
+def _add_times(table: Table, plan: GenerationPlan) -> None:
+    estimate = plan.estimate
+    table.add_section()
+    table.add_row(
+        "[bold]throughput", f"[bold]{estimate.tokens_per_s:,.4g} tok/s", "", "generated, over prefill and decoding"
+    )
+    table.add_row("[bold]latency", format_seconds(estimate.latency_s), "", "from the prompts to the last token of all")
+    for phase in estimate.phases:
+        passes = f"{phase.passes} x {format_seconds(phase.seconds_per_pass)}"
+        table.add_row(f"  {phase.name}", format_seconds(phase.passes * phase.seconds_per_pass), passes, _busy(phase))
+
+
+def _busy(phase: PhaseEstimate) -> str:
+    """What binds, and how busy the others are."""
+    shares = {name: seconds / phase.seconds_per_pass for name, seconds in phase.busy_s.items()}
+    others = sorted((name for name in shares if name != phase.binds), key=lambda name: -shares[name])
+    rest = [f"{name} {100 * shares[name]:.0f} %" for name in others if shares[name] >= 0.005][:3]
+    return f"[bold]{phase.binds}[/] binds" + (f"; {', '.join(rest)}" if rest else "")
+
+
+def _add_places(table: Table, plan: GenerationPlan) -> None:
+    table.add_section()
+    layers = plan.model.num_layers
+    away = Counter(host=len(plan.host_layers), storage=len(plan.storage_layers))
+    table.add_row("[bold]weights", f"{layers - away.total()} layers", "", "on the device")
+    for place in ("host", "storage"):
+        if away[place]:
+            table.add_row("", f"{away[place]} layers", "", f"on {'the ' * (place == 'host')}{place}, up in each pass")
+    for title, shares, titles in (
+        ("keys and values", plan.cache, CACHE_TITLES),
+        ("hidden states", plan.states, STATE_TITLES),
+    ):
+        for name, where in titles.items():
+            share = getattr(shares, name)
+            if share >= 5e-4:
+                table.add_row(f"[bold]{title}" if title else "", f"{100 * share:.1f} %", "", where)
+                title = ""
+
+
+def _add_memory(table: Table, plan: GenerationPlan) -> None:
+    e = plan.estimate
+    table.add_section()
+    for title, used, budget in (
+        ("memory per device", e.device_bytes, e.device_budget_bytes),
+        ("host memory per node", e.host_bytes, e.host_budget_bytes),
+        ("storage per node", e.storage_bytes, e.storage_budget_bytes),
+    ):
+        if budget:
+            share = used / budget
+            table.add_row(
+                f"[bold]{title}", format_bytes(used), f"{100 * share:.0f} %", f"{bar(share)} of {format_bytes(budget)}"
+            )
+        elif used:
+            table.add_row(f"[bold]{title}", format_bytes(used), "", "no limit known")
+
+
+def _add_worth(table: Table, plan: GenerationPlan) -> None:
+    worth, best = plan.worth, plan.estimate.tokens_per_s
+    rows = {
+        "1 GiB more of each device": worth.device_per_gib,
+        "1 GiB more of the host": worth.host_per_gib,
+        "1 GiB more storage": worth.storage_per_gib,
+        "1 GB/s more of the link": worth.link_per_gb_per_s,
+        "1 GB/s more storage": worth.storage_per_gb_per_s,
+        "1 GB/s more attention there": worth.host_attention_per_gb_per_s,
+    }
+    shown = {name: value for name, value in rows.items() if value > 1e-4 * best}
+    if not shown:
+        return
+    table.add_section()
+    for name, value in shown.items():
+        table.add_row(f"  {name}", f"+{value:,.3g} tok/s", f"{100 * value / best:.2g} %", "at the margin, same batch")
+
+
+def _add_search(table: Table, plan: GenerationPlan) -> None:
+    table.add_section()
+    if plan.search is not None:
+        s = plan.search
+        whole = f"with layers in parts this batch would be {100 * plan.estimate.gap:.2g} % quicker"
+        done = f"{s.bounded} batches bounded, {s.evaluated} solved, {format_seconds(s.search_s)}"
+        table.add_row("[bold]search", "", f"gap {100 * s.gap:.2g} %", f"{done}; {whole}")
+    if plan.alternatives:
+        table.add_row("[bold]runner-ups", "tok/s", "latency", "")
+        for other in plan.alternatives:
+            batch = f"{other.num_device_batches} x {other.device_batch_size} sequences, tp {other.tp}"
+            table.add_row("", f"{other.tokens_per_s:,.4g}", format_seconds(other.latency_s), batch)
+    for note in plan.notes:
+        table.add_row("[bold]note", "", "", escape(note))

@@ -1,0 +1,152 @@
+"""What a run reports while it goes on: progress on standard error, JSON lines, and at the end prediction against measurement."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ...schema import MeshwrightError
+from ...schema.units import format_bytes, format_count, format_seconds
+
+_LOG_LINES = 20
+"""Lines of progress for a whole run where standard error is not a terminal."""
+
+
+@contextlib.contextmanager
+def running_report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) -> Iterator[Path]:
+    """A file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
+    from ...runtime.training.metrics import MetricsWriter, read_new_records
+
+    writer, screen, finished = MetricsWriter(metrics, append=append), Screen(steps), threading.Event()
+
+    def handle(record: dict[str, Any]) -> None:
+        writer.write(record)
+        if as_json:
+            typer.echo(json.dumps(record))
+        screen.show(record)
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, screen, ThreadPoolExecutor(1) as pool:
+        path = Path(folder) / "report.jsonl"
+        reader = pool.submit(_for_each, handle, read_new_records(path, finished))
+        try:
+            yield path
+        except MeshwrightError:
+            finished.set()
+            reader.result()  # raises what the run was ended for, where it was this
+            raise
+        finally:
+            finished.set()
+        reader.result()
+    writer.close()
+    screen.show_comparison()
+
+
+def _for_each(handle: Callable[[dict[str, Any]], None], records: Iterator[dict[str, Any]]) -> None:
+    """Handle each record; if that fails (a full disk, a closed pipe) end the run."""
+    try:
+        for record in records:
+            handle(record)
+    except OSError as error:
+        _thread.interrupt_main()
+        raise MeshwrightError(f"cannot write the metrics of the run: {error.strerror}") from None
+
+
+class Screen:
+    """Progress and result of a run on standard error: a bar on a terminal, now and then a line elsewhere."""
+
+    def __init__(self, steps: int) -> None:
+        self._console = Console(stderr=True)
+        self._steps = steps
+        self._comparison: dict[str, Any] | None = None
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn(),
+            console=self._console, disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("starting", total=steps)
+
+    def __enter__(self) -> None:
+        self._progress.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """One line of the report."""
+        if "step" not in record:
+            self._comparison = record
+            return
+        step = record["step"]
+        text = (
+            f"loss {record['loss']:.4f}  {format_seconds(record['step_time_s'])}/step  "
+            f"{format_count(record['tokens_per_s'])} tokens/s"
+        )
+        self._progress.update(self._task, completed=step, description=text)
+        if not self._console.is_terminal and step % max(1, self._steps // _LOG_LINES) == 0:
+            self._console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
+
+    def show_comparison(self) -> None:
+        """The table of prediction and measurement, where this node has them."""
+        if self._comparison is None:
+            return
+        predicted, measured, ratio = (self._comparison[name] for name in ("predicted", "measured", "ratio"))
+        title = f"predicted and measured, median of {measured['steps'] - measured['warmup_steps']} steps"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+        table.add_column("")
+        for name in ("predicted", "measured", "measured / predicted"):
+            table.add_column(name, justify="right")
+        rows = [
+            ("step time", "step_time_s", format_seconds),
+            ("tokens/s", "tokens_per_s", format_count),
+            ("peak memory", "peak_reserved_bytes", format_bytes),
+        ]
+        if measured["peak_allocated_bytes"] != measured["peak_reserved_bytes"]:
+            rows.append(("  of it tensors", "peak_allocated_bytes", format_bytes))
+        for title, key, show in rows:
+            table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
+            if key == "step_time_s":
+                _add_time_terms(table, predicted.get("parts_s", {}), measured.get("parts_s", {}))
+        self._console.print(table)
+        for slow in measured.get("stragglers", ()):
+            self._console.print(_straggler_line(slow, measured["ranks"]), highlight=False, soft_wrap=True)
+
+
+_TIME_TERMS = {
+    "compute": "forward and backward",
+    "communication": "exposed communication",
+    "pipeline_wait": "waiting for stages",
+    "optimizer": "update",
+    "other": "clipping, loss, the rest",
+    "data": "data, beside the step",
+    "preempted": "of these without a core",
+}
+
+
+def _add_time_terms(table: Table, predicted: dict[str, float], measured: dict[str, float]) -> None:
+    """Rows of the busiest rank's parts; what takes less than a thousandth of a millisecond is left out."""
+    for name, title in _TIME_TERMS.items():
+        expected, found = predicted.get(name), measured.get(name)
+        if found is None or max(expected or 0.0, found) < 1e-6:
+            continue
+        ratio = f"{found / expected:.2f}" if expected else ""
+        table.add_row(f"  {title}", "" if expected is None else format_seconds(expected), format_seconds(found), ratio)
+
+
+def _straggler_line(slow: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
+    stage = next(rank["stage_idx"] for rank in ranks if rank["rank"] == slow["rank"])
+    return (
+        f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its peers, "
+        f"by chance once in {1 / slow['chance']:,.0f} runs"
+    )

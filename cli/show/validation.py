@@ -1,0 +1,114 @@
+"""What `meshwright validate` prints: one table for times, one for memory, one for calibration, one for what was assumed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ...validation.cross_validation import CalibrationScore
+    from ...validation.score import MemoryScore, SourceScore
+
+
+def time_table(scores: dict[str, SourceScore]) -> Table:
+    """Errors of the step time, rank correlation, coverage and regret of each source."""
+    table = _table(
+        "step time, predicted against measured", "source", "rows", "scored", "skipped", "C/flag", "MAPE", "median ratio",
+        "bias", "rank corr.", "in interval", "groups", "regret mean", "median", "max",
+    )  # fmt: skip
+    for source, score in scores.items():
+        counts = (str(score.rows), str(score.scored), str(sum(score.skipped.values())), str(score.unscored))
+        time, regret = score.time, score.regret
+        times = ("-",) * 5
+        if time:
+            rank = "-" if time.spearman is None else f"{time.spearman:.3f}"
+            bias, coverage = _percent(time.bias, sign=True), _percent(time.coverage)
+            times = (_percent(time.mape), f"{time.median_ratio:.2f}", bias, rank, coverage)
+        regrets = (
+            (str(regret.count), *map(_percent, (regret.mean, regret.median, regret.max))) if regret else ("-",) * 4
+        )
+        table.add_row(source or "(none)", *counts, *times, *regrets)
+    return table
+
+
+def memory_table(scores: dict[str, SourceScore]) -> Table:
+    """Errors of the peak by kind of measurement, out-of-memory recall and false alarms of each source."""
+    table = _table(
+        "memory, predicted against measured",
+        "source",
+        "kind",
+        "rows",
+        "MAPE",
+        "bias",
+        "in interval",
+        "failed",
+        "recalled",
+        "ran",
+        "false alarms",
+    )
+    for source, score in scores.items():
+        fit = score.fit
+        verdicts = [str(fit.failed), _percent(fit.recall), str(fit.ran), _percent(fit.false_alarms)]
+        shown = source or "(none)"
+        kinds: dict[str, MemoryScore | None] = dict(score.memory) or {"-": None}
+        for kind, memory in kinds.items():
+            errors = _memory_errors(memory) if memory else ("-",) * 3
+            table.add_row(shown, kind, str(memory.count) if memory else "-", *errors, *verdicts)
+            shown, verdicts = "", [""] * 4
+    return table
+
+
+def _memory_errors(memory: MemoryScore) -> tuple[str, str, str]:
+    return _percent(memory.mape), _percent(memory.bias, sign=True), _percent(memory.coverage)
+
+
+def notes_table(scores: dict[str, SourceScore]) -> Table:
+    """Why rows were skipped, what stands in for what, which defaults were taken."""
+    table = _table(
+        "scored-quality rows by reason (C or flagged rows are predicted, not scored)",
+        "source",
+        "what",
+        "rows",
+        "reason",
+    )
+    for source, score in scores.items():
+        shown = source or "(none)"
+        parts = {"skipped": score.skipped, "approximated": score.approximated, "assumed": score.assumed}
+        for what, counts in parts.items():
+            for reason, count in counts.items():
+                table.add_row(shown, what, str(count), reason)
+                shown = ""
+    table.columns[1].justify = table.columns[3].justify = "left"
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _percent(value: float | None, *, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
+
+
+def calibration_table(scores: dict[str, CalibrationScore], num_runs: int) -> Table:
+    """Mean error without and with a few calibration runs of the same source and device."""
+    table = _table(
+        f"step time with {num_runs} runs of the same source as calibration, draw by draw",
+        "source", "device", "draws", "rows", "MAPE without", "with", "worst draw", "bias with", "memory without", "with",
+    )  # fmt: skip
+    for source, score in scores.items():
+        times = (_percent(score.mape_before), _percent(score.mape_after), _percent(score.worst_after))
+        memory = (_percent(score.memory_before), _percent(score.memory_after))
+        table.add_row(
+            source or "(none)", score.device, str(score.draws), str(score.rows), *times,
+            _percent(score.bias_after, sign=True), *memory,
+        )  # fmt: skip
+    return table

@@ -1,0 +1,112 @@
+"""Embedding and head split over all stages of a pipeline: what every stage gets of them.
+
+Each stage holds a pp-th of the vocabulary and makes the logits of every micro-batch for it (arXiv:2411.05288). The last block's
+output goes to all stages, sums of exponentials and the gradient of that output are reduced over them (Algorithm 2: one barrier),
+embeddings are summed where the first block is and their gradients sent to all:
+
+    T x D to all + T x D reduced + 2 T fp32 all-reduced, output;    T x D reduced + T x D to all, input
+
+for T tokens, D wide. All of it runs beside the passes of other micro-batches, one unit of the schedule later; what outlasts a
+stage's passes of a micro-batch is exposed. The barrier costs one more micro-batch in flight, and logits and hidden states of two
+are alive.
+Tied weights need no copy and no sum: a stage holds the same rows of both. Every stage is longer by the same seconds c:
+
+    step = that of the blocks alone + (m + (pp - 1) / v) c
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schema.arrays import FloatArray, IntArray
+from ...schema.layers import Embedding, Head
+from ..hardware.collectives import collective_s
+from .layer import LayerCost, with_data_parallel, within_layer_cost
+from .operators import CostInputs
+
+ALIVE = 2
+"""Micro-batches whose logits and last hidden states a stage holds: one before the barrier, one after it."""
+
+MORE_IN_FLIGHT = 1
+"""Micro-batches that a stage holds more of because of the barrier (arXiv:2411.05288 section 4: p + 1 with Algorithm 2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShare:
+    """What each stage has of the vocabulary's layers [N]; zero where they are at the ends.
+
+    Attributes:
+        embedding, head: its shares of the two as layers.
+        sent_s: communication over the stages for one micro-batch, forward and backward.
+        logits: of the micro-batches whose logits are alive, on one tensor-parallel rank.
+    """
+
+    embedding: LayerCost
+    head: LayerCost
+    sent_s: FloatArray
+    logits: FloatArray
+
+    def total(self, name: str) -> FloatArray:
+        """A LayerCost field of both shares [N]."""
+        return np.asarray(getattr(self.embedding, name) + getattr(self.head, name))
+
+    def at(self, rows: IntArray) -> VocabularyShare:
+        """The same under some of the layouts."""
+        return VocabularyShare(
+            embedding=self.embedding.at(rows),
+            head=self.head.at(rows),
+            sent_s=self.sent_s[rows],
+            logits=self.logits[rows],
+        )
+
+    def masked(self, keep: NDArray[np.bool_]) -> VocabularyShare:
+        """Nothing where not ``keep`` [N]."""
+        return VocabularyShare(
+            embedding=self.embedding.masked(keep),
+            head=self.head.masked(keep),
+            sent_s=np.where(keep, self.sent_s, 0.0),
+            logits=np.where(keep, self.logits, 0.0),
+        )
+
+    @property
+    def held_bytes(self) -> FloatArray:
+        """Activations of the head's share that wait for the barrier or follow it [N]."""
+        return np.asarray(ALIVE * self.head.activation_bytes)
+
+
+def vocabulary_share(embedding: Embedding, head: Head, setting: CostInputs) -> VocabularyShare:
+    """Shares under every layout [N] of a setting whose vocabularies are split."""
+    batch, parts, logits = setting.batch, [], np.zeros(len(setting.batch))
+    for pp in np.unique(batch.pp):
+        rows = np.flatnonzero(batch.pp == pp)
+        part = -(-head.vocab_size // int(pp))
+        here = setting.select(rows)
+        costs = [_share(layer.replace(vocab_size=part), here) for layer in (embedding, head)]
+        logits[rows] = ALIVE * here.tokens * part / here.batch.tp
+        parts.append((rows, costs))
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]), kind="stable")
+    shares = [LayerCost.concatenate([costs[which] for _, costs in parts]).at(order) for which in (0, 1)]
+    return VocabularyShare(embedding=shares[0], head=shares[1], sent_s=_sent_s(setting), logits=logits)
+
+
+def _share(layer: Embedding | Head, setting: CostInputs) -> LayerCost:
+    cost = within_layer_cost(layer, setting)
+    if isinstance(layer, Head) and layer.tied:
+        copy = layer.vocab_size * setting.hidden_dim / setting.batch.tp
+        trained = cost.num_trained if setting.workload.adapters is not None else cost.num_trained - copy
+        cost = replace(cost, num_params=cost.num_params - copy, num_trained=trained)
+    return with_data_parallel(cost, layer, setting)
+
+
+def _sent_s(setting: CostInputs) -> FloatArray:
+    """Seconds of a micro-batch's collectives over the stages [N]."""
+    batch, cluster = setting.batch, setting.cluster
+    stride: IntArray = batch.stage_ranks
+    hidden = np.asarray(setting.hidden_bytes / np.where(batch.sequence_parallel == 1, batch.tp, 1), dtype=np.float64)
+    to_all = collective_s("all_gather", hidden, batch.pp, stride, cluster)
+    reduced = collective_s("reduce_scatter", hidden, batch.pp, stride, cluster)
+    sums = collective_s("all_reduce", np.asarray(8.0 * setting.tokens, dtype=np.float64), batch.pp, stride, cluster)
+    return np.asarray(2 * (to_all + reduced) + sums)

@@ -1,0 +1,199 @@
+"""Seconds of a pipelined step in closed form, and what no split of the work into stages can beat.
+
+    T = m * max_s t_s + (sum_s t_s - max_s t_s) / v
+
+with t_s the seconds stage s needs for one micro-batch, forward and backward, and v model chunks per stage (1: not interleaved).
+Exact for 1f1b and gpipe with equal stages, where it is (m + pp - 1) * t, and for interleaved 1f1b, whose bubble is a v-th of that
+(Narayanan et al., arXiv:2104.04473 section 2.2). With real stages a step is replayed (pipeline_replay.py).
+
+Bounds, for W seconds of work a micro-batch, of which some rank has M or more, over pp ranks, against the replay of any split:
+
+    any order     m M
+    gpipe         W + (m - 1) M
+    1f1b          2 W + (m - pp - 1) M for m > pp. Rank s: the work before it, its m micro-batches, and on both sides of them the
+                  way down from it and back less the pp - s passes that fill it, sum_{<s} t + 2 sum_{>s} t + (m - pp + s + 1) t_s.
+                  For m <= pp: W + (m - 1) M / 2, and for m = pp the mean of two such paths, 2 pp W / (pp + 1)
+    zb-h1         the same with what the drain defers: (a + (m - a - w - (pp - 1) max(f, w)) / pp) W, a the least share of forward
+                  and input gradients in the work of a layer, f and w the largest of forward and of weight gradients
+    in chunks     one of the ranks with c >= ceil(n / pp) of n blocks stands behind (pp - 1 - pp c + n) others, which make it wait
+    others        m t_r and what rank r waits for first: the forward passes of the ranks before it, and behind its last pass their
+                  backward ones where backward is not split. The ranks' bounds, weighted so that every block counts alike
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schema.schedules import SCHEDULE_NAMES, ScheduleName
+
+Array = Any
+
+
+def pipelined_s(stage_s: Array, num_microbatches: Array, num_model_chunks: Array) -> Array:
+    """Seconds of one step; ``stage_s`` has the stages on its last axis [..., pp]."""
+    slowest = np.max(stage_s, axis=-1)
+    return num_microbatches * slowest + (np.sum(stage_s, axis=-1) - slowest) / num_model_chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineWork:
+    """One micro-batch's work under each layout, arrays [N]; shares are between 0 and 1.
+
+    Attributes:
+        total_s: all layers; ``blocks_s`` and ``deep_s`` those of the blocks and of all but the embedding.
+        slowest_s: of the rank with the most work at least.
+        num_blocks: of the model; ``block_s`` and ``block_forward_s`` the least work and forward pass of one.
+        transfer_s: of a rank both ways, over all its chunks.
+        total_forward_s: of all layers.
+        num_other_blocks: that are not of the most frequent kind; ``main_s`` and ``main_forward_share`` of a block of that kind.
+        block_share: cheapest over dearest block; ``block_forward_share`` cheapest forward pass over dearest block.
+        path_share: forward and input gradients, the least of any layer in ``deep_s``.
+        forward_share, weight_share: the largest of any layer in ``deep_s``.
+    """
+
+    schedule: Array
+    pp: Array
+    num_model_chunks: Array
+    num_microbatches: Array
+    total_s: Array
+    blocks_s: Array
+    deep_s: Array
+    slowest_s: Array
+    num_blocks: Array
+    block_s: Array
+    block_forward_s: Array
+    transfer_s: Array
+    total_forward_s: Array
+    num_other_blocks: Array
+    main_s: Array
+    main_forward_share: Array
+    block_share: Array
+    block_forward_share: Array
+    path_share: Array
+    forward_share: Array
+    weight_share: Array
+
+    def runs(self, *schedules: ScheduleName) -> Array:
+        """Where the schedule is one of these."""
+        return np.isin(self.schedule, [SCHEDULE_NAMES.index(schedule) for schedule in schedules])
+
+
+def lower_bound_s(work: PipelineWork) -> Array:
+    """Seconds no split of the work can beat [N]; chunks of a rank have as many blocks as each other, or one more."""
+    m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
+    whole = work.total_s + pp * work.transfer_s
+    slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
+    single = v == 1
+    bound = np.where(work.runs("synthesised"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
+    bound = np.where((v > 1) & work.runs("gpipe", "1f1b"), np.maximum(bound, _there_and_back(work)), bound)
+    bound = np.maximum(m * slowest, bound)
+    plain = single_stages_s(m, pp, work.runs("gpipe"), whole, slowest)
+    bound = np.where(single & work.runs("gpipe", "1f1b"), plain, bound)
+    return np.where(single & work.runs("zb-h1"), np.maximum(bound, _deferred(work)), bound)
+
+
+def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, whole_s: Array, slowest_s: Array) -> Array:
+    """Seconds that no split into one stage a rank is below, under gpipe or 1f1b [N], whatever the devices of the stages.
+
+    Args:
+        num_microbatches, pp: m and the number of stages.
+        is_gpipe: where not, it is 1f1b.
+        whole_s: of one micro-batch in all stages at least, transfers included.
+        slowest_s: of one micro-batch in the slowest stage at least.
+    """
+    m = num_microbatches
+    few = np.maximum(whole_s + (m - 1) / 2 * slowest_s, np.where(m == pp, 2 * pp / (pp + 1) * whole_s, 0.0))
+    one_f_one_b = np.maximum(np.where(m > pp, 2 * whole_s + (m - pp - 1) * slowest_s, few), m * slowest_s)
+    return np.where(is_gpipe, whole_s + (m - 1) * slowest_s, one_f_one_b)
+
+
+def _in_turn(work: PipelineWork) -> Array:
+    """Rank r starts after the forward passes of the ranks before it: T >= m t_r + (share / v) sum_{<r} blocks of the rank.
+
+    With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike. The share is that of the
+    cheapest block, or that of the most frequent kind without the ranks that hold another one, which are no longer than T / m.
+    """
+    is_whole = work.runs("gpipe", "1f1b")
+    of_any = np.where(is_whole, work.block_share, work.block_forward_share) / work.num_model_chunks
+    of_most = np.where(is_whole, 1.0, work.main_forward_share) / work.num_model_chunks
+    without = np.minimum(work.num_other_blocks, work.pp) * of_most / work.num_microbatches
+    return np.maximum(_weighted(work, of_any), _weighted(work, of_most) / (1 + without))
+
+
+def _weighted(work: PipelineWork, share: Array) -> Array:
+    m, pp = work.num_microbatches, work.pp
+    share = np.minimum(share, m / 2)
+    growth = share / (m - share)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        first = np.where(growth > 0, growth / np.expm1(pp * np.log1p(growth)), 1 / pp)
+    others = work.total_s - work.blocks_s
+    return (m * first + share * (1 - first)) * work.blocks_s + m * (first * others + work.transfer_s)
+
+
+def _behind_others(work: PipelineWork) -> Array:
+    """With whole blocks: T >= m c t and the wait of a rank with the most of them, c.
+
+    If c is the most blocks of a rank, all ranks together have pp c - n fewer than that, so that of the ranks with c one has at
+    least pp - 1 - (pp c - n) before it, whose first chunks have ((that number) c - (pp c - n)) / v blocks or more.
+    """
+    m, pp = work.num_microbatches, work.pp
+    most = -(-work.num_blocks // pp)
+    lacking = pp * most - work.num_blocks
+    pass_s = np.where(work.runs("gpipe", "1f1b"), work.block_s, work.block_forward_s)
+    waits_s = np.maximum((pp - 1 - lacking) * most - lacking, 0) / work.num_model_chunks * pass_s
+    return m * (most * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
+
+
+def _there_and_back(work: PipelineWork) -> Array:
+    """With chunks and few micro-batches: the way of one through all layers and back, and the work of a rank beside it.
+
+    On every rank the first backward pass waits for one micro-batch's way through all layers and back to its last chunk; all its
+    backward passes follow, and the way back from its first chunk. The mean over the ranks:
+
+        T >= F + m B / pp + b (n (pp - 1) / pp - (v - 1)(pp - 1) / 2) / v
+
+    with F and B the forward and backward work of all layers and b that of a block: the last chunk of a rank has floor(n_r / v)
+    blocks, of which all others than the most frequent kind are taken off. The same holds in reverse, with F for B.
+    """
+    m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
+    blocks = work.num_blocks * (pp - 1) / pp - (v - 1) * (pp - 1) / 2
+    of_most = np.maximum(blocks / v - work.num_other_blocks, 0.0)
+    ways = [
+        first + m * rest / pp + of_most * block_s
+        for first, rest, block_s in (
+            (work.total_forward_s, work.total_s - work.total_forward_s, work.main_s * (1 - work.main_forward_share)),
+            (work.total_s - work.total_forward_s, work.total_forward_s, work.main_s * work.main_forward_share),
+        )
+    ]
+    return np.maximum(*ways)
+
+
+def _deferred(work: PipelineWork) -> Array:
+    """ZB-H1, with the weights that make every layer count alike; 0 where some would be negative."""
+    m, pp = work.num_microbatches, work.pp
+    left = m - work.path_share - work.weight_share
+    left = left - (pp - 1) * np.maximum(work.forward_share, work.weight_share)
+    return np.where(left > 0, (work.path_share + left / pp) * work.deep_s + m * work.transfer_s, 0.0)
+
+
+def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
+    """Micro-batches that every rank holds at least when it holds most [N]; below `pipeline_replay.in_flight`."""
+    v = num_model_chunks
+    loop = np.where(v > 1, ((v - 1) * pp + 1) / v, 1.0)
+    of_schedule = {
+        "gpipe": num_microbatches,
+        "1f1b": loop,
+        "zb-h1": np.where(v > 1, loop, pp),
+        "zb-h2": 2 * pp - 1,
+        # Twice the micro-batches fill the pipeline where a rank holds its first and its last stage.
+        "zb-v": np.minimum(pp, num_microbatches / 2),
+        "v-half": np.minimum(pp, num_microbatches) / 2,
+        "v-min": np.minimum(pp / 3, num_microbatches / 2),
+    }
+    wanted = np.ones_like(np.asarray(pp, dtype=np.float64))
+    for name, fewest in of_schedule.items():
+        wanted = np.where(np.asarray(schedule) == SCHEDULE_NAMES.index(name), fewest, wanted)
+    return np.minimum(num_microbatches, wanted)

@@ -1,0 +1,286 @@
+"""The named pipeline schedules as orders: what each rank runs, in which sequence.
+
+Every generator takes the number of ranks R and of micro-batches M (and of model chunks v) and returns an `Order` for the placement
+that the schedule is defined on: `loop` for all but the V schedules, whose placement is `wave` with two chunks.
+
+Sources: GPipe arXiv:1811.06965; 1F1B and its interleaved form arXiv:2104.04473; ZB-H1, ZB-H2 arXiv:2401.10241; ZBV
+arXiv:2405.15362; DualPipeV, the V form of arXiv:2412.19437 section 3.2. The interleaved orders, ZB-H1, ZBV and DualPipeV are
+those that torch 2.13 runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...schema.errors import ConfigError
+from .simulation import Action, Kind, Order
+
+
+@dataclass
+class _Row:
+    """The actions of one rank; micro-batches of each (stage, kind) are handed out in order, those past the last are left out."""
+
+    num_microbatches: int
+    actions: list[Action] = field(default_factory=list)
+    counts: dict[tuple[int, str], int] = field(default_factory=dict)
+    pending: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def add(self, kind: Kind, stage: int) -> None:
+        """Next micro-batch of F, B or BW on a stage; B leaves a W pending."""
+        key = (stage, "F" if kind == "F" else "B")
+        i = self.counts.get(key, 0)
+        self.counts[key] = i + 1
+        if i < self.num_microbatches:
+            self.actions.append(Action(stage, kind, i))
+            if kind == "B":
+                self.pending.append((stage, i))
+
+    def add_weight(self, stage: int | None = None) -> None:
+        """The oldest pending W, of one stage or of any; nothing when none is pending."""
+        oldest = next((waiting for waiting in self.pending if stage in (None, waiting[0])), None)
+        if oldest:
+            self.pending.remove(oldest)
+            self.actions.append(Action(oldest[0], "W", oldest[1]))
+
+    def finished(self) -> tuple[Action, ...]:
+        """All actions, the pending W last."""
+        while self.pending:
+            self.add_weight()
+        return tuple(self.actions)
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Order:
+    """All forward, then all backward."""
+    m = num_microbatches
+    return tuple(
+        (*(Action(r, "F", i) for i in range(m)), *(Action(r, "BW", i) for i in range(m))) for r in range(num_ranks)
+    )
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
+    """GPipe chunk by chunk: all micro-batches of one chunk before the next; backward in reverse of everything."""
+    rows = []
+    for r in range(num_ranks):
+        stages = range(r, num_ranks * num_model_chunks, num_ranks)
+        forward = [Action(s, "F", i) for s in stages for i in range(num_microbatches)]
+        rows.append((*forward, *(Action(a.stage, "BW", a.micro_batch) for a in reversed(forward))))
+    return tuple(rows)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Order:
+    """R - r forward passes, then backward and forward in turn: at most R - r micro-batches held on rank r."""
+    rows = []
+    for r in range(num_ranks):
+        row = _Row(num_microbatches)
+        for _ in range(num_ranks - 1 - r):
+            row.add("F", r)
+        for _ in range(num_microbatches):
+            row.add("F", r)
+            row.add("BW", r)
+        rows.append(row.finished())
+    return tuple(rows)
+
+
+def interleaved(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
+    """1F1B over v chunks a rank, micro-batches in rounds of R: the bubble of 1F1B over v."""
+
+    def row(r: int, in_round: int) -> tuple[Action, ...]:
+        warm_up = (num_model_chunks - 1) * in_round + 2 * (num_ranks - 1 - r)
+        return _rounds(r, num_ranks, num_microbatches, num_model_chunks, in_round, warm_up, None)
+
+    return _in_rounds(row, num_ranks, num_microbatches)
+
+
+def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
+    """Interleaved with split backward: rank r postpones r weight passes into its drain; held memory stays that of 1F1B."""
+
+    def row(r: int, in_round: int) -> tuple[Action, ...]:
+        warm_up = (num_model_chunks - 1) * in_round + num_ranks - 1 - r
+        return _rounds(r, num_ranks, num_microbatches, num_model_chunks, in_round, warm_up, r)
+
+    if num_model_chunks == 1:  # one chunk is one round, of any length
+        return tuple(row(r, num_microbatches) for r in range(num_ranks))
+    return _in_rounds(row, num_ranks, num_microbatches)
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Order:
+    """1F1B whose weight passes fill the drain: a third of its bubble at its memory."""
+    return interleaved_zero_bubble(num_ranks, num_microbatches, 1)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Order:
+    """2 (R - r) - 1 forward passes first, 2 r weight passes postponed: no bubble with equal F, B, W, at twice the memory."""
+    rows = []
+    for r in range(num_ranks):
+        row = _Row(num_microbatches)
+        for _ in range(2 * (num_ranks - r) - 1):
+            row.add("F", r)
+        for i in range(num_microbatches):
+            row.add("B", r)
+            if i >= 2 * r:
+                row.add_weight()
+            row.add("F", r)
+        rows.append(row.finished())
+    return tuple(rows)
+
+
+def zb_v(num_ranks: int, num_microbatches: int) -> Order:
+    """ZBV: two chunks a rank in a V, the last stage beside the first; 1F1B's memory on every rank."""
+    return tuple(_zb_v_row(r, num_ranks, num_microbatches) for r in range(num_ranks))
+
+
+def _zb_v_row(r: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    down, up = r, 2 * num_ranks - 1 - r
+    row = _Row(num_microbatches)
+
+    def backward(stage: int) -> None:
+        row.add("B", stage)
+        row.add_weight(stage)
+
+    for _ in range(2 * (num_ranks - r) - 1):
+        row.add("F", down)
+    for _ in range(r):
+        row.add("F", up)
+        row.add("F", down)
+    for _ in range(num_ranks - r):
+        row.add("F", up)
+        backward(up)
+    steady = max(2 * num_ranks - 1, num_microbatches) - num_ranks
+    for _ in range(steady):
+        row.add("F", down)
+        backward(down)
+        row.add("F", up)
+        backward(up)
+    for _ in range(r):
+        row.add("B", down)
+        row.add("B", up)
+    for _ in range(num_ranks - r):
+        backward(down)
+    for _ in range(num_microbatches):
+        row.add_weight(up)
+    return row.finished()
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Order:
+    """V-half: two chunks a rank in a V, about half of 1F1B's memory; down steps take twice the time of up steps."""
+    return _periodic_v(num_ranks, num_microbatches, down=2, up=1)
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Order:
+    """V-min: two chunks a rank in a V, about a third of 1F1B's memory."""
+    return _periodic_v(num_ranks, num_microbatches, down=1, up=1)
+
+
+def _periodic_v(num_ranks: int, num_microbatches: int, *, down: int, up: int) -> Order:
+    """One micro-batch's block of F, B, W, repeated every six slots (its six passes on each rank).
+
+    Neighbours run it `down` slots apart towards rank R-1 and `up` towards rank 0; the waits at the three turns are the least
+    with which no rank has two passes in one slot. What a rank holds is proportional to the slots between F and B.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, section 3.
+    """
+    period, descent, ascent = 6, down * (num_ranks - 1), up * (num_ranks - 1)
+    for turns in sorted(itertools.product(range(1, period + 1), repeat=3), key=lambda waits: (sum(waits), waits)):
+        up_again, back, down_again = itertools.accumulate(
+            (descent + turns[0], ascent + turns[1], descent + turns[2]), lambda a, b: a + b
+        )
+        slots = [
+            (down * r, up_again + up * (num_ranks - 1 - r), back + down * r, down_again + up * (num_ranks - 1 - r))
+            for r in range(num_ranks)
+        ]
+        if all(len({slot % period for slot in of_rank}) == len(of_rank) for of_rank in slots):
+            break
+    return tuple(_block_row(r, 2 * num_ranks - 1 - r, slots[r], num_microbatches, period) for r in range(num_ranks))
+
+
+def _block_row(
+    lower: int, upper: int, slots: tuple[int, ...], num_microbatches: int, period: int
+) -> tuple[Action, ...]:
+    """Actions of one rank by slot; each W takes a free slot soon after its B."""
+    first, second = sorted(set(range(period)) - {slot % period for slot in slots})
+    up_backward, low_backward = slots[2], slots[3]
+
+    def after(slot: int, residue: int) -> int:
+        return slot + 1 + (residue - slot - 1) % period
+
+    weights = min(
+        ((after(up_backward, a), after(low_backward, b)) for a, b in ((first, second), (second, first))), key=sum
+    )
+    passes: tuple[tuple[int, Kind], ...] = (
+        (lower, "F"),
+        (upper, "F"),
+        (upper, "B"),
+        (lower, "B"),
+        (upper, "W"),
+        (lower, "W"),
+    )
+    timed = [
+        (slot + period * i, Action(stage, kind, i))
+        for slot, (stage, kind) in zip((*slots, *weights), passes, strict=True)
+        for i in range(num_microbatches)
+    ]
+    return tuple(action for _, action in sorted(timed))
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Order:
+    """DualPipeV, its paired forward and backward passes written one after the other."""
+    if num_microbatches < 2 * num_ranks:
+        raise ConfigError(f"DualPipeV needs 2 x {num_ranks} micro-batches or more, got {num_microbatches}")
+    return tuple(_dualpipe_v_row(r, num_ranks, num_microbatches) for r in range(num_ranks))
+
+
+def _dualpipe_v_row(r: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    down, up, behind = r, 2 * num_ranks - 1 - r, num_ranks - 1 - r
+    row = _Row(num_microbatches)
+
+    def add(count: int, *passes: tuple[Kind, int]) -> None:
+        for _ in range(count):
+            for kind, stage in passes:
+                row.add(kind, stage)
+
+    add(2 * behind, ("F", down))
+    add(r + 1, ("F", down), ("F", up))
+    for _ in range(behind):
+        row.add("B", up)
+        row.add_weight()
+        row.add("F", up)
+    add(num_microbatches - 2 * num_ranks + r + 1, ("F", down), ("BW", up), ("F", up), ("BW", down))
+    add(behind, ("BW", up), ("F", up), ("BW", down))
+    turns = [stage for _ in range(r + 1) for stage in (up, down)]
+    split_from = 2 * ((r + 1) // 2) + (0 if r % 2 else 1)  # the second half keeps its weight passes for the end
+    for k, stage in enumerate(turns):
+        row.add("B" if k >= split_from else "BW", stage)
+    for _ in range(behind):
+        row.add_weight()
+        row.add("B", down)
+    return row.finished()
+
+
+def _in_rounds(row: Callable[[int, int], tuple[Action, ...]], num_ranks: int, num_microbatches: int) -> Order:
+    rounds = max(1, num_microbatches // num_ranks)
+    if num_microbatches % rounds:
+        raise ConfigError(
+            f"interleaved schedules need micro-batches in equal rounds: {num_microbatches} over {num_ranks} ranks",
+            help=f"use {num_microbatches // num_ranks * num_ranks} or {(num_microbatches // num_ranks + 1) * num_ranks}",
+        )
+    return tuple(row(r, num_microbatches // rounds) for r in range(num_ranks))
+
+
+def _rounds(
+    r: int, num_ranks: int, num_microbatches: int, chunks: int, in_round: int, warm_up: int, postponed: int | None
+) -> tuple[Action, ...]:
+    """Warm-up, then F and backward in turn, then backward; `postponed` weight passes (None: backward is not split)."""
+    row = _Row(num_microbatches)
+    total = chunks * num_microbatches
+    warm_up = min(warm_up, total)
+    for step in range(total + warm_up):
+        if step < total:
+            row.add("F", (step // in_round) % chunks * num_ranks + r)
+        if step >= warm_up:
+            done = step - warm_up
+            row.add("BW" if postponed is None else "B", (chunks - 1 - (done // in_round) % chunks) * num_ranks + r)
+            if postponed is not None and done >= postponed:
+                row.add_weight()
+    return row.finished()

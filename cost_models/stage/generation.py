@@ -1,0 +1,279 @@
+"""Seconds and bytes of generating text on one rank: passes of a prefill and of decoding, by kind of layer.
+
+    one layer, one batch of b sequences    device = sum of operators (compute.py), rows b * prompt_len or b
+                                           layer = (device^p + host^p)^(1/p) + 2 all-reduces of the rows over tp
+    attention to t tokens before           2 kernels + max(b t kv / (W e), 2 b t H (dk + dv) / (P e))
+
+so that decoding is bound by reading weights and keys and values from the device's memory until b is large. A mixture reads the
+experts that its rows reach, E (1 - (1 - top_k / E)^b) of them where the router is even, but all of them travel where a layer is
+not on the device: which ones are needed is known too late. Latent attention attends to the compressed vectors (absorbed form).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
+from ...schema.arrays import FloatArray, IntArray
+from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
+from ...schema.task import Generation
+from ..coefficients import coefficients
+from ..hardware.collectives import collective_s
+from ..hardware.compute import operator_time
+from ..hardware.device import device_rates
+from ..hardware.host import host_costs
+from ..layer.operators import CORE_ATTENTION, Gemm, Layer, layer_operators
+
+DECODE_PARTS = 3
+"""Parts of the decoding, each costed at its mean length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPhase:
+    """Passes that are alike, and the tokens [passes] that a sequence has in each, its new one included."""
+
+    name: str
+    lengths: IntArray
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether all tokens of the prompt go through the layers."""
+        return self.name == "prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that are alike: ``idxs`` of iter_layers; bytes of one on one rank; what a pass brings where they are elsewhere."""
+
+    layer: Layer
+    idxs: tuple[int, ...]
+    weight_bytes: float
+    moved_bytes: float
+    may_store: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCosts:
+    """Of one batch of b sequences, arrays by phase [P] and by b [B]; bytes are of all blocks together.
+
+    Attributes:
+        compute_s: one layer of each kind without attention to what came before [C, P, B].
+        attend_s: device, all blocks [P, B].
+        read_bytes, new_bytes: keys and values that a pass attends to, that it makes [P, B].
+        hidden_bytes: hidden states between two layers [P, B]; ask_bytes: queries down, or contexts up [P, B].
+        cache_bytes: keys and values at the end [B]; slot_bytes: of the block with most [B].
+        working_bytes: in use while the widest layer is computed [B].
+    """
+
+    compute_s: FloatArray
+    attend_s: FloatArray
+    read_bytes: FloatArray
+    new_bytes: FloatArray
+    hidden_bytes: FloatArray
+    ask_bytes: FloatArray
+    cache_bytes: FloatArray
+    slot_bytes: FloatArray
+    working_bytes: FloatArray
+
+
+def phases_of(generation: Generation) -> tuple[GenerationPhase, ...]:
+    """The prefill, which makes the first token, and the passes of all others in DECODE_PARTS parts."""
+    prompt = generation.prompt_len
+    steps = np.arange(1, generation.generate_len) + prompt
+    parts = [part for part in np.array_split(steps, DECODE_PARTS) if part.size]
+    return (
+        GenerationPhase(name="prefill", lengths=np.array([prompt])),
+        *(GenerationPhase(name=f"decode {p + 1}/{len(parts)}", lengths=part) for p, part in enumerate(parts)),
+    )
+
+
+def layer_groups(model: ModelSpec, tp: int, element_bytes: int) -> tuple[LayerGroup, ...]:
+    """Kinds of layers in order. The rows of an embedding are looked up where it lies, so that no pass brings it.
+
+    Raises:
+        ConfigError: the model is one that was traced from code.
+    """
+    if model.traced_len is not None:
+        raise ConfigError(f"{model.name} was traced from code: how it generates is not known")
+    places: dict[Layer, list[int]] = {}
+    for idx, layer in enumerate(model.iter_layers()):
+        if isinstance(layer, Embedding | Block | Head):  # modules that predict further tokens take no part
+            places.setdefault(layer, []).append(idx)
+    return tuple(_layer_group(model, layer, tuple(idxs), tp, element_bytes) for layer, idxs in places.items())
+
+
+def _layer_group(model: ModelSpec, layer: Layer, idxs: tuple[int, ...], tp: int, element_bytes: int) -> LayerGroup:
+    size, is_embedding = _rank_params(layer, model.hidden_dim, tp) * element_bytes, isinstance(layer, Embedding)
+    moved = size
+    if is_embedding:
+        # A tied one is the head's matrix too, which every pass needs.
+        moved = model.vocab_size * model.hidden_dim / tp * element_bytes if model.tie_embeddings else 0.0
+    return LayerGroup(layer=layer, idxs=idxs, weight_bytes=size, moved_bytes=moved, may_store=not is_embedding)
+
+
+def _rank_params(layer: Layer, hidden_dim: int, tp: int) -> float:
+    """Parameters on one rank: products and vocabularies split, the rest whole."""
+    total = layer.num_params(hidden_dim)
+    if isinstance(layer, Embedding):
+        split = layer.vocab_size * hidden_dim
+    elif isinstance(layer, Head):
+        split = 0 if layer.tied else layer.vocab_size * hidden_dim
+    else:
+        operators = layer_operators(layer, hidden_dim, 1)
+        split = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.shard in ("column", "row"))
+    return total - split + split / tp
+
+
+def cache_bytes_per_token(block: Block, tp: int, element_bytes: int) -> float:
+    """Keys and values of one token in a block on one rank; heads fewer than ranks, and compressed vectors, are on all."""
+    attention = block.attention
+    if isinstance(attention, LatentAttention):
+        return float((attention.kv_lora_rank + attention.qk_rope_head_dim) * element_bytes)
+    return 2.0 * attention.head_dim * max(attention.num_kv_heads / tp, 1.0) * element_bytes
+
+
+def pass_costs(model: ModelSpec, cluster: ClusterSpec, generation: Generation, tp: int, batches: IntArray) -> PassCosts:
+    """Costs of batches [B] of sequences with ``tp`` ranks a replica."""
+    phases, b = phases_of(generation), np.asarray(batches, dtype=np.float64)
+    size, kinds = generation.element_bytes, layer_groups(model, tp, generation.element_bytes)
+    machine = _GenerationInputs.of(cluster, generation, tp)
+    rows = np.stack([b * (generation.prompt_len if phase.is_prefill else 1) for phase in phases])
+    compute = np.stack([_layer_s(kind.layer, model.hidden_dim, rows, b, phases, machine) for kind in kinds])
+    zero = np.zeros_like(rows)
+    attend, read, new, ask = zero, zero, zero, zero
+    total, slot = np.zeros_like(b), 0.0
+    for kind in kinds:
+        if not isinstance(kind.layer, Block):
+            continue
+        per_token, n = cache_bytes_per_token(kind.layer, tp, size), len(kind.idxs)
+        window = kind.layer.attention.window or generation.total_len
+        seen = np.array([[0.0 if p.is_prefill else np.minimum(p.lengths, window).mean()] for p in phases])
+        attend = attend + n * _attend_s(kind.layer, b * seen, machine)
+        read, new = read + n * per_token * b * seen, new + n * per_token * np.minimum(rows, b * window)
+        dims = _context_dims(kind.layer)[2] * size / tp
+        ask = ask + n * dims * b * (seen > 0)
+        held = per_token * min(window, generation.total_len)
+        total, slot = total + n * held * b, max(slot, held)
+    return PassCosts(
+        compute_s=compute,
+        attend_s=attend,
+        read_bytes=read,
+        new_bytes=new,
+        hidden_bytes=rows * model.hidden_dim * size,
+        ask_bytes=ask,
+        cache_bytes=total,
+        slot_bytes=slot * b,
+        working_bytes=_working_bytes(model, generation, tp, b),
+    )
+
+
+@dataclass(frozen=True)
+class _GenerationInputs:
+    cluster: ClusterSpec
+    workload: Workload
+    tp: int
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, generation: Generation, tp: int) -> _GenerationInputs:
+        workload = Workload(
+            seq_len=generation.prompt_len, global_batch_size=1, precision=generation.rates_precision, engine="fsdp2"
+        )
+        return cls(cluster, workload, tp)
+
+
+def _layer_s(
+    layer: Layer,
+    hidden_dim: int,
+    rows: FloatArray,
+    batch: FloatArray,
+    phases: tuple[GenerationPhase, ...],
+    machine: _GenerationInputs,
+) -> FloatArray:
+    """Seconds [P, B] of one layer without attention to tokens of earlier passes; the head needs one row a sequence."""
+    rates, host = device_rates(machine.cluster, machine.workload), host_costs(machine.cluster, machine.workload)
+    if isinstance(layer, Head):
+        rows = np.broadcast_to(batch, rows.shape)
+    flat = rows.reshape(-1)
+    tp, alone = np.full(flat.shape, machine.tp), np.zeros(flat.shape, dtype=np.int64)
+    prefill = np.repeat([phase.is_prefill for phase in phases], len(batch))
+    seconds, dispatches = np.zeros_like(flat), np.zeros_like(flat)
+    for op in layer_operators(layer, hidden_dim, machine.workload.seq_len):
+        if op.name == "cross_entropy":
+            continue
+        time = operator_time(
+            op,
+            flat,
+            tp,
+            alone,
+            rates=rates,
+            compute_bytes=machine.workload.compute_bytes,
+            ep=_sharing_ranks(layer, op, flat),
+        )
+        # Attention of a decoding pass is `_attend_s`.
+        counted = prefill if op.name in CORE_ATTENTION else np.ones_like(prefill)
+        seconds = seconds + np.where(counted, time.forward_s, 0.0)
+        dispatches = dispatches + counted * time.forward_dispatches
+    hosts = host.operator_s * dispatches
+    if isinstance(layer, Block) and isinstance(layer.mlp, MoE):
+        hosts = hosts + host.routing_s / 2
+    if machine.tp > 1:
+        reduced = 2 if isinstance(layer, Block) else 1
+        size = flat * hidden_dim * machine.workload.compute_bytes
+        seconds = seconds + reduced * collective_s("all_reduce", size, tp, np.ones_like(tp), machine.cluster)
+        hosts = hosts + reduced * host.collective_s
+    norm = host.overlap_norm
+    return np.asarray((seconds**norm + hosts**norm) ** (1 / norm)).reshape(rows.shape)
+
+
+def _sharing_ranks(layer: Layer, op: Any, rows: FloatArray) -> FloatArray | int:
+    """Experts over those that the rows reach: as if that many ranks shared the others."""
+    if not (isinstance(op, Gemm) and op.routed and isinstance(layer, Block) and isinstance(layer.mlp, MoE)):
+        return 1
+    moe = layer.mlp
+    return np.asarray(1 / (1 - (1 - moe.top_k / moe.num_experts) ** np.maximum(rows, 1)))
+
+
+def _context_dims(block: Block) -> tuple[int, int, int]:
+    """Width of a key, of a value, and of all queries and contexts (the wider) as they are attended to."""
+    attention = block.attention
+    if isinstance(attention, LatentAttention):
+        key = attention.kv_lora_rank + attention.qk_rope_head_dim
+        return key, attention.kv_lora_rank, attention.num_heads * key
+    return attention.head_dim, attention.head_dim, attention.q_dim
+
+
+def _attend_s(block: Block, tokens: FloatArray, machine: _GenerationInputs) -> FloatArray:
+    """Seconds [P, B] of the device to attend to ``tokens`` tokens in one block; nothing where there are none."""
+    rates, key_value = device_rates(machine.cluster, machine.workload), _context_dims(block)
+    moved = tokens * cache_bytes_per_token(block, machine.tp, machine.workload.compute_bytes)
+    flops = 2 * tokens * block.attention.num_heads / machine.tp * (key_value[0] + key_value[1])
+    roofline = np.maximum(moved / rates.elementwise_bytes_per_s, flops / rates.gemm_flops_per_s)
+    return np.asarray(np.where(tokens > 0, 2 * rates.kernel_s + roofline, 0.0))
+
+
+def _working_bytes(model: ModelSpec, generation: Generation, tp: int, batch: FloatArray) -> FloatArray:
+    """Device bytes in use while a batch goes through the widest layer of the prefill, or its last rows through the head.
+
+    Beside three copies of the hidden states (input, residual, norm): queries, keys, values and contexts; or what the feed-forward
+    part makes and its activation. Logits in the compute dtype and in fp32.
+    """
+    widest = 0.0
+    for block, _ in model.block_runs:
+        mlp, attention = block.mlp, block.attention
+        qkv = attention.q_dim + 2 * attention.num_kv_heads * attention.head_dim
+        width = (3 if mlp.gated else 2) * mlp.ffn_dim
+        if isinstance(mlp, MoE):
+            width = mlp.top_k * (width + 2 * tp * model.hidden_dim)
+        widest = max(widest, max(qkv + attention.q_dim, width) / tp)
+    tokens = batch * generation.prompt_len
+    layer = tokens * (3 * model.hidden_dim + widest) * generation.element_bytes
+    head = batch * model.vocab_size / tp * (4 + generation.element_bytes)
+    return np.asarray(np.maximum(layer, head) + coefficients()["memory"]["workspace_bytes"])
+
+
+def host_attention_bytes_per_s(cluster: ClusterSpec) -> float:
+    """Keys and values that the processors of a node attend to in a second, for one of its ranks when all do."""
+    return float(coefficients()["inference"]["host_attention_bytes_per_s"]) / cluster.largest_node

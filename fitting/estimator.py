@@ -1,0 +1,101 @@
+"""RooflineRegressor: seconds = roofline * exp(residual(x)), a scikit-learn estimator. Imported when fitting only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from sklearn.base import BaseEstimator, RegressorMixin, clone
+from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.utils import Tags
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from ..cost_models.learned.trees import ResidualModel, Tree
+from ..schema.arrays import FloatArray
+
+
+class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+    """Regressor of positive times: the roofline column of X times the exponential of a residual learned on the others.
+
+    Minimises the residual estimator's loss on log(y / roofline), so errors count as ratios. Features are clipped to the
+    trained range: outside of it the answer follows the roofline alone.
+
+    Args:
+        roofline_column: position or name of the column with the roofline's seconds; None takes a roofline of one.
+        residual: regressor of the logarithm; None takes a HistGradientBoostingRegressor.
+    """
+
+    def __init__(self, roofline_column: int | str | None = None, residual: Any = None) -> None:
+        self.roofline_column = roofline_column
+        self.residual = residual
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> RooflineRegressor:  # noqa: N803
+        """Fits the residual on rows X [n, d] and seconds y [n].
+
+        Raises:
+            ValueError: a time, or a time of the roofline, is not positive.
+        """
+        X, y = validate_data(self, X, y, y_numeric=True, dtype=np.float64)  # noqa: N806
+        if np.any(np.asarray(y) <= 0):
+            raise ValueError("RooflineRegressor needs strictly positive targets: they are times")
+        self.roofline_idx_ = self._roofline_idx()
+        features, roofline = self._split(np.asarray(X))
+        if np.any(roofline <= 0):
+            raise ValueError("RooflineRegressor needs strictly positive roofline times")
+        self.low_, self.high_ = features.min(axis=0), features.max(axis=0)
+        self.residual_ = HistGradientBoostingRegressor() if self.residual is None else clone(self.residual)
+        self.residual_.fit(features, np.log(np.asarray(y) / roofline))
+        return self
+
+    def predict(self, X: ArrayLike) -> FloatArray:  # noqa: N803
+        """Seconds [n] of rows X [n, d]."""
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, dtype=np.float64)  # noqa: N806
+        features, roofline = self._split(np.asarray(X))
+        log_residual = self.residual_.predict(np.clip(features, self.low_, self.high_))
+        return np.asarray(roofline * np.exp(log_residual), dtype=np.float64)
+
+    def to_model(self, names: Sequence[str], provenance: Mapping[str, Any]) -> ResidualModel:
+        """The fitted residual as plain arrays; ``names`` are those of the columns without the roofline."""
+        check_is_fitted(self)
+        trees, baseline = tree_ensemble(self.residual_)
+        return ResidualModel.from_trees(names, self.low_, self.high_, trees, baseline, provenance)
+
+    def _roofline_idx(self) -> int | None:
+        if isinstance(self.roofline_column, str):
+            return list(self.feature_names_in_).index(self.roofline_column)
+        return self.roofline_column
+
+    def _split(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Features and roofline seconds."""
+        if self.roofline_idx_ is None:
+            return x, np.ones(len(x))
+        return np.delete(x, self.roofline_idx_, axis=1), x[:, self.roofline_idx_]
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = True
+        return tags
+
+
+def tree_ensemble(regressor: Any) -> tuple[list[Tree], float]:
+    """Trees and baseline of a fitted scikit-learn ensemble: histogram boosting, or a forest of trees."""
+    if isinstance(regressor, HistGradientBoostingRegressor):
+        return [_histogram_tree(predictors[0].nodes) for predictors in regressor._predictors], float(
+            np.squeeze(regressor._baseline_prediction)
+        )
+    members = regressor.estimators_
+    return [_plain_tree(member.tree_, len(members)) for member in members], 0.0
+
+
+def _histogram_tree(nodes: Any) -> Tree:
+    is_leaf = nodes["is_leaf"].astype(bool)
+    left, right = (np.where(is_leaf, -1, nodes[side].astype(np.int64)) for side in ("left", "right"))
+    return Tree(nodes["feature_idx"].astype(np.int64), nodes["num_threshold"], left, right, nodes["value"])
+
+
+def _plain_tree(tree: Any, num_trees: int) -> Tree:
+    value = tree.value[:, 0, 0] / num_trees
+    return Tree(tree.feature, tree.threshold, tree.children_left, tree.children_right, value)

@@ -1,0 +1,404 @@
+"""What a little more of each resource is worth: the cluster is changed, then estimated and searched again.
+
+| resource | change | how the cluster says it |
+|---|---|---|
+| memory | 1 GiB more on every device | Device.memory_bytes |
+| unlimited memory | as if every device had a thousand times as much | the same |
+| link | 1 GB/s more on one level, for whatever shares it | Link.bandwidth_bytes_per_s; measured points move with the line rate |
+| compute | 10 % higher rates of matrix products and attention | Calibration.products, attention |
+| elementwise | 10 % more bandwidth of memory-bound kernels and the optimizer | Calibration.elementwise |
+| host | dispatch 20 times as fast, as good as none | Calibration.host |
+
+What a little more of each resource is worth to a plan with an offload schedule.
+
+Figures are differences of the count form's optimum (solvers/offload/bound.py), a bound on every schedule that is monotone in every
+resource and has no rounding in it: of the plan's layout, and of the layout where it is least. Against the duals of the linear
+program layer by layer, which the plan has too, these are whole steps and not margins.
+
+| resource | change | how the problem says it |
+|---|---|---|
+| host memory | 1 GiB more on every node | Instance.host_cap_bytes |
+| host link | 1 GB/s more each way for every rank | Links |
+| host update | processors of the host 10 % faster | Instance.host_update_s |
+| the others | worth.changes | the cluster |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...schema import ClusterSpec, Layout, MeshwrightError, Plan
+from ...schema.units import GB, GIB, format_bytes
+from ...solvers.offload import bound
+from ...solvers.offload.instance import OffloadInstance
+from ..deadline import Deadline
+from ..plan import estimate
+from ..rank_map import place_as_planned
+from ..request import PlanRequest
+from ..search import REL_GAP
+from ..space import Space
+from ..tasks.offload import UNIFORM, OffloadSpace
+from ..tasks.offload_problem import build_instances, constant_s, option_costs_of_plan, problem_of_plan, without_schedule
+from .cluster_changes import LARGEST_RATIO, twice_as_fast, with_bandwidth, with_memory, with_ratios
+from .explanation import Binding, LinkUse, MarginalValue, Resource
+
+MORE_COMPUTE = 1.1
+
+
+MORE_MEMORY_BYTES = GIB
+
+
+MORE_BANDWIDTH_BYTES_PER_S = float(GB)
+
+
+@dataclass(frozen=True)
+class ClusterChange:
+    """A changed cluster and what to call it; ``searched``: whether the best layout on it is of interest."""
+
+    resource: Resource
+    text: str
+    cluster: ClusterSpec
+    searched: bool = True
+
+
+def resource_changes(cluster: ClusterSpec) -> tuple[ClusterChange, ...]:
+    """The changes that `explain` tries, in the order in which it searches them."""
+    links = tuple(
+        ClusterChange(
+            "link",
+            f"1 GB/s more on {level.link.name} ({level.link.bandwidth_bytes_per_s / GB:g} GB/s)",
+            with_bandwidth(cluster, idx, MORE_BANDWIDTH_BYTES_PER_S),
+        )
+        for idx, level in enumerate(cluster.levels)
+        if level.domain_size > 1
+    )
+    device = cluster.weakest_device
+    return (
+        ClusterChange(
+            "memory", f"1 GiB more of memory ({format_bytes(device.memory_bytes)})", with_memory(cluster, GIB)
+        ),
+        ClusterChange("unlimited_memory", "memory without limit", with_memory(cluster, 999 * device.memory_bytes)),
+        ClusterChange(
+            "compute", "10 % more compute", with_ratios(cluster, products=MORE_COMPUTE, attention=MORE_COMPUTE)
+        ),
+        *links,
+        ClusterChange(
+            "elementwise", "10 % more memory bandwidth", with_ratios(cluster, elementwise=MORE_COMPUTE), searched=False
+        ),
+        ClusterChange(
+            "host", "a host that dispatches in no time", with_ratios(cluster, host=LARGEST_RATIO), searched=False
+        ),
+    )
+
+
+def marginal_values(
+    plan: Plan, request: PlanRequest, deadline: Deadline
+) -> tuple[float | None, tuple[MarginalValue, ...]]:
+    """Seconds of the fastest layout, and what each change gains for the plan's layout and for the fastest one."""
+    kept_s = _kept_s(plan, plan.cluster)
+    fastest = _fastest(request, deadline)
+    found = []
+    for change in resource_changes(plan.cluster):
+        changed_s = _kept_s(plan, change.cluster)
+        if kept_s is None or changed_s is None:
+            continue
+        best = _fastest_with(request, change, fastest, deadline) if fastest and change.searched else None
+        found.append(
+            MarginalValue(
+                resource=change.resource,
+                change=change.text,
+                kept_s=_kept_gain(change, kept_s - changed_s),
+                best_s=None if fastest is None or best is None else _beyond_gap(fastest.step_time_s - best[1], best[1]),
+                best=best[0] if best and fastest and best[0] != fastest.layout else None,
+            )
+        )
+    return fastest.step_time_s if fastest else None, tuple(found)
+
+
+def link_uses(plan: Plan, kept: Callable[[ClusterSpec], float | None] | None = None) -> tuple[LinkUse, ...]:
+    """Each link level, the axes that reach it, and what the plan's layout gains where it is twice as fast.
+
+    A link that takes no time is beyond what the model of overlap describes: its traffic would slow down all compute beside it.
+    Seconds of the layout on a cluster are ``kept``'s, unset those of its estimate.
+    """
+
+    def seconds_of(cluster: ClusterSpec) -> float | None:
+        return _kept_s(plan, cluster) if kept is None else kept(cluster)
+
+    cluster, base_s, uses = plan.cluster, seconds_of(plan.cluster), []
+    for idx, level in enumerate(cluster.levels):
+        if level.domain_size == 1:
+            continue
+        faster_s = seconds_of(twice_as_fast(cluster, idx))
+        uses.append(
+            LinkUse(
+                level_idx=idx,
+                name=level.link.name,
+                domain_size=level.domain_size,
+                bandwidth_bytes_per_s=level.link.bandwidth_bytes_per_s,
+                axes=_axes_on(plan.layout, cluster, idx),
+                seconds=0.0 if base_s is None or faster_s is None else max(0.0, base_s - faster_s),
+            )
+        )
+    return tuple(uses)
+
+
+def _kept_s(plan: Plan, cluster: ClusterSpec) -> float | None:
+    """Step time of the plan's layout; None where this version cannot estimate it."""
+    try:
+        return estimate(plan.model, place_as_planned(plan, cluster), plan.workload, plan.layout).step_time_s
+    except MeshwrightError:
+        return None
+
+
+def _kept_gain(change: ClusterChange, gain_s: float) -> float:
+    """With more memory the old stages still fit, even where the heuristic for uneven ones finds others."""
+    return max(0.0, gain_s) if change.resource in ("memory", "unlimited_memory") else gain_s
+
+
+@dataclass(frozen=True)
+class _Fastest:
+    """The fastest layout of the unchanged cluster, the whole space, and what of it has a split that fits, as far as known."""
+
+    layout: Layout
+    step_time_s: float
+    space: Space
+    may_fit: Space
+
+
+def _fastest(request: PlanRequest, deadline: Deadline) -> _Fastest | None:
+    """None unless the whole search ended in time and something fits."""
+    try:
+        space = request.space(deadline)
+        result = request.search(deadline, space=space)
+    except MeshwrightError:
+        return None
+    if result.stopped_early or not result.fitting:
+        return None
+    best = result.fitting[0]
+    fitting = replace(space, without=np.sort(result.pool.places[np.array(result.rejected, dtype=np.int64)]))
+    return _Fastest(best.layout(result.costs.batch), best.estimate.step_time_s, space, fitting)
+
+
+def _fastest_with(
+    request: PlanRequest, change: ClusterChange, fastest: _Fastest, deadline: Deadline
+) -> tuple[Layout, float] | None:
+    """The fastest layout of a changed cluster and its seconds; None unless the search ended in time.
+
+    It is at least as good as the old one is there, and where memory stays as it is, so does what fits.
+    """
+    changed = replace(request, cluster=change.cluster)
+    more_memory = change.resource in ("memory", "unlimited_memory")
+    try:
+        old_s = estimate(request.model, change.cluster, request.workload, fastest.layout).step_time_s
+        known_s = min(old_s, fastest.step_time_s) if more_memory else old_s
+        space = fastest.space if more_memory else fastest.may_fit
+        result = changed.search(deadline, space=space, worse_than_s=known_s)
+    except MeshwrightError:
+        return None
+    if result.stopped_early:
+        return None
+    best = result.fitting[0] if result.fitting else None
+    if best is None or best.estimate.step_time_s >= known_s:
+        return fastest.layout, known_s
+    return best.layout(result.costs.batch), best.estimate.step_time_s
+
+
+def _beyond_gap(gain_s: float, base_s: float) -> float:
+    """Zero for differences that a search does not look for."""
+    return gain_s if abs(gain_s) > REL_GAP * base_s else 0.0
+
+
+def _axes_on(layout: Layout, cluster: ClusterSpec, level_idx: int) -> tuple[str, ...]:
+    """Axes whose groups do not fit into a domain of the level below but into one of this level, ranks in device order."""
+    sizes = [1, *(level.domain_size for level in cluster.levels)]
+    inner, outer = sizes[level_idx], sizes[level_idx + 1]
+    spans, span = {}, 1
+    for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+        span *= getattr(layout, name)
+        if getattr(layout, name) > 1:
+            spans[name] = span
+    if layout.ep * layout.etp > 1:
+        spans["ep"] = layout.ep * layout.etp
+    return tuple(name for name, size in spans.items() if inner < size <= outer)
+
+
+_Changed = Callable[[OffloadInstance], OffloadInstance]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A cluster and what becomes of each problem on it."""
+
+    resource: Resource
+    text: str
+    cluster: ClusterSpec
+    problem: _Changed
+    searched: bool = True
+
+
+class ScheduleMarginalValues:
+    """What changes are worth to one plan with a schedule."""
+
+    def __init__(self, plan: Plan, request: PlanRequest) -> None:
+        assert request.offload is not None
+        self._plan, self._request, self._offload = plan, request, request.offload
+        self._base_s = self._bound_s(plan.cluster, _same)
+
+    def kept_s(self, cluster: ClusterSpec) -> float | None:
+        """Bound of the plan's layout on a cluster; None where nothing of it fits."""
+        bound_s = self._bound_s(cluster, _same)
+        return bound_s if math.isfinite(bound_s) else None
+
+    def _bound_s(self, cluster: ClusterSpec, change: _Changed) -> float:
+        options = option_costs_of_plan(self._plan, place_as_planned(self._plan, cluster))
+        fixed = self._request.fixed.get("recompute")
+        problems = build_instances(options, 0, self._offload, fixed if fixed in UNIFORM else None)
+        return min(bound.lower_bound_s(change(problem)) for problem in problems) + constant_s(options, 0)
+
+    def worth(self, deadline: Deadline) -> tuple[MarginalValue, ...]:
+        """What each change gains for the plan's layout, and for the one where the bound is then least."""
+        least = self._least(_Case("memory", "", self._plan.cluster, _same), deadline)
+        return tuple(self._of(case, least, deadline) for case in self._cases())
+
+    def _cases(self) -> Sequence[_Case]:
+        cluster = self._plan.cluster
+        cases = [_of_cluster(change) for change in resource_changes(cluster)]
+        rates = self._offload.rates(self._plan.workload, cluster)
+        ranks = cluster.largest_node
+        if math.isfinite(rates.memory_bytes):
+            text = f"1 GiB more of host memory a node ({format_bytes(rates.memory_bytes * ranks)})"
+            cases.insert(1, _Case("host_memory", text, cluster, _with_host_memory(GIB / ranks)))
+        each_way = (rates.to_host_bytes_per_s, rates.to_device_bytes_per_s)
+        text = f"1 GB/s more to and from the host ({each_way[0] / GB:.3g} and {each_way[1] / GB:.3g} GB/s a rank)"
+        cases.insert(-2, _Case("host_link", text, cluster, _with_links(1.0 * GB)))
+        text = "host processors that update 10 % faster"
+        cases.insert(-2, _Case("host_update", text, cluster, _with_updates(MORE_COMPUTE), searched=False))
+        return cases
+
+    def _of(self, case: _Case, least: tuple[Layout, float] | None, deadline: Deadline) -> MarginalValue:
+        kept = self._base_s - self._bound_s(case.cluster, case.problem)
+        best = None
+        if case.searched and least is not None:
+            best = self._least(case, deadline)
+        gained, layout = None, None
+        if best is not None and least is not None:
+            gained, layout = least[1] - best[1], best[0] if best[0] != least[0] else None
+            plain = self._without_schedule(case, deadline)
+            if plain is not None and self._plan.estimate.step_time_s - plain[1] > max(gained, 0.0):
+                gained, layout = self._plan.estimate.step_time_s - plain[1], plain[0]
+        return MarginalValue(
+            resource=case.resource,
+            change=case.text,
+            kept_s=_visible(kept, self._base_s),
+            best_s=None if gained is None else _visible(gained, self._base_s),
+            best=layout,
+        )
+
+    def _least(self, case: _Case, deadline: Deadline) -> tuple[Layout, float] | None:
+        """The layout whose bound is least, without its schedule, and the bound; None where time is over or nothing fits."""
+        request = self._request
+        try:
+            space = OffloadSpace(
+                request.model,
+                case.cluster,
+                request.workload,
+                request.fixed,
+                request=self._offload,
+                runnable=request.runnable,
+                deadline=deadline,
+                change=case.problem,
+            )
+        except MeshwrightError:
+            return None
+        found = space.least(deadline)
+        return None if found is None else (without_schedule(space.options.least.batch.layout(found[0])), found[1])
+
+    def _without_schedule(self, case: _Case, deadline: Deadline) -> tuple[Layout, float] | None:
+        """The fastest layout of the changed cluster that needs no offload, where it is faster than the plan."""
+        if case.cluster == self._plan.cluster:
+            return None
+        changed = replace(self._request, cluster=case.cluster)
+        try:
+            result = changed.search(deadline, worse_than_s=self._plan.estimate.step_time_s)
+        except MeshwrightError:
+            return None
+        if not result.fitting:
+            return None
+        return result.fitting[0].layout(result.costs.batch), result.fitting[0].estimate.step_time_s
+
+    def bindings(self) -> tuple[Binding, ...]:
+        """What of the host binds: its memory, the link to it, its processors."""
+        return (self._host_memory(), *self._rates())
+
+    def _host_memory(self) -> Binding:
+        schedule = self._plan.offload
+        assert schedule is not None
+        held = f"{format_bytes(schedule.host_bytes)} of a node's host memory"
+        if schedule.host_budget_bytes is None:
+            return Binding(
+                resource="host_memory", seconds=None, text=f"{held}; how much there is, is not known   [(C7)]"
+            )
+        of = f"{held}, {format_bytes(schedule.host_budget_bytes)} allowed"
+        free = self._base_s - self._bound_s(self._plan.cluster, _with_host_memory(math.inf))
+        does = "more of it is faster" if _visible(free, self._base_s) > 0 else "it does not bind"
+        return Binding(resource="host_memory", seconds=_visible(free, self._base_s), text=f"{of}; {does}   [(C7)]")
+
+    def _rates(self) -> tuple[Binding, ...]:
+        """What twice the rate saves."""
+        schedule, cluster = self._plan.offload, self._plan.cluster
+        assert schedule is not None
+        rates = self._offload.rates(self._plan.workload, cluster)
+        link = self._base_s - self._bound_s(cluster, _with_links(0.0, times=2.0))
+        moved = (
+            f"{format_bytes(schedule.to_host_bytes)} down, {format_bytes(schedule.to_device_bytes)} up a step and rank"
+        )
+        lines = f"{rates.to_host_bytes_per_s / GB:.3g} and {rates.to_device_bytes_per_s / GB:.3g} GB/s"
+        text = f"twice as fast: copies to and from the host at {lines} ({moved})   [(C3)]"
+        bindings = [Binding(resource="host_link", seconds=max(0.0, link), text=text)]
+        choice = problem_of_plan(self._plan).choice
+        if (choice.host_optimizer | choice.parameters).any():
+            updates = self._base_s - self._bound_s(cluster, _with_updates(2.0))
+            count = int((choice.host_optimizer | choice.parameters).sum())
+            text = f"twice as fast: updates by the host's processors ({count} layers)   [(C9)]"
+            bindings.append(Binding(resource="host_update", seconds=max(0.0, updates), text=text))
+        return tuple(bindings)
+
+
+def _of_cluster(change: ClusterChange) -> _Case:
+    return _Case(change.resource, change.text, change.cluster, _same, change.searched)
+
+
+def _same(problem: OffloadInstance) -> OffloadInstance:
+    return problem
+
+
+def _with_host_memory(more_bytes: float) -> _Changed:
+    return lambda problem: replace(problem, host_cap_bytes=problem.host_cap_bytes + more_bytes)
+
+
+def _with_links(more_bytes_per_s: float, *, times: float = 1.0) -> _Changed:
+    def changed(problem: OffloadInstance) -> OffloadInstance:
+        links = problem.links
+        down, up = (
+            times * rate + more_bytes_per_s for rate in (links.to_host_bytes_per_s, links.to_device_bytes_per_s)
+        )
+        return replace(problem, links=replace(links, to_host_bytes_per_s=down, to_device_bytes_per_s=up))
+
+    return changed
+
+
+def _with_updates(times: float) -> _Changed:
+    return lambda problem: replace(problem, host_update_s=problem.host_update_s / times)
+
+
+LEAST_DIFFERENCE = 1e-6
+"""Of a step: below it a difference of two linear programs is their tolerance."""
+
+
+def _visible(gain_s: float, of_s: float) -> float:
+    return gain_s if abs(gain_s) > LEAST_DIFFERENCE * of_s else 0.0

@@ -1,0 +1,203 @@
+"""The cluster that a profile of any number of nodes describes: devices, links inside and between nodes, what hosts have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from ..schema.catalogue import find_device
+from ..schema.cluster import DEFAULT_RESERVED_BYTES, ClusterSpec
+from ..schema.devices import CollectiveLatency, Device, Link, LinkEfficiency, LinkLevel, NodeGroup
+from ..schema.errors import ConfigError, ProfileError
+from ..schema.profile import CollectivePoint, HostCopyPoint, Profile
+from ..schema.units import GIB
+from .measure.compute import fit_gemm, peak_flops
+from .measure.links import OPS, bus_factor, fit_line, fit_link, unused_link
+
+_LARGE = 2**24
+"""Bytes from which a copy between host and device shows its bandwidth."""
+
+
+def profiled_cluster(profile: Profile) -> ClusterSpec:
+    """The cluster of a profile: rates, points and matrices as they were measured.
+
+    Raises:
+        ProfileError: the profile lacks a measurement that the description needs.
+    """
+    nodes = profile.machine.num_nodes
+    each = profile.machine.num_devices // nodes
+    alone = tuple(point for point in profile.collectives if point.concurrent_groups == 1 and point.stride == 1)
+    inside = tuple(point for point in alone if point.num_nodes == 1)
+    one_node = profile.machine.replace(num_devices=each, num_nodes=1)
+    machine = cluster_from_profile(profile.replace(machine=one_node, collectives=_widest(inside)))
+    group = machine.groups[0].replace(num_nodes=nodes, **_host_link(profile), **_storage_rate(profile))
+    levels = tuple(_with_points(level, inside) for level in machine.levels)
+    if nodes > 1:
+        across = tuple(point for point in alone if point.num_nodes > 1)
+        if not across:
+            raise ProfileError(
+                f"the profile of {nodes} nodes has no collective between them", help="measure again, with more time"
+            )
+        outer = LinkLevel(link=_between_nodes(profile, across), domain_size=nodes * each)
+        levels = (outer,) if each == 1 else (*levels, outer)
+    return machine.replace(
+        groups=(group,), levels=levels, bandwidth_matrix=profile.node_bandwidth_bytes_per_s, profile=profile,
+        calibration=profile.calibration,
+    )  # fmt: skip
+
+
+def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> ClusterSpec:
+    """A cluster of the same devices as were measured, with their rates; its own links, and those measured where nodes are as large.
+
+    Raises:
+        ProfileError: its devices are others.
+    """
+    own = measured.groups[0]
+    others = sorted({group.device.name for group in cluster.groups} - {own.device.name})
+    if others:
+        raise ProfileError(
+            f"the profile is of {own.device.name}, the cluster has {', '.join(others)}",
+            help="give the profile without --cluster to plan for what was measured",
+        )
+    device = own.device.replace(price_per_hour=cluster.groups[0].device.price_per_hour)
+    groups = tuple(
+        group.replace(device=device, host_link_bytes_per_s=own.host_link_bytes_per_s or group.host_link_bytes_per_s)
+        for group in cluster.groups
+    )
+    levels = tuple(
+        level.model_copy(update={"link": measured.levels[0].link})
+        if level.domain_size == measured.levels[0].domain_size and level.link.kind == measured.levels[0].link.kind
+        else level
+        for level in cluster.levels
+    )
+    return cluster.replace(groups=groups, levels=levels, profile=measured.profile, calibration=measured.calibration)
+
+
+def _widest(points: Sequence[CollectivePoint]) -> tuple[CollectivePoint, ...]:
+    """Of each operation the points over the largest group."""
+    largest = {op: max((p.group_size for p in points if p.op == op), default=0) for op in OPS}
+    return tuple(point for point in points if point.group_size == largest[point.op])
+
+
+def _with_points(level: LinkLevel, points: tuple[CollectivePoint, ...]) -> LinkLevel:
+    return level.model_copy(update={"link": level.link.replace(measured=points)}) if points else level
+
+
+def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
+    """The link between nodes, for each device: of rings over all ranks every node's devices carry their part of what leaves it.
+
+    The points are of whole hierarchies and no curve of this link alone: its rates and latencies follow from them, they do not stand
+    in for it.
+    """
+    link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}").replace(measured=())
+    each = profile.machine.num_devices // profile.machine.num_nodes
+    lines = {op: _line([p for p in _widest(points) if p.op == op]) for op in OPS}
+    shared = ("all_reduce", "all_gather", "reduce_scatter")
+    lines = {op: (latency, rate / each if op in shared else rate) for op, (latency, rate) in lines.items()}
+    lines |= _of_groups_at_once(profile.collectives, each)
+    best = max(rate for _, rate in lines.values())
+    return link.replace(
+        name=f"{link.name}-nodes", kind="scale-out", title="between the measured nodes", bandwidth_bytes_per_s=best,
+        efficiency=LinkEfficiency(**{op: rate / best for op, (_, rate) in lines.items()}),
+        collective_latency_s=CollectiveLatency(base=lines["all_reduce"][0], per_hop=0.0),
+    )  # fmt: skip
+
+
+def _of_groups_at_once(points: Sequence[CollectivePoint], each: int) -> dict[str, tuple[float, float]]:
+    """Latency and rate of one device between counterparts of all nodes, while its node's others send, too.
+
+    Of the operations that have two sizes at least.
+    """
+    at_once = [p for p in points if p.num_nodes > 1 and p.stride == each and p.concurrent_groups == each > 1]
+    by_op = {op: [point for point in _widest(at_once) if point.op == op] for op in OPS}
+    return {op: _line(mine) for op, mine in by_op.items() if len({point.size_bytes for point in mine}) > 1}
+
+
+def _line(points: Sequence[CollectivePoint]) -> tuple[float, float]:
+    latency, rate = fit_line([p.size_bytes for p in points], [p.time_s for p in points])
+    return latency, rate * bus_factor(points[0].op, points[0].group_size)
+
+
+def _host_link(profile: Profile) -> dict[str, Any]:
+    """The rate of large pinned copies of one device, the slower direction; nothing where none was measured."""
+    rates = [_rates(profile.host_copies, direction) for direction in ("to_device", "to_host")]
+    if not all(rates):
+        return {}
+    return {"host_link_bytes_per_s": min(median(rate) for rate in rates)}
+
+
+def _storage_rate(profile: Profile) -> dict[str, Any]:
+    """The rate of one node's storage with all its ranks at once, the slower of reading and writing; nothing where not measured."""
+    rates: dict[str, float] = {}
+    for point in sorted(profile.storage, key=lambda point: point.size_bytes):  # the largest file counts
+        rates[point.operation] = point.ranks_at_once * point.size_bytes / point.time_s
+    return {"storage_bytes_per_s": min(rates.values())} if len(rates) > 1 else {}
+
+
+def _rates(points: Sequence[HostCopyPoint], direction: str) -> list[float]:
+    return [
+        point.size_bytes / point.time_s
+        for point in points
+        if point.direction == direction
+        and point.host_memory == "pinned"
+        and point.devices_at_once == 1
+        and point.size_bytes >= _LARGE
+    ]
+
+
+def cluster_from_profile(profile: Profile) -> ClusterSpec:
+    """The cluster that a profile of one machine describes.
+
+    Raises:
+        ProfileError: the profile lacks a measurement that the description needs.
+    """
+    machine, ranks = profile.machine, profile.machine.num_devices
+    on_gpu = machine.backend == "nccl"
+    bandwidth, source = profile.memory_bandwidth_bytes_per_s, f"measured {profile.created[:10]} on {machine.device}"
+    architecture, name = "", f"{machine.device} / {ranks}"
+    if on_gpu:
+        name, architecture = _catalogue_name(machine.device)
+    device = Device(
+        name=name,
+        vendor="cpu" if not on_gpu else "amd" if machine.driver.startswith("rocm") else "nvidia",
+        architecture=architecture,
+        memory_bytes=profile.device_memory_bytes,
+        memory_bandwidth_bytes_per_s=bandwidth,
+        peak_flops_per_s=peak_flops(profile.matmuls),
+        gemm=fit_gemm(profile.matmuls, bandwidth, source),
+        source=f"{source}, {machine.driver}",
+    )
+    backend, measured = machine.backend, profile.collectives
+    link = unused_link(backend, bandwidth) if ranks == 1 else fit_link(measured, backend, source)
+    host_memory = machine.host_memory_bytes if on_gpu else None
+    return ClusterSpec(
+        name="local",
+        groups=(NodeGroup(device=device, num_nodes=1, devices_per_node=ranks, host_memory_bytes=host_memory),),
+        levels=(LinkLevel(link=link, domain_size=ranks),),
+        reserved_bytes=DEFAULT_RESERVED_BYTES if on_gpu else CPU_RESERVED_BYTES,
+        profile=profile,
+    )
+
+
+def _catalogue_name(torch_name: str) -> tuple[str, str]:
+    """Name and architecture: the catalogue's where it has the GPU, else torch's name and nothing."""
+    bare = re.sub(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+", "", torch_name).replace(" ", "-")
+    try:
+        name, entry = find_device(_CATALOGUE_NAMES.get(bare, bare))
+    except ConfigError:  # a GPU the catalogue does not have is fully described by its measurement
+        return torch_name, ""
+    return name, entry.get("architecture", "")
+
+
+_CATALOGUE_NAMES = {
+    "H100-80GB-HBM3": "H100-SXM-80GB",
+    "GH200-480GB": "GH200-96GB",  # torch names the memory of the Grace processor
+    "RTX-PRO-6000-Blackwell-Server-Edition": "RTX-PRO-6000-Server-96GB",
+}
+"""Names of torch.cuda.get_device_name that are not the catalogue's after their prefix is removed."""
+
+
+CPU_RESERVED_BYTES = GIB // 2
+"""Of a rank on a CPU: the interpreter and torch take about 0.3 GiB, gloo's buffers and the allocator some of the rest."""

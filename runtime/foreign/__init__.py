@@ -1,1 +1,0 @@
-"""Modules that are not ours, `transformers` models and plain ones, spread as a plan says."""

@@ -1,0 +1,174 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1), as trained: keys and values expanded for every head.
+
+Shapes: B micro-batch, S sequence, D hidden_dim, H heads (this rank's share under tensor parallelism), C = N + R width of a query
+or key, of which N without and R with position, V width of a value.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...schema.layers import LatentAttention, SoftmaxAttention
+from .layers import ReplicatedLinear, RMSNorm
+from .ring_attention import SequenceRanks
+from .rotary import Rotary, rotate
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of compressed vectors. Source: DeepSeek's modeling files, whose RMSNorm defaults to it there."""
+
+
+class LatentSelfAttention(nn.Module):
+    """Causal attention whose queries, keys and values are made from compressed vectors.
+
+    Attributes:
+        spread: ranks that share the heads; None where this one has all. The compressed vectors are made on each of them.
+        hidden: how the input is spread over them.
+        context: who attends where S is only this rank's part of the sequence.
+    """
+
+    context: SequenceRanks | None = None
+
+    def __init__(self, hidden_dim: int, spec: LatentAttention, rotary: Rotary, *, is_flash: bool) -> None:
+        super().__init__()
+        self.spec, self.rotary, self.is_flash = spec, rotary, is_flash
+        rank, heads = spec.q_lora_rank, spec.num_heads
+        if rank is None:
+            self.q_proj = nn.Linear(hidden_dim, spec.q_dim, bias=False)
+        else:
+            self.q_a_proj = ReplicatedLinear(hidden_dim, rank)
+            self.q_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(rank, spec.q_dim, bias=False)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(hidden_dim, spec.kv_lora_rank + spec.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * spec.v_head_dim, hidden_dim, bias=False)
+        self.spread: DeviceMesh | None = None
+        self.hidden: Placement = Replicate()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        hidden = self._gathered(hidden)
+        query, (key, value) = self._query(hidden), self._key_value(hidden)
+        # The kernels take one width only: values are filled up with zeros, whose outputs are dropped.
+        width = self.spec.v_head_dim
+        out = self._attend(query, key, F.pad(value, (0, query.shape[-1] - width)))[..., :width]
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+    def _query(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, H, S, C]."""
+        is_direct = self.spec.q_lora_rank is None
+        heads = self.q_proj(hidden) if is_direct else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        still, turned = self._heads(heads).split([self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1)
+        query = torch.cat((still, self._rotated(turned)), dim=-1)
+        return query * self.rotary.softmax_factor if self.rotary.softmax_factor != 1 else query
+
+    def _key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, D] to keys [B, H, S, C] and values [B, H, S, V]."""
+        spec = self.spec
+        compressed, shared = self.kv_a_proj_with_mqa(hidden).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        expanded = self._heads(self.kv_b_proj(self.kv_a_layernorm(compressed)))
+        still, value = expanded.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
+        turned = self._rotated(self._shared(shared)[:, None]).expand(-1, still.shape[1], -1, -1)
+        return torch.cat((still, turned), dim=-1), value
+
+    def _gathered(self, hidden: Tensor) -> Tensor:
+        """The whole sequence on every rank; what is made of it is the same on all, and so is its gradient."""
+        if self.spread is None or self.hidden.is_replicate():
+            return hidden
+        return DTensor.from_local(hidden, self.spread, [self.hidden], run_check=False).full_tensor()
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """What the heads of all ranks read: each rank's gradient of it is a part."""
+        if self.spread is None:
+            return x
+        return DTensor.from_local(x, self.spread, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, S, H * width] to [B, H, S, width]; H of this rank."""
+        heads = self.spec.num_heads // (1 if self.spread is None else self.spread.size())
+        return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """Pairs stand side by side in the published weights: (2 i, 2 i + 1) is turned as (i, i + R / 2) is elsewhere."""
+        cos, sin = self.rotary.tables(x.shape[2], x.device, x.dtype)
+        return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.context is not None:
+            return self.context.attend(query, key, value)
+        backend: AbstractContextManager[None] = nullcontext() if self.is_flash else sdpa_kernel(SDPBackend.MATH)
+        with backend:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+AttentionKind = Literal["flash", "math"]
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head or grouped-query attention, with rotary positions but where the model has learned ones.
+
+    Attributes:
+        context: who attends where S is only this rank's part of the sequence.
+    """
+
+    context: SequenceRanks | None = None
+
+    def __init__(
+        self, hidden_dim: int, spec: SoftmaxAttention, rotary: Rotary | None, eps: float, kind: AttentionKind
+    ) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.rotary = rotary
+        self.kind = kind
+        self.q_proj = nn.Linear(hidden_dim, spec.q_dim, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(hidden_dim, spec.kv_dim, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.q_dim, hidden_dim, bias=spec.out_bias)
+        self.norm_each_head = spec.qk_norm == "per_head"
+        widths = {"per_head": (spec.head_dim, spec.head_dim), "full": (spec.q_dim, spec.kv_dim)}.get(spec.qk_norm)
+        self.q_norm = RMSNorm(widths[0], eps) if widths else None
+        self.k_norm = RMSNorm(widths[1], eps) if widths else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        query, key = self._normed(self.q_proj(hidden), self.q_norm), self._normed(self.k_proj(hidden), self.k_norm)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, self._heads(self.v_proj(hidden))))
+        if self.rotary is not None:
+            cos, sin = self.rotary.tables(query.shape[2], query.device, query.dtype)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        out = self._attend(query, key, value)
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """[B, S, heads * C] to [B, S, heads, C], each head normed or all of them together."""
+        if norm is None or self.norm_each_head:
+            x = self._heads(x)
+            return x if norm is None else norm(x)
+        return self._heads(norm(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
+        if self.context is not None:
+            return self.context.attend(query, key, value)
+        groups = query.shape[1] // key.shape[1]
+        # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would
+        # hold [S, S] matrices, which costs more than repeating the heads.
+        native = query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+        if groups > 1 and not native:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if self.kind == "math" else nullcontext()
+        with backend:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)

@@ -1,0 +1,165 @@
+"""A model and a plan made into this rank's part of a training job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..schema.errors import RuntimeMismatchError
+from ..schema.plan import Plan
+from ..schema.runnable import (
+    require_our_engine,
+    require_valid,
+    why_not_offloadable,
+    why_not_runnable,
+    why_not_trainable,
+)
+from .adapters import apply_adapters
+from .context_parallel import apply_context_parallel
+from .data_parallel import apply_data_parallel, compute_dtype, materialise
+from .expert_parallel import apply_expert_parallel
+from .mesh import build_mesh
+from .models.decoder import Decoder
+from .models.experts import MixtureOfExperts
+from .models.init import init_weights
+from .offload.schedule import HostOffload
+from .parallel_model import ParallelModel
+from .pipeline_parallel import build_schedule
+from .recompute import apply_recompute
+from .tensor_parallel import apply_tensor_parallel
+from .training.loss_scale import LossScale
+from .training.options import require_compilable
+from .user_modules.build import LossFunction, parallelize_user_module
+from .weights.load import load_weights
+
+
+def parallelize(
+    model: nn.Module | None,
+    plan: Plan,
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    compile_blocks: bool = False,
+    loss_fn: LossFunction | None = None,
+) -> ParallelModel:
+    """Spread a model over the running torch.distributed job as the plan says.
+
+    Args:
+        model: None to build the plan's model with initial weights that depend on ``seed`` only; or a `Decoder`, a model of
+            transformers (on the meta device too) or any module, taken over with its weights (the same ones on every rank) and no
+            longer usable by itself afterwards. See docs/models.md for what of a plan other modules than a Decoder take.
+        plan: its layout must have as many ranks as the default process group.
+        device: of this rank; unset, the plan's kind of device (the current one).
+        seed: of the initial weights.
+        weights: folder of Hugging Face safetensors to start from instead; each rank reads what it holds. They replace those of
+            ``model``.
+        compile_blocks: let torch.compile fuse the operators of each block.
+        loss_fn: of another module than a Decoder: module, inputs and targets of a micro-batch to its mean loss. Unset, the mean
+            cross entropy of the next tokens, given logits [B, S, V] (or an object that has them as ``logits``).
+
+    Raises:
+        ConfigError: the plan breaks a rule that layouts must satisfy, or the weights are damaged or of another model.
+        RuntimeMismatchError: this version or this job cannot execute the plan, or the model is not the plan's.
+    """
+    _check(model, plan)
+    if compile_blocks:
+        require_compilable(plan)
+    device = device or _default_device(plan)
+    if model is not None and not isinstance(model, Decoder):
+        return parallelize_user_module(model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn)
+    mesh = build_mesh(plan, device.type)
+    module, stages = _take_over(model, plan), [plan.stages[idx] for idx in mesh.stage_idxs]
+    module.keep({idx for stage in stages for idx in stage.layer_idxs})
+    if model is not None:
+        module.to(device, torch.float32)
+    offload = HostOffload(plan, device) if plan.offload is not None else None
+    parts = [module] if len(stages) == 1 else [module.part(stage.layer_idxs) for stage in stages]
+    for part, stage in zip(parts, stages, strict=True):
+        apply_tensor_parallel(part, mesh, plan)
+        apply_context_parallel(part, mesh, plan, device)
+        apply_expert_parallel(part, mesh, plan)
+        apply_adapters(part, plan)
+        apply_recompute(part, stage.recompute_of)
+        if compile_blocks:
+            apply_compile(part)
+        if offload is not None:
+            offload.apply_activations(part, stage)
+        reduction = apply_data_parallel(part, mesh, plan)
+        if model is None:
+            materialise(part, plan, device)
+            part.tie()
+    if weights is not None:
+        load_weights(module, plan.model, weights)
+        init_weights(module, seed, device, adapters_only=True)
+    elif model is None:
+        init_weights(module, seed, device)
+    else:
+        init_weights(module, seed, device, adapters_only=True)
+    loss_scale = LossScale.of(plan)
+    schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
+    ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
+    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends, reduction=reduction)
+
+
+def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:
+    if isinstance(model, Decoder):
+        return model
+    with torch.device("meta"):
+        return Decoder(plan.model, attention=plan.workload.attention)
+
+
+def _default_device(plan: Plan) -> torch.device:
+    if plan.cluster.weakest_device.vendor == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _not_of_foreign(plan: Plan) -> tuple[str, ...]:
+    """What is done to a Decoder only."""
+    lacking = {
+        "an offload schedule": plan.offload is not None,
+        "adapters": plan.workload.adapters is not None,
+    }
+    return tuple(
+        f"{name} for a module that is no Decoder   [foreign_module]" for name, wanted in lacking.items() if wanted
+    )
+
+
+def _check(model: nn.Module | None, plan: Plan) -> None:
+    # Name and source say where a spec is from, not what it is.
+    is_own = model is None or isinstance(model, Decoder)
+    if isinstance(model, Decoder) and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
+        raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
+    require_our_engine(plan.workload)
+    lacking = why_not_runnable(plan.model, plan.workload) if is_own else why_not_trainable(plan.workload)
+    lacking += why_not_offloadable(plan) + (() if is_own else _not_of_foreign(plan))
+    if lacking:
+        raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
+    compute_dtype(plan)
+    if not dist.is_initialized():
+        raise RuntimeMismatchError(
+            "there is no torch.distributed job",
+            help="start with `meshwright apply`, or under torchrun call init_process_group()",
+        )
+    ranks, needed = dist.get_world_size(), plan.layout.world_size
+    if ranks != needed:
+        raise RuntimeMismatchError(
+            f"the plan is for {needed} ranks, this job has {ranks}", help=f"start {needed} processes"
+        )
+    cluster = plan.cluster
+    require_valid(
+        plan.model, plan.workload, plan.layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
+    )
+
+
+def apply_compile(stage: Decoder) -> None:
+    """Compile the blocks of a stage, in place; those with experts stay as they are, since their row counts change each step."""
+    for block in stage.model.layers.values():
+        if not isinstance(block.mlp, MixtureOfExperts):
+            block.compile()

@@ -1,0 +1,412 @@
+"""Which linear layers of a module tensor parallelism splits, and how.
+
+| rule        | weight [out, in]      | input                      | output                                  |
+|-------------|-----------------------|----------------------------|-----------------------------------------|
+| by_output   | rows over tp          | whole                      | this rank's part                        |
+| by_input    | columns over tp       | this rank's part           | sum over ranks                          |
+| gathered    | rows over tp          | whole                      | gathered: whole                         |
+| by_slice    | columns over tp       | whole, of which it takes   | sum over ranks                          |
+| heads_norm  | whole on every rank   | this rank's heads          | this rank's heads                       |
+
+A model of transformers says so itself (`base_model_tp_plan`). For any other module it is derived: a module with projections of
+queries, keys, values and outputs is split by heads; of the other linear layers that stand side by side, one or several from D to F
+followed by one from F back are split along F, if nothing but element-wise modules and dropout stands between them. What a module's
+own forward does between them is not seen: `foreign/tensor.py` tries each on random input.
+
+Tensor parallelism of a foreign module: weights are split, the module's own code works on local tensors.
+
+Each split layer has its part of the weight as a DTensor under its old name, and its forward sees the local part. Before a region
+the input is whole on every rank, and its gradient is summed over them; behind it the outputs are summed. Everything else is whole
+on every rank and gets whole gradients.
+
+Sequence parallelism, for decoders of transformers: between the first block and the last one a rank has its part of the sequence,
+which is gathered before a region and cut behind it; weights of norms there get parts of their gradient, which are summed at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from ...schema.errors import RuntimeMismatchError
+from .structure import Structure, require_decoder
+
+Rule = Literal["by_output", "by_input", "gathered", "by_slice", "heads_norm"]
+
+
+_OF_STYLE: dict[str, Rule] = {
+    "colwise": "by_output",
+    "rowwise": "by_input",
+    "colwise_gather_output": "gathered",
+    "rowwise_split_input": "by_slice",
+    "replicated_with_grad_allreduce": "heads_norm",
+}
+
+
+_QUERY = ("q_proj", "query", "wq", "to_q", "q_lin", "q", "query_proj", "q_linear")
+
+
+_KEY = ("k_proj", "key", "wk", "to_k", "k_lin", "k", "key_proj", "k_linear")
+
+
+_VALUE = ("v_proj", "value", "wv", "to_v", "v_lin", "v", "value_proj", "v_linear")
+
+
+_OUT = ("o_proj", "out_proj", "wo", "to_out", "out_lin", "o", "out", "dense", "proj", "c_proj", "out_linear")
+
+
+_ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity,
+                nn.Dropout, nn.Softplus, nn.Hardswish)  # fmt: skip
+
+
+HEAD_COUNTS = (
+    "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads",
+)  # fmt: skip
+"""Attributes of an attention module that count its heads; each rank has its part of them."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Layers that are split together.
+
+    Attributes:
+        parent: path of the module they stand in.
+        rules: by path.
+        is_attention: split by heads.
+    """
+
+    parent: str
+    rules: Mapping[str, Rule]
+    is_attention: bool = False
+
+
+def transformers_rules(model: Any) -> dict[str, Rule]:
+    """By path, from the model's own plan; empty where it has none.
+
+    Raises:
+        RuntimeMismatchError: the plan has a style that is not known here.
+    """
+    prefix = model.base_model_prefix
+    inner = getattr(model.config, "base_model_tp_plan", None) or {}
+    listed = {f"{prefix}.{name}" if hasattr(model, prefix) else name: style for name, style in inner.items()}
+    patterns = {re.compile(name.replace(".", r"\.").replace("*", r"\d+")): style for name, style in listed.items()}
+    rules: dict[str, Rule] = {}
+    for path, _ in model.named_modules():
+        style = next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
+        if style is None:
+            continue
+        if style not in _OF_STYLE:
+            raise RuntimeMismatchError(
+                f"{type(model).__name__}: {path} is split as {style!r}, which only the plan's own model is",
+                help="use parallelize(None, plan, weights=...), or plan with --fix tp=1",
+            )
+        rules[path] = _OF_STYLE[style]
+    return rules
+
+
+def derived_regions(module: nn.Module) -> list[Region]:
+    """Regions of a plain module, outermost first."""
+    return [region for path, parent in module.named_modules() for region in _regions_in(path, parent)]
+
+
+def _regions_in(path: str, parent: nn.Module) -> Iterator[Region]:
+    children = dict(parent.named_children())
+    linears = {name: child for name, child in children.items() if type(child) is nn.Linear}
+    attention = _attention_of(linears)
+    if attention:
+        rules: dict[str, Rule] = {_joined(path, name): "by_output" for name in attention[:3]}
+        yield Region(path, {**rules, _joined(path, attention[3]): "by_input"}, is_attention=True)
+    rest = [name for name in children if name not in attention]
+    for group in _pairs(rest, children):
+        rules = {_joined(path, name): "by_output" for name in group[:-1]}
+        yield Region(path, {**rules, _joined(path, group[-1]): "by_input"})
+
+
+def _attention_of(linears: Mapping[str, nn.Linear]) -> tuple[str, ...]:
+    """Names of the projections of queries, keys, values and outputs; empty where one is missing."""
+    found = [next((name for name in names if name in linears), None) for names in (_QUERY, _KEY, _VALUE, _OUT)]
+    if any(name is None for name in found):
+        return ()
+    names = tuple(str(name) for name in found)
+    return names if linears[names[0]].out_features == linears[names[3]].in_features else ()
+
+
+def _pairs(names: list[str], children: Mapping[str, nn.Module]) -> Iterator[list[str]]:
+    """Runs of linear layers D to F with one from F to D behind them."""
+    run: list[str] = []
+    for name in names:
+        child = children[name]
+        if type(child) is not nn.Linear:
+            run = run if isinstance(child, _ELEMENTWISE) else []
+            continue
+        first = children[run[0]] if run else None
+        assert first is None or isinstance(first, nn.Linear)
+        if first is not None and (child.in_features, child.out_features) == (first.out_features, first.in_features):
+            yield [*run, name]
+            run = []
+        elif first is not None and (child.in_features, child.out_features) == (first.in_features, first.out_features):
+            run.append(name)
+        else:
+            run = [name]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+_LAST = -1
+
+
+def split_transformers(
+    model: nn.Module, structure: Structure, tp: DeviceMesh, *, sequence_parallel: bool, is_tied: bool
+) -> dict[str, Rule]:
+    """Split a model of transformers over tp as it says itself, in place; what was split, by path.
+
+    Raises:
+        RuntimeMismatchError: it does not say, or says what cannot be done.
+    """
+    rules = transformers_rules(model)
+    if not rules:
+        raise RuntimeMismatchError(
+            f"{type(model).__name__} has no base_model_tp_plan, so tensor parallelism cannot split it"
+            + (" (its c_attn makes queries, keys and values in one product)" if "GPT2" in type(model).__name__ else ""),
+            help="use parallelize(None, plan, weights=...) for the plan's own model, or plan with --fix tp=1",
+        )
+    hidden: Placement = Shard(1) if sequence_parallel else Replicate()
+    for parent in sorted({path.rpartition(".")[0] for path in rules}):
+        inside = {path: rule for path, rule in rules.items() if path.rpartition(".")[0] == parent}
+        _require_all(model, parent, inside)
+        _require_even(model, inside, tp)
+        for path, rule in inside.items():
+            _split(model.get_submodule(path), rule, tp, hidden, sums_inputs=False)
+        _enter(model.get_submodule(parent), tp, hidden)
+    if sequence_parallel:
+        _cut_sequence(model, structure, tp, set(rules))
+    # A tied head is the embedding, which is whole on every rank.
+    if structure.head is not None and not is_tied:
+        head = model.get_submodule(structure.head)
+        if isinstance(head, nn.Linear) and head.out_features % tp.size() == 0:
+            _split(head, "gathered", tp, Replicate(), sums_inputs=True)
+            rules[structure.head] = "gathered"
+    return rules
+
+
+def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
+    """Split a plain module by derived rules, in place; what was split, by path.
+
+    Raises:
+        RuntimeMismatchError: nothing can be split, a layer does not divide, or a region computes something else once it is split.
+    """
+    regions = derived_regions(module)
+    if not regions:
+        raise RuntimeMismatchError(
+            f"{type(module).__name__} has no linear layers that tensor parallelism can split: neither query, key, value and "
+            "output projections, nor layers from D to F and back",
+            help="plan with --fix tp=1",
+        )
+    for region in regions:
+        parent = module.get_submodule(region.parent)
+        _require_even(module, region.rules, tp)
+        before = _trial(module, region)
+        if region.is_attention:
+            _divide_heads(parent, region, tp)
+        for path, rule in region.rules.items():
+            _split(module.get_submodule(path), rule, tp, Replicate(), sums_inputs=rule == "by_output")
+        _compare(region, before, _trial(module, region))
+    return {path: rule for region in regions for path, rule in region.rules.items()}
+
+
+def _require_all(model: nn.Module, parent: str, inside: Mapping[str, Rule]) -> None:
+    """Every parameter of a region has a rule: the gradient of its input is summed over ranks."""
+    owner = model.get_submodule(parent)
+    named = {name.rpartition(".")[0] for name, _ in owner.named_parameters()}
+    without = sorted(name for name in named if f"{parent}.{name}" not in inside)
+    if without:
+        raise RuntimeMismatchError(
+            f"{type(model).__name__}: base_model_tp_plan splits a part of {parent} but not {', '.join(without)}",
+            help="plan with --fix tp=1",
+        )
+
+
+def _require_even(module: nn.Module, rules: Mapping[str, Rule], tp: DeviceMesh) -> None:
+    for path, rule in rules.items():
+        layer = module.get_submodule(path)
+        if rule == "heads_norm":
+            continue
+        if not isinstance(layer, nn.Linear):
+            raise RuntimeMismatchError(
+                f"{path} is a {type(layer).__name__}, of which no split is known: a Linear is split"
+            )
+        width = layer.out_features if rule in ("by_output", "gathered") else layer.in_features
+        if width % tp.size():
+            raise RuntimeMismatchError(
+                f"{path}: its {'outputs' if rule in ('by_output', 'gathered') else 'inputs'}, {width}, are not a multiple of "
+                f"tp {tp.size()}",
+                help=f"plan with a tp that divides {width}",
+            )
+
+
+def _split(layer: nn.Module, rule: Rule, tp: DeviceMesh, hidden: Placement, *, sums_inputs: bool) -> None:
+    """One layer: its parameters over tp, and what happens to its input and output."""
+    if rule == "heads_norm":
+        sum_weight_gradients(layer, tp)
+        return
+    is_rows = rule in ("by_output", "gathered")
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        place: Placement = Replicate() if name == "bias" and not is_rows else Shard(0 if is_rows else 1)
+        split = distribute_tensor(parameter.data, tp, [place], src_data_rank=None)
+        setattr(layer, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+    original = _with_local_weights(layer, has_bias=is_rows)
+
+    def forward(x: Tensor) -> Tensor:
+        if sums_inputs:
+            x = whole_input(x, tp, Replicate())
+        if rule == "by_slice":
+            x = _moved(x, tp, Replicate(), Shard(_LAST))
+        out: Tensor = original(x)
+        if rule == "gathered":
+            return _moved(out, tp, Shard(out.ndim - 1), Replicate())
+        if is_rows:
+            return out
+        out = _moved(out, tp, Partial(), hidden)
+        bias = layer.bias
+        return out if bias is None else out + _local_bias(bias, tp, hidden)
+
+    layer.forward = forward  # type: ignore[method-assign]
+
+
+def _local_bias(bias: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
+    local = bias.to_local() if isinstance(bias, DTensor) else bias
+    return whole_input(local, tp, Replicate()) if hidden.is_shard() else local
+
+
+def _with_local_weights(
+    layer: nn.Module, *, has_bias: bool = True, change: Callable[[Tensor], Tensor] | None = None
+) -> Callable[..., Any]:
+    """The layer's forward on what this rank has of its parameters; without the bias where that comes after a sum."""
+    original = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # An attribute of the instance is found before a parameter of the same name.
+        own: dict[str, Tensor | None] = {}
+        for name, parameter in layer.named_parameters(recurse=False):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            own[name] = local if change is None else change(local)
+        if not has_bias:
+            own["bias"] = None
+        vars(layer).update(own)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for name in own:
+                del vars(layer)[name]
+
+    return forward
+
+
+def sum_weight_gradients(layer: nn.Module, tp: DeviceMesh) -> None:
+    """Let every rank keep a layer whole, of which each sees a part of the work: the gradients of its weights are summed."""
+    layer.forward = _with_local_weights(  # type: ignore[method-assign]
+        layer, change=functools.partial(whole_input, tp=tp, hidden=Replicate())
+    )
+
+
+def whole_input(x: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
+    """What every rank has of x, or has a part of, whole; each rank's gradient of it is a part of a sum."""
+    spread = DTensor.from_local(x, tp, [hidden], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _moved(x: Tensor, tp: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    return DTensor.from_local(x, tp, [source], run_check=False).redistribute(placements=[target]).to_local()
+
+
+def _enter(parent: nn.Module, tp: DeviceMesh, hidden: Placement) -> None:
+    """Make the first argument of a region whole, with a gradient that is summed, once for all layers that read it."""
+    name = next(iter(inspect.signature(parent.forward).parameters))
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (whole_input(args[0], tp, hidden), *args[1:]), kwargs
+        return args, {**kwargs, name: whole_input(kwargs[name], tp, hidden)}
+
+    parent.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _cut_sequence(model: nn.Module, structure: Structure, tp: DeviceMesh, split: set[str]) -> None:
+    """Cut the sequence before the first block of this rank, gather it behind the last one."""
+    require_decoder(model, structure, "sequence parallelism")
+    blocks = [block for block in structure.blocks_of(model) if any(True for _ in block.parameters())]
+    inside = {path.rpartition(".")[0] for path in split}
+    for path, layer in model.named_modules():
+        is_outer = path.startswith(f"{structure.blocks}.") and not any(path.startswith(f"{p}.") for p in inside)
+        if is_outer and any(True for _ in layer.parameters(recurse=False)):
+            sum_weight_gradients(layer, tp)
+    if not blocks:
+        return
+
+    def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_moved(args[0], tp, Replicate(), Shard(1)), *args[1:])
+
+    def gather(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        return _moved(out, tp, Shard(1), Replicate())
+
+    blocks[0].register_forward_pre_hook(cut)
+    blocks[-1].register_forward_hook(gather)
+
+
+def _divide_heads(attention: nn.Module, region: Region, tp: DeviceMesh) -> None:
+    for name in HEAD_COUNTS:
+        count = getattr(attention, name, None)
+        if not isinstance(count, int) or isinstance(count, bool):
+            continue
+        if count % tp.size():
+            raise RuntimeMismatchError(
+                f"{region.parent}: {name} {count} is not a multiple of tp {tp.size()}",
+                help=f"plan with a tp that divides {count}",
+            )
+        setattr(attention, name, count // tp.size())
+
+
+@torch.no_grad()
+def _trial(module: nn.Module, region: Region) -> Tensor | str:
+    """What the module around a region makes of random input of the width of its first layer, or why it takes none."""
+    parent, first = module.get_submodule(region.parent), module.get_submodule(next(iter(region.rules)))
+    assert isinstance(first, nn.Linear)
+    weight = first.weight.to_local() if isinstance(first.weight, DTensor) else first.weight
+    if weight.is_meta:
+        return "it has no weights yet"
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, first.in_features, generator=generator).to(weight.device, weight.dtype)
+    was_training = parent.training
+    parent.eval()
+    try:
+        out = parent(x)
+    except (TypeError, RuntimeError, NotImplementedError, ValueError, IndexError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    finally:
+        parent.train(was_training)
+    return out if isinstance(out, Tensor) else "it returns no tensor"
+
+
+def _compare(region: Region, before: Tensor | str, after: Tensor | str) -> None:
+    """Refuse a region that computes something else once it is split; one that takes other input cannot be tried."""
+    if isinstance(before, str):
+        return
+    if isinstance(after, Tensor):
+        if torch.allclose(after, before, rtol=1e-3, atol=1e-4 * float(before.abs().max())):
+            return
+        after = f"outputs differ by up to {float((after - before).abs().max()):.2g}"
+    raise RuntimeMismatchError(
+        f"{', '.join(region.rules)} look like layers that can be split together, but once they are: {after}",
+        help="what stands between them is not element-wise, or counts its heads in its own way; plan with --fix tp=1",
+    )

@@ -1,0 +1,190 @@
+"""InferencePlan: where weights, keys and values, and hidden states lie while text is generated, and what that is predicted to take.
+
+An estimate: nothing of this version serves a model. Layers are named by their index in ``ModelSpec.iter_layers()``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from .base import Document, Frozen
+from .cluster import ClusterSpec
+from .model import ModelSpec
+from .task import Generation
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Layers = tuple[NonNegativeInt, ...]
+
+_SUM = 1e-6
+"""Shares may miss one by this: rounding of the linear program."""
+
+
+class CacheShares(Frozen):
+    """Where keys and values lie, and who attends to them; the shares sum to one.
+
+    Attributes:
+        device: on the device.
+        host_attended, storage_attended: on the host or on storage; the host's processors attend.
+        host_copied, storage_copied: there too; copied to the device in every pass.
+    """
+
+    device: Share
+    host_attended: Share = 0.0
+    host_copied: Share = 0.0
+    storage_attended: Share = 0.0
+    storage_copied: Share = 0.0
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        total = sum(getattr(self, name) for name in type(self).model_fields)
+        if abs(total - 1) > _SUM:
+            raise ValueError(f"shares of keys and values sum to {total}, not to 1")
+        return self
+
+
+class StateShares(Frozen):
+    """Where the hidden states of a block lie between two layers; the shares sum to one."""
+
+    device: Share
+    host: Share = 0.0
+    storage: Share = 0.0
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if abs(self.device + self.host + self.storage - 1) > _SUM:
+            raise ValueError(f"shares of hidden states sum to {self.device + self.host + self.storage}, not to 1")
+        return self
+
+
+class PhaseEstimate(Frozen):
+    """Passes that take the same: the prefill, or a part of the decoding.
+
+    Attributes:
+        context: tokens that a sequence has on average in these passes.
+        busy_s: seconds of a pass that each resource is busy; the longest is the pass.
+        binds: which that is.
+    """
+
+    name: str
+    passes: PositiveInt
+    context: PositiveFloat
+    seconds_per_pass: PositiveFloat
+    busy_s: dict[str, NonNegativeFloat]
+    binds: str
+
+
+class GenerationMarginalValues(Frozen):
+    """Tokens a second that a little more of a resource is worth, at the margin: duals of the linear program for this batch.
+
+    Attributes:
+        device_per_gib: one more GiB of each device's memory; host_per_gib, storage_per_gib: of a node's.
+        link_per_gb_per_s: 1e9 bytes per second more in each direction for each rank; storage_per_gb_per_s,
+            host_attention_per_gb_per_s: for each node.
+    """
+
+    device_per_gib: NonNegativeFloat = 0.0
+    host_per_gib: NonNegativeFloat = 0.0
+    storage_per_gib: NonNegativeFloat = 0.0
+    link_per_gb_per_s: NonNegativeFloat = 0.0
+    storage_per_gb_per_s: NonNegativeFloat = 0.0
+    host_attention_per_gb_per_s: NonNegativeFloat = 0.0
+
+
+class GenerationEstimate(Frozen):
+    """What a plan is predicted to take.
+
+    Attributes:
+        prefill_s, decode_s: of one block; latency_s: both, from the prompts to the last token of all of its sequences.
+        tokens_per_s: generated, over ``latency_s``, all replicas together.
+        device_bytes: of one device; host_bytes, storage_bytes: of one node.
+        bound_tokens_per_s: no placement of this batch, whole layers or not, generates more; gap: (bound - tokens_per_s) / bound.
+    """
+
+    prefill_s: PositiveFloat
+    decode_s: NonNegativeFloat
+    latency_s: PositiveFloat
+    tokens_per_s: PositiveFloat
+    device_bytes: NonNegativeInt
+    device_budget_bytes: PositiveInt
+    host_bytes: NonNegativeInt
+    host_budget_bytes: PositiveInt | None = None
+    storage_bytes: NonNegativeInt = 0
+    storage_budget_bytes: NonNegativeInt = 0
+    bound_tokens_per_s: PositiveFloat
+    gap: NonNegativeFloat
+    phases: tuple[PhaseEstimate, ...] = Field(min_length=1)
+
+
+class GenerationAlternative(Frozen):
+    """A batch that was weighed: the best of its shape among those that were solved."""
+
+    tp: PositiveInt
+    device_batch_size: PositiveInt
+    num_device_batches: PositiveInt
+    tokens_per_s: PositiveFloat
+    latency_s: PositiveFloat
+
+
+class GenerationSearch(Frozen):
+    """What was searched. ``bound_tokens_per_s``: no batch that was weighed, with layers in parts, generates more.
+
+    Attributes:
+        evaluated: batches solved with whole layers; bounded: linear programs of batches; pruned: batches that a bound or the memory
+            excluded.
+    """
+
+    evaluated: NonNegativeInt
+    bounded: NonNegativeInt
+    pruned: NonNegativeInt
+    bound_tokens_per_s: PositiveFloat
+    gap: NonNegativeFloat
+    search_s: NonNegativeFloat
+
+
+class GenerationPlan(Document):
+    """The answer of ``meshwright plan --infer``.
+
+    Attributes:
+        tp: devices that hold the model together; replicas: how many such groups the cluster has, each with batches of its own.
+        device_batch_size: sequences that are computed at once; num_device_batches: of those in a block, which go through a layer
+            one after the other while its weights are there.
+        host_layers, storage_layers: layers whose weights come from there in every pass; all others stay on the device.
+        cache, states: of the keys and values, and of the hidden states.
+        latency_limit_s: what was asked; None: throughput alone.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    generation: Generation
+    tp: PositiveInt = 1
+    replicas: PositiveInt = 1
+    device_batch_size: PositiveInt
+    num_device_batches: PositiveInt
+    host_layers: Layers = ()
+    storage_layers: Layers = ()
+    cache: CacheShares
+    states: StateShares
+    estimate: GenerationEstimate
+    worth: GenerationMarginalValues = Field(default_factory=GenerationMarginalValues)
+    search: GenerationSearch | None = None
+    alternatives: tuple[GenerationAlternative, ...] = ()
+    latency_limit_s: PositiveFloat | None = None
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> Self:
+        for name in ("host_layers", "storage_layers"):
+            layers = getattr(self, name)
+            if list(layers) != sorted(set(layers)) or (layers and layers[-1] >= self.model.num_layers):
+                raise ValueError(f"{name} must name layers of the model once and in order")
+        both = {*self.host_layers} & {*self.storage_layers}
+        if both:
+            raise ValueError(f"layer {min(both)} is in host_layers and in storage_layers")
+        return self
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a block, on each replica."""
+        return self.device_batch_size * self.num_device_batches

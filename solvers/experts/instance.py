@@ -1,0 +1,274 @@
+"""Where the experts of a mixture-of-experts model live: the problem that the files `expert_*.py` solve together.
+
+Sets
+    d = 0..D-1   workloads (scenarios) that one placement must serve
+    l = 0..L-1   layers, independent of one another
+    e = 0..E-1   experts of a layer
+    g = 0..G-1   GPUs, in nodes of equal size
+    s = 0..S-1   slots, those of GPU 0 first
+Data
+    LOAD[d,l,e]  tokens routed to an expert
+    SLOTS[g]     experts that a GPU holds; sum_g SLOTS[g] = S
+    SPEED[g]     relative speed of a GPU, 1 where all are alike
+Variables
+    x[l,s]       expert in a slot (`physical_to_logical`); r[l,e] = number of slots that hold it
+    y[l,s]       share of its expert's tokens that a slot takes: 1 / r[l,e] under the uniform split, free under the
+                 weighted one
+Objective
+    (O)  min  max_d max_g  sum_{s on g} y[l,s] LOAD[d,l,x[l,s]] / SPEED[g]  over its mean, for each layer
+         The mean is sum_e LOAD[d,l,e] / sum_g SPEED[g]: 1 is perfect balance, and no placement is below it.
+Constraints
+    (C1) present: r[l,e] >= 1
+    (C2) distinct: the slots of a GPU hold different experts (two replicas on one GPU waste a slot)
+    (C3) shares: y >= 0, and the shares of an expert sum to 1
+    (C4) group: with groups of experts, an expert stays on the node of its group
+
+Methods: expert_replicas.py (how many), expert_packing.py and expert_exchange.py (where), expert_shares.py (shares),
+expert_moves.py (from a previous placement), expert_homes.py and expert_nodes.py (nodes), expert_exact.py (CP-SAT),
+expert_bounds.py (what none can beat), experts.py (the public functions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schema.errors import ConfigError
+
+FloatArray = NDArray[np.float64]
+
+
+IntArray = NDArray[np.int64]
+
+
+MAX_LOADS = 10**8
+"""Of an array of loads: a gigabyte, and more than any model has."""
+
+
+@dataclass(frozen=True)
+class ExpertInstance:
+    """LOAD [D, L, E], SLOTS [G], SPEED [G] and the number of nodes that share the GPUs evenly; validated by `make_instance`."""
+
+    load: FloatArray
+    slots_per_gpu: IntArray
+    gpu_speed: FloatArray
+    num_nodes: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.load.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.load.shape[2])
+
+    @property
+    def num_gpus(self) -> int:
+        """G."""
+        return len(self.slots_per_gpu)
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return int(self.slots_per_gpu.sum())
+
+    @cached_property
+    def weight(self) -> FloatArray:
+        """LOAD over its mean for a GPU of speed 1 [L, E, D]: utilisations are sums of these, 1 on average."""
+        mean = self.load.sum(axis=2, keepdims=True) / self.gpu_speed.sum()
+        return np.ascontiguousarray(np.moveaxis(self.load / mean, 0, 2))
+
+    @cached_property
+    def gpu_of_slot(self) -> IntArray:
+        """[S]."""
+        return np.repeat(np.arange(self.num_gpus), self.slots_per_gpu)
+
+    @cached_property
+    def node_of_gpu(self) -> IntArray:
+        """[G]."""
+        return np.arange(self.num_gpus) // (self.num_gpus // self.num_nodes)
+
+
+def validate_loads(load: Any) -> FloatArray:
+    """Finite, not negative loads [D, L, E] of an array [E], [L, E] or [D, L, E] (numpy, nested lists or a torch tensor).
+
+    Raises:
+        ConfigError: not numbers, of another rank, empty, negative, NaN, or a layer without any load.
+    """
+    try:
+        array = np.asarray(_to_numpy(load), dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a load is an array of numbers [layers, experts]: {error}") from None
+    if not 1 <= array.ndim <= 3 or array.size == 0 or array.size > MAX_LOADS:
+        raise ConfigError(
+            f"a load has shape [experts], [layers, experts] or [scenarios, layers, experts]; this one {array.shape}"
+        )
+    array = array.reshape((1,) * (3 - array.ndim) + array.shape)
+    wrong = ~np.isfinite(array) | (array < 0)
+    if wrong.any():
+        d, layer, expert = (int(idx) for idx in np.argwhere(wrong)[0])
+        raise ConfigError(
+            f"load of expert {expert} in layer {layer} is {array[d, layer, expert]}",
+            details=(f"{int(wrong.sum())} of {array.size} loads are negative, NaN or infinite",),
+            help="loads are counts of tokens: finite and not negative",
+        )
+    empty = array.sum(axis=2) <= 0
+    if empty.any():
+        d, layer = (int(idx) for idx in np.argwhere(empty)[0])
+        where = f"layer {layer}" + (f" of scenario {d}" if len(array) > 1 else "")
+        raise ConfigError(
+            f"{where} has no load at all", details=(f"{int(empty.sum())} such layers",), help="leave that layer out"
+        )
+    return array
+
+
+def _to_numpy(array: Any) -> Any:
+    """A torch tensor as numpy, without importing torch; anything else as it is."""
+    if hasattr(array, "detach"):
+        return array.detach().cpu().double().numpy()
+    return array
+
+
+def make_instance(
+    load: Any,
+    *,
+    num_gpus: int,
+    num_slots: int,
+    num_nodes: int = 1,
+    gpu_speed: Any = None,
+    slots_per_gpu: Any = None,
+) -> ExpertInstance:
+    """A validated instance.
+
+    Args:
+        load: as `validate_loads` takes it.
+        slots_per_gpu: [G] where GPUs hold different numbers of experts; they sum to `num_slots`.
+        gpu_speed: [G] relative speeds.
+
+    Raises:
+        ConfigError: what cannot be placed, with the numbers.
+    """
+    loads = validate_loads(load)
+    num_experts = loads.shape[2]
+    for name, count in (("num_gpus", num_gpus), ("num_nodes", num_nodes), ("num_slots", num_slots)):
+        if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"{name} is {count!r}; it is a count, 1 or more")
+    if num_gpus % num_nodes:
+        raise ConfigError(f"{num_gpus} GPUs cannot be divided among {num_nodes} nodes")
+    if num_slots < num_experts:
+        raise ConfigError(
+            f"{num_slots} slots for {num_experts} experts: (C1) each needs one", help=f"use {num_experts} slots or more"
+        )
+    slots = _validate_slots(num_gpus, num_slots, slots_per_gpu)
+    if int(slots.max()) > num_experts:
+        raise ConfigError(
+            f"more replicas than GPUs: a GPU with {int(slots.max())} slots cannot fill them with "
+            f"{num_experts} different experts (C2)",
+            help=f"use at most {num_experts * num_gpus} slots on {num_gpus} GPUs, {num_experts} on each",
+        )
+    speed = np.ones(num_gpus) if gpu_speed is None else np.asarray(_to_numpy(gpu_speed), dtype=np.float64)
+    if speed.shape != (num_gpus,) or not np.all(np.isfinite(speed) & (speed > 0)):
+        raise ConfigError(f"gpu_speed needs {num_gpus} positive numbers, one for each GPU")
+    return ExpertInstance(loads, slots, speed, num_nodes)
+
+
+def _validate_slots(num_gpus: int, num_slots: int, slots_per_gpu: Any) -> IntArray:
+    if slots_per_gpu is None:
+        if num_slots % num_gpus:
+            raise ConfigError(
+                f"{num_slots} slots do not divide among {num_gpus} GPUs",
+                help=f"use {num_slots // num_gpus * num_gpus or num_gpus} or {-(-num_slots // num_gpus) * num_gpus} slots, "
+                "or say slots_per_gpu",
+            )
+        return np.full(num_gpus, num_slots // num_gpus)
+    slots = np.asarray(_to_numpy(slots_per_gpu))
+    if slots.shape != (num_gpus,) or np.any(slots < 1) or np.any(slots != np.floor(slots)):
+        raise ConfigError(f"slots_per_gpu needs {num_gpus} whole numbers, 1 or more")
+    if int(slots.sum()) != num_slots:
+        raise ConfigError(f"slots_per_gpu sums to {int(slots.sum())}, num_slots is {num_slots}")
+    return slots.astype(np.int64)
+
+
+def replica_counts(placed: IntArray, num_experts: int) -> IntArray:
+    """R [L, E] of x [L, S]."""
+    num_layers = len(placed)
+    flat = placed + np.arange(num_layers)[:, None] * num_experts
+    return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+
+
+def uniform_shares(placed: IntArray, num_experts: int) -> FloatArray:
+    """Y [L, S] = 1 / r."""
+    counts = replica_counts(placed, num_experts)
+    return np.asarray(1.0 / np.take_along_axis(counts, placed, axis=1))
+
+
+def utilisation(instance: ExpertInstance, placed: IntArray, share: FloatArray) -> FloatArray:
+    """Load of each GPU over its mean [D, L, G]; its largest over g (and d) is (O)."""
+    slots = np.take_along_axis(instance.weight, placed[:, :, None], axis=1) * share[:, :, None]
+    starts = np.concatenate([[0], np.cumsum(instance.slots_per_gpu)[:-1]])
+    return np.moveaxis(np.add.reduceat(slots, starts, axis=1), 2, 0) / instance.gpu_speed
+
+
+def check(instance: ExpertInstance, placed: IntArray, share: FloatArray) -> FloatArray:
+    """(O) of each layer [L], recomputed from the definition one slot at a time; knows nothing of the methods.
+
+    Raises:
+        ValueError: the placement breaks (C1), (C2) or (C3), with the layer.
+    """
+    objective = np.zeros(instance.num_layers)
+    for layer in range(instance.num_layers):
+        held = [[int(e) for e in placed[layer, instance.gpu_of_slot == gpu]] for gpu in range(instance.num_gpus)]
+        if {e for gpu in held for e in gpu} != set(range(instance.num_experts)):
+            raise ValueError(f"present (C1): layer {layer} lacks an expert or names one that does not exist")
+        if any(len(set(gpu)) < len(gpu) for gpu in held):
+            raise ValueError(f"distinct (C2): layer {layer} has an expert twice on one GPU")
+        total = np.zeros(instance.num_experts)
+        for slot in range(instance.num_slots):
+            total[placed[layer, slot]] += share[layer, slot]
+        if np.any(share[layer] < -1e-9) or np.any(np.abs(total - 1) > 1e-9):
+            raise ValueError(f"shares (C3): in layer {layer} they do not sum to 1")
+        for d in range(len(instance.load)):
+            mean = sum(instance.load[d, layer]) / sum(instance.gpu_speed)
+            for gpu in range(instance.num_gpus):
+                slots = np.flatnonzero(instance.gpu_of_slot == gpu)
+                tokens = sum(share[layer, s] * instance.load[d, layer, placed[layer, s]] for s in slots)
+                objective[layer] = max(objective[layer], tokens / instance.gpu_speed[gpu] / mean)
+    return objective
+
+
+@dataclass(frozen=True)
+class SlotAssignment:
+    """Places x [L, S], and what is known of them: shares, what a proof says, homes and parts of the tokens that a trace
+    gave.
+    """
+
+    placed: IntArray
+    share: FloatArray | None = None
+    proved: FloatArray | None = None
+    home: IntArray | None = None
+    node_part: FloatArray | None = None
+    visits: FloatArray | None = None
+
+
+def uniform_objective(instance: ExpertInstance, placed: IntArray) -> FloatArray:
+    """(O) [L] under the uniform split."""
+    share = uniform_shares(placed, instance.num_experts)
+    return np.asarray(utilisation(instance, placed, share).max(axis=(0, 2)))
+
+
+def select_layers(instance: ExpertInstance, layers: NDArray[np.int64]) -> ExpertInstance:
+    """The same problem for some layers."""
+    return replace(instance, load=instance.load[:, layers])
+
+
+def experts_on_gpus(placed: IntArray, gpu_of_slot: IntArray, num_experts: int) -> np.ndarray:
+    """Whether a GPU holds an expert [L, G, E]."""
+    has = np.zeros((len(placed), int(gpu_of_slot[-1]) + 1, num_experts), dtype=bool)
+    has[np.arange(len(placed))[:, None], gpu_of_slot, placed] = True
+    return has

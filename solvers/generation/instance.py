@@ -1,0 +1,196 @@
+"""Where weights, keys and values, and hidden states lie while text is generated: for one rank and one block of sequences.
+
+A block is K device batches of b sequences. Each pass goes through the layers once, and through all batches within a layer, so that
+weights that come from elsewhere come once a pass.
+
+Sets        kinds of layers c, phases p (the prefill; parts of the decoding, by how much a token attends to)
+            places D device, H host, S storage
+            ways of keys and values D; HA, SA on the host or on storage, attended by the host's processors; HC, SC copied up
+Data        N_c             layers of a kind          R_p         passes of a phase
+            W_c, M_c        bytes of a layer's weights, and of those that a pass brings where they are not on the device
+            MAY_cS          whether storage may hold them
+            COMPUTE_cp      seconds of the device for a layer and all K batches, attention to keys and values before left out
+            ATTEND_p        seconds of the device to attend to all keys and values of a pass
+            READ_p, NEW_p   bytes of keys and values that a pass attends to, that it makes; CACHE: of all at the end
+            HIDDEN_p        bytes of the hidden states of all sequences between two layers; STATES: their most
+            ASK_p           bytes that go down, and as many up, where the host attends
+            STEPS           layers that hidden states go through
+            UP, DOWN, DUPLEX, DISK, HOST    rates of the link's directions, both at once, of storage, of the host's attention
+            BUFFER, SLOT    bytes of weights on the way; of one batch's keys and values of one layer
+            WORK, CAP_D, CAP_H, STAGE, CAP_S   bytes in use while computing; of the device, of the host, what storage passes through
+Variables   w_cx  layers of kind c in place x, whole      k_x  share of keys and values in each way      h_x  share of hidden states
+            t_p   seconds of a pass
+(O)         min  sum_p R_p t_p
+(C1)        everything is somewhere: sum_x w_cx = N_c;  sum_x k_x = 1;  sum_x h_x = 1
+(C2)        compute: t_p >= sum_c N_c COMPUTE_cp + ATTEND_p (k_D + k_HC + k_SC)
+(C3)        links: with up_p   = sum_c M_c (w_cH + w_cS) + READ_p (k_HC + k_SC) + ASK_p (k_HA + k_SA) + STEPS HIDDEN_p (h_H + h_S)
+                        down_p = NEW_p (1 - k_D) + ASK_p (k_HA + k_SA) + STEPS HIDDEN_p (h_H + h_S)
+                        UP t_p >= up_p;  DOWN t_p >= down_p;  (1 + DUPLEX) t_p >= up_p / UP + down_p / DOWN
+(C4)        storage: DISK t_p >= sum_c M_c w_cS + (READ_p + NEW_p) (k_SA + k_SC) + 2 STEPS HIDDEN_p h_S
+(C5)        host attention: HOST t_p >= READ_p (k_HA + k_SA)
+(C6)        one batch: t_p >= (sum_c N_c COMPUTE_cp + READ_p (k_HA + k_SA) / HOST + ASK_p (k_HA + k_SA) (1 / UP + 1 / DOWN)) / K
+(C7)        device memory: sum_c W_c w_cD + BUFFER + CACHE k_D + 2 SLOT (1 - k_D) + STATES h_D + WORK <= CAP_D
+(C8)        host memory: sum_c W_c w_cH + CACHE (k_HA + k_HC) + STATES h_H + STAGE <= CAP_H
+(C9)        storage: sum_c W_c w_cS + CACHE (k_SA + k_SC) + STATES h_S <= CAP_S
+
+Copies and compute of different batches and layers run side by side: a pass is as long as the busiest resource, which (C6)
+corrects where there is one batch only. Decoding reads the weights from the device's memory once for each batch, and its keys and
+values once: that is in COMPUTE and ATTEND, which are the larger of arithmetic and memory traffic.
+Source: FlexGen (arXiv:2303.06865) for the schedule of blocks, the places and the idea of a linear program over them; terms for
+memory bandwidth, whole layers, shares that differ in who attends, and duals are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..linear_program import FloatArray, IntArray
+
+PLACES = ("device", "host", "storage")
+CACHE_WAYS = ("device", "host attended", "host copied", "storage attended", "storage copied")
+RESOURCES = ("compute", "link to device", "link to host", "link both ways", "storage", "host attention", "one batch")
+"""What a pass may wait for, in the order of (C2) to (C6)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes per second of one rank; ``storage`` is zero where there is none."""
+
+    to_device: float
+    to_host: float
+    duplex: float
+    storage: float
+    host_attention: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Bytes of one rank: what is there, and what is taken whatever lies where (WORK, BUFFER, SLOT, STAGE)."""
+
+    device: float
+    host: float
+    storage: float
+    working: float
+    buffer: float
+    slot: float
+    staging: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationInstance:
+    """Arrays [C] by kind of layer, [P] by phase, [C, P] by both; see DATA above. ``streams``: layers may be off the device."""
+
+    counts: IntArray
+    weight_bytes: FloatArray
+    moved_bytes: FloatArray
+    may_store: NDArray[np.bool_]
+    passes: FloatArray
+    compute_s: FloatArray
+    attend_s: FloatArray
+    read_bytes: FloatArray
+    new_bytes: FloatArray
+    hidden_bytes: FloatArray
+    ask_bytes: FloatArray
+    cache_bytes: float
+    states_bytes: float
+    hidden_steps: int
+    num_batches: int
+    rates: Rates
+    capacity: Capacity
+    streams: bool = True
+
+    @property
+    def layer_compute_s(self) -> FloatArray:
+        """Seconds of the device for all layers of a pass [P]."""
+        return np.asarray(self.counts @ self.compute_s)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds of a block that nothing is below: the device's, for all layers."""
+        return float(self.passes @ self.layer_compute_s)
+
+    def with_capacity(self, **changes: float) -> GenerationInstance:
+        """The same on another machine."""
+        return replace(self, capacity=replace(self.capacity, **changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlacement:
+    """``layers`` [C, 3] by kind and place, whole but in relaxations; ``cache`` [5] by CACHE_WAYS; ``hidden`` [3] as in PLACES."""
+
+    layers: IntArray | FloatArray
+    cache: FloatArray
+    hidden: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationMarginalSeconds:
+    """Seconds of a block that one more unit saves: a byte, or a byte per second."""
+
+    device_s_per_byte: float = 0.0
+    host_s_per_byte: float = 0.0
+    storage_s_per_byte: float = 0.0
+    link_s2_per_byte: float = 0.0
+    storage_s2_per_byte: float = 0.0
+    host_attention_s2_per_byte: float = 0.0
+
+
+def busy_s(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
+    """Seconds [R, P] that each of RESOURCES is busy in one pass, from the definition; knows no linear program."""
+    on_device, attended, copied, stored_attended, stored_copied = (float(share) for share in place.cache)
+    off = float(place.hidden[1] + place.hidden[2])
+    by_host = attended + stored_attended
+    moved = i.moved_bytes @ place.layers
+    up = moved[1] + moved[2] + i.read_bytes * (copied + stored_copied)
+    up = up + i.ask_bytes * by_host + i.hidden_steps * i.hidden_bytes * off
+    down = i.new_bytes * (1 - on_device) + i.ask_bytes * by_host + i.hidden_steps * i.hidden_bytes * off
+    stored = moved[2] + (i.read_bytes + i.new_bytes) * (stored_attended + stored_copied)
+    stored = stored + 2 * i.hidden_steps * i.hidden_bytes * float(place.hidden[2])
+    compute, to_device, to_host = i.layer_compute_s, up / i.rates.to_device, down / i.rates.to_host
+    host = i.read_bytes * by_host / i.rates.host_attention
+    asked = i.ask_bytes * by_host * (1 / i.rates.to_device + 1 / i.rates.to_host)
+    return np.stack(
+        [
+            compute + i.attend_s * (on_device + copied + stored_copied),
+            to_device,
+            to_host,
+            (to_device + to_host) / (1 + i.rates.duplex),
+            np.where(stored > 0, np.inf, 0.0) if i.rates.storage == 0 else stored / i.rates.storage,
+            host,
+            (compute + host + asked) / i.num_batches,
+        ]
+    )
+
+
+def resident_bytes(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
+    """Bytes [3] in each of PLACES at the most."""
+    on_device, attended, copied, stored_attended, stored_copied = (float(share) for share in place.cache)
+    weights, c = i.weight_bytes @ place.layers, i.capacity
+    cache = np.array([on_device, attended + copied, stored_attended + stored_copied]) * i.cache_bytes
+    fixed = np.array([c.buffer + 2 * c.slot * (1 - on_device) + c.working, c.staging, 0.0])
+    return np.asarray(weights + cache + place.hidden * i.states_bytes + fixed)
+
+
+def check(i: GenerationInstance, place: GenerationPlacement, *, tolerance: float = 1e-6) -> float:
+    """(O) of a placement, recomputed from the definition.
+
+    Raises:
+        ValueError: it breaks (C1), (C7), (C8) or (C9); the message names which.
+    """
+    if np.any(place.layers < 0) or np.any(place.layers.sum(axis=1) != i.counts):
+        raise ValueError(f"everything is somewhere (C1): layers {place.layers.tolist()} of {i.counts.tolist()}")
+    if np.any(place.layers[~i.may_store, 2]) or (not i.streams and np.any(place.layers[:, 1:])):
+        raise ValueError("everything is somewhere (C1): layers where they may not be")
+    for name, shares in (("keys and values", place.cache), ("hidden states", place.hidden)):
+        if np.any(shares < -tolerance) or abs(float(shares.sum()) - 1) > tolerance:
+            raise ValueError(f"everything is somewhere (C1): shares of {name} {shares.tolist()}")
+    caps = np.array([i.capacity.device, i.capacity.host, i.capacity.storage])
+    held = resident_bytes(i, place)
+    over = held > caps * (1 + tolerance) + 1.0
+    for x, label in enumerate(("device memory (C7)", "host memory (C8)", "storage (C9)")):
+        if over[x]:
+            raise ValueError(f"{label}: {held[x]:.0f} bytes of {caps[x]:.0f}")
+    return float(i.passes @ busy_s(i, place).max(axis=0))

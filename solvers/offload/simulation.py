@@ -1,0 +1,373 @@
+"""Jobs on streams of a device and its host, each stream one job at a time, and when they start and end.
+
+Jobs are not interrupted. Copies of both directions at once share (1 + DUPLEX) of one rate; compute beside a copy loses the
+instance's share of it. A run that is known to last too long can be given up early.
+
+A step as a runtime executes it: whole copies on streams of their own, events between them, a window of blocks ahead.
+
+Each of the streams compute, to_host, to_device, host (its processors) and storage works on one job at a time, the first of its list
+whose conditions hold (offload_events.py). `broken_constraints` compares what comes out with the definition: every
+copy after what makes its
+bytes, every pass after what it reads, device and host memory within their caps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..linear_program import FloatArray
+from .instance import OffloadChoice, OffloadInstance
+
+COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)
+
+
+_MIN_RATE = 0.05
+
+
+class Job(NamedTuple):
+    """Work of one stream; ``after`` are jobs that end before it starts, ``begun`` ones that have at least started."""
+
+    stream: int
+    seconds: float
+    after: tuple[int, ...] = ()
+    begun: tuple[int, ...] = ()
+
+
+def run_jobs(jobs: list[Job], instance: OffloadInstance, *, within_s: float = np.inf) -> tuple[FloatArray, FloatArray]:
+    """Start and end of each job [J]; of the jobs of a stream whose conditions hold the first of the list is taken.
+
+    As soon as what a stream still has to do ends after ``within_s`` even at full speed, the run is given up: jobs that have not
+    ended then have infinite ends.
+    """
+    start, end = [np.inf] * len(jobs), [np.inf] * len(jobs)
+    missing, by_start, by_end = _waiting(jobs)
+    ready: list[list[int]] = [[] for _ in STREAMS]
+    to_do, used = [0.0] * len(STREAMS), sorted({job.stream for job in jobs})
+    for idx, job in enumerate(jobs):
+        to_do[job.stream] += job.seconds
+        if not missing[idx]:
+            ready[job.stream].append(idx)  # in order, so a heap
+    working, left = [-1] * len(STREAMS), [np.inf] * len(STREAMS)  # the job of each stream and its seconds at full speed
+    now, done, rates = 0.0, 0, _rates(instance)
+    while done < len(jobs):
+        freed: list[int] = []
+        for stream in used:
+            if working[stream] < 0 and ready[stream]:
+                if now + to_do[stream] > within_s:
+                    return np.array(start), np.array(end)
+                first = heappop(ready[stream])
+                start[first], working[stream], left[stream] = now, first, jobs[first].seconds
+                to_do[stream] -= left[stream]
+                freed += by_start.get(first, ())
+        if not freed:
+            rate = rates[2 * (working[TO_HOST] >= 0) + (working[TO_DEVICE] >= 0)]
+            step = np.inf
+            for stream in used:
+                if left[stream] < step * rate[stream]:
+                    step = left[stream] / rate[stream]
+            assert step < np.inf, "a job waits for one that never runs"
+            now += step
+            for stream in used:
+                left[stream] -= step * rate[stream]
+                if left[stream] <= 1e-12 * now:
+                    idx = working[stream]
+                    working[stream], left[stream], end[idx], done = -1, np.inf, now, done + 1
+                    freed += by_end[idx]
+        for idx in freed:
+            missing[idx] -= 1
+            if not missing[idx]:
+                heappush(ready[jobs[idx].stream], idx)
+    return np.array(start), np.array(end)
+
+
+def _waiting(jobs: list[Job]) -> tuple[list[int], dict[int, list[int]], list[list[int]]]:
+    """How many others each job waits for; the jobs that wait for the start of each one, and for its end."""
+    missing, by_start, by_end = [0] * len(jobs), dict[int, list[int]](), list[list[int]]([] for _ in jobs)
+    for idx, (_, _, after, begun) in enumerate(jobs):
+        missing[idx] = len(after) + len(begun)
+        for other in after:
+            by_end[other].append(idx)
+        for other in begun:
+            by_start.setdefault(other, []).append(idx)
+    return missing, by_start, by_end
+
+
+def _rates(instance: OffloadInstance) -> list[list[float]]:
+    """[4, 5]: rates of all streams as shares of full speed, by 2 (to the host works) + (to the device works)."""
+    links, rates = instance.links, list[list[float]]()
+    for down, up in ((False, False), (False, True), (True, False), (True, True)):
+        lost = links.compute_lost_to_host * down + links.compute_lost_to_device * up
+        copy = (1.0 + links.duplex) / 2 if down and up else 1.0
+        rates.append([max(1.0 - lost, _MIN_RATE), copy, copy, 1.0, 1.0])
+    return rates
+
+
+MAX_PIECES = 3
+"""Pieces of states on the device at once: one that comes, one that is updated, one that leaves (runtime/offload/optimizer.py)."""
+
+
+MANY_PIECES = 160
+"""Pieces that are told apart; of more, one is so little of the update that whole layers take as long."""
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """Seconds of a step and of its parts; the most bytes on the device until the backward pass of a micro-batch begins, in it, and
+    in the update; what lies elsewhere and what moves in a step, bytes.
+    """
+
+    step_s: float
+    microbatch_s: float
+    update_s: float
+    forward_bytes: float
+    backward_bytes: float
+    update_bytes: float
+    host_bytes: float
+    storage_bytes: float
+    to_host_bytes: float
+    to_device_bytes: float
+
+    @property
+    def microbatch_bytes(self) -> float:
+        """The most of a micro-batch."""
+        return max(self.forward_bytes, self.backward_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The largest of the phases."""
+        return max(self.microbatch_bytes, self.update_bytes)
+
+
+def simulate(instance: OffloadInstance, choice: OffloadChoice, *, prefetch: int = 1) -> SimulatedStep:
+    """Run one micro-batch and the update; micro-batches repeat."""
+    simulated = simulate_within(instance, choice, np.inf, {}, prefetch=prefetch)
+    assert simulated is not None
+    return simulated
+
+
+def simulate_within(
+    instance: OffloadInstance, choice: OffloadChoice, within_s: float, updates: dict[bytes, float], *, prefetch: int = 1
+) -> SimulatedStep | None:
+    """The same, given up as soon as a step is known to take longer; ``updates`` remembers updates of the same problem."""
+    m, update_s = instance.num_microbatches, _update_s(instance, choice, updates)
+    jobs, of = microbatch_jobs(instance, choice, prefetch)
+    start, end = run_jobs(jobs, instance, within_s=(within_s - update_s) / m)
+    microbatch_s = float(end.max(initial=0.0))
+    if m * microbatch_s + update_s > within_s:
+        return None
+    forward_bytes, backward_bytes = _peak_bytes(instance, choice, of, start, end)
+    moved, p = choice.of(instance.moved_bytes).sum(), choice.parameters
+    streamed, host = instance.state_bytes[choice.streamed_optimizer].sum(), choice.host_optimizer
+    gradients, masters = instance.gradient_bytes, instance.parameter_bytes
+    return SimulatedStep(
+        step_s=m * microbatch_s + update_s,
+        microbatch_s=microbatch_s,
+        update_s=update_s,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        update_bytes=update_bytes(instance, choice),
+        host_bytes=host_bytes(instance, choice),
+        storage_bytes=float(instance.state_bytes[choice.storage].sum()),
+        to_host_bytes=float(m * (moved + gradients[p].sum()) + gradients[host].sum() + streamed),
+        to_device_bytes=float(m * (moved + 2 * masters[p].sum()) + masters[host].sum() + streamed),
+    )
+
+
+@dataclass(frozen=True)
+class JobIndices:
+    """Jobs of each layer: passes [L]; copies where there are some: activations, parameters before each pass, gradients."""
+
+    forward: list[int]
+    backward: list[int]
+    down: dict[int, int]
+    up: dict[int, int]
+    gathered: list[tuple[int, int, int]]  # layer, copy, the pass that waits for it
+    reduced: list[tuple[int, int]]  # layer, copy
+
+
+def microbatch_jobs(i: OffloadInstance, choice: OffloadChoice, prefetch: int) -> tuple[list[Job], JobIndices]:
+    """Passes in order; activations leave after a layer's forward pass and come back in a window before its backward pass."""
+    size, links = i.num_layers, i.links
+    moved_bytes, repeated = choice.of(i.moved_bytes), choice.of(i.repeated_s)
+    # Numbers of the passes are known beforehand: forward 0..L-1, backward L..2L-1 from the last layer on.
+    forward, backward = list(range(size)), [2 * size - 1 - idx for idx in range(size)]
+    once, again, moved = i.forward_s.tolist(), (i.backward_s + repeated).tolist(), moved_bytes.tolist()
+    streamed = (i.parameter_bytes * choice.parameters).tolist()
+    jobs = [Job(COMPUTE, once[idx], (forward[idx - 1],) if idx else ()) for idx in range(size)]
+    jobs += [Job(COMPUTE, again[idx], (backward[idx] - 1,)) for idx in reversed(range(size))]
+    down, up, needs = dict[int, int](), dict[int, int](), dict[int, int]()
+    gathered, reduced = list[tuple[int, int, int]](), list[tuple[int, int]]()
+    for idx in map(int, np.flatnonzero(moved_bytes > 0)):
+        down[idx] = len(jobs)
+        jobs.append(Job(TO_HOST, moved[idx] / links.to_host_bytes_per_s, (forward[idx],)))
+    passes = [(idx, forward[idx], False) for idx in range(size)]
+    passes += [(idx, backward[idx], True) for idx in reversed(range(size))]
+    users: list[int] = []  # passes that wait for a copy up, in order
+    for idx, place, is_backward in passes:
+        bytes_ = streamed[idx] + is_backward * moved[idx]
+        if bytes_ <= 0:
+            continue
+        opens = (users[-prefetch],) if len(users) >= prefetch else ()
+        after = (forward[-1], *((down[idx],) if idx in down else ())) if is_backward else ()
+        needs[place] = len(jobs)
+        if streamed[idx]:
+            gathered.append((idx, len(jobs), place))
+        if is_backward:
+            up[idx] = len(jobs)
+        jobs.append(Job(TO_DEVICE, bytes_ / links.to_device_bytes_per_s, after, opens))
+        users.append(place)
+    for place, copy in needs.items():
+        jobs[place] = Job(COMPUTE, jobs[place].seconds, (*jobs[place].after, copy))
+    gradients_s = i.gradient_bytes / links.to_host_bytes_per_s
+    for idx in map(int, reversed(np.flatnonzero(choice.parameters))):
+        reduced.append((idx, len(jobs)))
+        jobs.append(Job(TO_HOST, float(gradients_s[idx]), (backward[idx],)))
+    return jobs, JobIndices(forward, backward, down, up, gathered, reduced)
+
+
+def _peak_bytes(
+    i: OffloadInstance, choice: OffloadChoice, of: JobIndices, start: FloatArray, end: FloatArray
+) -> tuple[float, float]:
+    """Most bytes on the device until backward passes begin and from then on: what is there all the time, and changes at starts and
+    ends of jobs.
+    """
+    moved, kept, working = choice.of(i.moved_bytes), choice.of(i.kept_bytes), choice.of(i.working_bytes)
+    leaves = i.parameter_bytes + i.copy_bytes + i.state_bytes * 1.0
+    gone = np.where(choice.parameters, leaves, 0.0).sum()
+    gone += i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
+    gradients = i.gradient_bytes
+    fixed = i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
+    if i.gradients_accumulate:
+        fixed -= i.gradient_bytes[choice.parameters].sum()
+    moves, down = np.array([*of.down], dtype=np.int64), np.array([*of.down.values()], dtype=np.int64)
+    back = np.array([of.up[idx] for idx in of.down], dtype=np.int64)
+    made = np.where(choice.parameters, True, not i.gradients_accumulate)
+    last, there = np.array(of.backward), ~choice.parameters
+    # Parameters of a block that runs are among the fixed bytes.
+    gathered, copy, place = np.array(of.gathered, dtype=np.int64).reshape(-1, 3).T
+    reduced, sent = np.array(of.reduced, dtype=np.int64).reshape(-1, 2).T
+    turn = end[of.forward[-1]]
+    comes = [
+        (start[of.forward], kept + moved),
+        (start[back], moved[moves]),
+        (start[last[made]], gradients[made]),
+        (start[copy], i.parameter_bytes[gathered]),
+        (np.array([turn]), np.array([i.turn_bytes])),
+    ]
+    goes = [
+        (end[last], kept + moved),
+        (end[down], moved[moves]),
+        (start[place], i.parameter_bytes[gathered]),
+        (end[sent], gradients[reduced]),
+        (end[last[there]], i.freed_bytes[there]),
+        (end[last[-1:]], np.array([i.turn_bytes])),
+    ]
+    at = np.concatenate([when for when, _ in [*comes, *goes]])
+    bytes_ = np.concatenate([*(size for _, size in comes), *(-size for _, size in goes)])
+    going = np.arange(len(at)) >= sum(len(when) for when, _ in comes)
+    sorted_ = np.lexsort((~going, at))  # what goes makes room for what comes
+    held, early = np.cumsum(bytes_[sorted_]), at[sorted_] <= turn
+    return float(fixed + held[early].max(initial=0.0)), float(fixed + held[~early].max(initial=0.0))
+
+
+def host_bytes(i: OffloadInstance, choice: OffloadChoice) -> float:
+    """Bytes on the host: of layers that it updates, states that are streamed, activations; less what lies on storage."""
+    away = choice.parameters | choice.host_optimizer
+    updated = (i.parameter_bytes + i.gradient_bytes + i.state_bytes)[away].sum()
+    streamed, stored = i.state_bytes[choice.streamed_optimizer].sum(), i.state_bytes[choice.storage].sum()
+    return float(updated + streamed + choice.of(i.moved_bytes).sum() - stored)
+
+
+def update_bytes(i: OffloadInstance, choice: OffloadChoice) -> float:
+    """Bytes on the device while parameters are updated."""
+    there = ~choice.parameters
+    states = i.state_bytes[there & ~choice.host_optimizer & ~choice.streamed_optimizer].sum()
+    streamed = i.state_bytes[choice.streamed_optimizer]
+    working = choice.of(i.working_bytes).max(initial=0.0)
+    static = (i.parameter_bytes + i.gradient_bytes)[there].sum() + states
+    return float(static + 2 * streamed.max(initial=0.0) + i.fixed_bytes + working + i.update_bytes)
+
+
+def _update_s(i: OffloadInstance, choice: OffloadChoice, known: dict[bytes, float]) -> float:
+    masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters, choice.storage)
+    key = b"".join(mask.tobytes() for mask in masks)
+    if key not in known:
+        known[key] = float(run_jobs(update_jobs(i, choice), i)[1].max(initial=0.0))
+    return known[key]
+
+
+def update_jobs(i: OffloadInstance, choice: OffloadChoice) -> list[Job]:
+    """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down. All in pieces."""
+    links, jobs = i.links, list[Job]()
+    moved = choice.host_optimizer | choice.parameters | choice.streamed_optimizer
+    pieces = np.broadcast_to(np.minimum(i.pieces, max(1, MANY_PIECES // max(1, int(moved.sum())))), i.num_layers)
+    part = 1.0 / pieces
+    states = (part * i.state_bytes).tolist()
+    gradient_s = (part * i.gradient_bytes / links.to_host_bytes_per_s).tolist()
+    parameters_s = (part * i.parameter_bytes / links.to_device_bytes_per_s).tolist()
+    on_device_s, on_host_s = (part * i.device_update_s).tolist(), (part * i.host_update_s).tolist()
+
+    def add(stream: int, seconds: float, *after: int) -> int:
+        jobs.append(Job(stream, seconds, after))
+        return len(jobs) - 1
+
+    def in_pieces(mask: NDArray[np.bool_]) -> list[int]:
+        return np.repeat(np.arange(i.num_layers), pieces * mask).tolist()
+
+    def read(idx: int) -> tuple[int, ...]:
+        return (add(STORAGE, states[idx] / links.read_bytes_per_s),) if choice.storage[idx] else ()
+
+    def write(idx: int, updated: int) -> None:
+        if choice.storage[idx]:
+            add(STORAGE, states[idx] / links.write_bytes_per_s, updated)
+
+    for idx in in_pieces(choice.parameters | choice.host_optimizer):
+        stays = not choice.parameters[idx]
+        before = (add(TO_HOST, gradient_s[idx]),) if stays else ()
+        updated = add(HOST, on_host_s[idx], *before, *read(idx))
+        if stays:
+            add(TO_DEVICE, parameters_s[idx], updated)
+        write(idx, updated)
+    gone, room = list[tuple[float, int]](), 2 * float(i.state_bytes[choice.streamed_optimizer].max(initial=0.0))
+    for idx in in_pieces(choice.streamed_optimizer):
+        buffer = _buffer_of(gone, states[idx], room)
+        up = add(TO_DEVICE, states[idx] / links.to_device_bytes_per_s, *read(idx), *buffer)
+        updated = add(COMPUTE, on_device_s[idx], up)
+        gone.append((states[idx], add(TO_HOST, states[idx] / links.to_host_bytes_per_s, updated)))
+        write(idx, gone[-1][1])
+    for seconds in i.device_update_s[~moved & (i.device_update_s > 0)].tolist():
+        add(COMPUTE, seconds)
+    return jobs
+
+
+def _buffer_of(gone: list[tuple[float, int]], bytes_: float, room: float) -> tuple[int, ...]:
+    """The copy down that must have ended before the next states come: they share the room with those just before."""
+    held = bytes_
+    for before in range(1, min(len(gone), MAX_PIECES) + 1):
+        held += gone[-before][0]
+        if before == MAX_PIECES or held > room * (1 + 1e-9):
+            return (gone[-before][1],)
+    return ()
+
+
+def broken_constraints(instance: OffloadInstance, choice: OffloadChoice, simulated: SimulatedStep) -> list[str]:
+    """What is wrong with a choice, by the labels of offload_instance.py; empty when nothing is."""
+    wrong = []
+    rows = np.arange(instance.num_layers)
+    if not instance.allowed[choice.option, rows].all():
+        wrong.append("C1: a layer has an option that is not allowed")
+    places = choice.host_optimizer * 1 + choice.streamed_optimizer + choice.parameters
+    if (places > 1).any() or (choice.storage & ~(choice.host_optimizer | choice.streamed_optimizer)).any():
+        wrong.append("C1: states of a layer lie in two places")
+    if simulated.peak_bytes > instance.cap_bytes * (1 + 1e-9):
+        wrong.append(f"C6: {simulated.peak_bytes:.0f} bytes on a device with {instance.cap_bytes:.0f}")
+    if simulated.host_bytes > instance.host_cap_bytes * (1 + 1e-9):
+        wrong.append(f"C7: {simulated.host_bytes:.0f} bytes on a host with {instance.host_cap_bytes:.0f}")
+    if simulated.storage_bytes > instance.storage_cap_bytes * (1 + 1e-9):
+        wrong.append(f"C8: {simulated.storage_bytes:.0f} bytes on storage with {instance.storage_cap_bytes:.0f}")
+    return wrong

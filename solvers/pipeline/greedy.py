@@ -1,0 +1,265 @@
+"""Greedy orders for any placement, under a memory cap on each rank.
+
+`greedy_order` runs the clock: a rank that falls idle takes the best of what has arrived. It never deadlocks, because a forward pass
+leaves room for one micro-batch in each later stage of its rank, so the oldest micro-batch can always go on.
+`refill_weight_passes` takes the
+sequence of forward and backward passes from another order and only places the weight passes.
+
+A short order for any placement under memory caps, without a solver: the best of a few greedy ones.
+
+Sets, data, objective (O) and constraints (C1)-(C4) are those of pipeline_schedule.py; the length is the makespan.
+
+Method: greedy rules (pipeline_greedy.by_events) at the whole memory cap, the most successful ones first; then the best of them with
+less memory, because a rule that may fill all of it takes in micro-batches that later ones wait for. As many are tried as a number
+of passes allows, so nothing depends on the clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...cost_models.pipeline.simulation import Action, Kind, Order, Pipeline
+from ...schema.errors import InfeasibleError
+
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class EventRule:
+    """Variants of `greedy_order`.
+
+    prefer: F or B when both have arrived.
+    deepest_first: of several forward passes the one of the latest stage.
+    fit: share of a weight pass that must fit into a gap for it to start there; 0 starts it in any gap.
+    """
+
+    prefer: Literal["F", "B"]
+    deepest_first: bool
+    fit: float
+
+
+EVENT_RULES = tuple(
+    EventRule(prefer, deepest, fit) for prefer in ("B", "F") for deepest in (True, False) for fit in (0.0, 0.5, 1.0)
+)
+
+
+def greedy_order(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> Order:
+    """Order for any placement; `cap_bytes` [R].
+
+    Raises:
+        InfeasibleError: a rank cannot hold one micro-batch of all its stages.
+    """
+    return greedy_order_and_length(pipeline, cap_bytes, rule)[0]
+
+
+def greedy_order_and_length(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> tuple[Order, float]:
+    """`greedy_order` and the seconds until its last pass ends.
+
+    Raises:
+        InfeasibleError: a rank cannot hold one micro-batch of all its stages.
+    """
+    run = _Events(pipeline, cap_bytes, rule)
+    order = run.run()
+    assert not any(run.left), "a forward pass leaves room for its micro-batch to go on"
+    return order, max(run.free_at)
+
+
+def refill_weight_passes(pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float) -> Order:
+    """The same forward and backward passes in the same sequence, the weight passes where a rank would wait or needs their memory.
+
+    Args:
+        fit: as in `EventRule`.
+
+    Raises:
+        InfeasibleError: the sequence does not fit the cap.
+    """
+    run = _Events(pipeline, cap_bytes, EventRule("B", True, fit))
+    run.sequence = [
+        [a._replace(kind="B") if a.kind == "BW" else a for a in actions if a.kind != "W"] for actions in order
+    ]
+    found = run.run()
+    if any(run.left):
+        raise InfeasibleError("this sequence of forward and backward passes needs more memory than the cap")
+    return found
+
+
+class _Events:
+    """What has arrived where, and when each rank is free."""
+
+    def __init__(self, pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> None:
+        self.costs, self.cap, self.rule = pipeline, cap_bytes, rule
+        self.sequence: list[list[Action]] | None = None
+        ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
+        self.stages = [pipeline.stages_of(rank) for rank in ranks]
+        self.hop = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
+        self.grown = [max(0.0, -freed) for freed in pipeline.backward_freed_bytes]
+        self.needed = [pipeline.held_bytes[s] + self._room(s) for s in stages]
+        self.seconds = {"F": pipeline.forward_s, "B": pipeline.backward_s, "W": pipeline.weight_s}
+        self.change = {
+            "F": pipeline.held_bytes,
+            "B": tuple(-freed for freed in pipeline.backward_freed_bytes),
+            "W": tuple(-freed for freed in pipeline.weight_freed_bytes),
+        }
+        self.arrivals: dict[str, list[list[float]]] = {"F": [[] for _ in stages], "B": [[] for _ in stages]}
+        self.arrivals["F"][0] = [0.0] * m
+        self.done = {kind: [0] * pipeline.num_stages for kind in ("F", "B", "W")}
+        self.held = [0.0] * pipeline.num_ranks
+        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.left = [3 * m * len(of_rank) for of_rank in self.stages]
+        self.queue = [(0.0, rank) for rank in ranks]
+        self.free_at = [0.0] * pipeline.num_ranks
+        for rank in ranks:
+            need = max((self.needed[s] for s in self.stages[rank]), default=0.0)
+            if need > cap_bytes[rank] + _SLACK:
+                raise InfeasibleError(
+                    f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap_bytes[rank]:g}"
+                )
+
+    def _room(self, s: int) -> float:
+        """Bytes that a forward pass of a stage leaves free, so that its micro-batch can go on alone."""
+        here = self.stages[self.costs.rank_of_stage[s]]
+        return sum(self.costs.held_bytes[later] for later in here if later > s) + max(self.grown[one] for one in here)
+
+    def run(self) -> Order:
+        while self.queue:
+            now, rank = heapq.heappop(self.queue)
+            if now >= self.free_at[rank] - _SLACK and self.left[rank]:
+                self._decide(now, rank) if self.sequence is None else self._follow(now, rank, self.sequence[rank])
+        return tuple(tuple(row) for row in self.rows)
+
+    def _decide(self, now: float, rank: int) -> None:
+        """The next pass of a rank, or when to ask again: each stage's next passes that have arrived, or are known to come."""
+        soon, left = now + _SLACK, self.cap[rank] + _SLACK - self.held[rank]
+        forward = backward = weight = -1
+        coming = math.inf
+        lacks_room = False
+        done_f, done_b, done_w = self.done["F"], self.done["B"], self.done["W"]
+        arrivals_f, arrivals_b = self.arrivals["F"], self.arrivals["B"]
+        for s in self.stages[rank]:
+            done, arrived = done_f[s], arrivals_f[s]
+            if done < len(arrived) and self.needed[s] <= left:
+                if arrived[done] <= soon:
+                    forward = s if self.rule.deepest_first or forward < 0 else forward
+                elif arrived[done] < coming:
+                    coming = arrived[done]
+            done, arrived = done_b[s], arrivals_b[s]
+            if done < len(arrived):
+                if arrived[done] <= soon:
+                    backward = s
+                    lacks_room = lacks_room or self._has_no_room(rank, s)
+                elif arrived[done] < coming:
+                    coming = arrived[done]
+            if done_w[s] < done:
+                weight = s
+        if weight >= 0 and lacks_room:
+            self._run(now, rank, "W", weight)
+        elif backward >= 0 and (self.rule.prefer == "B" or forward < 0):
+            self._run(now, rank, "B", backward)
+        elif forward >= 0:
+            self._run(now, rank, "F", forward)
+        elif weight >= 0 and coming - now >= self.rule.fit * self.costs.weight_s[weight]:
+            self._run(now, rank, "W", weight)
+        elif coming < math.inf:
+            heapq.heappush(self.queue, (max(coming, now), rank))
+
+    def _has_no_room(self, rank: int, s: int) -> bool:
+        """Whether what a backward pass leaves for its weight pass is beyond the cap."""
+        return self.held[rank] + self.grown[s] > self.cap[rank] * (1 + _SLACK) + _SLACK
+
+    def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
+        """The next pass of a given sequence, or a weight pass before it."""
+        can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
+        coming, blocked, position = (
+            float("inf"),
+            False,
+            sum(self.done[k][s] for s in self.stages[rank] for k in ("F", "B")),
+        )
+        if position < len(sequence):
+            s, kind, i = sequence[position]
+            arrivals = self.arrivals[kind][s]
+            coming = arrivals[i] if i < len(arrivals) else coming
+            more = self.costs.held_bytes[s] if kind == "F" else self.grown[s]
+            blocked = more > 0 and self.held[rank] + more > self.cap[rank] + _SLACK
+        if coming <= now + _SLACK and not blocked:
+            self._run(now, rank, kind, s)
+        elif can_w and (blocked or coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]):
+            self._run(now, rank, "W", can_w[-1])
+        elif coming < float("inf") and not blocked:
+            heapq.heappush(self.queue, (max(coming, now), rank))
+
+    def _run(self, now: float, rank: int, kind: Kind, s: int) -> None:
+        costs, i = self.costs, self.done[kind][s]
+        end = now + self.seconds[kind][s]
+        self.held[rank] += self.change[kind][s]
+        self.done[kind][s] += 1
+        self.left[rank] -= 1
+        self.rows[rank].append(Action(s, kind, i))
+        self.free_at[rank] = end
+        heapq.heappush(self.queue, (end, rank))
+        if kind == "F" and s + 1 < costs.num_stages:
+            self._announce("F", s + 1, end + self.hop[s])
+        elif kind == "F":
+            self._announce("B", s, end)
+        elif kind == "B" and s:
+            self._announce("B", s - 1, end + self.hop[s - 1])
+
+    def _announce(self, kind: str, s: int, at: float) -> None:
+        self.arrivals[kind][s].append(at)
+        rank = self.costs.rank_of_stage[s]
+        heapq.heappush(self.queue, (max(at, self.free_at[rank]), rank))
+
+
+MAX_PASSES = 40_000
+"""Passes placed for one pipeline, all tries together: some 0.2 s."""
+
+
+QUICK_RULES = (
+    EventRule("B", True, 0.0),
+    EventRule("F", True, 0.0),
+    EventRule("B", False, 0.0),
+    EventRule("F", True, 0.5),
+    EventRule("F", False, 0.5),
+    EventRule("F", False, 0.0),
+    EventRule("B", True, 0.5),
+    EventRule("F", True, 1.0),
+)
+"""By how often each was best on pipelines of 4 and 8 ranks."""
+
+
+CAP_FRACTIONS = (0.97, 0.93, 0.9)
+"""Of the memory cap."""
+
+
+MIN_TRIES = 3
+
+
+Try = tuple[EventRule, float]
+
+
+def quick_order(pipeline: Pipeline, cap_bytes: tuple[float, ...]) -> Order | None:
+    """The shortest order found with `cap_bytes` [R]; None where a rank cannot hold one micro-batch."""
+    tries = max(MIN_TRIES, MAX_PASSES // (3 * pipeline.num_stages * pipeline.num_microbatches))
+    num_rules = min(len(QUICK_RULES), -(-tries * 2 // 3))
+    whole = _shortest_first(pipeline, cap_bytes, ((rule, 1.0) for rule in QUICK_RULES[:num_rules]))
+    if not whole:
+        return None
+    pairs = [(rule, part) for _, (rule, _), _ in whole for part in CAP_FRACTIONS][: tries - num_rules]
+    return min([*whole, *_shortest_first(pipeline, cap_bytes, pairs)], key=lambda one: one[0])[2]
+
+
+def _shortest_first(
+    pipeline: Pipeline, cap_bytes: tuple[float, ...], tries: Iterable[Try]
+) -> list[tuple[float, Try, Order]]:
+    """Seconds, what was tried and its order, shortest first; without what a rank cannot hold."""
+    found = []
+    for rule, part in tries:
+        try:
+            order, seconds = greedy_order_and_length(pipeline, tuple(part * cap for cap in cap_bytes), rule)
+        except InfeasibleError:
+            continue
+        found.append((seconds, (rule, part), order))
+    return sorted(found, key=lambda one: one[0])

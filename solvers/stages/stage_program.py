@@ -1,0 +1,300 @@
+"""Cut ordered layers into contiguous pipeline stages and choose an option, such as what to recompute, for each of them.
+
+Layers of one kind are interchangeable, so a stage is a span of layers and, for each kind, how many of them take each option.
+
+Sets
+    l = 0..L-1   layers in order
+    s = 0..S-1   stages in order
+    k            kinds of layers that have a choice
+    o            options
+    w            sets of options; a stage reserves the working memory of the set it stays within
+    p            spans: stage s_p may hold layers i_p..j_p-1
+    q            what a stage does once in a step, each with its own slowest stage
+Data
+    SECONDS[s,k,o], ONCE[q,s,k,o]   of one layer for each micro-batch, and once in a step
+    FIXED[p], FIXEDONCE[q,p]        of the span's layers without a choice, and of what else the stage does
+    COUNT[p,k]                      layers of the kind in the span
+    KEPT[k,o]                       bytes one layer keeps
+    ROOM[p,w]                       bytes the span's layers with a choice may keep while their options are within the set
+    USES[w,o]                       whether the set has the option
+    M, V                            how often the slowest stage and the sum of all stages count
+Variables
+    x[p,w] in {0,1}                 the stage has this span and stays within this set
+    n[s,k,o] in 0, 1, ...           layers of the kind on the stage that take the option
+    slowest, once[q]                seconds
+Objective
+    (O)  min  M slowest + V sum_s t_s + sum_q once[q]        t_s = sum_p FIXED x + sum_ko SECONDS n
+    (cost_models/pipeline/lower_bounds.py)
+Constraints
+    (C1) contiguous: each stage has one span, and each starts where the one before ends, from layer 0 to L
+    (C2) counted: sum_o n[s,k,o] = sum_pw COUNT[p,k] x[p,w]
+    (C3) within the set: n[s,k,o] <= sum of COUNT[p,k] x[p,w] over the sets with USES[w,o]
+    (C4) memory: sum_ko KEPT[k,o] n[s,k,o] <= sum_pw ROOM[p,w] x[p,w]
+    (C5) slowest: slowest >= t_s
+    (C6) once: once[q] >= sum_p FIXEDONCE x + sum_ko ONCE n, for every stage
+
+Two methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
+and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each part of (O) at its own least.
+Source of the counts: layers of equal kind are interchangeable; of the spans: stage_split.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..solution import Status
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+_RELATIVE_TOLERANCE = 1e-12
+_EVENNESS = 1e-6
+"""Weight of the squares of stages' seconds beside their sum: the most even of equally long splits is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProgramInstance:
+    """Spans [P] and the choices of their layers; see the module's Data."""
+
+    num_layers: int
+    num_stages: int
+    stage: IntArray
+    first: IntArray
+    last: IntArray
+    fixed_s: FloatArray
+    fixed_once_s: FloatArray
+    counts: IntArray
+    seconds: FloatArray
+    once_s: FloatArray
+    kept_bytes: FloatArray
+    room_bytes: FloatArray
+    uses: NDArray[np.bool_]
+    slowest_weight: float
+    sum_weight: float
+
+    @cached_property
+    def least_s(self) -> FloatArray:
+        """Seconds [P] each span takes at best for one micro-batch; infinite where it does not fit."""
+        return min_values(self, 0.0)
+
+    @cached_property
+    def least_once_s(self) -> FloatArray:
+        """What each span [Q, P] does once in a step at least, whatever fits."""
+        of_kind = (
+            self.once_s.min(axis=3)[:, self.stage] if self.counts.shape[1] else np.zeros((*self.fixed_once_s.shape, 0))
+        )
+        least = self.fixed_once_s + (of_kind * self.counts).sum(axis=2)
+        return np.where(np.isfinite(self.least_s), least, np.inf)
+
+
+@dataclass(frozen=True)
+class StageProgramSolution:
+    """Boundaries [S+1] and layers of each kind under each option [S, K, O]; both empty without an answer."""
+
+    status: Status
+    boundaries: tuple[int, ...]
+    counts: IntArray
+    objective_s: float
+
+
+NOTHING = StageProgramSolution(Status.INFEASIBLE, (), np.zeros((0, 0, 0), dtype=np.int64), float("inf"))
+
+
+class OptionFront(NamedTuple):
+    """Ways to fill one count of layers that no other way beats in both, by growing bytes [F] and falling value [F]."""
+
+    kept_bytes: FloatArray
+    value: FloatArray
+    picks: IntArray
+
+
+class OptionFronts:
+    """Fronts of one instance, each made once; ``once_weight`` of a step's once seconds count beside each micro-batch's."""
+
+    def __init__(self, instance: StageProgramInstance, once_weight: float) -> None:
+        """Nothing is filled yet."""
+        self._instance = instance
+        self.values = instance.seconds + once_weight * instance.once_s.sum(axis=0)
+        self._made: dict[tuple[bytes, int, tuple[int, ...]], OptionFront] = {}
+
+    def of(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
+        """Fillings of so many layers of each kind on a stage with the options of one set."""
+        key = (self.values[stage].tobytes(), within, counts)
+        if key not in self._made:
+            self._made[key] = self._make(stage, within, counts)
+        return self._made[key]
+
+    def _make(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
+        num_kinds, num_options = self._instance.kept_bytes.shape
+        if not any(counts):
+            return OptionFront(np.zeros(1), np.zeros(1), np.zeros((1, num_kinds, num_options), dtype=np.int64))
+        kind = max(k for k, count in enumerate(counts) if count)
+        fewer = self.of(stage, within, tuple(count - (k == kind) for k, count in enumerate(counts)))
+        options = np.flatnonzero(self._instance.uses[within])
+        kept = (fewer.kept_bytes[None] + self._instance.kept_bytes[kind, options, None]).ravel()
+        value = (fewer.value[None] + self.values[stage, kind, options, None]).ravel()
+        order = np.lexsort((value, kept))
+        best_before = np.concatenate([[np.inf], np.minimum.accumulate(value[order])[:-1]])
+        order = order[value[order] < best_before * (1 - _RELATIVE_TOLERANCE)]
+        option, parent = np.divmod(order, len(fewer.value))
+        picks = fewer.picks[parent].copy()
+        picks[np.arange(len(order)), kind, options[option]] += 1
+        return OptionFront(kept[order], value[order], picks)
+
+
+def min_values(instance: StageProgramInstance, once_weight: float, fronts: OptionFronts | None = None) -> FloatArray:
+    """The least seconds + ``once_weight`` once seconds of each span [P]; infinite where nothing fits."""
+    fronts = fronts or OptionFronts(instance, once_weight)
+    fixed = instance.fixed_s + once_weight * instance.fixed_once_s.sum(axis=0)
+    best, floor = np.full(len(fixed), np.inf), np.full(len(fixed), np.inf)
+    values, sets = fronts.values[instance.stage], range(len(instance.uses))
+    for within in sets:
+        allowed = np.where(instance.uses[within], values, np.inf)
+        cheapest = np.argmin(allowed, axis=2) if allowed.size else np.zeros(instance.counts.shape, dtype=np.int64)
+        value = (np.take_along_axis(allowed, cheapest[:, :, None], axis=2)[:, :, 0] * instance.counts).sum(axis=1)
+        kept = (instance.kept_bytes[np.arange(instance.counts.shape[1]), cheapest] * instance.counts).sum(axis=1)
+        best = np.where(kept <= instance.room_bytes[:, within], np.minimum(best, value), best)
+        floor = np.minimum(floor, value)
+    left = np.flatnonzero(best > floor)
+    for rows in _rows_with_equal_fillings(instance, left):
+        counts = tuple(int(count) for count in instance.counts[rows[0]])
+        for within in sets:
+            front = fronts.of(int(instance.stage[rows[0]]), within, counts)
+            at = np.searchsorted(front.kept_bytes, instance.room_bytes[rows, within], side="right") - 1
+            best[rows] = np.minimum(best[rows], np.where(at >= 0, front.value[at], np.inf))
+    return np.asarray(best + fixed)
+
+
+def _rows_with_equal_fillings(instance: StageProgramInstance, rows: IntArray) -> list[IntArray]:
+    """The rows in groups with the same counts and the same seconds of their stages."""
+    if not len(rows):
+        return []
+    _, device = np.unique(
+        np.concatenate([instance.seconds, *instance.once_s], axis=2).reshape(instance.num_stages, -1),
+        axis=0,
+        return_inverse=True,
+    )
+    key = device.reshape(-1)[instance.stage[rows]].astype(np.int64)
+    for column in instance.counts[rows].T:
+        key = key * (int(column.max()) + 1) + column
+    order = np.argsort(key, kind="stable")
+    return np.split(rows[order], np.flatnonzero(np.diff(key[order])) + 1)
+
+
+def solve(instance: StageProgramInstance, *, once_weight: float = 0.0) -> StageProgramSolution:
+    """The split with the least slowest stage of seconds + ``once_weight`` once seconds; of these the one with the least sum."""
+    fronts = OptionFronts(instance, once_weight)
+    values = instance.least_s if once_weight == 0 else min_values(instance, once_weight, fronts)
+    table = dense_table(instance, values)
+    slowest = float(forward_recursion(table, np.maximum)[-1, -1])
+    if not np.isfinite(slowest):
+        return NOTHING
+    within = np.where(table <= slowest * (1 + _RELATIVE_TOLERANCE), table * (1 + _EVENNESS * table / slowest), np.inf)
+    boundaries = _backtrack(within, forward_recursion(within, np.add))
+    counts = np.stack([_filling(instance, fronts, s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))])
+    return StageProgramSolution(Status.OPTIMAL, boundaries, counts, check(instance, boundaries, counts))
+
+
+def lower_bound_s(instance: StageProgramInstance, weights: Sequence[tuple[float, float]] = ()) -> float:
+    """No answer has a lower (O): the slowest stage, the sum and what is done once are each at the least any answer has.
+
+    Args:
+        instance: the problem.
+        weights: of the slowest stage and of the sum, in place of (M, V); the largest of these bounds.
+    """
+    table = dense_table(instance, instance.least_s)
+    slowest, total = (float(forward_recursion(table, combine)[-1, -1]) for combine in (np.maximum, np.add))
+    once = sum(
+        float(forward_recursion(dense_table(instance, least), np.maximum)[-1, -1]) for least in instance.least_once_s
+    )
+    bounds = []
+    for m, v in weights or ((instance.slowest_weight, instance.sum_weight),):
+        # An infinite least stands for no answer; times 0 it would be nothing.
+        rest = v * total if v else 0.0
+        bounds.append((m * slowest if m else 0.0) + rest + once)
+        if m:  # the stage with the most of both together has no more than the most of each
+            together = dense_table(instance, min_values(instance, 1 / m))
+            bounds.append(m * float(forward_recursion(together, np.maximum)[-1, -1]) + rest)
+    return max(bounds)
+
+
+def dense_table(instance: StageProgramInstance, values: FloatArray) -> FloatArray:
+    """Values of spans [P] by stage, first and last layer [S, L+1, L+1]; infinite where there is no span."""
+    size = instance.num_layers + 1
+    table = np.full((instance.num_stages, size, size), np.inf)
+    table[instance.stage, instance.first, instance.last] = values
+    return table
+
+
+def forward_recursion(table: FloatArray, combine: np.ufunc) -> FloatArray:
+    """Least combined value [S+1, L+1] of the first s stages that hold the layers before each boundary."""
+    best = np.full((len(table) + 1, table.shape[1]), np.inf)
+    best[0, 0] = 0.0
+    for s, values in enumerate(table):
+        best[s + 1] = np.min(combine(best[s][:, None], values), axis=0)
+    return best
+
+
+def _backtrack(table: FloatArray, best: FloatArray) -> tuple[int, ...]:
+    """The boundaries behind the least sum."""
+    boundaries = [table.shape[1] - 1]
+    for s in reversed(range(len(table))):
+        boundaries.append(int(np.argmin(best[s] + table[s][:, boundaries[-1]])))
+    return tuple(reversed(boundaries))
+
+
+def _filling(instance: StageProgramInstance, fronts: OptionFronts, stage: int, first: int, last: int) -> IntArray:
+    """How many layers of each kind take each option [K, O] in the best filling of a span."""
+    span = _span(instance, stage, first, last)
+    counts = tuple(int(count) for count in instance.counts[span])
+    best, picks = np.inf, np.zeros(instance.kept_bytes.shape, dtype=np.int64)
+    for within in range(len(instance.uses)):
+        front = fronts.of(stage, within, counts)
+        at = int(np.searchsorted(front.kept_bytes, instance.room_bytes[span, within], side="right")) - 1
+        if at >= 0 and front.value[at] < best:
+            best, picks = float(front.value[at]), front.picks[at]
+    return picks
+
+
+def _span(instance: StageProgramInstance, stage: int, first: int, last: int) -> int:
+    """Where the span stands.
+
+    Raises:
+        ValueError: the stage may not hold these layers (C1).
+    """
+    found = np.flatnonzero((instance.stage == stage) & (instance.first == first) & (instance.last == last))
+    if not len(found):
+        raise ValueError(f"contiguous (C1): stage {stage} cannot hold layers {first}..{last - 1}")
+    return int(found[0])
+
+
+def check(instance: StageProgramInstance, boundaries: tuple[int, ...], counts: IntArray) -> float:
+    """Objective (O) of an answer, recomputed from the definition; knows nothing of the method.
+
+    Raises:
+        ValueError: the answer breaks a constraint; the message names which.
+    """
+    if len(boundaries) != instance.num_stages + 1 or (boundaries[0], boundaries[-1]) != (0, instance.num_layers):
+        raise ValueError(f"contiguous (C1): boundaries {boundaries}")
+    seconds, once = [], []
+    for s, (i, j) in enumerate(itertools.pairwise(boundaries)):
+        span, n = _span(instance, s, i, j), counts[s]
+        if np.any(n < 0) or not np.array_equal(n.sum(axis=1), instance.counts[span]):
+            raise ValueError(f"counted (C2): stage {s} has {instance.counts[span]} layers, {n.sum(axis=1)} chosen for")
+        enough = [not np.any(n[:, ~uses]) for uses in instance.uses]
+        if not any(enough):
+            raise ValueError(f"within the set (C3): stage {s} uses options {np.flatnonzero(n.sum(axis=0))}")
+        kept, room = float((instance.kept_bytes * n).sum()), float(instance.room_bytes[span, enough].max())
+        if kept > room * (1 + _RELATIVE_TOLERANCE) + 1:
+            raise ValueError(f"memory (C4): stage {s} keeps {kept:.0f} bytes of {room:.0f}")
+        seconds.append(float(instance.fixed_s[span] + (instance.seconds[s] * n).sum()))
+        once.append(instance.fixed_once_s[:, span] + (instance.once_s[:, s] * n).sum(axis=(1, 2)))
+    slowest, total = max(seconds), sum(seconds)  # (C5); the largest of each once is (C6)
+    return instance.slowest_weight * slowest + instance.sum_weight * total + float(np.max(once, axis=0).sum())

@@ -1,0 +1,139 @@
+"""Predictions for many rows: those that share model, cluster and workload are one batch of layouts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cost_models.stage.step import estimate_step, with_memory
+from ..cost_models.stage.table import CostTable
+from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
+from ..schema.layers import Block, Embedding, Head
+from ..schema.layout_table import LayoutTable
+from ..solvers.stages import stage_split
+from .inputs import RunInputs, Skip, run_inputs
+from .rows import RunRow
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What we say about a row: an estimate, or why there is none."""
+
+    inputs: RunInputs | None
+    estimate: Estimate | None
+    skipped: str | None
+
+
+def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | None = None) -> list[Prediction]:
+    """One prediction per row, in order; ``calibrations`` by name of the device apply to its rows."""
+    found = [run_inputs(row) for row in rows]
+    known = with_calibrations([inputs for inputs in found if isinstance(inputs, RunInputs)], calibrations or {})
+    estimates = iter(zip(known, estimate_runs(known), strict=True))
+    return [
+        Prediction(None, None, inputs.reason) if isinstance(inputs, Skip) else _prediction(*next(estimates))
+        for inputs in found
+    ]
+
+
+def _prediction(inputs: RunInputs, estimate: Estimate | str) -> Prediction:
+    if isinstance(estimate, str):
+        return Prediction(inputs, None, estimate)
+    return Prediction(inputs, estimate, None)
+
+
+def with_calibrations(runs: Sequence[RunInputs], calibrations: Mapping[str, Calibration]) -> list[RunInputs]:
+    """Runs on clusters that carry their device's calibration; equal clusters stay one object."""
+    clusters: dict[int, ClusterSpec] = {}
+    for run in runs:
+        calibration = calibrations.get(run.cluster.weakest_device.name)
+        if id(run.cluster) not in clusters:
+            clusters[id(run.cluster)] = (
+                run.cluster if calibration is None else run.cluster.replace(calibration=calibration)
+            )
+    return [replace(run, cluster=clusters[id(run.cluster)]) for run in runs]
+
+
+def estimate_runs(runs: Sequence[RunInputs]) -> list[Estimate | str]:
+    """An estimate of each run, or why the cost model has none."""
+    batches: dict[object, list[int]] = defaultdict(list)
+    for idx, run in enumerate(runs):
+        batches[(id(run.model), id(run.cluster), run.workload)].append(idx)
+    found: dict[int, Estimate | str] = {}
+    for members in batches.values():
+        found.update(zip(members, _estimate_batch([runs[idx] for idx in members]), strict=True))
+    return [found[idx] for idx in range(len(runs))]
+
+
+def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
+    first = runs[0]
+    try:
+        batch = LayoutTable.of([run.layout for run in runs], first.workload.global_batch_size)
+        costs = CostTable.of(first.model, first.workload, first.cluster, batch)
+    except ConfigError as error:
+        return [f"estimate: {error.message}"] * len(runs)
+    return [_estimate(costs, n, run) for n, run in enumerate(runs)]
+
+
+def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> Estimate:
+    cuts = inputs.stage_cuts
+    if not cuts or cuts[-1] != len(costs.kind_of_layer):
+        cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
+    estimate = estimate_step(costs, idx, cuts)
+    return _with_stage_layouts(costs, estimate, inputs, cuts) if inputs.stage_layouts else estimate
+
+
+def _with_stage_layouts(costs: CostTable, estimate: Estimate, inputs: RunInputs, cuts: tuple[int, ...]) -> Estimate:
+    """Memory where each stage recomputes and offloads another part: the fullest stage under its own layout."""
+    batch = LayoutTable.of(list(inputs.stage_layouts), inputs.workload.global_batch_size)
+    own = CostTable.of(costs.model, costs.workload, costs.cluster, batch)
+    stages = [estimate_step(own, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
+    fullest = max(stages, key=lambda stage: stage.memory_bytes.total)
+    return with_memory(estimate, fullest.memory_bytes, costs.workload, costs.cluster)
+
+
+def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]:
+    """Stages as the engine that ran cuts them: at equal weights, or as many blocks on each with embedding and head on top.
+
+    Where the blocks do not divide, embedding and head count as a layer each (as recipes for such models do), else by cost.
+    """
+    pp, num_blocks, size = int(costs.batch.pp[idx]), costs.model.num_blocks, len(costs.kind_of_layer)
+    if pp == 1:
+        return (0, size)
+    if num_blocks < pp:  # some stages have no block
+        return tuple(-(-s * size // pp) for s in range(pp + 1))
+    if balanced and costs.workload.engine == "nanotron":
+        return _by_thresholds(costs, pp)
+    if num_blocks % pp == 0 and not balanced:
+        each = num_blocks // pp
+        return (0, *(1 + each * s for s in range(1, pp)), size)
+    if size % pp == 0 and not balanced:
+        return tuple(range(0, size + 1, size // pp))
+    is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
+    blocks = np.concatenate([[0], np.cumsum(is_block)])
+    has_block = np.broadcast_to(blocks[None, :] > blocks[:, None], (pp, size + 1, size + 1))
+    return stage_split.solve(stage_split.StageSplitInstance(costs.per_layer("busy_s", idx), has_block)).boundaries
+
+
+def _by_thresholds(costs: CostTable, pp: int) -> tuple[int, ...]:
+    """Nanotron's cut: a stage ends with the layer that takes the weights of all before it above (s + 1) / pp of the whole.
+
+    An embedding weighs nothing, a tied head what it multiplies with. Source: nanotron, PipelineParallel build_model and
+    get_block_compute_costs.
+    """
+    model = costs.model
+    weights = [
+        0 if isinstance(layer, Embedding)
+        else model.vocab_size * model.hidden_dim if isinstance(layer, Head)
+        else layer.num_params(model.hidden_dim)
+        for layer in model.iter_layers()
+    ]  # fmt: skip
+    before = np.cumsum(weights)
+    cuts, stage = [0], 0
+    for layer_idx, total in enumerate(before[:-1]):
+        if stage < pp - 1 and total > before[-1] * (stage + 1) / pp:
+            cuts.append(layer_idx + 1)
+            stage += 1
+    return (*cuts, len(weights))

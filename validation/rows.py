@@ -1,0 +1,239 @@
+"""Tables of measured training runs: one strict, typed row per line.
+
+docs/accuracy.md says what each column means. Only the ones in REQUIRED must exist; an empty
+cell, or an optional column that is missing, is "not stated". Anything that is there must be readable.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ..schema.base import read_text
+from ..schema.errors import ConfigError
+
+REQUIRED = (
+    "id",
+    "gpu_type",
+    "n_gpus",
+    "model",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "dp",
+    "tp",
+    "pp",
+    "iter_time_s",
+)
+
+Part = Literal["fit", "held-out"]
+
+MAX_COUNT = 10**9
+"""Of devices, layers, tokens and whatever else a column counts."""
+
+_LONG_NUMBER = re.compile("[0-9]{31}")
+
+_MAY_BE_ZERO = ("experts", "topk")
+_NO_DEFAULT = ("id", "gpu_type", "model")  # the column must exist, the cell may be empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """One measured run; None or "" where the table does not say. Names are the table's own, `line` is the line of the file.
+
+    Attributes:
+        vpp: as printed, because some schedules are named instead of counted.
+        ffn: width of one expert for a mixture of experts.
+        source: where the run was published.
+        quality, flag: A and B without a flag are scored.
+    """
+
+    line: int
+    id: str
+    split: str = ""
+    source_set: str = ""
+    decision_group: str = ""
+    source: str = ""
+    framework: str = ""
+    task: str = ""
+    gpu_type: str
+    gpu_class: str = ""
+    gpus_per_node: int | None = None
+    intra_interconnect: str = ""
+    inter_interconnect: str = ""
+    gpu_mem_gib: float | None = None
+    n_gpus: int | None = None
+    model: str
+    model_family: str = ""
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    experts: int | None = None
+    topk: int | None = None
+    params_b: float | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    grad_accum: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: str = ""
+    cp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    sharding: str = ""
+    sharding_class: str = ""
+    seq_parallel: str = ""
+    recompute: str = ""
+    recompute_class: str = ""
+    precision: str = ""
+    precision_class: str = ""
+    offload: str = ""
+    optimizer: str = ""
+    iter_time_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    peak_mem_gib: float | None = None
+    mem_kind: str = ""
+    status: str = "ok"
+    quality: str = "A"
+    flag: str = ""
+    notes: str = ""
+
+    @property
+    def part(self) -> Part:
+        """Which half of the evidence: coefficients are chosen on ``fit``, accuracy is reported on ``held-out``.
+
+        Rows of one model on one number of one device are together, so that no near-copy of a held-out run was fitted.
+        """
+        key = f"{self.source_set}/{self.model}/{self.gpu_class or self.gpu_type}/{self.n_gpus}"
+        return "held-out" if zlib.crc32(key.encode()) % 2 else "fit"
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the measurement is good enough to be scored against."""
+        return self.quality in ("A", "B") and not self.flag
+
+    @property
+    def is_oom(self) -> bool:
+        """Whether the run failed for memory (or, where the source mixes them, for memory or another reason)."""
+        return self.status in ("oom", "oom_or_crash")
+
+    @property
+    def measured_s(self) -> float | None:
+        """Seconds of one step; from the throughput where the time is not printed. None without a stated global batch."""
+        if self.status != "ok" or self.global_batch is None:
+            return None
+        if self.iter_time_s is not None or not (self.tokens_per_s_per_gpu and self.seq_len and self.n_gpus):
+            return self.iter_time_s
+        return self.global_batch * self.seq_len / (self.tokens_per_s_per_gpu * self.n_gpus)
+
+
+def read_runs(path: str | Path) -> list[RunRow]:
+    """All rows of a table of runs.
+
+    Raises:
+        ConfigError: no such file, not CSV, a required column is missing, a cell is not what its column holds, an id repeats.
+    """
+    columns = {field.name: str(field.type) for field in fields(RunRow) if field.name != "line"}
+    rows: list[RunRow] = []
+    first_line: dict[str, int] = {}
+    for line, cells in _read_table(path, required=REQUIRED):
+        values = {name: _parse(path, line, name, kind, cells[name]) for name, kind in columns.items() if name in cells}
+        stated: dict[str, Any] = {name: v for name, v in values.items() if v not in (None, "") or name in _NO_DEFAULT}
+        row = RunRow(line=line, **stated)
+        if not row.id:
+            raise ConfigError(f"{path} line {line} column id: empty")
+        if row.id in first_line:
+            raise ConfigError(f"{path} line {line} column id: {row.id!r} is already on line {first_line[row.id]}")
+        first_line[row.id] = line
+        rows.append(row)
+    return rows
+
+
+def read_groups(path: str | Path) -> list[str]:
+    """Names of the decision groups a table lists, in its order.
+
+    Raises:
+        ConfigError: no such file, not CSV, no column decision_group, or an empty or repeated name.
+    """
+    names: dict[str, int] = {}
+    for line, cells in _read_table(path, required=("decision_group",)):
+        name = cells["decision_group"]
+        if not name or name in names:
+            raise ConfigError(
+                f"{path} line {line} column decision_group: {'repeated ' + repr(name) if name else 'empty'}"
+            )
+        names[name] = line
+    return list(names)
+
+
+def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line, cells) of a CSV file with a header; cells are stripped."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    try:
+        header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
+        _check_header(path, header, required)
+        empty = True
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            if len(cells) != len(header):
+                raise ConfigError(
+                    f"{path} line {reader.line_num}: {len(cells)} cells, the header has {len(header)} columns"
+                )
+            if long := next(
+                (name for name, cell in zip(header, cells, strict=True) if _LONG_NUMBER.search(cell)), None
+            ):
+                raise ConfigError(f"{path} line {reader.line_num} column {long}: a number of more than 30 digits")
+            empty = False
+            yield reader.line_num, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
+    except csv.Error as error:
+        raise ConfigError(f"{path} line {reader.line_num} is not CSV: {error}") from None
+    if empty:
+        raise ConfigError(f"{path} has a header but no rows")
+
+
+def _check_header(path: str | Path, header: list[str], required: tuple[str, ...]) -> None:
+    if not header:
+        raise ConfigError(f"{path} is empty", help="the first line must name the columns")
+    missing = [name for name in required if name not in header]
+    if missing:
+        raise ConfigError(
+            f"{path} line 1: no column {', '.join(missing)}",
+            details=(f"found: {', '.join(header)[:200]}",),
+            help="the file must be comma-separated with a header line",
+        )
+    repeated = sorted({name for name in header if header.count(name) > 1 and name})
+    if repeated:
+        raise ConfigError(f"{path} line 1: column {', '.join(repeated)} appears more than once")
+
+
+def _parse(path: str | Path, line: int, name: str, kind: str, text: str) -> str | int | float | None:
+    """A cell as what its column holds; None where it is empty."""
+    if kind == "str":
+        return text
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a number") from None
+    least = 0 if name in _MAY_BE_ZERO else math.ulp(0)
+    if not math.isfinite(value) or value < least:
+        raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a positive number")
+    if not kind.startswith("int"):
+        return value
+    if value != int(value) or value > MAX_COUNT:
+        raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a whole number")
+    return int(value)

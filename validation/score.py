@@ -1,0 +1,276 @@
+"""How far predictions are from measurements: errors, ranks, coverage, memory, out-of-memory recall, regret.
+
+Ratios are predicted over measured, so a bias above zero means we are too slow or too large.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
+
+from ..schema import Estimate
+from ..schema.units import GIB
+from .predict import Prediction
+from .rows import RunRow
+
+Pair = tuple[RunRow, Prediction]
+
+
+@dataclass(frozen=True)
+class TimeScore:
+    """Step times of ``count`` rows.
+
+    Attributes:
+        mape: mean of |predicted / measured - 1|.
+        median_ratio: of predicted over measured.
+        bias: exp(mean log ratio) - 1.
+        spearman: rank correlation; None for fewer than three rows or where one side is constant.
+        coverage: part of the measurements inside the nominal 90 % interval.
+    """
+
+    count: int
+    mape: float
+    median_ratio: float
+    bias: float
+    spearman: float | None
+    coverage: float
+
+
+@dataclass(frozen=True)
+class MemoryScore:
+    """Peak memory of ``count`` rows; mape, bias and coverage as for times."""
+
+    count: int
+    mape: float
+    bias: float
+    coverage: float
+
+
+@dataclass(frozen=True)
+class FitScore:
+    """Whether runs fit.
+
+    Attributes:
+        failed, recall: runs that failed for memory, and the part of them that we call infeasible.
+        ran, false_alarms: runs that fit, and the part of them that we call infeasible.
+    """
+
+    failed: int
+    recall: float | None
+    ran: int
+    false_alarms: float | None
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """Our choice in one decision group; regret None where fewer than two of its measured rows could be predicted."""
+
+    source_set: str
+    measured: int
+    predicted: int
+    chosen: str | None
+    best: str | None
+    regret: float | None
+
+
+@dataclass(frozen=True)
+class RegretScore:
+    """Regrets of ``count`` decision groups."""
+
+    count: int
+    mean: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True)
+class SourceScore:
+    """Everything about the rows of one source.
+
+    Attributes:
+        unscored: rows of quality C or with a flag: predicted where possible, not scored.
+        skipped, approximated, assumed: scored-quality rows by reason, by stand-in, by default taken.
+    """
+
+    rows: int
+    scored: int
+    unscored: int
+    skipped: dict[str, int]
+    approximated: dict[str, int]
+    assumed: dict[str, int]
+    time: TimeScore | None
+    memory: dict[str, MemoryScore]
+    fit: FitScore
+    regret: RegretScore | None
+
+
+def relative_error(predicted: ArrayLike, measured: ArrayLike) -> float:
+    """Mean of |predicted / measured - 1|."""
+    return float(np.mean(np.abs(_ratio(predicted, measured) - 1)))
+
+
+def log_bias(predicted: ArrayLike, measured: ArrayLike) -> float:
+    """exp(mean log(predicted / measured)) - 1: twice too slow and twice too fast cancel."""
+    return float(np.exp(np.mean(np.log(_ratio(predicted, measured)))) - 1)
+
+
+def rank_correlation(predicted: ArrayLike, measured: ArrayLike) -> float | None:
+    """Spearman's, with ties sharing their rank; None for fewer than three values or where one side is constant."""
+    ranks = np.array([rankdata(predicted), rankdata(measured)])
+    if ranks.shape[1] < 3 or np.any(np.ptp(ranks, axis=1) == 0):
+        return None
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+def regret(
+    times_s: Sequence[float], fits: Sequence[bool], measured_s: Sequence[float], best_s: float
+) -> tuple[int, float]:
+    """Index of our choice and 1 - best / measured(choice).
+
+    Our choice is the fastest prediction among those that fit; among all where none does.
+    """
+    candidates = [idx for idx, fit in enumerate(fits) if fit] or list(range(len(times_s)))
+    chosen = min(candidates, key=lambda idx: times_s[idx])
+    return chosen, 1 - best_s / measured_s[chosen]
+
+
+def memory_kind(text: str) -> str:
+    """allocated, reserved, nvidia-smi, "peak" (whose counter is not stated) or unstated."""
+    words = text.lower()
+    if "nvidia-smi" in words:
+        return "nvidia-smi"
+    if "reserved" in words and "not stated" not in words:
+        return "reserved"
+    if "not stated" in words:
+        return "unstated"
+    if "allocated" in words:
+        return "allocated"
+    return "peak" if re.search(r"\b(peak|max)", words) else "unstated"
+
+
+def memory_ratio(row: RunRow, prediction: Prediction) -> tuple[float, float, float] | None:
+    """Measured over predicted peak of a run and the ends of its interval, as ratios; None where either peak is unknown."""
+    estimate = prediction.estimate
+    if estimate is None or row.peak_mem_gib is None or row.status != "ok":
+        return None
+    interval, allocated = estimate.memory_interval_bytes, estimate.peak_allocated_bytes
+    measured = row.peak_mem_gib * GIB / _predicted_bytes(estimate, memory_kind(row.mem_kind))
+    return measured, interval.low / allocated, interval.high / allocated
+
+
+def _predicted_bytes(estimate: Estimate, kind: str) -> int:
+    """Our figure for a kind of measurement; a peak of a framework is torch's max_memory_allocated unless it says otherwise."""
+    if kind in ("allocated", "peak"):
+        return estimate.peak_allocated_bytes
+    return estimate.peak_device_bytes if kind == "nvidia-smi" else estimate.peak_reserved_bytes
+
+
+def score_sources(
+    rows: Sequence[RunRow], predictions: Sequence[Prediction], groups: Mapping[str, GroupScore]
+) -> dict[str, SourceScore]:
+    """Scores by source_set, in the order of the table."""
+    by_source: dict[str, list[Pair]] = defaultdict(list)
+    for row, prediction in zip(rows, predictions, strict=True):
+        by_source[row.source_set].append((row, prediction))
+    return {source: _score_source(source, pairs, groups) for source, pairs in by_source.items()}
+
+
+def score_groups(
+    rows: Sequence[RunRow], predictions: Sequence[Prediction], names: Sequence[str]
+) -> dict[str, GroupScore]:
+    """Our choice in every named decision group that has scored, measured rows."""
+    members: dict[str, list[tuple[RunRow, Prediction, float]]] = defaultdict(list)
+    for row, prediction in zip(rows, predictions, strict=True):
+        measured = row.measured_s
+        if row.decision_group and row.is_scored and measured is not None:
+            members[row.decision_group].append((row, prediction, measured))
+    return {name: _score_group(members[name]) for name in names if members.get(name)}
+
+
+def _score_group(members: list[tuple[RunRow, Prediction, float]]) -> GroupScore:
+    source = members[0][0].source_set
+    best, _, best_s = min(members, key=lambda member: member[2])
+    known = [(row, p.estimate, measured) for row, p, measured in members if p.estimate is not None]
+    if len(known) < 2:
+        return GroupScore(source, len(members), len(known), None, best.id, None)
+    times, fits = [e.step_time_s for _, e, _ in known], [e.fits for _, e, _ in known]
+    chosen, value = regret(times, fits, [measured for *_, measured in known], best_s)
+    return GroupScore(source, len(members), len(known), known[chosen][0].id, best.id, value)
+
+
+def _score_source(source: str, pairs: list[Pair], groups: Mapping[str, GroupScore]) -> SourceScore:
+    usable = [(row, p) for row, p in pairs if row.is_scored]
+    inputs = [p.inputs for _, p in usable if p.inputs is not None and p.estimate is not None]
+    regrets = [g.regret for g in groups.values() if g.source_set == source and g.regret is not None]
+    return SourceScore(
+        rows=len(pairs),
+        scored=len(inputs),
+        unscored=len(pairs) - len(usable),
+        skipped=dict(Counter(p.skipped for _, p in usable if p.skipped).most_common()),
+        approximated=dict(Counter(name for i in inputs for name in i.approximated).most_common()),
+        assumed=dict(Counter(name for i in inputs for name in i.assumed).most_common()),
+        time=_score_time(usable),
+        memory=_score_memory(usable),
+        fit=_score_fit(usable),
+        regret=_regret_score(regrets),
+    )
+
+
+def _score_time(pairs: list[Pair]) -> TimeScore | None:
+    known = [(p.estimate, row.measured_s) for row, p in pairs if p.estimate is not None and row.measured_s is not None]
+    if not known:
+        return None
+    predicted, measured = np.array([e.step_time_s for e, _ in known]), np.array([m for _, m in known])
+    inside = [e.step_time_interval_s.low <= m <= e.step_time_interval_s.high for e, m in known]
+    return TimeScore(
+        count=len(known),
+        mape=relative_error(predicted, measured),
+        median_ratio=float(np.median(predicted / measured)),
+        bias=log_bias(predicted, measured),
+        spearman=rank_correlation(predicted, measured),
+        coverage=float(np.mean(inside)),
+    )
+
+
+def _score_memory(pairs: list[Pair]) -> dict[str, MemoryScore]:
+    """By kind of measurement."""
+    by_kind: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for row, p in pairs:
+        if found := memory_ratio(row, p):
+            by_kind[memory_kind(row.mem_kind)].append(found)
+    return {kind: _memory_score(np.array(ratios)) for kind, ratios in sorted(by_kind.items())}
+
+
+def _memory_score(ratios: NDArray[np.float64]) -> MemoryScore:
+    """From measured over predicted and both ends of the interval, [n, 3]."""
+    measured, low, high = ratios.T
+    inside = float(np.mean((low <= measured) & (measured <= high)))
+    return MemoryScore(
+        len(measured), relative_error(1 / measured, 1.0), log_bias(1 / measured, np.ones(len(measured))), inside
+    )
+
+
+def _score_fit(pairs: list[Pair]) -> FitScore:
+    failed = [not p.estimate.fits for row, p in pairs if p.estimate is not None and row.is_oom]
+    ran = [not p.estimate.fits for row, p in pairs if p.estimate is not None and row.status == "ok"]
+    return FitScore(len(failed), _mean(failed), len(ran), _mean(ran))
+
+
+def _regret_score(regrets: list[float]) -> RegretScore | None:
+    if not regrets:
+        return None
+    return RegretScore(len(regrets), float(np.mean(regrets)), float(np.median(regrets)), max(regrets))
+
+
+def _mean(values: list[bool]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _ratio(predicted: ArrayLike, measured: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(predicted, dtype=np.float64) / np.asarray(measured, dtype=np.float64)
