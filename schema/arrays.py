@@ -11,5 +11,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 
+BoolArray = NDArray[np.bool_]
+
+
 Array = Any
 """A float or a float array; all arguments of one call broadcast together."""
