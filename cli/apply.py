@@ -152,7 +152,8 @@ def apply(
         require_our_engine(loaded.workload)
         from ..runtime.job.rendezvous import Rendezvous, slurm_rendezvous
         from ..runtime.job.worker import Job
-        from ..runtime.training.options import TrainOptions, prepare_options
+        from ..runtime.training.options import TrainOptions
+        from ..runtime.training.prepare import prepare_options
         from .restarts import Restarts, run_job
 
         given = (nnodes, node_rank, rdzv_endpoint, rdzv_id)

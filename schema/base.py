@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
 import reprlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -192,3 +194,51 @@ class _Nested(reprlib.Repr):
 
 _NESTED = _Nested()
 _NESTED.maxlevel = 3
+
+
+class OptionSpec(NamedTuple):
+    """What an ``Annotated`` field says of itself as an option of a command, where its name and type leave that open.
+
+    Attributes:
+        metavar: what stands for the value in the help.
+        name: the option, where it is not the field's name: ``--compile``.
+        needs: fields of which one must be set for this one to mean anything.
+        barred_by: fields that leave this one without meaning once they are set.
+        complete: what the shell offers for a beginning.
+    """
+
+    metavar: str | None = None
+    name: str | None = None
+    needs: tuple[str, ...] = ()
+    barred_by: tuple[str, ...] = ()
+    complete: Callable[[str], list[str]] | None = None
+
+
+def field_texts(model: type[BaseModel]) -> dict[str, str]:
+    """Return what the section "Attributes:" of a model's docstring says of each field.
+
+    Entries are "a: text", "a, b: text" and "a, b: text; c: text".
+
+    Raises:
+        ValueError: an entry begins with no field.
+    """
+    _, _, attributes = inspect.cleandoc(model.__doc__ or "").partition("\nAttributes:\n")
+    entries: list[str] = []
+    for line in attributes.splitlines():
+        if line.startswith("    ") and not line.startswith("     "):
+            entries.append(line.strip())
+        elif line.strip():
+            entries[-1] += " " + line.strip()
+    texts: dict[str, str] = {}
+    for entry in entries:
+        names: list[str] = []
+        for part in entry.split("; "):
+            head, _, text = part.partition(": ")
+            if all(name in model.model_fields for name in head.split(", ")):
+                names = head.split(", ")
+                texts |= dict.fromkeys(names, text)
+            elif names:
+                texts |= {name: f"{texts[name]}; {part}" for name in names}
+            else:
+                raise ValueError(f"{model.__name__}: {head!r} is documented and not a field")
+    return texts

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen, MinLen
 from markdown import code, plain, table
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Offer, Plan, Profile, Workload
+from meshwright.schema.base import field_texts
 from meshwright.schema.generation import GenerationPlan
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -75,35 +76,10 @@ def _section(kind: type[BaseModel]) -> list[str]:
 
 
 def _docstring(kind: type[BaseModel]) -> tuple[list[str], dict[str, str]]:
-    """Paragraphs above "Attributes:", and what stands below it for each field."""
-    text, _, attributes = (inspect.cleandoc(kind.__doc__ or "")).partition("\nAttributes:\n")
-    entries: list[str] = []
-    for line in attributes.splitlines():
-        if line.startswith("    ") and not line.startswith("     "):
-            entries.append(line.strip())
-        elif line.strip():
-            entries[-1] += " " + line.strip()
-    meanings: dict[str, str] = {}
-    for entry in entries:
-        for names, meaning in _split(entry, kind):
-            meanings |= dict.fromkeys(names, plain(meaning))
+    """Return the paragraphs above "Attributes:", and what stands below it for each field."""
+    text = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[0]
     paragraphs = [plain(part) for part in text.split("\n\n") if not part.startswith("Raises:")]
-    return "\n\n".join(paragraphs).split("\n"), meanings
-
-
-def _split(entry: str, kind: type[BaseModel]) -> list[tuple[list[str], str]]:
-    """Entries such as "a: text" and "a, b: text; c: text"."""
-    found: list[tuple[list[str], str]] = []
-    for part in entry.split("; "):
-        head, _, meaning = part.partition(": ")
-        names = head.split(", ")
-        if all(name in kind.model_fields for name in names):
-            found.append((names, meaning))
-        elif found:
-            found[-1] = (found[-1][0], f"{found[-1][1]}; {part}")
-        else:
-            raise ValueError(f"{kind.__name__}: {head!r} is documented and not a field")
-    return found
+    return "\n\n".join(paragraphs).split("\n"), {name: plain(meaning) for name, meaning in field_texts(kind).items()}
 
 
 def _type(annotation: Any, metadata: Any = ()) -> str:

@@ -18,7 +18,8 @@ from meshwright.runtime.job.machine import explain_out_of_memory
 from meshwright.runtime.training import loss_scale
 from meshwright.runtime.training.loss_scale import LossScale
 from meshwright.runtime.training.optimizer import RouterBalance, build_scheduler
-from meshwright.runtime.training.options import TrainOptions, require_compilable
+from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.prepare import require_compilable
 from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
 from meshwright.schema.layers import MoE
 from plans import make_plan, tiny_model
