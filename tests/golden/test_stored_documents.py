@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from meshwright.schema import Plan, Profile
-from meshwright.schema.inference import InferencePlan
+from meshwright.schema.generation import GenerationPlan
 
 FOLDER = Path(__file__).parent / "documents"
 PROFILES = ("profile.json", "profile-corrected.json")
@@ -18,7 +18,7 @@ GENERATION = ("generation.json",)
 
 def kind_of(name: str) -> Any:
     """Return the class that reads a document."""
-    return Profile if name in PROFILES else InferencePlan if name in GENERATION else Plan
+    return Profile if name in PROFILES else GenerationPlan if name in GENERATION else Plan
 
 
 def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
