@@ -128,7 +128,7 @@ def shortest(case: dict[str, Any], cap: float, length: Length, time_limit_s: flo
     chunks, style = built[which][0]
     bound = min(lower_bound_s(instance) for instance in instances)
     return {
-        "ours": solution.objective_s, "bound": min(bound, solution.objective_s), "solve_s": round(solution.solve_s, 2),
+        "ours": solution.objective, "bound": min(bound, solution.objective), "solve_s": round(solution.solve_s, 2),
         "how": f"{solution.backend}, {chunks} chunk(s) {style}",
     }  # fmt: skip
 
@@ -152,7 +152,7 @@ def optima(data: Path, time_limit_s: float) -> list[dict[str, Any]]:
         )
         rows.append({
             "input": key, "known": best, "known_proved": "OPTIMAL" in (entry["status"], hinted.get(key, entry)["status"]),
-            "ours": solution.objective_s, "bound": solution.bound_s, "status": str(solution.status),
+            "ours": solution.objective, "bound": solution.bound, "status": str(solution.status),
             "backend": solution.backend, "solve_s": round(time.perf_counter() - start, 2),
         })  # fmt: skip
         print(rows[-1], flush=True)

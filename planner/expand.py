@@ -367,13 +367,13 @@ def _cuts(costs: CostTable, idx: int, *, cap_bytes: float) -> tuple[list[tuple[i
             chunk_split.ChunkSplitInstance(weights, _is_block(costs), shape.rank_of_stage, required, cap_bytes)
             for weights in both
         )
-        found = [chunk_split.solve(instance).boundaries for instance in instances]
+        found = [chunk_split.solve(instance).choice for instance in instances]
         return [boundaries for boundaries in dict.fromkeys(found) if boundaries], 0.0
     fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
     solved = [stage_split.solve(stage_split.StageSplitInstance(weights, fits)) for weights in both]
     if solved[0].status is Status.INFEASIBLE:
         return [], float("inf")
-    return [cut.boundaries for cut in solved], _split_bound_s(costs, idx, solved[0].objective_s, fits)
+    return [cut.choice for cut in solved if cut.choice], _split_bound_s(costs, idx, solved[0].objective, fits)
 
 
 def _required_bytes(costs: CostTable, idx: int) -> chunk_split.Required:

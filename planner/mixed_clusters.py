@@ -112,13 +112,13 @@ def _splits(
     busy, transfer = busy_of_stages(costs, idx, part_of_stage), transfer_of_stages(costs, idx, part_of_stage)
     exposed, update = exposed_of_stages(costs, idx, part_of_stage), _updates(costs, idx, part_of_stage)
     even = stage_split.solve(stage_split.StageSplitInstance(busy, fits, transfer, m - 1.0))
-    if not even.boundaries:
+    if even.choice is None:
         return [], np.inf
     once = stage_split.solve(stage_split.StageSplitInstance(busy + (exposed + update) / m, fits, transfer, m - 1.0))
     replayed_s, balanced = _least_replay(costs, idx, stage_split.StageSplitInstance(busy, fits, transfer, m - 1.0))
     least = (stage_split.min_slowest_s(stage_split.StageSplitInstance(values, fits)) for values in (exposed, update))
     bound_s = replayed_s + edges_s(costs, idx) + sum(least)
-    return list(dict.fromkeys((even.boundaries, once.boundaries, *balanced))), bound_s
+    return [split for split in dict.fromkeys((even.choice, once.choice, *balanced)) if split], bound_s
 
 
 def _least_replay(
@@ -127,14 +127,14 @@ def _least_replay(
     """Seconds that the replay of no split is below (`pipeline.single_stages_s`, with the least of its terms), and the splits."""
     m, pp = int(costs.batch.num_microbatches[idx]), instance.num_stages
     if SCHEDULE_NAMES[costs.batch.schedule[idx]] == "gpipe":
-        return stage_split.solve(instance).objective_s, []
+        return stage_split.solve(instance).objective, []
     times, rounds = (2.0, (m - pp - 1) / 2) if m > pp else (1.0, (m - 1) / 2)
     balanced = stage_split.solve(replace(instance, rounds=rounds))
     shortest = stage_split.solve(replace(instance, rounds=0.0))
-    least_s = max(times * balanced.objective_s, m * stage_split.min_slowest_s(instance))
+    least_s = max(times * balanced.objective, m * stage_split.min_slowest_s(instance))
     if m == pp:
-        least_s = max(least_s, 2 * pp / (pp + 1) * shortest.objective_s)
-    return least_s, [balanced.boundaries]
+        least_s = max(least_s, 2 * pp / (pp + 1) * shortest.objective)
+    return least_s, [balanced.choice or ()]
 
 
 def _updates(costs: CostTable, idx: int, part_of_stage: IntArray) -> FloatArray:

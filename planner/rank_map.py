@@ -18,7 +18,7 @@ from ..cost_models.hardware.collectives import Hops
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, Plan
-from ..schema.arrays import FloatArray
+from ..schema.arrays import FloatArray, IntArray
 from ..schema.layout_table import LayoutTable
 from ..solvers import rank_mapping
 
@@ -69,10 +69,11 @@ def node_order(costs: CostTable, idx: int, boundaries: Sequence[int]) -> tuple[i
     kind = np.repeat(np.arange(len(cluster.groups)), [group.num_nodes for group in cluster.groups])
     axes = _axes(costs, row, links, boundaries)
     found = rank_mapping.solve(rank_mapping.RankMappingInstance(links.bandwidth, axes, kind, block))
-    return () if found.node == tuple(range(cluster.num_nodes)) else found.node
+    nodes = found.choice or ()
+    return () if nodes == tuple(range(cluster.num_nodes)) else nodes
 
 
-def _block_of_place(cluster: ClusterSpec, row: LayoutTable) -> rank_mapping.IntArray | None:
+def _block_of_place(cluster: ClusterSpec, row: LayoutTable) -> IntArray | None:
     """Which replica of which stage [K] each place is part of, where a place is part of one or holds some whole."""
     size = cluster.largest_node
     ranks = int(row.tp[0] * row.cp[0] * row.dp_shard[0])

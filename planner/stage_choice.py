@@ -25,8 +25,8 @@ from ..schema.layout_table import RECOMPUTES
 from ..schema.schedules import SCHEDULE_NAMES
 from ..solvers.stages import stage_split
 from ..solvers.stages.stage_program import (
+    StageFilling,
     StageProgramInstance,
-    StageProgramSolution,
     dense_table,
     forward_recursion,
     lower_bound_s,
@@ -343,8 +343,8 @@ def choose_stages(layers: Layers) -> list[Stages]:
             continue
         for once_weight in (0.0, 1 / sum(layers.weights)):
             solution = solve(program.instance, once_weight=once_weight)
-            if solution.boundaries:
-                stages = _stages(layers, program, solution)
+            if solution.choice is not None:
+                stages = _stages(layers, program, solution.choice, solution.objective)
                 worth_s.append(min(worth_s[-1], stages.objective_s))
                 best[once_weight] = min(best.get(once_weight, stages), stages, key=lambda found: found.objective_s)
     # A program that was not worth solving has no answer below this one.
@@ -352,18 +352,17 @@ def choose_stages(layers: Layers) -> list[Stages]:
     return list({stages.boundaries: stages._replace(bound_s=bound_s) for stages in best.values()}.values())
 
 
-def _stages(layers: Layers, program: Program, solution: StageProgramSolution) -> Stages:
+def _stages(layers: Layers, program: Program, filling: StageFilling, objective_s: float) -> Stages:
     """With an option for each layer: of the blocks of a kind on a stage the first ones recompute the most."""
     options = np.zeros(len(layers.kinds), dtype=np.int64)
     chosen = np.flatnonzero(layers.costs.has_choice)
-    for s, (first, last) in enumerate(zip(solution.boundaries[:-1], solution.boundaries[1:], strict=True)):
+    for s, (first, last) in enumerate(zip(filling.boundaries[:-1], filling.boundaries[1:], strict=True)):
         held = np.arange(first, last)
         blocks = held[layers.has_choice[first:last]]
         if program.option is not None:
             options[blocks[: program.first]] = program.option
             continue
         for k, kind in enumerate(chosen):
-            counts = solution.counts[s, k][::-1]
+            counts = filling.counts[s, k][::-1]
             options[held[layers.kinds[held] == kind]] = np.repeat(np.arange(len(counts))[::-1], counts)
-    objective_s = solution.objective_s + layers.constant_s
-    return Stages(solution.boundaries, tuple(int(option) for option in options), objective_s, 0.0)
+    return Stages(filling.boundaries, tuple(int(option) for option in options), objective_s + layers.constant_s, 0.0)

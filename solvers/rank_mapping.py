@@ -1,17 +1,17 @@
 """Place nodes in the order of the ranks, so that the busiest axes cross the fastest links.
 
 Sets
-    k = 0..K-1   places: consecutive ranks that fill one node
+    k = 0..K-1   positions: consecutive ranks that fill one node
     n = 0..K-1   nodes
     a            axes of the layout whose groups leave their node: collectives, stages
 Data
     BANDWIDTH[n,n']   bytes/s between two nodes, the slower direction
     WEIGHT[a]         seconds of a step x bytes/s: what the axis adds to a step when its slowest pair has 1 byte/s
-    PAIRS[a]          pairs of places that groups of the axis cross
-    KIND[k]           kind of node that the place needs; as listed, node k is of KIND[k]
-    BLOCK[k]          places whose nodes torch sorts: it orders the members of every group by rank
+    PAIRS[a]          pairs of positions that groups of the axis cross
+    KIND[k]           kind of node that the position needs; as listed, node k is of KIND[k]
+    BLOCK[k]          positions whose nodes torch sorts: it orders the members of every group by rank
 Variables
-    node[k]           which node fills place k
+    node[k]           which node fills position k
 Objective
     (O)  min  sum_a  WEIGHT[a] / min_{(k,k') in PAIRS[a]} BANDWIDTH[node[k], node[k']]      an axis waits for its slowest pair
 Constraints
@@ -33,25 +33,21 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .solution import Status
+from ..schema.arrays import FloatArray, IntArray
+from .solution import Solution, Status
+from .tolerances import SUMMED
 
 NUM_RANDOM_STARTS = 12
-"""Random orders to start from, besides the two that are made on purpose."""
+"""Random orders to start from, besides the two that are made on purpose; each costs one local search."""
 
 ALL_SWAPS_UP_TO = 24
-"""Places up to which every swap is tried: beyond it, those that move an end of a slowest pair."""
-
-_RELATIVE_TOLERANCE = 1e-9
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+"""Positions up to which all K (K - 1) / 2 swaps are tried; beyond it only those that move an end of a slowest pair."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """WEIGHT in seconds x bytes/s and PAIRS [P, 2] of places."""
+    """WEIGHT in seconds x bytes/s and PAIRS [P, 2] of positions."""
 
     weight: float
     pairs: IntArray
@@ -67,89 +63,87 @@ class RankMappingInstance:
     block: IntArray
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         """K."""
         return len(self.kind)
 
 
-@dataclass(frozen=True)
-class RankMappingSolution:
-    """node [K], (O) of it, and what no order can be below."""
-
-    status: Status
-    node: tuple[int, ...]
-    objective_s: float
-    bound_s: float
-    solve_s: float
-
-
-def solve(instance: RankMappingInstance, *, seed: int = 0) -> RankMappingSolution:
-    """The best order found; optimal where it meets the bound."""
+def solve(instance: RankMappingInstance, *, seed: int = 0) -> Solution[tuple[int, ...]]:
+    """Return the best order of the local optima, node [K]; optimal where it meets the bound."""
     start = time.perf_counter()
     rng = np.random.default_rng(seed)
-    starts = [np.arange(instance.num_places), _gather_blocks(instance)]
+    starts = [np.arange(instance.num_positions), _gather_blocks(instance)]
     starts += [_shuffle_within_kinds(instance, rng) for _ in range(NUM_RANDOM_STARTS)]
     bound = lower_bound_s(instance)
     best, best_s = starts[0], float(_objectives(instance, starts[0][None])[0][0])
     for order in starts:
-        if best_s <= bound * (1 + _RELATIVE_TOLERANCE):
+        if best_s <= bound * (1 + SUMMED):
             break
-        found, found_s = _swap_to_local_optimum(instance, order)
-        if found_s < best_s * (1 - _RELATIVE_TOLERANCE):
-            best, best_s = found, found_s
-    status = Status.OPTIMAL if best_s <= bound * (1 + _RELATIVE_TOLERANCE) else Status.FEASIBLE
-    return RankMappingSolution(status, tuple(int(n) for n in best), best_s, bound, time.perf_counter() - start)
+        local, local_s = _swap_to_local_optimum(instance, order)
+        if local_s < best_s * (1 - SUMMED):
+            best, best_s = local, local_s
+    status = Status.OPTIMAL if best_s <= bound * (1 + SUMMED) else Status.FEASIBLE
+    return Solution(
+        status=status,
+        choice=tuple(int(n) for n in best),
+        objective=best_s,
+        bound=bound,
+        solve_s=time.perf_counter() - start,
+        backend="local search",
+    )
 
 
 def lower_bound_s(instance: RankMappingInstance) -> float:
-    """No order is below it: an axis whose pairs touch every place crosses the worst connected node by its best link at most."""
-    away = np.where(np.eye(instance.num_places, dtype=bool), 0.0, instance.bandwidth)
+    """Return a lower bound: an axis whose pairs touch every position crosses the worst connected node, by its best link."""
+    away = np.where(np.eye(instance.num_positions, dtype=bool), 0.0, instance.bandwidth)
     worst_connected, fastest = float(np.min(np.max(away, axis=1))), float(np.max(away))
     total = 0.0
     for axis in instance.axes:
-        touches_all = len(np.unique(axis.pairs)) == instance.num_places
+        touches_all = len(np.unique(axis.pairs)) == instance.num_positions
         total += axis.weight / (worst_connected if touches_all else fastest)
     return total
 
 
 def _swap_to_local_optimum(instance: RankMappingInstance, order: IntArray) -> tuple[IntArray, float]:
-    """Swap until nothing improves."""
-    (objective,), (spread,) = _objectives(instance, order[None])
+    """Swap until nothing improves; return the order and its (O)."""
+    (objective,), (mean,) = _objectives(instance, order[None])
     while True:
         swapped = _swaps(instance, order)
         if not len(swapped):
             return order, float(objective)
-        objectives, spreads = _objectives(instance, swapped)
-        best = int(np.lexsort((spreads, objectives))[0])
-        lower = objectives[best] < objective * (1 - _RELATIVE_TOLERANCE)
-        as_low = objectives[best] <= objective * (1 + _RELATIVE_TOLERANCE)
-        if not lower and not (as_low and spreads[best] < spread * (1 - _RELATIVE_TOLERANCE)):
+        objectives, means = _objectives(instance, swapped)
+        best = int(np.lexsort((means, objectives))[0])
+        lower = objectives[best] < objective * (1 - SUMMED)
+        as_low = objectives[best] <= objective * (1 + SUMMED)
+        if not lower and not (as_low and means[best] < mean * (1 - SUMMED)):
             return order, float(objective)
-        order, objective, spread = swapped[best], objectives[best], spreads[best]
+        order, objective, mean = swapped[best], objectives[best], means[best]
 
 
 def _swaps(instance: RankMappingInstance, order: IntArray) -> IntArray:
-    """Orders [M, K] with two nodes of a kind exchanged, of which among many places one is an end of a slowest pair."""
-    ends = set(range(instance.num_places if instance.num_places <= ALL_SWAPS_UP_TO else 0))
+    """Return the orders [M, K] with two nodes of a kind exchanged; among many positions one of them is an end of a slowest pair."""
+    ends = set(range(instance.num_positions if instance.num_positions <= ALL_SWAPS_UP_TO else 0))
     for axis in instance.axes:
         rates = instance.bandwidth[order[axis.pairs[:, 0]], order[axis.pairs[:, 1]]]
-        ends |= {int(place) for place in axis.pairs[int(np.argmin(rates))]}
-    pairs = [(k, other) for k in sorted(ends) for other in range(instance.num_places)]
-    kept = [(k, o) for k, o in pairs if instance.kind[k] == instance.kind[o] and instance.block[k] != instance.block[o]]
-    orders = np.tile(order, (len(kept), 1))
-    for row, (k, other) in enumerate(kept):
+        ends |= {int(position) for position in axis.pairs[int(np.argmin(rates))]}
+    pairs = [(k, other) for k in sorted(ends) for other in range(instance.num_positions)]
+    swaps = [
+        (k, o) for k, o in pairs if instance.kind[k] == instance.kind[o] and instance.block[k] != instance.block[o]
+    ]
+    orders = np.tile(order, (len(swaps), 1))
+    for row, (k, other) in enumerate(swaps):
         orders[row, [k, other]] = order[[other, k]]
     return _sort_within_blocks(instance, orders)
 
 
 def _sort_within_blocks(instance: RankMappingInstance, orders: IntArray) -> IntArray:
-    """(C3): nodes [M, K] in ascending order within each block."""
-    size = instance.num_places
+    """Return nodes [M, K] in ascending order within each block (C3)."""
+    size = instance.num_positions
     return np.asarray(np.sort(orders + size * instance.block, axis=1) - size * instance.block)
 
 
 def _objectives(instance: RankMappingInstance, orders: IntArray) -> tuple[FloatArray, FloatArray]:
-    """(O) of orders [M, K], and the mean over the pairs in place of the slowest one, [M] each."""
+    """Return (O) of orders [M, K], and the same with the mean over the pairs in place of the slowest one, [M] each."""
     slowest_s, mean_s = np.zeros(len(orders)), np.zeros(len(orders))
     for axis in instance.axes:
         seconds = axis.weight / instance.bandwidth[orders[:, axis.pairs[:, 0]], orders[:, axis.pairs[:, 1]]]
@@ -159,38 +153,38 @@ def _objectives(instance: RankMappingInstance, orders: IntArray) -> tuple[FloatA
 
 
 def _gather_blocks(instance: RankMappingInstance) -> IntArray:
-    """Blocks filled one after the other with the nodes that reach those in the block fastest; across blocks, the last node."""
-    left, order = set(range(instance.num_places)), list[int]()
-    for k in range(instance.num_places):
-        able = sorted(n for n in left if instance.kind[n] == instance.kind[k])
+    """Fill blocks one after the other with the nodes that reach those in the block fastest; across blocks, the last node."""
+    remaining, order = set(range(instance.num_positions)), list[int]()
+    for k in range(instance.num_positions):
+        of_kind = sorted(n for n in remaining if instance.kind[n] == instance.kind[k])
         near = [order[j] for j in range(k) if instance.block[j] == instance.block[k]] or order[-1:]
-        node = max(able, key=lambda n: min((instance.bandwidth[n, m] for m in near), default=0.0))
-        left.remove(node)
+        node = max(of_kind, key=lambda n: min((instance.bandwidth[n, m] for m in near), default=0.0))
+        remaining.remove(node)
         order.append(node)
     return np.asarray(_sort_within_blocks(instance, np.array([order]))[0])
 
 
 def _shuffle_within_kinds(instance: RankMappingInstance, rng: np.random.Generator) -> IntArray:
-    order = np.arange(instance.num_places)
+    order = np.arange(instance.num_positions)
     for kind in np.unique(instance.kind):
-        places = np.flatnonzero(instance.kind == kind)
-        order[places] = rng.permutation(places)
+        positions = np.flatnonzero(instance.kind == kind)
+        order[positions] = rng.permutation(positions)
     return np.asarray(_sort_within_blocks(instance, order[None])[0])
 
 
 def check(instance: RankMappingInstance, node: tuple[int, ...]) -> float:
-    """Objective (O) of an order, recomputed from the definition; knows nothing of the method.
+    """Recompute the objective (O) of an order from the definition.
 
     Raises:
         ValueError: the order breaks (C1), (C2) or (C3); the message names which.
     """
-    if sorted(node) != list(range(instance.num_places)):
+    if sorted(node) != list(range(instance.num_positions)):
         raise ValueError(f"once (C1): nodes {node}")
     for k, n in enumerate(node):
         if instance.kind[n] != instance.kind[k]:
-            raise ValueError(f"kind (C2): place {k} needs kind {instance.kind[k]}, node {n} is {instance.kind[n]}")
+            raise ValueError(f"kind (C2): position {k} needs kind {instance.kind[k]}, node {n} is {instance.kind[n]}")
         if k and instance.block[k] == instance.block[k - 1] and n < node[k - 1]:
-            raise ValueError(f"order (C3): nodes {node[k - 1]}, {n} in places {k - 1}, {k} of one block")
+            raise ValueError(f"order (C3): nodes {node[k - 1]}, {n} in positions {k - 1}, {k} of one block")
     total = 0.0
     for axis in instance.axes:
         total += axis.weight / min(float(instance.bandwidth[node[k], node[other]]) for k, other in axis.pairs)

@@ -114,7 +114,7 @@ def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])
     has_block = np.broadcast_to(blocks[None, :] > blocks[:, None], (pp, size + 1, size + 1))
-    return stage_split.solve(stage_split.StageSplitInstance(costs.per_layer("busy_s", idx), has_block)).boundaries
+    return stage_split.solve(stage_split.StageSplitInstance(costs.per_layer("busy_s", idx), has_block)).choice or ()
 
 
 def _by_thresholds(costs: CostTable, pp: int) -> tuple[int, ...]:

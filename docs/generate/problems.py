@@ -1,7 +1,7 @@
 """docs/reference/problems.md: the optimisation problems, read off the docstrings of the files that state them.
 
 A statement is a line "(C1) name: equation" with the lines indented below it. The functions named beside it are those whose text has
-the label, in the file that states the problem and in files whose docstring names that file.
+the label, in the file that states the problem and in the other files of its sub-folder that state none.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 @functools.cache
 def stated_in() -> list[str]:
     """Files whose docstring has an objective."""
-    paths = [path for folder in ("solvers", "planner") for path in sorted((ROOT / folder).glob("*.py"))]
+    paths = [path for folder in ("solvers", "planner") for path in sorted((ROOT / folder).rglob("*.py"))]
     found = [
         str(path.relative_to(ROOT))
         for path in paths
@@ -161,15 +161,11 @@ def _functions(file: str, labels: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _companions(file: str) -> list[Path]:
-    """Files of the same folder that solve the problem too: their docstring names the file that states it."""
-    stated = Path(file).name
-    return [
-        path
-        for path in sorted((ROOT / file).parent.glob("*.py"))
-        if path.name != stated
-        and stated in (ast.get_docstring(_parsed(path)) or "")
-        and path.name not in {Path(other).name for other in stated_in()}
-    ]
+    """Files of the same sub-folder that solve the problem too: they state none of their own."""
+    if len(Path(file).parts) < 3:
+        return []
+    stating = {ROOT / other for other in stated_in()}
+    return [path for path in sorted((ROOT / file).parent.glob("*.py")) if path not in stating]
 
 
 @functools.cache

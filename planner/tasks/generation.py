@@ -311,7 +311,7 @@ class _SolvedBatch:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.shape.num_tokens / self.solution.objective_s
+        return self.shape.num_tokens / self.solution.objective
 
 
 @dataclass
@@ -343,7 +343,7 @@ class _Search:
                 self._bound(order, shape)
             elif -most > self.best or relaxed.objective < self.latency_s:
                 found, self.attempts = solve(instance), self.attempts + 1
-                if found.placement is not None and found.objective_s <= self.limit_s:
+                if found.choice is not None and found.objective <= self.limit_s:
                     self.solved.append(_SolvedBatch(shape, instance, relaxed, found))
 
     def _bound(self, order: int, shape: BatchShape) -> None:
@@ -370,18 +370,18 @@ class _Search:
     @property
     def latency_s(self) -> float:
         """Of the one that would be taken now."""
-        return self.chosen().solution.objective_s if self.solved else np.inf
+        return self.chosen().solution.objective if self.solved else np.inf
 
     def chosen(self) -> _SolvedBatch:
         """The least latency within TIE of the best; the smaller tp where that is alike."""
         alike = [found for found in self.solved if found.tokens_per_s >= self.best * (1 - SAME_RATE_FRACTION)]
-        return min(alike, key=lambda found: (found.solution.objective_s, found.shape.tp))
+        return min(alike, key=lambda found: (found.solution.objective, found.shape.tp))
 
     @property
     def bound(self) -> float:
         """Tokens per second that no shape is above."""
         left = [-most for most, *_ in self.queue]
-        mine = [found.shape.num_tokens / found.solution.bound_s for found in self.solved if found.solution.bound_s > 0]
+        mine = [found.shape.num_tokens / found.solution.bound for found in self.solved if found.solution.bound > 0]
         return max([*left, *mine, self.best])
 
 
@@ -406,7 +406,7 @@ def plan_generation(
     search.run()
     if not search.solved:
         if search.quickest[1] is not None:
-            raise too_slow(model, solve(search.quickest[1]).objective_s, search.limit_s)
+            raise too_slow(model, solve(search.quickest[1]).objective, search.limit_s)
         raise nothing_fits(shapes)
     chosen = search.chosen()
     others = sorted((found for found in search.solved if found is not chosen), key=lambda found: -found.tokens_per_s)
@@ -451,7 +451,7 @@ def _require_sense(model: ModelSpec, cluster: ClusterSpec, generation: Generatio
 
 def _placed(kinds: tuple[LayerGroup, ...], chosen: _SolvedBatch) -> dict[str, Any]:
     """Which layers lie where; those of a kind that come from elsewhere are spread evenly."""
-    place = chosen.solution.placement
+    place = chosen.solution.choice
     assert place is not None
     host: list[int] = []
     storage: list[int] = []
@@ -476,7 +476,7 @@ def _evenly_spaced(idxs: tuple[int, ...] | list[int], count: int) -> list[int]:
 
 
 def _estimate(shapes: BatchShapes, chosen: _SolvedBatch) -> GenerationEstimate:
-    i, place, ranks = chosen.instance, chosen.solution.placement, shapes.cluster.largest_node
+    i, place, ranks = chosen.instance, chosen.solution.choice, shapes.cluster.largest_node
     assert place is not None
     busy, held = busy_s(i, place), resident_bytes(i, place)
     seconds = busy.max(axis=0)
@@ -513,7 +513,7 @@ def _estimate(shapes: BatchShapes, chosen: _SolvedBatch) -> GenerationEstimate:
 
 def _marginal_values(cluster: ClusterSpec, chosen: _SolvedBatch) -> GenerationMarginalValues:
     """Tokens per second for each second saved are tokens / seconds^2."""
-    worth, ranks = chosen.relaxed.worth, cluster.largest_node
+    worth, ranks = chosen.relaxed.marginal, cluster.largest_node
     rate = chosen.shape.num_tokens / chosen.relaxed.objective**2
     return GenerationMarginalValues(
         device_per_gib=rate * worth.device_s_per_byte * GIB,
@@ -531,12 +531,12 @@ def _choice(found: _SolvedBatch) -> GenerationAlternative:
         device_batch_size=found.shape.batch_size,
         num_device_batches=found.shape.num_batches,
         tokens_per_s=found.tokens_per_s,
-        latency_s=found.solution.objective_s,
+        latency_s=found.solution.objective,
     )
 
 
 def _notes(shapes: BatchShapes, chosen: _SolvedBatch) -> tuple[str, ...]:
-    place = chosen.solution.placement
+    place = chosen.solution.choice
     assert place is not None
     notes = ["an estimate: meshwright runs no generation"]
     if not np.isfinite(shapes.host_bytes):

@@ -18,7 +18,7 @@ Data        N_c             layers of a kind          R_p         passes of a ph
             UP, DOWN, DUPLEX, DISK, HOST    rates of the link's directions, both at once, of storage, of the host's attention
             BUFFER, SLOT    bytes of weights on the way; of one batch's keys and values of one layer
             WORK, CAP_D, CAP_H, STAGE, CAP_S   bytes in use while computing; of the device, of the host, what storage passes through
-Variables   w_cx  layers of kind c in place x, whole      k_x  share of keys and values in each way      h_x  share of hidden states
+Variables   w_cx  layers of kind c in place x, integer     k_x  share of keys and values in each way     h_x  share of hidden states
             t_p   seconds of a pass
 (O)         min  sum_p R_p t_p
 (C1)        everything is somewhere: sum_x w_cx = N_c;  sum_x k_x = 1;  sum_x h_x = 1
@@ -37,7 +37,7 @@ Copies and compute of different batches and layers run side by side: a pass is a
 corrects where there is one batch only. Decoding reads the weights from the device's memory once for each batch, and its keys and
 values once: that is in COMPUTE and ATTEND, which are the larger of arithmetic and memory traffic.
 Source: FlexGen (arXiv:2303.06865) for the schedule of blocks, the places and the idea of a linear program over them; terms for
-memory bandwidth, whole layers, shares that differ in who attends, and duals are ours.
+memory bandwidth, integer layers, shares that differ in who attends, and duals are ours.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..linear_program import FloatArray, IntArray
+from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ..tolerances import SOLVER
 
 PLACES = ("device", "host", "storage")
 CACHE_WAYS = ("device", "host attended", "host copied", "storage attended", "storage copied")
 RESOURCES = ("compute", "link to device", "link to host", "link both ways", "storage", "host attention", "one batch")
-"""What a pass may wait for, in the order of (C2) to (C6)."""
+"""Resources that a pass may wait for, in the order of (C2) to (C6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Bytes of one rank: what is there, and what is taken whatever lies where (WORK, BUFFER, SLOT, STAGE)."""
+    """Bytes of one rank: of its memories, and what is taken whatever lies where (WORK, BUFFER, SLOT, STAGE)."""
 
     device: float
     host: float
@@ -86,7 +86,7 @@ class GenerationInstance:
     counts: IntArray
     weight_bytes: FloatArray
     moved_bytes: FloatArray
-    may_store: NDArray[np.bool_]
+    may_store: BoolArray
     passes: FloatArray
     compute_s: FloatArray
     attend_s: FloatArray
@@ -108,18 +108,18 @@ class GenerationInstance:
         return np.asarray(self.counts @ self.compute_s)
 
     @property
-    def least_s(self) -> float:
+    def min_s(self) -> float:
         """Seconds of a block that nothing is below: the device's, for all layers."""
         return float(self.passes @ self.layer_compute_s)
 
     def with_capacity(self, **changes: float) -> GenerationInstance:
-        """The same on another machine."""
+        """Return the same problem on a machine with other capacities."""
         return replace(self, capacity=replace(self.capacity, **changes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlacement:
-    """``layers`` [C, 3] by kind and place, whole but in relaxations; ``cache`` [5] by CACHE_WAYS; ``hidden`` [3] as in PLACES."""
+    """``layers`` [C, 3] by kind and place, integer but in relaxations; ``cache`` [5] by CACHE_WAYS; ``hidden`` [3] as in PLACES."""
 
     layers: IntArray | FloatArray
     cache: FloatArray
@@ -139,7 +139,7 @@ class GenerationMarginalSeconds:
 
 
 def busy_s(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
-    """Seconds [R, P] that each of RESOURCES is busy in one pass, from the definition; knows no linear program."""
+    """Return the seconds [R, P] that each of RESOURCES is busy in one pass, from the definition."""
     on_device, attended, copied, stored_attended, stored_copied = (float(share) for share in place.cache)
     off = float(place.hidden[1] + place.hidden[2])
     by_host = attended + stored_attended
@@ -166,7 +166,7 @@ def busy_s(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
 
 
 def resident_bytes(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
-    """Bytes [3] in each of PLACES at the most."""
+    """Return the bytes [3] in each of PLACES at the most."""
     on_device, attended, copied, stored_attended, stored_copied = (float(share) for share in place.cache)
     weights, c = i.weight_bytes @ place.layers, i.capacity
     cache = np.array([on_device, attended + copied, stored_attended + stored_copied]) * i.cache_bytes
@@ -174,8 +174,8 @@ def resident_bytes(i: GenerationInstance, place: GenerationPlacement) -> FloatAr
     return np.asarray(weights + cache + place.hidden * i.states_bytes + fixed)
 
 
-def check(i: GenerationInstance, place: GenerationPlacement, *, tolerance: float = 1e-6) -> float:
-    """(O) of a placement, recomputed from the definition.
+def check(i: GenerationInstance, place: GenerationPlacement) -> float:
+    """Recompute the objective (O) of a placement, seconds of a block, from the definition.
 
     Raises:
         ValueError: it breaks (C1), (C7), (C8) or (C9); the message names which.
@@ -185,12 +185,12 @@ def check(i: GenerationInstance, place: GenerationPlacement, *, tolerance: float
     if np.any(place.layers[~i.may_store, 2]) or (not i.streams and np.any(place.layers[:, 1:])):
         raise ValueError("everything is somewhere (C1): layers where they may not be")
     for name, shares in (("keys and values", place.cache), ("hidden states", place.hidden)):
-        if np.any(shares < -tolerance) or abs(float(shares.sum()) - 1) > tolerance:
+        if np.any(shares < -SOLVER) or abs(float(shares.sum()) - 1) > SOLVER:
             raise ValueError(f"everything is somewhere (C1): shares of {name} {shares.tolist()}")
     caps = np.array([i.capacity.device, i.capacity.host, i.capacity.storage])
-    held = resident_bytes(i, place)
-    over = held > caps * (1 + tolerance) + 1.0
+    resident = resident_bytes(i, place)
+    over = resident > caps * (1 + SOLVER) + 1.0
     for x, label in enumerate(("device memory (C7)", "host memory (C8)", "storage (C9)")):
         if over[x]:
-            raise ValueError(f"{label}: {held[x]:.0f} bytes of {caps[x]:.0f}")
+            raise ValueError(f"{label}: {resident[x]:.0f} bytes of {caps[x]:.0f}")
     return float(i.passes @ busy_s(i, place).max(axis=0))

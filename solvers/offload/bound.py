@@ -21,8 +21,9 @@ from typing import Literal
 
 import numpy as np
 
+from ...schema.arrays import FloatArray, IntArray
 from ..backend import RowSolver
-from ..linear_program import FloatArray, IntArray, LinearProgram, Term
+from ..linear_program import LinearProgram, Term
 from ..solution import Status
 from . import program
 from .instance import OPTIONS, OffloadInstance, OffloadMarginalSeconds
@@ -81,7 +82,7 @@ class CountProgram:
         if self.whole:
             self._places = self._whole_layers()
         many = len(self._kinds) > MANY_KINDS
-        return RowSolver(self._lp, rel_gap=SMALLEST_GAP, most_nodes=FEW_NODES if many else MAX_NODES)
+        return RowSolver(self._lp, rel_gap=SMALLEST_GAP, max_nodes=FEW_NODES if many else MAX_NODES)
 
     def solve(self, reserve: Reserve = NO_RESERVE) -> tuple[Status, FluidSchedule | None]:
         """The optimum, spread evenly over the layers of each kind, with so much room left free."""
@@ -109,23 +110,25 @@ class CountProgram:
         """Variables and all rows that fractions of layers have."""
         self._lp = lp = LinearProgram()
         i, first, n, m, timed = self._instance, self._first, self._n, self._instance.num_microbatches, self._timed
-        z = lp.variables(len(OPTIONS) * len(first), most=(i.allowed[:, first] * n).reshape(-1)).reshape(-1, len(first))
-        p = lp.variables(len(first), most=(i.streamable & i.may.parameters)[first] * n)
+        z = lp.add_variables(len(OPTIONS) * len(first), x_max=(i.allowed[:, first] * n).reshape(-1)).reshape(
+            -1, len(first)
+        )
+        p = lp.add_variables(len(first), x_max=(i.streamable & i.may.parameters)[first] * n)
         may = np.array([i.may.host_optimizer, i.may.streamed_optimizer]) * i.total_state_bytes / SCALE
-        states = lp.variables(4, most=np.concatenate([may, may * (i.storage_cap_bytes > 0)]))
+        states = lp.add_variables(4, x_max=np.concatenate([may, may * (i.storage_cap_bytes > 0)]))
         self._z, self._p, self._states = z, p, states
-        passes, idle = lp.variables(2, cost=m * timed), lp.variables(3, cost=m * timed)
-        update = lp.variables(1, cost=timed)
-        u, early, a, c, g = (lp.variables(1) for _ in range(5))
-        self._working = lp.variables(1)
-        lp.rows("C1", [(z[k], 1.0) for k in range(len(OPTIONS))], lower=n, upper=n)
+        passes, idle = lp.add_variables(2, cost=m * timed), lp.add_variables(3, cost=m * timed)
+        update = lp.add_variables(1, cost=timed)
+        u, early, a, c, g = (lp.add_variables(1) for _ in range(5))
+        self._working = lp.add_variables(1)
+        lp.add_rows("C1", [(z[k], 1.0) for k in range(len(OPTIONS))], lower=n, upper=n)
         total = i.total_state_bytes / SCALE
-        lp.row("C1", [(p, i.state_bytes[first] / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
-        lp.rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
-        lp.row("copies", [(u, -1.0), *self._of(i.moved_bytes)], lower=0.0, upper=0.0)
-        lp.row("C4", [(early, 1.0), (u, -1.0)], upper=0.0)
+        lp.add_row("C1", [(p, i.state_bytes[first] / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
+        lp.add_rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
+        lp.add_row("copies", [(u, -1.0), *self._of(i.moved_bytes)], lower=0.0, upper=0.0)
+        lp.add_row("C4", [(early, 1.0), (u, -1.0)], upper=0.0)
         for copies, bytes_ in ((a, i.parameter_bytes), (c, i.parameter_bytes), (g, i.gradient_bytes)):
-            lp.row("copies", [(copies, -1.0), (p, bytes_[first] / SCALE)], lower=0.0, upper=0.0)
+            lp.add_row("copies", [(copies, -1.0), (p, bytes_[first] / SCALE)], lower=0.0, upper=0.0)
         again: list[Term] = [(z.reshape(-1), -i.repeated_s[:, first].reshape(-1))]
         _passes(lp, i, again, (passes, idle), (u, early, a, c, g))
         _update(lp, i, update, states, (p, first))
@@ -143,12 +146,12 @@ class CountProgram:
         leaves = (i.parameter_bytes + i.copy_bytes + i.state_bytes + accumulated)[first] / SCALE
         there: list[Term] = [(p, -leaves), (self._states[:2], -1.0), (self._working, 1.0)]
         in_use: list[Term] = [(z[k], -i.working_bytes[k, first] / self._n / SCALE) for k in range(len(OPTIONS))]
-        lp.rows("working", [(self._working[0], 1.0), *in_use], lower=0.0)
+        lp.add_rows("working", [(self._working[0], 1.0), *in_use], lower=0.0)
         gradients = i.gradient_bytes * (not i.gradients_accumulate) / SCALE
         room = (i.cap_bytes - i.fixed_bytes) / SCALE - i.resident_bytes / SCALE
         free = room - float(gradients.sum())
         at_turn: list[Term] = [*there, *self._of(i.kept_bytes), (u, 1.0), (early, -1.0)]
-        self._buffer = lp.variables(1)
+        self._buffer = lp.add_variables(1)
         in_update: list[Term] = [*there, (self._buffer, 1.0), (p, i.copy_bytes[first] / SCALE - gradients[first])]
         copies = float(i.copy_bytes.sum())
         self._within("C6", "turn", at_turn, room - i.turn_bytes / SCALE)
@@ -165,7 +168,7 @@ class CountProgram:
             (states[0], 1 + master + gradient), (states[1], 1.0), (states[2:], -1.0), (self._p, away), (u, 1.0),
         ]  # fmt: skip
         if not self._timed:
-            lp.row("C7", [*held, (lp.variables(1, cost=1.0), -1.0)], upper=0.0)
+            lp.add_row("C7", [*held, (lp.add_variables(1, cost=1.0), -1.0)], upper=0.0)
         elif np.isfinite(i.host_cap_bytes):
             self._within("C7", "host", held, i.host_cap_bytes / SCALE)
         if i.storage_cap_bytes > 0:
@@ -173,7 +176,7 @@ class CountProgram:
 
     def _within(self, label: str, place: str, terms: list[Term], upper: float) -> None:
         """A row of memory, whose place is one of a `Reserve`."""
-        self._room[place] = (self._lp.row(label, terms, upper=upper).start, upper)
+        self._room[place] = (self._lp.add_row(label, terms, upper=upper).start, upper)
 
     def _whole_layers(self) -> IntArray:
         """Layers of each kind whose states the host updates, are streamed, and are on storage from either [4, kinds]; what is in
@@ -183,16 +186,16 @@ class CountProgram:
         kinds, away = len(first), i.state_bytes[first] > 0
         may = np.array([i.may.host_optimizer, i.may.streamed_optimizer])[:, None] * away
         stored = may * (i.storage_cap_bytes > 0)
-        places = lp.variables(4 * kinds, most=(np.concatenate([may, stored]) * n).reshape(-1)).reshape(4, kinds)
+        places = lp.add_variables(4 * kinds, x_max=(np.concatenate([may, stored]) * n).reshape(-1)).reshape(4, kinds)
         for place, bytes_ in zip(places, self._states, strict=True):
-            lp.row("C1", [(bytes_, -1.0), (place, i.state_bytes[first] / SCALE)], lower=0.0, upper=0.0)
-        lp.rows("C1", [(p, 1.0), (places[0], 1.0), (places[1], 1.0)], upper=np.where(away, n, np.inf))
-        lp.rows("C1", [(places[2:].reshape(-1), 1.0), (places[:2].reshape(-1), -1.0)], upper=0.0)
+            lp.add_row("C1", [(bytes_, -1.0), (place, i.state_bytes[first] / SCALE)], lower=0.0, upper=0.0)
+        lp.add_rows("C1", [(p, 1.0), (places[0], 1.0), (places[1], 1.0)], upper=np.where(away, n, np.inf))
+        lp.add_rows("C1", [(places[2:].reshape(-1), 1.0), (places[:2].reshape(-1), -1.0)], upper=0.0)
         uses = np.where(i.allowed[:, first], i.working_bytes[:, first], 0.0)
         _at_once(lp, (z, uses), self._working, n)
         _at_once(lp, (places[1:2], 2 * i.state_bytes[None, first] * may[1:]), self._buffer, n)
         if kinds <= MANY_KINDS:
-            lp.whole.extend([*z.reshape(-1).tolist(), *p.tolist(), *places.reshape(-1).tolist()])
+            lp.integer.extend([*z.reshape(-1).tolist(), *p.tolist(), *places.reshape(-1).tolist()])
         return places
 
 
@@ -229,12 +232,12 @@ def _at_once(lp: LinearProgram, uses: tuple[IntArray, FloatArray], most: IntArra
     if not len(sizes):
         return
     floors = sizes[np.unique(np.linspace(0, len(sizes), MAX_LEVELS, endpoint=False).astype(np.int64))]
-    any_ = lp.variables(len(floors), most=1.0)
-    lp.whole.extend(any_.tolist())
-    lp.rows("working", [(most[0], 1.0), (any_, -floors / SCALE)], lower=0.0)
+    any_ = lp.add_variables(len(floors), x_max=1.0)
+    lp.integer.extend(any_.tolist())
+    lp.add_rows("working", [(most[0], 1.0), (any_, -floors / SCALE)], lower=0.0)
     layers = np.broadcast_to(n, bytes_.shape)[bytes_ > 0]
     level = np.searchsorted(floors, bytes_[bytes_ > 0], side="right") - 1
-    lp.rows("working", [(variables[bytes_ > 0], 1.0), (any_[level], -layers)], upper=0.0)
+    lp.add_rows("working", [(variables[bytes_ > 0], 1.0), (any_[level], -layers)], upper=0.0)
 
 
 def _passes(
@@ -255,13 +258,13 @@ def _passes(
         return [(u, rate), (early, -rate)]
 
     # What the passes alone do not hide runs in the idle slots, where it costs no compute.
-    lp.row("C2", [(forward, 1.0)], lower=float(i.forward_s.sum()))
-    lp.row("C2", [(backward, 1.0), *again], lower=float(i.backward_s.sum()))
+    lp.add_row("C2", [(forward, 1.0)], lower=float(i.forward_s.sum()))
+    lp.add_row("C2", [(backward, 1.0), *again], lower=float(i.backward_s.sum()))
     lost = links.compute_lost_to_host * down, links.compute_lost_to_device * up
     begins: list[Term] = [(forward, 1.0), (start, 1.0), (turn, 1.0), (early, -lost[0]), (a, -lost[1])]
-    lp.row("C2", begins, lower=float(i.forward_s.sum()))
+    lp.add_row("C2", begins, lower=float(i.forward_s.sum()))
     ends: list[Term] = [(backward, 1.0), (turn, 1.0), (tail, 1.0)]
-    lp.row(
+    lp.add_row(
         "C2",
         [*ends, *again, (u, -lost[1]), (c, -lost[1]), (g, -lost[0]), *late(-lost[0])],
         lower=float(i.backward_s.sum()),
@@ -272,8 +275,8 @@ def _passes(
         (backward, [(g, 1.0), *late(1.0)], [(u, 1.0), (c, 1.0)], tail, turn),
     ):
         going, coming = _times(gone, down), _times(come, up)
-        lp.row("C3", [*going, *_times(coming, h), (slot, -1.0), (own_down, -1.0), (own_up, -h)], upper=0.0)
-        lp.row("C3", [*coming, *_times(going, h), (slot, -1.0), (own_up, -1.0), (own_down, -h)], upper=0.0)
+        lp.add_row("C3", [*going, *_times(coming, h), (slot, -1.0), (own_down, -1.0), (own_up, -h)], upper=0.0)
+        lp.add_row("C3", [*coming, *_times(going, h), (slot, -1.0), (own_up, -1.0), (own_down, -h)], upper=0.0)
 
 
 def _times(terms: list[Term], factor: float) -> list[Term]:
@@ -290,17 +293,17 @@ def _update(
     on_device, on_host, unit = float(i.device_update_s.sum()), float(i.host_update_s.sum()), SCALE / total
     share = i.state_bytes[first] / total
     host, kept = states[:1], states[1:2]
-    lp.row("C9", [(update, 1.0), (host, on_device * unit), (p, on_device * share)], lower=on_device)
-    lp.row("C9", [(update, 1.0), (host, -on_host * unit), (p, -on_host * share)], lower=0.0)
+    lp.add_row("C9", [(update, 1.0), (host, on_device * unit), (p, on_device * share)], lower=on_device)
+    lp.add_row("C9", [(update, 1.0), (host, -on_host * unit), (p, -on_host * share)], lower=0.0)
     master, gradient = i.beside_states
     down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
     going: list[Term] = [(host, gradient * down), (kept, down)]
     coming: list[Term] = [(host, master * up), (kept, up)]
-    lp.row("C9", [*going, *_times(coming, links.hinder), (update, -1.0)], upper=0.0)
-    lp.row("C9", [*coming, *_times(going, links.hinder), (update, -1.0)], upper=0.0)
+    lp.add_row("C9", [*going, *_times(coming, links.hinder), (update, -1.0)], upper=0.0)
+    lp.add_row("C9", [*coming, *_times(going, links.hinder), (update, -1.0)], upper=0.0)
     if i.storage_cap_bytes > 0:
         each = SCALE / links.read_bytes_per_s + SCALE / links.write_bytes_per_s
-        lp.row("C9", [(states[2:], each), (update, -1.0)], upper=0.0)
+        lp.add_row("C9", [(states[2:], each), (update, -1.0)], upper=0.0)
 
 
 def raise_bound_s(instance: OffloadInstance, fluid: FluidSchedule, known_s: float) -> float:

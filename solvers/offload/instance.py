@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..linear_program import FloatArray, IntArray
+from ...schema.arrays import FloatArray, IntArray
 
 OPTIONS = ("keep", "selective", "full", "activations", "boundary")
 """What happens to a block's activations: kept; recomputed but products and attention; recomputed from the input; moved to the host;

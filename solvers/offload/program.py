@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ...schema.arrays import FloatArray, IntArray
 from ..backend import solve_rows
-from ..linear_program import FloatArray, IntArray, LinearAnswer, LinearProgram, Term
+from ..linear_program import LinearAnswer, LinearProgram, Term
 from ..solution import Status
 from .instance import OPTIONS, OffloadChoice, OffloadInstance, OffloadMarginalSeconds
 
@@ -86,10 +87,17 @@ def build_model(
     """All rows, named by the labels of offload_instance.py."""
     lp, size, m = LinearProgram(), i.num_layers, i.num_microbatches
     z, p, states = _decisions(lp, i, choice)
-    forward, backward, idle = lp.variables(size, cost=m), lp.variables(size, cost=m), lp.variables(3, cost=m)
-    update, working = int(lp.variables(1, cost=1.0)[0]), int(lp.variables(1, least=least_working_bytes / SCALE)[0])
+    forward, backward, idle = (
+        lp.add_variables(size, cost=m),
+        lp.add_variables(size, cost=m),
+        lp.add_variables(3, cost=m),
+    )
+    update, working = (
+        int(lp.add_variables(1, cost=1.0)[0]),
+        int(lp.add_variables(1, x_min=least_working_bytes / SCALE)[0]),
+    )
     most = np.inf if i.may.parameters and (choice is None or choice.parameters.any()) else 0.0
-    copies = {name: lp.variables(size + 1, most=np.inf if name in "uwv" else most) for name in "uwvacg"}
+    copies = {name: lp.add_variables(size + 1, x_max=np.inf if name in "uwv" else most) for name in "uwvacg"}
     model = _FluidModel(lp, z, p, states, forward, backward, idle, update, working, copies)
     _compute_and_links(model, i)
     _memory(model, i, _arrivals(model, i), choice)
@@ -103,21 +111,23 @@ def _decisions(
     """Variables of a choice, within (C1) or as given."""
     size, num_options, total = i.num_layers, len(OPTIONS), i.total_state_bytes / SCALE
     if choice is None:
-        z = lp.variables(num_options * size, most=i.allowed.astype(np.float64).reshape(-1)).reshape(num_options, size)
-        p = lp.variables(size, most=(i.streamable & i.may.parameters).astype(np.float64))
+        z = lp.add_variables(num_options * size, x_max=i.allowed.astype(np.float64).reshape(-1)).reshape(
+            num_options, size
+        )
+        p = lp.add_variables(size, x_max=(i.streamable & i.may.parameters).astype(np.float64))
         bytes_ = total * np.array([i.may.host_optimizer, i.may.streamed_optimizer])
-        states = lp.variables(4, most=np.concatenate([bytes_, bytes_ * (i.storage_cap_bytes > 0)]))
+        states = lp.add_variables(4, x_max=np.concatenate([bytes_, bytes_ * (i.storage_cap_bytes > 0)]))
     else:
         exact = (np.arange(num_options)[:, None] == choice.option).astype(np.float64).reshape(-1)
-        z = lp.variables(num_options * size, least=exact, most=exact).reshape(num_options, size)
-        p = lp.variables(size, least=choice.parameters * 1.0, most=choice.parameters * 1.0)
+        z = lp.add_variables(num_options * size, x_min=exact, x_max=exact).reshape(num_options, size)
+        p = lp.add_variables(size, x_min=choice.parameters * 1.0, x_max=choice.parameters * 1.0)
         where = (choice.host_optimizer, choice.streamed_optimizer)
         masks = (*where, *(mask & choice.storage for mask in where))
         parts = [float(i.state_bytes[mask].sum()) / SCALE for mask in masks]
-        states = lp.variables(4, least=parts, most=parts)
-    lp.rows("C1", [(z[k], 1.0) for k in range(num_options)], lower=1.0, upper=1.0)
-    lp.row("C1", [(p, i.state_bytes / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
-    lp.rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
+        states = lp.add_variables(4, x_min=parts, x_max=parts)
+    lp.add_rows("C1", [(z[k], 1.0) for k in range(num_options)], lower=1.0, upper=1.0)
+    lp.add_row("C1", [(p, i.state_bytes / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
+    lp.add_rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
     return z, p, states
 
 
@@ -145,7 +155,7 @@ def _compute_and_links(model: _FluidModel, i: OffloadInstance) -> None:
                 "to_device": [(idxs, -links.compute_lost_to_device * rate) for idxs, rate in coming],
             }
             terms = [(slot, 1.0), *(repeated if slot is b else []), *lost["to_host"], *lost["to_device"]]
-            made = lp.rows("C2", terms, lower=compute_s)
+            made = lp.add_rows("C2", terms, lower=compute_s)
             model.rates.extend((made, part, way) for way, part in lost.items())
         _link(model, "C3", (going, coming), slot, links.hinder)
 
@@ -157,7 +167,7 @@ def _link(model: _FluidModel, label: str, copies: tuple[list[Term], list[Term]],
             continue
         hindered: list[Term] = [(idxs, hinder * rate) for idxs, rate in copies[other]] if hinder > 0 else []
         terms = [*copies[own], *hindered, (slot, -1.0)]
-        made = model.lp.rows(label, terms, upper=0.0)
+        made = model.lp.add_rows(label, terms, upper=0.0)
         model.rates.extend([(made, copies[own], ways[0]), (made, hindered, ways[1])])
 
 
@@ -184,15 +194,17 @@ def _running_sum(
 ) -> IntArray:
     """Variables that add the terms up, from the first layer on or from the last one."""
     if not terms:
-        return lp.variables(size, most=0.0)
-    sums = lp.variables(size)
+        return lp.add_variables(size, x_max=0.0)
+    sums = lp.add_variables(size)
     order = np.arange(size)[:: -1 if reverse else 1]
     s, added = sums[order], [(idxs[order], -np.broadcast_to(values, size)[order]) for idxs, values in terms]
     begin: list[Term] = [] if first is None else [(first, -1.0)]
-    lp.rows("sum", [(s[:1], 1.0), *begin, *((idxs[:1], values[:1]) for idxs, values in added)], lower=0.0, upper=0.0)
+    lp.add_rows(
+        "sum", [(s[:1], 1.0), *begin, *((idxs[:1], values[:1]) for idxs, values in added)], lower=0.0, upper=0.0
+    )
     if size > 1:
         rest = [(s[1:], 1.0), (s[:-1], -1.0), *((idxs[1:], values[1:]) for idxs, values in added)]
-        lp.rows("sum", rest, lower=0.0, upper=0.0)
+        lp.add_rows("sum", rest, lower=0.0, upper=0.0)
     return sums
 
 
@@ -205,12 +217,12 @@ def _arrivals(model: _FluidModel, i: OffloadInstance) -> _RunningSums:
         terms = [(model.z[k], values[k] / SCALE) for k in range(len(OPTIONS)) if values[k].any()]
         return _running_sum(lp, terms, size)
 
-    has_streams = any(lp.most[j] > 0 for j in p)
+    has_streams = any(lp.x_max[j] > 0 for j in p)
     of_p: list[Term] = [(p, i.parameter_bytes / SCALE)] if has_streams else []
     of_gradients: list[Term] = [(p, i.gradient_bytes / SCALE)] if has_streams else []
     gone = _running_sum(lp, [(u[:-1], 1.0)], size)
-    by_turn = lp.variables(1)
-    lp.row("sum", [(by_turn, 1.0), (gone[-1], -1.0), (u[-1], -1.0)], lower=0.0, upper=0.0)
+    by_turn = lp.add_variables(1)
+    lp.add_row("sum", [(by_turn, 1.0), (gone[-1], -1.0), (u[-1], -1.0)], lower=0.0, upper=0.0)
     sums = _RunningSums(
         kept=of_options(i.kept_bytes),
         moved=of_options(i.moved_bytes),
@@ -226,16 +238,16 @@ def _arrivals(model: _FluidModel, i: OffloadInstance) -> _RunningSums:
     # Layer l itself can go down as soon as its pass has ended: for as long as its slot is longer.
     rate = i.links.to_host_bytes_per_s / SCALE
     f = model.forward
-    lp.rows("C4", [(sums.gone[:1], 1.0), (f[:1], -rate)], upper=-rate * i.forward_s[:1])
-    lp.rows("C4", [(sums.gone[1:], 1.0), (sums.moved[:-1], -1.0), (f[1:], -rate)], upper=-rate * i.forward_s[1:])
-    lp.row("C4", [(sums.left[0], 1.0), (sums.moved[-1], -1.0)], lower=0.0, upper=0.0)
-    lp.row("C4", [(v[-1], 1.0), (by_turn, -1.0)], upper=0.0)
-    lp.rows("C4", [(sums.back, 1.0), (sums.left, -1.0)], upper=0.0)
+    lp.add_rows("C4", [(sums.gone[:1], 1.0), (f[:1], -rate)], upper=-rate * i.forward_s[:1])
+    lp.add_rows("C4", [(sums.gone[1:], 1.0), (sums.moved[:-1], -1.0), (f[1:], -rate)], upper=-rate * i.forward_s[1:])
+    lp.add_row("C4", [(sums.left[0], 1.0), (sums.moved[-1], -1.0)], lower=0.0, upper=0.0)
+    lp.add_row("C4", [(v[-1], 1.0), (by_turn, -1.0)], upper=0.0)
+    lp.add_rows("C4", [(sums.back, 1.0), (sums.left, -1.0)], upper=0.0)
     _return_in_time(lp, v[-1], sums.back, sums.moved)
     if has_streams:
-        lp.row("C5", [(a[-1], 1.0), (sums.streamed[0], -1.0)], lower=0.0)
-        lp.rows("C5", [(sums.gathered[:-1], 1.0), (sums.streamed[1:], -1.0)], lower=0.0)
-        lp.rows("C5", [(sums.gathered, 1.0), (sums.streamed[-1], -1.0)], upper=0.0)
+        lp.add_row("C5", [(a[-1], 1.0), (sums.streamed[0], -1.0)], lower=0.0)
+        lp.add_rows("C5", [(sums.gathered[:-1], 1.0), (sums.streamed[1:], -1.0)], lower=0.0)
+        lp.add_rows("C5", [(sums.gathered, 1.0), (sums.streamed[-1], -1.0)], upper=0.0)
         _return_in_time(lp, c[-1], sums.regathered, sums.streamed)
         total = sums.streamed_gradients[-1]
         ended: list[Term] = [
@@ -243,43 +255,43 @@ def _arrivals(model: _FluidModel, i: OffloadInstance) -> _RunningSums:
             *((model.z[k], rate * i.repeated_s[k]) for k in range(len(OPTIONS))),
         ]
         made: list[Term] = [(sums.reduced, 1.0), (total, -1.0), (sums.streamed_gradients, 1.0)]
-        lp.rows("C4", [*made, *ended], upper=-rate * i.backward_s)
-        lp.row("C4", [(sums.reduced[0], 1.0), (g[-1], 1.0), (total, -1.0)], lower=0.0, upper=0.0)
+        lp.add_rows("C4", [*made, *ended], upper=-rate * i.backward_s)
+        lp.add_row("C4", [(sums.reduced[0], 1.0), (g[-1], 1.0), (total, -1.0)], lower=0.0, upper=0.0)
     return sums
 
 
 def _return_in_time(lp: LinearProgram, at_turn: Any, back: IntArray, there: IntArray) -> None:
     """(C5): before the backward pass of layer l all of layers l.. is back, of what is ``there`` over layers 0..l."""
     total = there[-1]
-    lp.rows("C5", [(back, 1.0), (total, -1.0)], upper=0.0)
-    lp.row("C5", [(at_turn, 1.0), (total, -1.0), (there[-2:-1], 1.0)], lower=0.0)
+    lp.add_rows("C5", [(back, 1.0), (total, -1.0)], upper=0.0)
+    lp.add_row("C5", [(at_turn, 1.0), (total, -1.0), (there[-2:-1], 1.0)], lower=0.0)
     if len(there) > 1:
-        lp.row("C5", [(back[1], 1.0), (total, -1.0)], lower=0.0)
+        lp.add_row("C5", [(back[1], 1.0), (total, -1.0)], lower=0.0)
     if len(there) > 2:
-        lp.rows("C5", [(back[2:], 1.0), (total, -1.0), (there[:-2], 1.0)], lower=0.0)
+        lp.add_rows("C5", [(back[2:], 1.0), (total, -1.0), (there[:-2], 1.0)], lower=0.0)
 
 
 def _memory(model: _FluidModel, i: OffloadInstance, sums: _RunningSums, choice: OffloadChoice | None) -> None:
     """(C6) in every slot and (C7)."""
     lp, p = model.lp, model.p
     room = (i.cap_bytes - i.fixed_bytes) / SCALE
-    lp.rows(
+    lp.add_rows(
         "working",
         [(model.working, 1.0), *((model.z[k], -i.working_bytes[k] / SCALE) for k in range(len(OPTIONS)))],
         lower=0.0,
     )
     accumulated = i.gradient_bytes * i.gradients_accumulate
     leaves = (i.parameter_bytes + i.copy_bytes + i.state_bytes + accumulated) / SCALE
-    resident = lp.variables(1)
+    resident = lp.add_variables(1)
     terms: list[Term] = [(resident, 1.0), (p, leaves), (model.states[:2], 1.0)]
-    lp.row("resident", terms, lower=i.resident_bytes / SCALE, upper=i.resident_bytes / SCALE)
+    lp.add_row("resident", terms, lower=i.resident_bytes / SCALE, upper=i.resident_bytes / SCALE)
     always: list[Term] = [(resident, 1.0), (model.working, 1.0)]
     kept, moved, gone = sums.kept, sums.moved, sums.gone
     waiting: list[Term] = [(moved[1:], 1.0), (gone[:-1], -1.0), (sums.gathered[1:], 1.0), (sums.streamed[1:], -1.0)]
-    lp.rows("C6", [*always, (kept[1:], 1.0), *waiting], upper=room)
+    lp.add_rows("C6", [*always, (kept[1:], 1.0), *waiting], upper=room)
     c, v = model.copies["c"], model.copies["v"]
     at_turn: list[Term] = [(kept[-1], 1.0), (moved[-1], 1.0), (gone[-1], -1.0), (v[-1], 1.0), (c[-1], 1.0)]
-    lp.row("C6", [*always, *at_turn], upper=room - i.turn_bytes / SCALE)
+    lp.add_row("C6", [*always, *at_turn], upper=room - i.turn_bytes / SCALE)
     _memory_in_backward(model, i, sums, always, room)
     buffer: list[Term] = []
     streamed_room = room
@@ -292,16 +304,16 @@ def _memory(model: _FluidModel, i: OffloadInstance, sums: _RunningSums, choice: 
     kept_gradients: list[Term] = [] if i.gradients_accumulate else [(p, -i.gradient_bytes / SCALE)]
     copies = float(i.copy_bytes.sum()) / SCALE
     in_update: list[Term] = [*always, *buffer, *kept_gradients, (p, i.copy_bytes / SCALE)]
-    lp.row("C6", in_update, upper=streamed_room - gradients + copies - i.update_bytes / SCALE)
+    lp.add_row("C6", in_update, upper=streamed_room - gradients + copies - i.update_bytes / SCALE)
     if np.isfinite(i.host_cap_bytes):
         master, gradient = i.beside_states
         away = (i.parameter_bytes + i.gradient_bytes + i.state_bytes) / SCALE
         held: list[Term] = [
             (model.states[0], 1 + master + gradient), (model.states[1], 1.0), (model.states[2:], -1.0), (p, away), (moved[-1], 1.0),
         ]  # fmt: skip
-        lp.row("C7", held, upper=i.host_cap_bytes / SCALE)
+        lp.add_row("C7", held, upper=i.host_cap_bytes / SCALE)
     if i.storage_cap_bytes > 0:
-        lp.row("C8", [(model.states[2:], 1.0)], upper=i.storage_cap_bytes / SCALE)
+        lp.add_row("C8", [(model.states[2:], 1.0)], upper=i.storage_cap_bytes / SCALE)
 
 
 def _memory_in_backward(
@@ -325,7 +337,7 @@ def _memory_in_backward(
         if of_streamed is not None:
             terms += [(of_streamed[-1], 1.0), (of_streamed[at], -1.0)]
         if len(at):
-            lp.rows("C6", terms, upper=room - (0.0 if i.gradients_accumulate else made[at]))
+            lp.add_rows("C6", terms, upper=room - (0.0 if i.gradients_accumulate else made[at]))
 
 
 def _update(model: _FluidModel, i: OffloadInstance) -> None:
@@ -337,8 +349,8 @@ def _update(model: _FluidModel, i: OffloadInstance) -> None:
     share = i.state_bytes / total
     on_device, on_host = float(i.device_update_s.sum()), float(i.host_update_s.sum())
     unit = SCALE / total
-    lp.row("C9", [(t, 1.0), (host, on_device * unit), (p, on_device * share)], lower=on_device)
-    lp.row("C9", [(t, 1.0), (host, -on_host * unit), (p, -on_host * share)], lower=0.0)
+    lp.add_row("C9", [(t, 1.0), (host, on_device * unit), (p, on_device * share)], lower=on_device)
+    lp.add_row("C9", [(t, 1.0), (host, -on_host * unit), (p, -on_host * share)], lower=0.0)
     master, gradient = i.beside_states
     down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
     going: list[Term] = [(host, gradient * down), (streamed, down)]
@@ -346,7 +358,7 @@ def _update(model: _FluidModel, i: OffloadInstance) -> None:
     _link(model, "C9", (going, coming), t, links.hinder)
     if i.storage_cap_bytes > 0:
         each = SCALE / links.read_bytes_per_s + SCALE / links.write_bytes_per_s
-        lp.row("C9", [(model.states[2:], each), (t, -1.0)], upper=0.0)
+        lp.add_row("C9", [(model.states[2:], each), (t, -1.0)], upper=0.0)
 
 
 def _marginal_seconds(i: OffloadInstance, model: _FluidModel, answer: LinearAnswer) -> OffloadMarginalSeconds:

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from ..linear_program import FloatArray, IntArray
+from ...schema.arrays import FloatArray, IntArray
 from .bound import Reserve
 from .instance import OPTIONS, OffloadChoice, OffloadInstance
 from .simulation import SimulatedStep, broken_constraints, simulate_within

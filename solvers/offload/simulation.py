@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..linear_program import FloatArray
+from ...schema.arrays import FloatArray
 from .instance import OffloadChoice, OffloadInstance
 
 COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)

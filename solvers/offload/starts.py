@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..linear_program import FloatArray, IntArray
+from ...schema.arrays import FloatArray, IntArray
 from .bound import MANY_KINDS
 from .instance import OPTIONS, OffloadChoice, OffloadInstance
 from .program import FluidSchedule

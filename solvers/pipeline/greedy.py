@@ -1,17 +1,12 @@
-"""Greedy orders for any placement, under a memory cap on each rank.
+"""Greedy orders for any placement, under a memory cap on each rank, and the best of a few of them.
 
-`greedy_order` runs the clock: a rank that falls idle takes the best of what has arrived. It never deadlocks, because a forward pass
-leaves room for one micro-batch in each later stage of its rank, so the oldest micro-batch can always go on.
-`refill_weight_passes` takes the
-sequence of forward and backward passes from another order and only places the weight passes.
+`greedy_order` runs the clock: a rank that falls idle takes the best pass of those that have arrived. It never deadlocks, because a
+forward pass leaves memory for one micro-batch in each later stage of its rank, so the oldest micro-batch can always go on.
+`refill_weight_passes` takes the sequence of forward and backward passes from another order and only places the weight passes.
 
-A short order for any placement under memory caps, without a solver: the best of a few greedy ones.
-
-Sets, data, objective (O) and constraints (C1)-(C4) are those of pipeline_schedule.py; the length is the makespan.
-
-Method: greedy rules (pipeline_greedy.by_events) at the whole memory cap, the most successful ones first; then the best of them with
-less memory, because a rule that may fill all of it takes in micro-batches that later ones wait for. As many are tried as a number
-of passes allows, so nothing depends on the clock.
+`quick_order` answers the problem of pipeline/schedule.py, (O) the makespan, without a solver: greedy rules at the full memory cap,
+the most successful ones first; then the best of them with less memory, because a rule that may fill all of it takes in
+micro-batches that later ones wait for. As many are tried as a number of passes allows, so nothing depends on the clock.
 """
 
 from __future__ import annotations
@@ -24,8 +19,7 @@ from typing import Literal
 
 from ...cost_models.pipeline.simulation import Action, Kind, Order, Pipeline
 from ...schema.errors import InfeasibleError
-
-_SLACK = 1e-9
+from ..tolerances import CLOCK
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ EVENT_RULES = tuple(
 
 
 def greedy_order(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> Order:
-    """Order for any placement; `cap_bytes` [R].
+    """Return an order for any placement; `cap_bytes` [R].
 
     Raises:
         InfeasibleError: a rank cannot hold one micro-batch of all its stages.
@@ -57,19 +51,19 @@ def greedy_order(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule
 
 
 def greedy_order_and_length(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> tuple[Order, float]:
-    """`greedy_order` and the seconds until its last pass ends.
+    """Return `greedy_order` and the seconds until its last pass ends.
 
     Raises:
         InfeasibleError: a rank cannot hold one micro-batch of all its stages.
     """
-    run = _Events(pipeline, cap_bytes, rule)
-    order = run.run()
-    assert not any(run.left), "a forward pass leaves room for its micro-batch to go on"
-    return order, max(run.free_at)
+    events = _Events(pipeline, cap_bytes, rule)
+    order = events.run()
+    assert not any(events.remaining), "a forward pass leaves memory for its micro-batch to go on"
+    return order, max(events.free_at)
 
 
 def refill_weight_passes(pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float) -> Order:
-    """The same forward and backward passes in the same sequence, the weight passes where a rank would wait or needs their memory.
+    """Keep the forward and backward passes in sequence, and put the weight passes where a rank would wait or needs their memory.
 
     Args:
         fit: as in `EventRule`.
@@ -77,18 +71,18 @@ def refill_weight_passes(pipeline: Pipeline, cap_bytes: Sequence[float], order: 
     Raises:
         InfeasibleError: the sequence does not fit the cap.
     """
-    run = _Events(pipeline, cap_bytes, EventRule("B", True, fit))
-    run.sequence = [
+    events = _Events(pipeline, cap_bytes, EventRule("B", True, fit))
+    events.sequence = [
         [a._replace(kind="B") if a.kind == "BW" else a for a in actions if a.kind != "W"] for actions in order
     ]
-    found = run.run()
-    if any(run.left):
+    refilled = events.run()
+    if any(events.remaining):
         raise InfeasibleError("this sequence of forward and backward passes needs more memory than the cap")
-    return found
+    return refilled
 
 
 class _Events:
-    """What has arrived where, and when each rank is free."""
+    """The clock: passes that have arrived at each stage, and when each rank is free."""
 
     def __init__(self, pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> None:
         self.costs, self.cap, self.rule = pipeline, cap_bytes, rule
@@ -96,8 +90,8 @@ class _Events:
         ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
         self.stages = [pipeline.stages_of(rank) for rank in ranks]
         self.hop = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
-        self.grown = [max(0.0, -freed) for freed in pipeline.backward_freed_bytes]
-        self.needed = [pipeline.held_bytes[s] + self._room(s) for s in stages]
+        self.growth = [max(0.0, -freed) for freed in pipeline.backward_freed_bytes]
+        self.needed = [pipeline.held_bytes[s] + self._reserve_bytes(s) for s in stages]
         self.seconds = {"F": pipeline.forward_s, "B": pipeline.backward_s, "W": pipeline.weight_s}
         self.change = {
             "F": pipeline.held_bytes,
@@ -109,39 +103,40 @@ class _Events:
         self.done = {kind: [0] * pipeline.num_stages for kind in ("F", "B", "W")}
         self.held = [0.0] * pipeline.num_ranks
         self.rows: list[list[Action]] = [[] for _ in ranks]
-        self.left = [3 * m * len(of_rank) for of_rank in self.stages]
+        self.remaining = [3 * m * len(rank_stages) for rank_stages in self.stages]
         self.queue = [(0.0, rank) for rank in ranks]
         self.free_at = [0.0] * pipeline.num_ranks
         for rank in ranks:
             need = max((self.needed[s] for s in self.stages[rank]), default=0.0)
-            if need > cap_bytes[rank] + _SLACK:
+            if need > cap_bytes[rank] + CLOCK:
                 raise InfeasibleError(
                     f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap_bytes[rank]:g}"
                 )
 
-    def _room(self, s: int) -> float:
-        """Bytes that a forward pass of a stage leaves free, so that its micro-batch can go on alone."""
-        here = self.stages[self.costs.rank_of_stage[s]]
-        return sum(self.costs.held_bytes[later] for later in here if later > s) + max(self.grown[one] for one in here)
+    def _reserve_bytes(self, s: int) -> float:
+        """Return the bytes that a forward pass of a stage leaves free, so that its micro-batch alone can go on."""
+        local = self.stages[self.costs.rank_of_stage[s]]
+        return sum(self.costs.held_bytes[later] for later in local if later > s) + max(self.growth[k] for k in local)
 
     def run(self) -> Order:
+        """Return the order once no rank can go on."""
         while self.queue:
             now, rank = heapq.heappop(self.queue)
-            if now >= self.free_at[rank] - _SLACK and self.left[rank]:
+            if now >= self.free_at[rank] - CLOCK and self.remaining[rank]:
                 self._decide(now, rank) if self.sequence is None else self._follow(now, rank, self.sequence[rank])
         return tuple(tuple(row) for row in self.rows)
 
     def _decide(self, now: float, rank: int) -> None:
-        """The next pass of a rank, or when to ask again: each stage's next passes that have arrived, or are known to come."""
-        soon, left = now + _SLACK, self.cap[rank] + _SLACK - self.held[rank]
+        """Run the next pass of a rank, or set when to ask again: each stage's next passes have arrived, or are known to come."""
+        soon, free_bytes = now + CLOCK, self.cap[rank] + CLOCK - self.held[rank]
         forward = backward = weight = -1
         coming = math.inf
-        lacks_room = False
+        lacks_memory = False
         done_f, done_b, done_w = self.done["F"], self.done["B"], self.done["W"]
         arrivals_f, arrivals_b = self.arrivals["F"], self.arrivals["B"]
         for s in self.stages[rank]:
             done, arrived = done_f[s], arrivals_f[s]
-            if done < len(arrived) and self.needed[s] <= left:
+            if done < len(arrived) and self.needed[s] <= free_bytes:
                 if arrived[done] <= soon:
                     forward = s if self.rule.deepest_first or forward < 0 else forward
                 elif arrived[done] < coming:
@@ -150,12 +145,12 @@ class _Events:
             if done < len(arrived):
                 if arrived[done] <= soon:
                     backward = s
-                    lacks_room = lacks_room or self._has_no_room(rank, s)
+                    lacks_memory = lacks_memory or self._lacks_memory_for(rank, s)
                 elif arrived[done] < coming:
                     coming = arrived[done]
             if done_w[s] < done:
                 weight = s
-        if weight >= 0 and lacks_room:
+        if weight >= 0 and lacks_memory:
             self._run(now, rank, "W", weight)
         elif backward >= 0 and (self.rule.prefer == "B" or forward < 0):
             self._run(now, rank, "B", backward)
@@ -166,29 +161,26 @@ class _Events:
         elif coming < math.inf:
             heapq.heappush(self.queue, (max(coming, now), rank))
 
-    def _has_no_room(self, rank: int, s: int) -> bool:
-        """Whether what a backward pass leaves for its weight pass is beyond the cap."""
-        return self.held[rank] + self.grown[s] > self.cap[rank] * (1 + _SLACK) + _SLACK
+    def _lacks_memory_for(self, rank: int, s: int) -> bool:
+        """Return whether what a backward pass leaves for its weight pass is beyond the cap."""
+        return self.held[rank] + self.growth[s] > self.cap[rank] * (1 + CLOCK) + CLOCK
 
     def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
-        """The next pass of a given sequence, or a weight pass before it."""
+        """Run the next pass of the given sequence, or a weight pass before it."""
         can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
-        coming, blocked, position = (
-            float("inf"),
-            False,
-            sum(self.done[k][s] for s in self.stages[rank] for k in ("F", "B")),
-        )
+        coming, blocked = math.inf, False
+        position = sum(self.done[k][s] for s in self.stages[rank] for k in ("F", "B"))
         if position < len(sequence):
             s, kind, i = sequence[position]
             arrivals = self.arrivals[kind][s]
             coming = arrivals[i] if i < len(arrivals) else coming
-            more = self.costs.held_bytes[s] if kind == "F" else self.grown[s]
-            blocked = more > 0 and self.held[rank] + more > self.cap[rank] + _SLACK
-        if coming <= now + _SLACK and not blocked:
+            more = self.costs.held_bytes[s] if kind == "F" else self.growth[s]
+            blocked = more > 0 and self.held[rank] + more > self.cap[rank] + CLOCK
+        if coming <= now + CLOCK and not blocked:
             self._run(now, rank, kind, s)
         elif can_w and (blocked or coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]):
             self._run(now, rank, "W", can_w[-1])
-        elif coming < float("inf") and not blocked:
+        elif coming < math.inf and not blocked:
             heapq.heappush(self.queue, (max(coming, now), rank))
 
     def _run(self, now: float, rank: int, kind: Kind, s: int) -> None:
@@ -196,7 +188,7 @@ class _Events:
         end = now + self.seconds[kind][s]
         self.held[rank] += self.change[kind][s]
         self.done[kind][s] += 1
-        self.left[rank] -= 1
+        self.remaining[rank] -= 1
         self.rows[rank].append(Action(s, kind, i))
         self.free_at[rank] = end
         heapq.heappush(self.queue, (end, rank))
@@ -207,14 +199,14 @@ class _Events:
         elif kind == "B" and s:
             self._announce("B", s - 1, end + self.hop[s - 1])
 
-    def _announce(self, kind: str, s: int, at: float) -> None:
-        self.arrivals[kind][s].append(at)
+    def _announce(self, kind: str, s: int, time_s: float) -> None:
+        self.arrivals[kind][s].append(time_s)
         rank = self.costs.rank_of_stage[s]
-        heapq.heappush(self.queue, (max(at, self.free_at[rank]), rank))
+        heapq.heappush(self.queue, (max(time_s, self.free_at[rank]), rank))
 
 
 MAX_PASSES = 40_000
-"""Passes placed for one pipeline, all tries together: some 0.2 s."""
+"""Passes placed for one pipeline, all tries together: some 0.2 s, little next to the rest of a plan."""
 
 
 QUICK_RULES = (
@@ -231,7 +223,7 @@ QUICK_RULES = (
 
 
 CAP_FRACTIONS = (0.97, 0.93, 0.9)
-"""Of the memory cap."""
+"""Parts of the memory cap that the rules may fill."""
 
 
 MIN_TRIES = 3
@@ -241,25 +233,25 @@ Try = tuple[EventRule, float]
 
 
 def quick_order(pipeline: Pipeline, cap_bytes: tuple[float, ...]) -> Order | None:
-    """The shortest order found with `cap_bytes` [R]; None where a rank cannot hold one micro-batch."""
+    """Return the shortest greedy order with `cap_bytes` [R]; None where a rank cannot hold one micro-batch."""
     tries = max(MIN_TRIES, MAX_PASSES // (3 * pipeline.num_stages * pipeline.num_microbatches))
     num_rules = min(len(QUICK_RULES), -(-tries * 2 // 3))
-    whole = _shortest_first(pipeline, cap_bytes, ((rule, 1.0) for rule in QUICK_RULES[:num_rules]))
-    if not whole:
+    at_cap = _shortest_first(pipeline, cap_bytes, ((rule, 1.0) for rule in QUICK_RULES[:num_rules]))
+    if not at_cap:
         return None
-    pairs = [(rule, part) for _, (rule, _), _ in whole for part in CAP_FRACTIONS][: tries - num_rules]
-    return min([*whole, *_shortest_first(pipeline, cap_bytes, pairs)], key=lambda one: one[0])[2]
+    pairs = [(rule, fraction) for _, (rule, _), _ in at_cap for fraction in CAP_FRACTIONS][: tries - num_rules]
+    return min([*at_cap, *_shortest_first(pipeline, cap_bytes, pairs)], key=lambda tried: tried[0])[2]
 
 
 def _shortest_first(
     pipeline: Pipeline, cap_bytes: tuple[float, ...], tries: Iterable[Try]
 ) -> list[tuple[float, Try, Order]]:
-    """Seconds, what was tried and its order, shortest first; without what a rank cannot hold."""
-    found = []
-    for rule, part in tries:
+    """Return seconds, what was tried and its order, shortest first; without what a rank cannot hold."""
+    orders = []
+    for rule, fraction in tries:
         try:
-            order, seconds = greedy_order_and_length(pipeline, tuple(part * cap for cap in cap_bytes), rule)
+            order, seconds = greedy_order_and_length(pipeline, tuple(fraction * cap for cap in cap_bytes), rule)
         except InfeasibleError:
             continue
-        found.append((seconds, (rule, part), order))
-    return sorted(found, key=lambda one: one[0])
+        orders.append((seconds, (rule, fraction), order))
+    return sorted(orders, key=lambda tried: tried[0])

@@ -1,10 +1,8 @@
-"""A window of time in a pipeline order as a CP-SAT model: (O) and (C1)-(C4) of solvers/pipeline/schedule.py over its actions.
+"""Improve a pipeline order with CP-SAT, one window of time after the other, and prove what can be proved on small ones.
 
-The actions that start in the window are free. Those before it stay where they are; those after it keep their sequence, so that
-all they add to the length is the longest way behind each free action, a constant: they need no variable. A window of
-every action is the whole problem.
-
-Improve a pipeline order with CP-SAT, one window of time after the other, and prove what can be proved on small ones.
+A window is the problem of pipeline/schedule.py, (O) and (C1)-(C4), over the actions that start in it, which are free. Those before
+it stay where they are; those after it keep their sequence, so that all they add to the length is the longest way behind each free
+action, a constant: they need no variable. A window of every action is the full problem.
 """
 
 from __future__ import annotations
@@ -17,21 +15,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...cost_models.pipeline.simulation import Action, Kind, Order, Pipeline, peak_bytes, simulate
+from ...schema.arrays import FloatArray
 from ..backend import Limits, new_constraint_program, solve_constraint_program
 from ..solution import Status
-from .instance import CAP_SLACK, PipelineInstance, length_s
+from ..tolerances import SUMMED
+from .instance import PipelineInstance, length_s
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 
 _BYTE_STEPS = 10**6
+"""Steps of memory that a cap has at most: CP-SAT's cumulative constraint sums integers of this size exactly."""
 
+_STEP_ROUNDING = 1e-6
+"""Of a step: what a number of bytes may lack of a multiple of the step and still count as one."""
 
-_PART_OF_A_STEP = 1e-6
+_MAX_ACTIONS_AT_ONCE = 450
+"""Of an order that is also solved as one window: with more CP-SAT proves nothing in its time."""
+
+_WINDOW_ACTIONS = (30, 60, 120)
+"""Actions of a window, small ones first, which leave less to the larger ones."""
+
+_WINDOW_WORK, _WORK_AT_ONCE = 3.0, 60.0
+"""Deterministic time of CP-SAT for a window and for all actions at once."""
+
+_ROUNDING = 0.5e-3
+"""A duration of 1000 ticks or more is rounded by half a tick at most, so a bound in ticks by this part of it."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +63,14 @@ class OrderWindow:
     free: tuple[tuple[Action, ...], ...]
     start: dict[Action, int]
     ready: dict[Action, int]
-    behind: dict[Action, NDArray[np.float64]]
+    behind: dict[Action, FloatArray]
     first_start: tuple[int, ...]
     length: int
     held: tuple[tuple[tuple[Action | None, float], ...], ...]
 
 
 def open_window(instance: PipelineInstance, order: Order, opening: float, closing: float) -> OrderWindow:
-    """The window of the actions that start at `opening` or later and before `closing`."""
+    """Return the window of the actions that start at `opening` or later and before `closing`."""
     costs = instance.ticked
     timeline = simulate(costs, order)
     starts = {
@@ -74,8 +86,8 @@ def open_window(instance: PipelineInstance, order: Order, opening: float, closin
         clear = starts[fixed[-1]] + _ticks(costs, fixed[-1]) if fixed else 0
         for a in part:
             source = _source(costs, a)
-            known = source is not None and source[0] not in inside
-            arrival = starts[source[0]] + _ticks(costs, source[0]) + source[1] if source and known else 0
+            is_fixed = source is not None and source[0] not in inside
+            arrival = starts[source[0]] + _ticks(costs, source[0]) + source[1] if source and is_fixed else 0
             ready[a] = max(clear, arrival)
     return OrderWindow(
         free=free,
@@ -93,7 +105,7 @@ def _ticks(costs: Pipeline, action: Action) -> int:
 
 
 def _source(costs: Pipeline, action: Action) -> tuple[Action, int] | None:
-    """(C1): what an action needs, and the transfer behind that."""
+    """Return the action that another needs (C1), and the transfer behind it."""
     stage, kind, i = action
     if kind == "F":
         return (Action(stage - 1, "F", i), int(costs.hop_s(stage - 1))) if stage else None
@@ -106,11 +118,11 @@ def _source(costs: Pipeline, action: Action) -> tuple[Action, int] | None:
 
 def _ways_behind(
     costs: Pipeline, order: Order, free: tuple[tuple[Action, ...], ...], starts: dict[Action, int], closing: float
-) -> dict[Action, NDArray[np.float64]]:
-    """Longest way from the end of each free action to each rank's end, over the actions after the window."""
+) -> dict[Action, FloatArray]:
+    """Return the longest way from the end of each free action to each rank's end, over the actions after the window."""
     after = sorted((t, a.kind != "F", a) for a, t in starts.items() if t >= closing)
     behind = {a: np.full(costs.num_ranks, -np.inf) for part in free for a in part}
-    way: dict[Action, NDArray[np.float64]] = {}
+    way: dict[Action, FloatArray] = {}
     following = {a: b for actions in order for a, b in itertools.pairwise(actions)}
     leads_to: dict[Action, list[tuple[Action, int]]] = {}
     for _, _, a in after:
@@ -142,7 +154,7 @@ def _ways_behind(
 def _held_at_opening(
     costs: Pipeline, order: Order, free: tuple[tuple[Action, ...], ...], starts: dict[Action, int], opening: float
 ) -> tuple[tuple[tuple[Action | None, float], ...], ...]:
-    """Memory of forward passes before the window that is freed in it (by which action) or after it (None)."""
+    """Return the memory of forward passes before the window that is freed in it (by which action) or after it (None)."""
     rows = []
     for actions, part in zip(order, free, strict=True):
         inside, done = set(part), {a for a in actions if starts[a] < opening}
@@ -159,7 +171,7 @@ def _held_at_opening(
 
 
 def _freed(costs: Pipeline, stage: int) -> list[tuple[Kind, float]]:
-    """What B and W of a stage give back, where it is anything."""
+    """Return what B and W of a stage give back, where it is anything."""
     pieces: tuple[tuple[Kind, float], ...] = (
         ("B", costs.backward_freed_bytes[stage]),
         ("W", costs.weight_freed_bytes[stage]),
@@ -170,11 +182,11 @@ def _freed(costs: Pipeline, stage: int) -> list[tuple[Kind, float]]:
 def build_model(
     instance: PipelineInstance, window: OrderWindow, *, compact: bool
 ) -> tuple[cp_model.CpModel, dict[Action, cp_model.IntVar]]:
-    """(O) and (C1)-(C4) over the free actions, hinted with the current starts.
+    """State (O) and (C1)-(C4) over the free actions, hinted with the current starts.
 
     Args:
         compact: only look for starts near the current ones, and break ties of (O) by the sum of the ranks' ends in the window,
-            so that the next windows find room; without it the bound of the model is one of the problem.
+            so that the next windows have space; without it the bound of the model is one of the problem.
     """
     costs, model = instance.ticked, new_constraint_program()
     ends_now = [t + _ticks(costs, a) for a, t in window.start.items()]
@@ -211,22 +223,22 @@ class _Memory:
         costs, cap = self.instance.ticked, self.instance.cap_bytes[self.rank]
         opens = min(self.window.ready.values(), default=0)
         step = _byte_step(self.instance, self.rank)
-        room, boxes, sizes = math.floor(cap / step + _PART_OF_A_STEP), [], []
+        room, boxes, sizes = math.floor(cap / step + _STEP_ROUNDING), [], []
         for freeing, size in self.window.held[self.rank]:
             if freeing is None:
-                room -= math.floor(size / step + _PART_OF_A_STEP)
+                room -= math.floor(size / step + _STEP_ROUNDING)
             else:
                 boxes.append(self._piece(opens, freeing))
-                sizes.append(math.floor(size / step + _PART_OF_A_STEP))
+                sizes.append(math.floor(size / step + _STEP_ROUNDING))
         for a in (a for a in self.window.free[self.rank] if a.kind == "F"):
             for kind, size in _freed(costs, a.stage):
                 boxes.append(self._piece(self.starts[a], a._replace(kind=kind)))
-                sizes.append(math.floor(size / step + _PART_OF_A_STEP))
+                sizes.append(math.floor(size / step + _STEP_ROUNDING))
         if boxes:
             self.model.add_cumulative(boxes, sizes, max(room, 0))
 
     def _piece(self, start: cp_model.IntVar | int, freeing: Action) -> cp_model.IntervalVar:
-        """From `start` to the end of the action that frees it, past everything when that is not free itself."""
+        """Return the time from `start` to the end of the action that frees it, past everything if that is not free."""
         if freeing in self.starts:
             end: cp_model.LinearExprT = self.starts[freeing] + _ticks(self.instance.ticked, freeing)
         else:
@@ -236,7 +248,7 @@ class _Memory:
 
 
 def _byte_step(instance: PipelineInstance, rank: int) -> float:
-    """Bytes of a step of (C3): the common factor of what is freed, which is exact, or a millionth of the cap where that is finer.
+    """Return the bytes of a step of (C3): the common factor of what is freed, which is exact, or a millionth of the cap if finer.
 
     Pieces are then rounded down: the model allows a little more than the cap, its bound holds, and its answer is checked.
     """
@@ -258,7 +270,7 @@ def _add_objective(
     horizon: int,
     compact: bool,
 ) -> None:
-    """(O): every rank's end that a free action leads to; for the span less that rank's first start."""
+    """State (O): every rank's end that a free action leads to; for the span less that rank's first start."""
     length = model.new_int_var(0, window.length, "length")
     cleared = []
     for part in filter(None, window.free):
@@ -273,7 +285,7 @@ def _add_objective(
 
 
 def _ends(instance: PipelineInstance, window: OrderWindow, action: Action) -> list[tuple[int, int]]:
-    """Way to an end and what is taken off there: to every rank's end for the span, the longest for the makespan."""
+    """Return ways to an end and what is taken off at it: to every rank's end for the span, the longest for the makespan."""
     ways = [
         (int(way), first)
         for way, first in zip(window.behind[action], window.first_start, strict=True)
@@ -282,25 +294,10 @@ def _ends(instance: PipelineInstance, window: OrderWindow, action: Action) -> li
     return [(max(ways)[0], 0)] if ways and instance.length == "makespan" else ways
 
 
-_MAX_ACTIONS_AT_ONCE = 450
-
-
-_WINDOW_ACTIONS = (30, 60, 120)
-
-
-_WINDOW_WORK = 3.0
-
-
-_WORK_AT_ONCE = 60.0
-
-
-_ROUNDING = 0.5e-3  # a duration of 1000 ticks or more is rounded by half a tick at most
-
-
 def improve(
     instance: PipelineInstance, order: Order, *, bound_s: float, time_limit_s: float, rel_gap: float, seed: int
 ) -> tuple[Order, float]:
-    """A shorter order or the same, and a proved bound in seconds (zero where no whole window was solved)."""
+    """Return a shorter order or the same, and a proved bound in seconds (zero unless all actions were solved at once)."""
     begin = time.perf_counter()
     order = split_backward(order)
     if not _in_order(order):
@@ -308,23 +305,23 @@ def improve(
     search = _WindowSearch(instance, order, bound_s, begin + time_limit_s, rel_gap, seed)
     search.sweep()
     if sum(map(len, order)) <= _MAX_ACTIONS_AT_ONCE and not search.finished():
-        search.whole()
+        search.solve_at_once()
     return search.order, search.bound_s
 
 
 def split_backward(order: Order) -> Order:
-    """Every BW as B and W."""
+    """Return the order with every BW as B and W."""
 
-    def parts(action: Action) -> tuple[Action, ...]:
+    def split(action: Action) -> tuple[Action, ...]:
         if action.kind != "BW":
             return (action,)
         return action._replace(kind="B"), action._replace(kind="W")
 
-    return tuple(tuple(part for action in actions for part in parts(action)) for actions in order)
+    return tuple(tuple(half for action in actions for half in split(action)) for actions in order)
 
 
 def _in_order(order: Order) -> bool:
-    """(C4): each stage and kind takes the micro-batches in order."""
+    """Return whether each stage and kind takes the micro-batches in order (C4)."""
     for actions in order:
         latest: dict[tuple[int, str], int] = {}
         for stage, kind, micro_batch in actions:
@@ -349,18 +346,18 @@ class _WindowSearch:
         return length_s(simulate(self.instance.ticked, order), self.instance.length)
 
     def finished(self) -> bool:
-        """Proved within the gap, or out of time."""
+        """Return whether the order is proved within the gap, or time is over."""
         close = self.length * self.instance.unit_s <= self.bound_s * (1 + max(self.rel_gap, 1e-9))
         return close or time.perf_counter() >= self.end
 
-    def whole(self) -> None:
-        """All actions free at once."""
+    def solve_at_once(self) -> None:
+        """Solve with all actions free, which proves a bound."""
         status, bound = self._solve(0.0, math.inf, _WORK_AT_ONCE)
         if status is not Status.INFEASIBLE and bound is not None:
             self.bound_s = max(self.bound_s, math.ceil(bound - 1e-6) * self.instance.unit_s * (1 - self._rounding()))
 
     def sweep(self) -> None:
-        """Windows over the whole time, ever larger, until a sweep of the largest gains nothing."""
+        """Solve windows over the full length, ever larger, until a sweep of the largest gains nothing."""
         for size in _WINDOW_ACTIONS:
             gained = True
             while gained and not self.finished():
@@ -372,7 +369,7 @@ class _WindowSearch:
                 gained = self.length < before
 
     def _openings(self, size: int) -> list[tuple[float, float]]:
-        """Half-overlapping windows of about `size` actions, in random order."""
+        """Return half-overlapping windows of about `size` actions, in random order."""
         timeline = simulate(self.instance.ticked, self.order)
         starts = np.sort(np.concatenate(timeline.start_s))
         edges = [*starts[:: max(1, size // 2)], math.inf]
@@ -382,24 +379,23 @@ class _WindowSearch:
 
     def _solve(self, opening: float, closing: float, work_limit: float) -> tuple[Status, float | None]:
         window = open_window(self.instance, self.order, opening, closing)
-        whole = opening <= 0 and closing == math.inf
-        model, starts = build_model(self.instance, window, compact=not whole)
+        is_full = opening <= 0 and closing == math.inf
+        model, starts = build_model(self.instance, window, compact=not is_full)
         limits = Limits(
             time_limit_s=self.end - time.perf_counter(), rel_gap=self.rel_gap, seed=self.seed, work_limit=work_limit
         )
         outcome, solver = solve_constraint_program(model, limits)
-        if outcome.status in (Status.OPTIMAL, Status.FEASIBLE):
-            found = {action: solver.value(variable) for action, variable in starts.items()}
-            order = _with_window(self.order, window, found)
+        if outcome.status.has_answer:
+            new_starts = {action: solver.value(variable) for action, variable in starts.items()}
+            order = _with_window(self.order, window, new_starts)
             length = self._length(order)
-            fits = np.all(
-                peak_bytes(self.instance.ticked, order) <= np.array(self.instance.cap_bytes) * (1 + CAP_SLACK)
-            )
+            fits = np.all(peak_bytes(self.instance.ticked, order) <= np.array(self.instance.cap_bytes) * (1 + SUMMED))
             if fits and length <= self.length:
                 self.order, self.length = order, length
         return outcome.status, outcome.bound
 
     def _rounding(self) -> float:
+        """Return by what part of it a length in ticks may be off; none where all durations are exact."""
         costs, ticked, unit = self.instance.pipeline, self.instance.ticked, self.instance.unit_s
         pairs = zip(
             (*costs.forward_s, *costs.backward_s, *costs.weight_s, *costs.transfer_s),
@@ -412,6 +408,6 @@ class _WindowSearch:
 def _with_window(order: Order, window: OrderWindow, start: dict[Action, int]) -> Order:
     rows = []
     for actions, free in zip(order, window.free, strict=True):
-        at = actions.index(free[0]) if free else 0
-        rows.append((*actions[:at], *sorted(free, key=lambda a: start[a]), *actions[at + len(free) :]))
+        idx = actions.index(free[0]) if free else 0
+        rows.append((*actions[:idx], *sorted(free, key=lambda a: start[a]), *actions[idx + len(free) :]))
     return tuple(rows)

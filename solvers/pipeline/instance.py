@@ -14,15 +14,16 @@ import numpy as np
 
 from ...cost_models.pipeline.simulation import Order, Pipeline, Timeline, simulate
 from ...schema.errors import ConfigError
+from ..tolerances import SUMMED
 
 Length = Literal["makespan", "span"]
-CAP_SLACK = 1e-9  # relative; caps and peaks are sums of the same numbers in different order
 _TICKS_PER_SHORTEST = 1000
+"""Rounding a duration to ticks then changes it by at most 0.05 %."""
 
 
 @dataclass(frozen=True)
 class PipelineInstance:
-    """A pipeline, CAP [R] in bytes and which length counts. The solvers work on `ticked`, whose times are whole numbers."""
+    """A pipeline, CAP [R] in bytes and which length counts. The solvers work on `ticked`, whose times are integers."""
 
     pipeline: Pipeline
     cap_bytes: tuple[float, ...]
@@ -49,12 +50,12 @@ class PipelineInstance:
     def unit_s(self) -> float:
         """Seconds of the unit of `ticked`."""
         rounded = _scaled(self.pipeline, self.tick_s)
-        whole = (*rounded.forward_s, *rounded.backward_s, *rounded.weight_s, *rounded.transfer_s)
-        return self.tick_s * max(1, math.gcd(*(int(ticks) for ticks in whole)))
+        ticks = (*rounded.forward_s, *rounded.backward_s, *rounded.weight_s, *rounded.transfer_s)
+        return self.tick_s * max(1, math.gcd(*(int(count) for count in ticks)))
 
 
 def check(instance: PipelineInstance, order: Order) -> float:
-    """Objective (O) in seconds, recomputed by simulation; knows nothing of the method.
+    """Recompute the objective (O) in seconds by simulation.
 
     Raises:
         ConfigError: (C1) or (C2) cannot hold: the order is incomplete or never finishes.
@@ -62,18 +63,18 @@ def check(instance: PipelineInstance, order: Order) -> float:
     """
     timeline = simulate(instance.pipeline, order)
     for rank, (peak, cap) in enumerate(zip(timeline.peak_bytes, instance.cap_bytes, strict=True)):
-        if peak > cap * (1 + CAP_SLACK):
+        if peak > cap * (1 + SUMMED):
             raise ValueError(f"memory (C3): rank {rank} holds {peak:g} bytes of {cap:g}")
     return length_s(timeline, instance.length)
 
 
 def length_s(timeline: Timeline, length: Length) -> float:
-    """The length that counts, in the timeline's unit."""
+    """Return the length that counts, in the timeline's unit."""
     return timeline.makespan_s if length == "makespan" else timeline.span_s
 
 
 def lower_bound_s(instance: PipelineInstance) -> float:
-    """Seconds no order can beat: the bound of the module's docstring, the largest over ranks."""
+    """Return the seconds that no order can beat: the bound stated in pipeline/schedule.py, the largest over ranks."""
     costs = instance.pipeline
     hops = [costs.hop_s(s) for s in range(costs.num_stages - 1)]
     heads = np.concatenate([[0.0], np.cumsum(np.array(costs.forward_s[:-1]) + hops)])
@@ -88,20 +89,20 @@ def lower_bound_s(instance: PipelineInstance) -> float:
         held, seconds = (np.array([column[s] for s in stages]) for column in (costs.held_bytes, costs.forward_s))
         admitted = math.inf if np.any(held <= 0) else instance.cap_bytes[rank] * float(np.max(seconds / held))
         if np.all(held == held[0]) and held[0] > 0:
-            admitted = math.floor(instance.cap_bytes[rank] / held[0] * (1 + CAP_SLACK)) * float(np.max(seconds))
+            admitted = math.floor(instance.cap_bytes[rank] / held[0] * (1 + SUMMED)) * float(np.max(seconds))
         idle = max(0.0, way - min(admitted, float(np.sum(seconds)) * costs.num_microbatches))
         bounds.append((heads[first] if instance.length == "makespan" else 0.0) + work[rank] + idle)
     return float(max(bounds))
 
 
 def _scaled(pipeline: Pipeline, unit_s: float) -> Pipeline:
-    def whole(seconds: tuple[float, ...]) -> tuple[float, ...]:
+    def in_units(seconds: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(float(round(value / unit_s)) for value in seconds)
 
     return replace(
         pipeline,
-        forward_s=whole(pipeline.forward_s),
-        backward_s=whole(pipeline.backward_s),
-        weight_s=whole(pipeline.weight_s),
-        transfer_s=whole(pipeline.transfer_s),
+        forward_s=in_units(pipeline.forward_s),
+        backward_s=in_units(pipeline.backward_s),
+        weight_s=in_units(pipeline.weight_s),
+        transfer_s=in_units(pipeline.transfer_s),
     )

@@ -4,7 +4,7 @@ Sets
     a            actions: F, B, W of every stage s and micro-batch i (cost_models/pipeline/simulation.py)
     r            ranks
 Data
-    TICKS[a]     duration in whole ticks; a tick is one thousandth of the shortest duration or less
+    TICKS[a]     duration in ticks, an integer; a tick is one thousandth of the shortest duration or less
     HOP[s]       ticks from stage s to s+1 and back
     CAP[r]       bytes of activations rank r may hold
 Variables
@@ -36,45 +36,27 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ...cost_models.pipeline import orders
 from ...cost_models.pipeline.simulation import Order, Pipeline, peak_bytes, placement, simulate
 from ...schema.errors import ConfigError, InfeasibleError
-from ..solution import Status
+from ..solution import Solution, Status
+from ..tolerances import ROUNDING, SUMMED
 from .greedy import EVENT_RULES, greedy_order, refill_weight_passes
 from .improve import improve
-from .instance import CAP_SLACK, Length, PipelineInstance, check, length_s, lower_bound_s
+from .instance import Length, PipelineInstance, check, length_s, lower_bound_s
 from .waves import WAVE_RULES, wave_order
 
-_EXACT = 1e-12
-_PROVED = 1e-9
 _FITS = (0.0, 0.5, 1.0)  # share of a weight pass that must fit into a gap, as in EventRule
-
-
-@dataclass(frozen=True)
-class PipelineSolution:
-    """Order and its length in seconds as `check` computes it; empty and infinite when infeasible."""
-
-    status: Status
-    order: Order
-    objective_s: float
-    bound_s: float
-    solve_s: float
-    backend: str
-
-    @property
-    def gap(self) -> float:
-        """(objective - bound) / objective."""
-        return max(0.0, 1.0 - self.bound_s / self.objective_s) if math.isfinite(self.objective_s) else math.inf
 
 
 def solve(
     instance: PipelineInstance, *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
-) -> PipelineSolution:
-    """The shortest order found; deterministic for a seed unless the time limit ends the search."""
+) -> Solution[Order]:
+    """Return the shortest order of the search; deterministic for a seed unless the time limit ends it."""
     begin = time.perf_counter()
     start = _from_greedy(instance, until=begin + time_limit_s)
     improved = _improve_with_cp_sat(instance, start, end=begin + time_limit_s, rel_gap=rel_gap, seed=seed)
@@ -83,8 +65,8 @@ def solve(
 
 def synthesise(
     instances: tuple[PipelineInstance, ...], *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
-) -> tuple[int, PipelineSolution]:
-    """Best over several instances (placements) and its index: all by greedy, then CP-SAT on those whose bound can still win.
+) -> tuple[int, Solution[Order]]:
+    """Return the best over instances (placements) and its index: all by greedy, then CP-SAT on those whose bound can still win.
 
     Raises:
         InfeasibleError: no placement holds one micro-batch.
@@ -92,65 +74,67 @@ def synthesise(
     begin = time.perf_counter()
     end = begin + time_limit_s
     by_bound = sorted(range(len(instances)), key=lambda k: (lower_bound_s(instances[k]), k))
-    found: dict[int, PipelineSolution] = {}
+    solutions: dict[int, Solution[Order]] = {}
     for k in by_bound:
-        if lower_bound_s(instances[k]) < min((solution.objective_s for solution in found.values()), default=math.inf):
-            found[k] = _from_greedy(instances[k], until=end)
-    found = {k: solution for k, solution in found.items() if solution.status is not Status.INFEASIBLE}
-    if not found:
+        if lower_bound_s(instances[k]) < min((solution.objective for solution in solutions.values()), default=math.inf):
+            solutions[k] = _from_greedy(instances[k], until=end)
+    solutions = {k: solution for k, solution in solutions.items() if solution.status is not Status.INFEASIBLE}
+    if not solutions:
         raise InfeasibleError(
             "no placement of this pipeline can hold one micro-batch within its memory caps [memory (C3)]"
         )
-    for turn, k in enumerate(sorted(found, key=lambda k: found[k].objective_s)):
-        if found[k].bound_s < min(solution.objective_s for solution in found.values()):
-            share_s = (end - time.perf_counter()) / min(2, len(found) - turn)
-            found[k] = _improve_with_cp_sat(
-                instances[k], found[k], end=time.perf_counter() + share_s, rel_gap=rel_gap, seed=seed
+    for turn, k in enumerate(sorted(solutions, key=lambda k: solutions[k].objective)):
+        if solutions[k].bound < min(solution.objective for solution in solutions.values()):
+            share_s = (end - time.perf_counter()) / min(2, len(solutions) - turn)
+            solutions[k] = _improve_with_cp_sat(
+                instances[k], solutions[k], end=time.perf_counter() + share_s, rel_gap=rel_gap, seed=seed
             )
-    best = min(found, key=lambda k: found[k].objective_s)
-    return best, replace(found[best], solve_s=time.perf_counter() - begin)
+    best = min(solutions, key=lambda k: solutions[k].objective)
+    return best, replace(solutions[best], solve_s=time.perf_counter() - begin)
 
 
-def _from_greedy(instance: PipelineInstance, *, until: float) -> PipelineSolution:
-    """The best greedy order with the bound."""
+def _from_greedy(instance: PipelineInstance, *, until: float) -> Solution[Order]:
+    """Return the best greedy order with the bound."""
     best = best_greedy(instance, until=until)
     if best is None:
-        return PipelineSolution(Status.INFEASIBLE, (), math.inf, math.inf, 0.0, "greedy")
+        return Solution(status=Status.INFEASIBLE, choice=None, bound=math.inf, backend="greedy")
     return _solution(best[0], best[1], check(instance, best[1]), lower_bound_s(instance))
 
 
 def _improve_with_cp_sat(
-    instance: PipelineInstance, start: PipelineSolution, *, end: float, rel_gap: float, seed: int
-) -> PipelineSolution:
-    """The same or a shorter order and the same or a higher bound, by CP-SAT until `end`."""
-    left_s = end - time.perf_counter()
-    if start.status is Status.INFEASIBLE or start.gap <= max(rel_gap, _EXACT) or left_s <= 0:
+    instance: PipelineInstance, start: Solution[Order], *, end: float, rel_gap: float, seed: int
+) -> Solution[Order]:
+    """Return the same or a shorter order and the same or a higher bound, by CP-SAT until `end`."""
+    remaining_s = end - time.perf_counter()
+    if start.choice is None or start.gap <= max(rel_gap, ROUNDING) or remaining_s <= 0:
         return start
     order, proved_s = improve(
-        instance, start.order, bound_s=start.bound_s, time_limit_s=left_s, rel_gap=rel_gap, seed=seed
+        instance, start.choice, bound_s=start.bound, time_limit_s=remaining_s, rel_gap=rel_gap, seed=seed
     )
-    bound_s, objective_s = max(start.bound_s, proved_s), check(instance, order)
-    if objective_s < start.objective_s:
+    bound_s, objective_s = max(start.bound, proved_s), check(instance, order)
+    if objective_s < start.objective:
         return _solution(f"{start.backend} + cp-sat", order, objective_s, bound_s)
-    return _solution(start.backend, start.order, start.objective_s, bound_s)
+    return _solution(start.backend, start.choice, start.objective, bound_s)
 
 
-def _solution(backend: str, order: Order, objective_s: float, bound_s: float) -> PipelineSolution:
-    status = Status.OPTIMAL if objective_s <= bound_s * (1 + _PROVED) else Status.FEASIBLE
-    return PipelineSolution(status, order, objective_s, min(bound_s, objective_s), 0.0, backend)
+def _solution(backend: str, order: Order, objective_s: float, bound_s: float) -> Solution[Order]:
+    status = Status.OPTIMAL if objective_s <= bound_s * (1 + SUMMED) else Status.FEASIBLE
+    return Solution(
+        status=status, choice=order, objective=objective_s, bound=min(bound_s, objective_s), backend=backend
+    )
 
 
 def best_greedy(instance: PipelineInstance, *, until: float = math.inf) -> tuple[str, Order] | None:
-    """Name and order of the best named or greedy order within the cap; None when a rank cannot hold one micro-batch.
+    """Return name and order of the best named or greedy order within the cap; None when a rank cannot hold one micro-batch.
 
     Args:
         until: reading of the performance counter after which no further candidate is tried once there is an answer.
     """
     other: Length = "span" if instance.length == "makespan" else "makespan"
     best: tuple[tuple[float, float], str, Order] | None = None
-    enough = lower_bound_s(instance) / instance.unit_s * (1 + _EXACT)
+    enough = lower_bound_s(instance) / instance.unit_s * (1 + ROUNDING)
     for name, order in _candidates(instance):
-        if np.any(peak_bytes(instance.ticked, order) > np.array(instance.cap_bytes) * (1 + CAP_SLACK)):
+        if np.any(peak_bytes(instance.ticked, order) > np.array(instance.cap_bytes) * (1 + SUMMED)):
             continue
         timeline = simulate(instance.ticked, order)
         key = (length_s(timeline, instance.length), length_s(timeline, other))
@@ -162,7 +146,7 @@ def best_greedy(instance: PipelineInstance, *, until: float = math.inf) -> tuple
 
 
 def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
-    """The named schedules defined on this placement."""
+    """Return the named schedules that are defined on this placement."""
     ranks, m = pipeline.num_ranks, pipeline.num_microbatches
     chunks = pipeline.num_stages // ranks
     if pipeline.rank_of_stage == placement(ranks, 1, "loop"):
@@ -192,12 +176,12 @@ def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
 
 
 def _mirrored(make: Callable[[int, int], Order], num_ranks: int, num_microbatches: int) -> Order:
-    """A V schedule with the ranks counted from the other end."""
+    """Return a V schedule with the ranks counted from the other end."""
     return make(num_ranks, num_microbatches)[::-1]
 
 
 def _candidates(instance: PipelineInstance) -> Iterator[tuple[str, Order]]:
-    """Named orders, their weight passes refilled, then the greedy ones; those that do not exist for these numbers are left out."""
+    """Yield named orders, their weight passes refilled, then the greedy ones; without those not defined for these numbers."""
     costs, caps = instance.ticked, instance.cap_bytes
     for name, make in named_orders(instance.pipeline).items():
         with contextlib.suppress(ConfigError):  # not defined for this number of micro-batches

@@ -22,7 +22,7 @@ _CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 
 
 def to_torch_csv(order: Order) -> str:
-    """The order as text; load it with `_PipelineScheduleRuntime(...)._load_csv(path, format="compute_only")`."""
+    """Return the order as text; load it with `_PipelineScheduleRuntime(...)._load_csv(path, format="compute_only")`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerows([f"{a.stage}{_LETTERS[a.kind]}{a.micro_batch}" for a in actions] for actions in order)
@@ -30,12 +30,12 @@ def to_torch_csv(order: Order) -> str:
 
 
 def planned_order(plan: Plan) -> Order | None:
-    """The order that a plan of the synthesised schedule brings along; None under a named one."""
+    """Return the order that a plan of the synthesised schedule brings along; None under a named one."""
     return from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
 
 
 def from_torch_csv(text: str) -> Order:
-    """The order in such a text; pairs in brackets, `(0F1;3B0)OVERLAP_F_B`, are read one after the other.
+    """Return the order in such a text; pairs in brackets, `(0F1;3B0)OVERLAP_F_B`, are read one after the other.
 
     Raises:
         ConfigError: a cell that is not a pass, such as a transfer of torch's other format.

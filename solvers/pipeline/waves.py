@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from ...cost_models.pipeline.simulation import Action, Kind, Order, Pipeline
 from ...schema.errors import InfeasibleError
-
-_SLACK = 1e-9
+from ..tolerances import CLOCK
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ WAVE_RULES = tuple(WaveRule(*switches) for switches in itertools.product((True, 
 
 
 def wave_order(pipeline: Pipeline, cap_bytes: Sequence[float], rule: WaveRule) -> Order:
-    """Order of a pipeline with one stage a rank, stage r on rank r; `cap_bytes` [R].
+    """Return the order of a pipeline with one stage a rank, stage r on rank r; `cap_bytes` [R].
 
     Raises:
         InfeasibleError: a rank cannot hold one micro-batch.
@@ -54,14 +53,15 @@ class _Waves:
         self.ends: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(size)] for kind in ("F", "B", "W")}
         self.rows: list[list[Action]] = [[] for _ in range(size)]
         for rank, (need, cap) in enumerate(zip(pipeline.held_bytes, cap_bytes, strict=True)):
-            if need > cap + _SLACK:
+            if need > cap + CLOCK:
                 raise InfeasibleError(f"rank {rank} cannot hold one micro-batch of {need:g} bytes in {cap:g}")
 
     def run(self) -> Order:
+        """Return the order after the last wave."""
         self._warm_up()
         for wave in range(1, self.costs.num_microbatches):
-            for rank in self._that_advance():
-                self._make_room(rank)
+            for rank in self._advancing_ranks():
+                self._free_memory(rank)
                 if rank:
                     self._fill_until(rank, self._forward_arrival(rank, self._done(rank, "F")))
                 self._put(rank, "F")
@@ -108,13 +108,13 @@ class _Waves:
         while self._pending(rank):
             self._put(rank, "W")
 
-    def _make_room(self, rank: int) -> None:
+    def _free_memory(self, rank: int) -> None:
         while not self._fits(rank):
             self._put(rank, "W")
 
     def _fits(self, rank: int, *, freed: float = 0.0) -> bool:
-        """Whether a forward pass fits beside what is held less `freed` bytes."""
-        return self.held[rank] - freed + self.costs.held_bytes[rank] <= self.cap[rank] + _SLACK
+        """Return whether a forward pass fits next to what is held less `freed` bytes."""
+        return self.held[rank] - freed + self.costs.held_bytes[rank] <= self.cap[rank] + CLOCK
 
     def _can_fit(self, rank: int) -> bool:
         pending = self._done(rank, "B") - self._done(rank, "W")
@@ -131,7 +131,7 @@ class _Waves:
     def _warm_up(self) -> None:
         """Micro-batch 0 down, as many further forward passes as the wait for its backward pass allows, and micro-batch 0 up."""
         for rank in range(self.size):
-            self._make_room(rank)
+            self._free_memory(rank)
             self._put(rank, "F")
         extra = self._extra_forwards()
         for rank in range(1, self.size):
@@ -149,15 +149,15 @@ class _Waves:
         for rank in reversed(range(self.size - 1)):
             held, clock, arrival = self.held[rank], self.clock[rank], backward_end + self.hop[rank]
             forward = costs.forward_s[rank]
-            while 1 + extra[rank] < costs.num_microbatches and held + costs.held_bytes[rank] <= self.cap[rank] + _SLACK:
+            while 1 + extra[rank] < costs.num_microbatches and held + costs.held_bytes[rank] <= self.cap[rank] + CLOCK:
                 if clock >= arrival if not self.rule.overrun_first else clock + forward > arrival:
                     break
                 held, clock, extra[rank] = held + costs.held_bytes[rank], clock + forward, extra[rank] + 1
             backward_end = max(clock, arrival) + costs.backward_s[rank]
         return extra
 
-    def _that_advance(self) -> list[int]:
-        """Ranks that run a forward pass in this wave: those with room, when all behind do and the one above is ahead."""
+    def _advancing_ranks(self) -> list[int]:
+        """Return the ranks that run a forward pass in this wave: those with memory, when all behind do and the one above leads."""
         done, m = [self._done(rank, "F") for rank in range(self.size)], self.costs.num_microbatches
         advances = [done[r] < m and self._can_fit(r) and not self._should_wait(r) for r in range(self.size)]
         for rank in reversed(range(self.size - 1)):
@@ -175,13 +175,14 @@ class _Waves:
         next_backward = self.clock[rank + 1] + after + self.hop[rank]
         if self.clock[rank] >= next_backward:
             return True
-        room_s, held, pending = (
-            0.0,
-            self.held[rank] + costs.held_bytes[rank],
-            self._done(rank, "B") - self._done(rank, "W"),
-        )
-        while held > self.cap[rank] + _SLACK and pending:
-            room_s, held, pending = room_s + costs.weight_s[rank], held - costs.weight_freed_bytes[rank], pending - 1
-        if self.clock[rank] + costs.forward_s[rank] + room_s <= next_backward:
+        weight_s, held = 0.0, self.held[rank] + costs.held_bytes[rank]
+        pending = self._done(rank, "B") - self._done(rank, "W")
+        while held > self.cap[rank] + CLOCK and pending:
+            weight_s, held, pending = (
+                weight_s + costs.weight_s[rank],
+                held - costs.weight_freed_bytes[rank],
+                pending - 1,
+            )
+        if self.clock[rank] + costs.forward_s[rank] + weight_s <= next_backward:
             return False
         return next_backward - self.clock[rank] <= max(self.idle) - self.idle[rank]

@@ -20,7 +20,7 @@ Constraints
 
 Method: from equal numbers of blocks, one block at a time moves from a rank with the most work, or with the most bytes beyond the
 cap, to the one where this helps most (bytes beyond the cap, then (O), then the sum of squares), until no move helps. Ranks differ
-only in what is no block and in the kinds of their blocks, so few moves suffice. A local optimum; the tests compare all cuts.
+only in what is no block and in the kinds of their blocks, so few moves suffice. A local optimum; the tests compare all splits.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..solution import Status
+from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ..solution import Solution, Status
+from ..tolerances import ROUNDING
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+Boundaries = tuple[int, ...]
+"""First layer of each stage and the end [R v + 1]."""
+
 Required = Callable[[IntArray], FloatArray]
-
-_EXACT = 1e-12
+"""Boundaries [C, R v + 1] -> bytes of each rank [C, R]."""
 
 
 def memoized(required_bytes: Required) -> Required:
-    """The same function, asked for each boundaries once: instances with other seconds pass through the same cuts."""
+    """Return the function with its answers remembered: instances with other seconds pass through the same splits."""
     known: dict[bytes, FloatArray] = {}
 
-    def answered(boundaries: IntArray) -> FloatArray:
+    def remembered(boundaries: IntArray) -> FloatArray:
         keys = [row.tobytes() for row in boundaries]
-        missing = [at for at, key in enumerate(keys) if key not in known]
+        missing = [idx for idx, key in enumerate(keys) if key not in known]
         if missing:
-            known.update(zip([keys[at] for at in missing], required_bytes(boundaries[missing]), strict=True))
+            known.update(zip([keys[idx] for idx in missing], required_bytes(boundaries[missing]), strict=True))
         return np.array([known[key] for key in keys])
 
-    return answered
+    return remembered
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ChunkSplitInstance:
     """BUSY [L] in seconds, which layers are blocks [L], RANK [R v], REQUIRED of boundaries [C, R v + 1] as [C, R], and CAP."""
 
     busy_s: FloatArray
-    is_block: NDArray[np.bool_]
+    is_block: BoolArray
     rank_of_stage: tuple[int, ...]
     required_bytes: Required
     cap_bytes: float = math.inf
@@ -73,27 +74,17 @@ class ChunkSplitInstance:
 
     @property
     def num_chunks(self) -> int:
-        """V."""
+        """v."""
         return len(self.rank_of_stage) // self.num_ranks
 
 
-@dataclass(frozen=True)
-class ChunkSplitSolution:
-    """Boundaries [R v + 1] and the slowest rank's seconds; both empty when no cut was found within the cap."""
-
-    status: Status
-    boundaries: tuple[int, ...]
-    objective_s: float
-    solve_s: float
-
-
-def solve(instance: ChunkSplitInstance) -> ChunkSplitSolution:
-    """The best cut found."""
+def solve(instance: ChunkSplitInstance) -> Solution[Boundaries]:
+    """Return the best split that the moves reach."""
     start = time.perf_counter()
     num_ranks, chunks = instance.num_ranks, instance.num_chunks
     num_blocks = int(instance.is_block.sum())
     if num_blocks < num_ranks * chunks:
-        return ChunkSplitSolution(Status.INFEASIBLE, (), math.inf, time.perf_counter() - start)
+        return Solution(status=Status.INFEASIBLE, choice=None, solve_s=time.perf_counter() - start)
     blocks = num_blocks // num_ranks + (np.arange(num_ranks) < num_blocks % num_ranks)
     blocks, scores = _scored(instance, blocks[None, :])
     while True:
@@ -104,23 +95,28 @@ def solve(instance: ChunkSplitInstance) -> ChunkSplitSolution:
         if not _is_better(moved_scores[0], scores[0]):
             break
         blocks, scores = moved[:1], moved_scores[:1]
-    beyond, slowest, _ = scores[0]
-    if beyond > 0:
-        return ChunkSplitSolution(Status.INFEASIBLE, (), math.inf, time.perf_counter() - start)
-    boundaries = tuple(int(end) for end in boundaries_from_blocks(instance, blocks)[0])
-    return ChunkSplitSolution(Status.FEASIBLE, boundaries, float(slowest), time.perf_counter() - start)
+    excess_bytes, slowest_s, _ = scores[0]
+    if excess_bytes > 0:
+        return Solution(status=Status.INFEASIBLE, choice=None, solve_s=time.perf_counter() - start)
+    return Solution(
+        status=Status.FEASIBLE,
+        choice=tuple(int(end) for end in boundaries_from_blocks(instance, blocks)[0]),
+        objective=float(slowest_s),
+        solve_s=time.perf_counter() - start,
+        backend="local search",
+    )
 
 
 def _is_better(scores: FloatArray, than: FloatArray) -> bool:
-    """Smaller in the first score that differs by more than rounding."""
+    """Return whether the first score that differs by more than rounding is smaller."""
     for score, other in zip(scores, than, strict=True):
-        if abs(score - other) > _EXACT * max(abs(other), abs(score)):
+        if abs(score - other) > ROUNDING * max(abs(other), abs(score)):
             return bool(score < other)
     return False
 
 
 def _moves(instance: ChunkSplitInstance, blocks: IntArray, scores: FloatArray) -> IntArray:
-    """One block from the slowest rank, or from the one with the most bytes, to every other rank [C, R]."""
+    """Return the blocks of ranks [C, R] after one goes from the slowest rank, or from the fullest, to every other rank."""
     boundaries = boundaries_from_blocks(instance, blocks[None, :])
     givers = {int(np.argmax(rank_busy_s(instance, boundaries)[0]))}
     if scores[0] > 0:
@@ -134,19 +130,19 @@ def _moves(instance: ChunkSplitInstance, blocks: IntArray, scores: FloatArray) -
 
 
 def _scored(instance: ChunkSplitInstance, blocks: IntArray) -> tuple[IntArray, FloatArray]:
-    """Numbers of blocks [C, R] and their scores (bytes beyond the cap, slowest rank, sum of squares) [C, 3], best first."""
+    """Return numbers of blocks [C, R] and scores (bytes beyond the cap, slowest rank, sum of squares) [C, 3], best first."""
     boundaries = boundaries_from_blocks(instance, blocks)
     busy = rank_busy_s(instance, boundaries)
-    beyond = np.zeros(len(blocks))
+    excess = np.zeros(len(blocks))
     if math.isfinite(instance.cap_bytes):
-        beyond = np.maximum(instance.required_bytes(boundaries) - instance.cap_bytes, 0.0).sum(axis=1)
-    scores = np.stack([beyond, busy.max(axis=1), (busy**2).sum(axis=1)], axis=1)
+        excess = np.maximum(instance.required_bytes(boundaries) - instance.cap_bytes, 0.0).sum(axis=1)
+    scores = np.stack([excess, busy.max(axis=1), (busy**2).sum(axis=1)], axis=1)
     order = np.lexsort((scores[:, 2], scores[:, 1], scores[:, 0]))
     return blocks[order], scores[order]
 
 
 def boundaries_from_blocks(instance: ChunkSplitInstance, blocks: IntArray) -> IntArray:
-    """Boundaries [C, R v + 1] of the stages, given the blocks of each rank [C, R]."""
+    """Return the boundaries [C, R v + 1] of the stages, given the blocks of each rank [C, R]."""
     chunks, ranks = instance.num_chunks, np.array(instance.rank_of_stage)
     chunk = np.arange(len(ranks)) // instance.num_ranks
     sizes = blocks[:, ranks] // chunks + (chunk < blocks[:, ranks] % chunks)
@@ -156,18 +152,18 @@ def boundaries_from_blocks(instance: ChunkSplitInstance, blocks: IntArray) -> In
 
 
 def rank_busy_s(instance: ChunkSplitInstance, boundaries: IntArray) -> FloatArray:
-    """Seconds of each rank [C, R]."""
+    """Return the seconds of each rank [C, R]."""
     prefix = np.concatenate([[0.0], np.cumsum(instance.busy_s)])
-    of_stage = np.diff(prefix[boundaries], axis=1)
-    on_rank = np.array(instance.rank_of_stage)[:, None] == np.arange(instance.num_ranks)
-    return np.asarray(of_stage @ on_rank)
+    stage_s = np.diff(prefix[boundaries], axis=1)
+    is_on_rank = np.array(instance.rank_of_stage)[:, None] == np.arange(instance.num_ranks)
+    return np.asarray(stage_s @ is_on_rank)
 
 
-def check(instance: ChunkSplitInstance, boundaries: tuple[int, ...]) -> float:
-    """Objective (O) of a cut, recomputed from the definition; knows nothing of the method.
+def check(instance: ChunkSplitInstance, boundaries: Boundaries) -> float:
+    """Recompute the objective (O) of a split from the definition.
 
     Raises:
-        ValueError: the cut breaks (C1), (C2) or (C3); the message names which.
+        ValueError: the split breaks (C1), (C2) or (C3); the message names which.
     """
     if boundaries[0] != 0 or boundaries[-1] != len(instance.busy_s) or list(boundaries) != sorted(boundaries):
         raise ValueError(f"contiguous (C1): boundaries {boundaries}")
@@ -178,7 +174,7 @@ def check(instance: ChunkSplitInstance, boundaries: tuple[int, ...]) -> float:
     for rank, required in enumerate(instance.required_bytes(np.array([boundaries]))[0]):
         if required > instance.cap_bytes:
             raise ValueError(f"memory (C2): rank {rank} requires {required:g} of {instance.cap_bytes:g} bytes")
-    for rank, of_rank in sizes.items():
-        if min(of_rank) < 1 or max(of_rank) - min(of_rank) > 1:
-            raise ValueError(f"chunks (C3): rank {rank} has stages of {of_rank} blocks")
+    for rank, rank_sizes in sizes.items():
+        if min(rank_sizes) < 1 or max(rank_sizes) - min(rank_sizes) > 1:
+            raise ValueError(f"chunks (C3): rank {rank} has stages of {rank_sizes} blocks")
     return max(busy)

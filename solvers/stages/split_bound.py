@@ -5,26 +5,41 @@ Sets
     r = 0..R-1   ranks; c = 0..V-1 the chunks of one;  s = 0..S-1 the stages
     p            chains of passes past rank r (cost_models/pipeline/paths.py); every one is over before the step is
 Data
-    SECONDS[a,i]  forward, input and weight pass of block i;  FIXED[a,s] what stage s has beside its blocks
-    ONCE[q,i]     what a block adds to its rank once a step;  ONCE_FIXED[q,s];  LEAST[q] of the rank with the most of it at least
+    SECONDS[a,i]  forward, input and weight pass of block i;  FIXED[a,s] what stage s has besides its blocks
+    ONCE[q,i]     what a block adds to its rank once a step;  ONCE_FIXED[q,s];  ONCE_MIN[q] of the rank with the most of it at least
     FITS[r,i,j]   whether rank r has the memory for blocks i..j-1 (one chunk a rank), or for j - i blocks
-    CHOICES[o]    SECONDS and ONCE under each option that every block has by itself (one chunk); those above are then the least
+    CHOICES[o]    SECONDS and ONCE under each option that every block has by itself (one chunk); those above are then the lowest
     BELOW         seconds of a step that matter: the answer is BELOW where no split is faster
 Variables
     y[r]          blocks of rank r, of which before[r] = sum_{r'<r} y[r'] are on the ranks before it
 Objective
-    (O) min max_r ( max_p chain[p,r] + sum_q max(LEAST[q], once[q,r]) )
+    (O) min max_r ( max_p chain[p,r] + sum_q max(ONCE_MIN[q], once[q,r]) )
 Constraints
     (C1) contiguous: stages hold the blocks in order, at least one each
     (C2) chunks: those of one rank differ by one block at most
     (C3) memory: FITS[r, before[r], before[r+1]]
 
-chain[p,r] depends on the split through y[r], through the work on ranks before r and on ranks behind it. With one chunk these are
-prefix and suffix sums over blocks, exact. With several chunks the least number of blocks that the chain's chunks of the other ranks
-can have, given before[r] and y[r], stands in (by dynamic programming over (C2) alone); the first blocks of the model are what a
-chain that begins at stage 0 passes, the last ones what one that ends at the last stage passes. A chunk holds kinds that its place
-allows.
-So chain and once are never more than those of any split, and
+A chain enters the row of passes of rank r, follows it, and leaves it. In time, with four ranks and one chunk a rank:
+
+    rank 0  F............................................B
+    rank 1    F........................................B
+    rank 2 r    F F F B F B F B W F B W B W B W B W B        chain = way down to r (forward, ranks before r)
+    rank 3        F B . . .                                        + the row from its first to its last pass
+            |--|---------------------------------------|--|        + way back (backward, ranks before r)
+            down               row on rank r           back  or a way through the ranks behind r, forward or backward
+
+    chain[p,r] = sum over five ways w of  FIXED of the stages on w + PASS_w(blocks on w)  +  row_p . (FIXED + SECONDS of rank r)
+
+It depends on the split through y[r] (the row), through the work on ranks before r (ways counted from the front of the model) and
+on ranks behind it (ways counted from its end). With one chunk these are prefix and suffix sums over blocks, exact:
+
+    blocks       0 ... before[r] | before[r] ... before[r] + y[r] | ... N
+                 prefix sums     | the row: a window of y[r]      | suffix sums
+
+With several chunks the lowest number of blocks that the chain's chunks of the other ranks can have, given before[r] and y[r],
+stands in (by dynamic programming over (C2) alone); the first blocks of the model are what a chain that begins at stage 0 passes,
+the last ones what one that ends at the last stage passes. A chunk holds kinds that its position allows. So chain and once are never
+more than those of any split, and
 
     best[r+1][before + y] = min_y max(best[r][before], cost[r][before, y])
 
@@ -37,21 +52,18 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...cost_models.pipeline.paths import Paths, paths_past
 from ...cost_models.pipeline.replay import PipelineShape
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+from ...schema.arrays import BoolArray, FloatArray, IntArray
 
 MAX_PATHS = 48
-"""Chains of a rank that are looked at: the longest ones with equal stages."""
+"""Chains of a rank that are evaluated, the longest ones with equal stages: any of them bound the step, and time grows with them."""
 
 
 @dataclass(frozen=True)
 class SplitBoundInstance:
-    """SECONDS [3, N], kind of each block [N], FIXED [3, S], ONCE [Q, N], ONCE_FIXED [Q, S], LEAST [Q], FITS [R, N+1, N+1]."""
+    """SECONDS [3, N], kind of each block [N], FIXED [3, S], ONCE [Q, N], ONCE_FIXED [Q, S], ONCE_MIN [Q], FITS [R, N+1, N+1]."""
 
     shape: PipelineShape
     seconds: FloatArray
@@ -59,8 +71,8 @@ class SplitBoundInstance:
     fixed_s: FloatArray
     once_s: FloatArray
     once_fixed_s: FloatArray
-    least_once_s: FloatArray
-    fits: NDArray[np.bool_] | None = None
+    min_once_s: FloatArray
+    fits: BoolArray | None = None
     choices: tuple[tuple[FloatArray, FloatArray], ...] = ()
 
     @property
@@ -82,41 +94,42 @@ class SplitBoundInstance:
         return np.concatenate([np.zeros_like(is_kind[:1], dtype=np.int64), np.cumsum(is_kind, axis=0)])
 
     @cached_property
-    def of_kind(self) -> FloatArray:
+    def kind_s(self) -> FloatArray:
         """Forward, input and weight pass of a block of each kind [3, K], behind it what it adds once [3 + Q, K]."""
         first = np.array([int(np.argmax(self.kind_of_block == k)) for k in range(int(self.kind_of_block.max()) + 1)])
         return np.concatenate([self.seconds, self.once_s])[:, first]
 
     @cached_property
-    def before_s(self) -> FloatArray:
+    def prefix_s(self) -> FloatArray:
         """Forward passes and backward chains of the first blocks [2, N+1]."""
         return _prefix(self.chained_s)
 
     @cached_property
-    def behind_s(self) -> FloatArray:
-        """The same of the last blocks [2, N+1]."""
+    def suffix_s(self) -> FloatArray:
+        """Forward passes and backward chains of the last blocks [2, N+1]."""
         return _prefix(self.chained_s[:, ::-1])
 
     @property
     def chained_s(self) -> FloatArray:
-        """What a micro-batch's way down and back takes in each block [2, N]."""
+        """Seconds of a micro-batch's way down and back in each block [2, N]."""
         return _chained(self.shape, self.seconds)
 
     @cached_property
-    def fixed_before_s(self) -> FloatArray:
+    def fixed_prefix_s(self) -> FloatArray:
         """FIXED of the way through the first stages [2, S+1]."""
         return _prefix(_chained(self.shape, self.fixed_s))
 
 
 @dataclass(frozen=True)
 class SplitBound:
-    """Seconds that no split beats, and the blocks of each rank [R] that this comes from; none if nothing is faster than asked."""
+    """Seconds that no split beats, and the blocks of each rank [R] that this comes from; none if nothing is under BELOW."""
 
     bound_s: float
     sizes: tuple[int, ...]
 
 
 def _chained(shape: PipelineShape, seconds: FloatArray) -> FloatArray:
+    """Return forward and backward seconds [2, ...] of a way; the weight pass is on it unless the schedule splits it off."""
     return np.stack([seconds[0], seconds[1] if shape.splits_backward else seconds[1] + seconds[2]])
 
 
@@ -125,7 +138,7 @@ def _prefix(values: FloatArray) -> FloatArray:
 
 
 def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound:
-    """What no split within the constraints is below, and the split it comes from; ``below_s`` where none is faster than that."""
+    """Return what no split has a lower (O) than, and the split it comes from; ``below_s`` where none is faster."""
     sizes = sizes_worth_trying(instance, below_s)
     if not len(sizes):
         return SplitBound(below_s, ())
@@ -133,13 +146,13 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
     best, choices = np.full(n + 1, np.inf), []
     best[0] = 0.0
     for rank in range(pp):
-        places = _rank_splits(instance.shape, n, int(sizes[0]), int(sizes[-1]), rank)
-        reached = np.maximum(best[places.before], _rank_cost_s(instance, rank, places))
+        splits = _rank_splits(instance.shape, n, int(sizes[0]), int(sizes[-1]), rank)
+        reached = np.maximum(best[splits.before], _rank_cost_s(instance, rank, splits))
         best, choice = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
         for size, cost_s in zip(sizes, reached.T, strict=True):
-            after = places.before[:, 0] + size
-            some = after <= n
-            after, cost_s = after[some], cost_s[some]
+            after = splits.before[:, 0] + size
+            exists = after <= n
+            after, cost_s = after[exists], cost_s[exists]
             is_better = cost_s < best[after]
             best[after[is_better]], choice[after[is_better]] = cost_s[is_better], size
         choices.append(choice)
@@ -149,37 +162,40 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
 
 
 def _backtrack(choices: list[IntArray], num_blocks: int) -> tuple[int, ...]:
-    sizes, left = [], num_blocks
+    sizes, remaining = [], num_blocks
     for choice in reversed(choices):
-        sizes.append(int(choice[left]))
-        left -= sizes[-1]
+        sizes.append(int(choice[remaining]))
+        remaining -= sizes[-1]
     return tuple(reversed(sizes))
 
 
 def sizes_worth_trying(instance: SplitBoundInstance, below_s: float) -> IntArray:
-    """Numbers of blocks that a rank may have in a split that is faster than ``below_s``."""
+    """Return the numbers of blocks y that a rank may have in a split that is faster than ``below_s``.
+
+    m * (seconds of the y lightest blocks) + sum_q ONCE_MIN[q] <= BELOW, and the other ranks can have the rest.
+    """
     shape, n = instance.shape, instance.num_blocks
-    others, fewest = shape.pp - 1, shape.num_model_chunks
+    others, min_size = shape.pp - 1, shape.num_model_chunks
     lightest = np.cumsum(np.sort(instance.seconds.sum(axis=0)))
-    sizes = np.arange(fewest, n - others * fewest + 1)
-    sizes = sizes[shape.num_microbatches * lightest[sizes - 1] + instance.least_once_s.sum() <= below_s]
+    sizes = np.arange(min_size, n - others * min_size + 1)
+    sizes = sizes[shape.num_microbatches * lightest[sizes - 1] + instance.min_once_s.sum() <= below_s]
     return np.asarray(sizes[sizes >= n - others * sizes[-1]] if len(sizes) else sizes)
 
 
 @dataclass(frozen=True)
 class _RankSplits:
-    """What a rank may have and what others have then at least: whole numbers that all layouts of a shape share.
+    """Blocks that a rank may have and how many others have then at least: counts that all layouts of a shape share.
 
     Attributes:
         before, sizes: blocks on the ranks before [B, 1] and on the rank [Y].
         can_be: whether the other ranks can have the rest [B, Y].
-        ways: for each of `_WAYS` blocks [D, B, Y] in each distinct range of stages and which of these each chain has [P].
+        ways: for each of `_WAYS` blocks [D, B, Y] in each distinct range of stages, and which of these each chain has [P].
         ranges: first and last stage of each of these [D, 2].
     """
 
     before: IntArray
     sizes: IntArray
-    can_be: NDArray[np.bool_]
+    can_be: BoolArray
     ways: tuple[tuple[IntArray, IntArray], ...]
     ranges: tuple[IntArray, ...]
 
@@ -191,143 +207,152 @@ _WAYS = (
     ("backward_to", 1, True),
     ("backward_again_from", 1, False),
 )
-"""Ways of a chain through other ranks: the stage it ends before or begins at, forward or backward, from the front or not."""
+"""Ways of a chain through other ranks: the field of `Paths` with the stage where it ends or begins, forward (0) or backward (1),
+whether it counts from the front of the model."""
 
 
 @lru_cache(maxsize=4096)
-def _rank_splits(shape: PipelineShape, n: int, least: int, most: int, rank: int) -> _RankSplits:
-    sizes, later = np.arange(least, most + 1), shape.pp - 1 - rank
-    first, last = max(rank * least, n - (later + 1) * most), min(rank * most, n - (later + 1) * least)
+def _rank_splits(shape: PipelineShape, n: int, min_size: int, max_size: int, rank: int) -> _RankSplits:
+    """Return the splits of n blocks in which every rank has between ``min_size`` and ``max_size`` of them, seen from one rank."""
+    sizes, later = np.arange(min_size, max_size + 1), shape.pp - 1 - rank
+    first = max(rank * min_size, n - (later + 1) * max_size)
+    last = min(rank * max_size, n - (later + 1) * min_size)
     before = np.arange(first, last + 1)[:, None]
     behind = n - before - sizes
-    within = (later * least <= behind) & (behind <= later * most)
-    behind = np.clip(behind, later * least, later * most)
-    fewest = [_min_blocks(shape, n, least, most, k) for k in range(shape.num_model_chunks + 1)]
+    can_be = (later * min_size <= behind) & (behind <= later * max_size)
+    behind = np.clip(behind, later * min_size, later * max_size)
+    min_blocks = [_min_blocks(shape, n, min_size, max_size, k) for k in range(shape.num_model_chunks + 1)]
     rank_of = np.array(shape.rank_of_stage)
 
     def blocks(from_stage: int, to_stage: int) -> IntArray:
         ranks = rank_of[from_stage:to_stage]
         lower, upper = int((ranks < rank).sum()), int((ranks > rank).sum())
-        own = _min_in_chunks(sizes, shape.num_model_chunks, int((ranks == rank).sum()))
-        fewer = fewest[lower // rank if rank else 0][rank][before]
-        more = fewest[upper // later if later else 0][later][np.minimum(behind, n)]
-        return np.asarray(np.minimum(fewer + own + more, n))
+        local = _min_in_chunks(sizes, shape.num_model_chunks, int((ranks == rank).sum()))
+        on_earlier = min_blocks[lower // rank if rank else 0][rank][before]
+        on_later = min_blocks[upper // later if later else 0][later][np.minimum(behind, n)]
+        return np.asarray(np.minimum(on_earlier + local + on_later, n))
 
     ways, ranges = [], []
     for name, _, from_front in _WAYS:
         ends, inverse = np.unique(getattr(paths_past(shape)[rank], name), return_inverse=True)
-        of_way = np.stack([0 * ends, ends] if from_front else [ends, 0 * ends + shape.num_stages], axis=1)
-        ways.append((np.array([blocks(i, j) for i, j in of_way]), inverse))
-        ranges.append(of_way)
-    return _RankSplits(before, sizes, within, tuple(ways), tuple(ranges))
+        stages = np.stack([0 * ends, ends] if from_front else [ends, 0 * ends + shape.num_stages], axis=1)
+        ways.append((np.array([blocks(i, j) for i, j in stages]), inverse))
+        ranges.append(stages)
+    return _RankSplits(before, sizes, can_be, tuple(ways), tuple(ranges))
 
 
-def _rank_cost_s(instance: SplitBoundInstance, rank: int, places: _RankSplits) -> FloatArray:
-    """(O) of one rank at least, given the blocks before it and its own [B, Y]; infinite where that cannot be."""
-    can_be = places.can_be
+def _rank_cost_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
+    """Return (O) of one rank [B, Y], max_p chain[p,r] + sum_q max(ONCE_MIN, once), at least; infinite where that cannot be."""
+    can_be = splits.can_be
     if instance.fits is not None:  # (C3)
-        after = np.minimum(places.before + places.sizes, instance.num_blocks)
-        can_be = can_be & instance.fits[rank, places.before, after]
+        after = np.minimum(splits.before + splits.sizes, instance.num_blocks)
+        can_be = can_be & instance.fits[rank, splits.before, after]
     chains = _longest_chains(instance, rank)
     paths = paths_past(instance.shape)[rank].select(chains)
-    beside = np.zeros((1, 1, 1))
-    for (_, way, from_front), (blocks, inverse), ranges in zip(_WAYS, places.ways, places.ranges, strict=True):
-        sums = (instance.before_s if from_front else instance.behind_s)[way][blocks]
-        fixed = instance.fixed_before_s[way]
+    ways_s = np.zeros((1, 1, 1))
+    for (_, direction, from_front), (blocks, inverse), ranges in zip(_WAYS, splits.ways, splits.ranges, strict=True):
+        sums = (instance.prefix_s if from_front else instance.suffix_s)[direction][blocks]
+        fixed = instance.fixed_prefix_s[direction]
         sums = sums + (fixed[ranges[:, 1]] - fixed[ranges[:, 0]])[:, None, None]
-        beside = beside + sums[inverse[chains]]
-    least = np.max(_passes_on_rank_s(instance, rank, places, paths) + beside, axis=0) + _once_on_rank_s(
-        instance, rank, places
-    )
+        ways_s = ways_s + sums[inverse[chains]]
+    cost_s = np.max(_passes_on_rank_s(instance, rank, splits, paths) + ways_s, axis=0)
+    cost_s = cost_s + _once_on_rank_s(instance, rank, splits)
     if instance.choices and instance.shape.num_model_chunks == 1:
-        least = np.maximum(least, np.max(_with_choices(instance, rank, places, paths) + beside, axis=0))
-    return np.where(can_be, least, np.inf)
+        cost_s = np.maximum(cost_s, np.max(_with_choices_s(instance, rank, splits, paths) + ways_s, axis=0))
+    return np.where(can_be, cost_s, np.inf)
 
 
-def _with_choices(instance: SplitBoundInstance, rank: int, places: _RankSplits, paths: Paths) -> FloatArray:
-    """Passes in the row and what the rank adds once, each block under the option with the least of their sum [P, B, Y]."""
+def _with_choices_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, paths: Paths) -> FloatArray:
+    """Return row . SECONDS + once [P, B, Y] with each block under the option with the lowest of this sum.
+
+    min_o (row_p . SECONDS_o[i] + sum_q ONCE_o[q,i]) summed over the rank's blocks: no less than the sum of separate minima.
+    """
     row = paths.row[:, :, 0]
-    each = np.min([row @ seconds + once.sum(axis=0) for seconds, once in instance.choices], axis=0)
+    block_s = np.min([row @ seconds + once.sum(axis=0) for seconds, once in instance.choices], axis=0)
     fixed = row @ instance.fixed_s[:, rank] + instance.once_fixed_s[:, rank].sum()
-    return np.asarray(_sums_over_blocks(each, places) + fixed[:, None, None])
+    return np.asarray(_sums_over_blocks(block_s, splits) + fixed[:, None, None])
 
 
 def _longest_chains(instance: SplitBoundInstance, rank: int) -> IntArray:
-    """Those chains past a rank that are longest when all stages are equal."""
+    """Return the `MAX_PATHS` chains past a rank that are longest when all stages are equal, that is SECONDS.sum() / S each."""
     shape, paths = instance.shape, paths_past(instance.shape)[rank]
-    each = instance.seconds.sum(axis=1) / shape.num_stages
-    mean = instance.fixed_before_s + _chained(shape, each)[:, None] * np.arange(shape.num_stages + 1)
-    own = each[:, None] + instance.fixed_s[:, instance.stages_of_rank[rank]]
-    length = paths.row.reshape(len(paths.row), -1) @ own.reshape(-1)
-    for name, way, from_front in _WAYS:
-        reached = mean[way][getattr(paths, name)]
-        length = length + (reached if from_front else mean[way, -1] - reached)
+    stage_s = instance.seconds.sum(axis=1) / shape.num_stages
+    mean = instance.fixed_prefix_s + _chained(shape, stage_s)[:, None] * np.arange(shape.num_stages + 1)
+    local = stage_s[:, None] + instance.fixed_s[:, instance.stages_of_rank[rank]]
+    length = paths.row.reshape(len(paths.row), -1) @ local.reshape(-1)
+    for name, direction, from_front in _WAYS:
+        reached = mean[direction][getattr(paths, name)]
+        length = length + (reached if from_front else mean[direction, -1] - reached)
     return np.argsort(-length, kind="stable")[:MAX_PATHS]
 
 
-def _passes_on_rank_s(instance: SplitBoundInstance, rank: int, places: _RankSplits, paths: Paths) -> FloatArray:
-    """Seconds of the passes in the row [P, B or 1, Y]."""
-    own = instance.stages_of_rank[rank]
-    fixed = (paths.row.reshape(len(paths.row), -1) @ instance.fixed_s[:, own].reshape(-1))[:, None, None]
+def _passes_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, paths: Paths) -> FloatArray:
+    """Return the seconds of the row [P, B or 1, Y]: sum over passes a and chunks c of row_p[a,c] (FIXED + SECONDS)[a,c]."""
+    stages = instance.stages_of_rank[rank]
+    fixed = (paths.row.reshape(len(paths.row), -1) @ instance.fixed_s[:, stages].reshape(-1))[:, None, None]
     if instance.shape.num_model_chunks == 1:
-        return np.asarray(fixed + _sums_over_blocks(paths.row[:, :, 0] @ instance.seconds, places))
-    weights = np.swapaxes(paths.row, 1, 2) @ instance.of_kind[:3]
-    return np.asarray(fixed + _lightest_chunks(instance, rank, places.sizes, weights)[:, None, :])
+        return np.asarray(fixed + _sums_over_blocks(paths.row[:, :, 0] @ instance.seconds, splits))
+    weights = np.swapaxes(paths.row, 1, 2) @ instance.kind_s[:3]
+    return np.asarray(fixed + _lightest_chunks(instance, rank, splits.sizes, weights)[:, None, :])
 
 
-def _once_on_rank_s(instance: SplitBoundInstance, rank: int, places: _RankSplits) -> FloatArray:
-    """What a rank adds once, or the one with the most of it at least [B or 1, Y]."""
-    own, chunks = instance.stages_of_rank[rank], instance.shape.num_model_chunks
+def _once_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
+    """Return sum_q max(ONCE_MIN[q], ONCE_FIXED[q] + ONCE[q] of the rank's blocks) [B or 1, Y]."""
+    stages, chunks = instance.stages_of_rank[rank], instance.shape.num_model_chunks
     if chunks == 1:
-        added = _sums_over_blocks(instance.once_s, places)
+        added = _sums_over_blocks(instance.once_s, splits)
     else:
-        weights = np.repeat(instance.of_kind[3:, None, :], chunks, axis=1)
-        added = _lightest_chunks(instance, rank, places.sizes, weights)[:, None, :]
-    added = added + instance.once_fixed_s[:, own].sum(axis=1)[:, None, None]
-    return np.asarray(np.maximum(added, instance.least_once_s[:, None, None]).sum(axis=0))
+        weights = np.repeat(instance.kind_s[3:, None, :], chunks, axis=1)
+        added = _lightest_chunks(instance, rank, splits.sizes, weights)[:, None, :]
+    added = added + instance.once_fixed_s[:, stages].sum(axis=1)[:, None, None]
+    return np.asarray(np.maximum(added, instance.min_once_s[:, None, None]).sum(axis=0))
 
 
-def _sums_over_blocks(values: FloatArray, places: _RankSplits) -> FloatArray:
-    """Sums of [P, N] over the blocks of a rank [P, B, Y], over fewer where fewer are left."""
+def _sums_over_blocks(values: FloatArray, splits: _RankSplits) -> FloatArray:
+    """Return sum_{i = before .. before + y - 1} values[P, i] [P, B, Y], to the last block where fewer remain."""
     sums = _prefix(values)
-    after = np.minimum(places.before + places.sizes, sums.shape[1] - 1)
-    return np.asarray(sums[:, after] - sums[:, places.before])
+    after = np.minimum(splits.before + splits.sizes, sums.shape[1] - 1)
+    return np.asarray(sums[:, after] - sums[:, splits.before])
 
 
 def _lightest_chunks(instance: SplitBoundInstance, rank: int, sizes: IntArray, weights: FloatArray) -> FloatArray:
-    """Least sum of the weights [P, V, K] of a rank's blocks, by their number [P, Y]: as (C1) and (C2) let kinds into its chunks.
+    """Return the lowest sum of the weights [P, V, K] of a rank's y blocks [P, Y], as (C1) and (C2) let kinds into its chunks.
 
-    Those that are lighter than the most frequent kind and may be in a chunk all count as the lightest of them.
+    A chunk has y // V or y // V + 1 blocks. All count as the most frequent kind, less what the lightest other kind that can be in
+    the chunk saves, for as many blocks as there are of other kinds; the y mod V odd blocks go where they are lightest.
     """
     shape, n, chunks = instance.shape, instance.num_blocks, instance.shape.num_model_chunks
-    own, least = instance.stages_of_rank[rank], max(1, int(sizes[0]) // chunks)
+    stages, min_size = instance.stages_of_rank[rank], max(1, int(sizes[0]) // chunks)
     before = instance.kinds_before
-    here = before[n - (shape.num_stages - 1 - own) * least] - before[own * least]  # [V, K]
+    present = before[n - (shape.num_stages - 1 - stages) * min_size] - before[stages * min_size]  # [V, K]
     main = int(np.argmax(before[-1]))
-    saved = np.where(here > 0, weights[:, :, main, None] - weights, 0.0).max(axis=-1)[:, :, None]
-    others = (here.sum(axis=1) - here[:, main])[None, :, None]
+    saved = np.where(present > 0, weights[:, :, main, None] - weights, 0.0).max(axis=-1)[:, :, None]
+    others = (present.sum(axis=1) - present[:, main])[None, :, None]
     even, odd = sizes // chunks, sizes % chunks
     heavy = weights[:, :, main, None]
-    further = np.sort(heavy - saved * (even < others), axis=1)
-    upto = np.concatenate([np.zeros_like(further[:, :1]), np.cumsum(further, axis=1)], axis=1)
-    whole = (heavy * even - saved * np.minimum(even, others)).sum(axis=1)
-    return np.asarray(whole + upto[:, odd, np.arange(len(sizes))])
+    odd_blocks = np.sort(heavy - saved * (even < others), axis=1)
+    up_to = np.concatenate([np.zeros_like(odd_blocks[:, :1]), np.cumsum(odd_blocks, axis=1)], axis=1)
+    even_sum = (heavy * even - saved * np.minimum(even, others)).sum(axis=1)
+    return np.asarray(even_sum + up_to[:, odd, np.arange(len(sizes))])
 
 
-def _min_in_chunks(sizes: IntArray, num_chunks: int, some: int) -> IntArray:
-    """Blocks that so many of a rank's chunks have at least, by its number of blocks."""
-    return np.asarray(some * (sizes // num_chunks) + np.maximum(sizes % num_chunks - (num_chunks - some), 0))
+def _min_in_chunks(sizes: IntArray, num_chunks: int, subset: int) -> IntArray:
+    """Return the blocks that ``subset`` of a rank's V chunks have at least: subset (y // V) + max(0, y mod V - (V - subset))."""
+    return np.asarray(subset * (sizes // num_chunks) + np.maximum(sizes % num_chunks - (num_chunks - subset), 0))
 
 
 @lru_cache(maxsize=4096)
-def _min_blocks(shape: PipelineShape, num_blocks: int, least: int, most: int, some: int) -> IntArray:
-    """Blocks that ``some`` chunks of each of k ranks have at least when the ranks have n [R, N+1]; N where that cannot be."""
-    sizes = np.arange(least, most + 1)
-    each = _min_in_chunks(sizes, shape.num_model_chunks, some)
-    found = [np.where(np.arange(num_blocks + 1) == 0, 0, num_blocks)]
+def _min_blocks(shape: PipelineShape, num_blocks: int, min_size: int, max_size: int, subset: int) -> IntArray:
+    """Return the blocks that ``subset`` chunks of each of k ranks have at least when the k ranks have n [R, N+1].
+
+    least[k+1][n] = min_y least[k][n - y] + _min_in_chunks(y); N where that cannot be.
+    """
+    sizes = np.arange(min_size, max_size + 1)
+    in_chunks = _min_in_chunks(sizes, shape.num_model_chunks, subset)
+    least = [np.where(np.arange(num_blocks + 1) == 0, 0, num_blocks)]
     for _ in range(shape.pp - 1):
-        following = np.full_like(found[-1], num_blocks)
-        for size, added in zip(sizes, each, strict=True):
-            following[size:] = np.minimum(following[size:], found[-1][: num_blocks + 1 - size] + added)
-        found.append(following)
-    return np.array(found)
+        following = np.full_like(least[-1], num_blocks)
+        for size, added in zip(sizes, in_chunks, strict=True):
+            following[size:] = np.minimum(following[size:], least[-1][: num_blocks + 1 - size] + added)
+        least.append(following)
+    return np.array(least)

@@ -23,8 +23,7 @@ Variables
     n[s,k,o] in 0, 1, ...           layers of the kind on the stage that take the option
     slowest, once[q]                seconds
 Objective
-    (O)  min  M slowest + V sum_s t_s + sum_q once[q]        t_s = sum_p FIXED x + sum_ko SECONDS n
-    (cost_models/pipeline/lower_bounds.py)
+    (O)  min  M slowest + V sum_s t_s + sum_q once[q]        t_s = sum_p FIXED x + sum_ko SECONDS n     (cost_models/pipeline)
 Constraints
     (C1) contiguous: each stage has one span, and each starts where the one before ends, from layer 0 to L
     (C2) counted: sum_o n[s,k,o] = sum_pw COUNT[p,k] x[p,w]
@@ -34,29 +33,27 @@ Constraints
     (C6) once: once[q] >= sum_p FIXEDONCE x + sum_ko ONCE n, for every stage
 
 Two methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
-and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each part of (O) at its own least.
+and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each term of (O) at its minimum.
 Source of the counts: layers of equal kind are interchangeable; of the spans: stage_split.py.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..solution import Status
+from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ..solution import Solution, Status
+from ..tolerances import ROUNDING
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-
-_RELATIVE_TOLERANCE = 1e-12
 _EVENNESS = 1e-6
-"""Weight of the squares of stages' seconds beside their sum: the most even of equally long splits is taken."""
+"""Weight of the squares of stages' seconds, over the slowest stage's, next to their sum: the most even of equally long splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,36 +72,30 @@ class StageProgramInstance:
     once_s: FloatArray
     kept_bytes: FloatArray
     room_bytes: FloatArray
-    uses: NDArray[np.bool_]
+    uses: BoolArray
     slowest_weight: float
     sum_weight: float
 
     @cached_property
-    def least_s(self) -> FloatArray:
+    def min_s(self) -> FloatArray:
         """Seconds [P] each span takes at best for one micro-batch; infinite where it does not fit."""
         return min_values(self, 0.0)
 
     @cached_property
-    def least_once_s(self) -> FloatArray:
-        """What each span [Q, P] does once in a step at least, whatever fits."""
-        of_kind = (
+    def min_once_s(self) -> FloatArray:
+        """Seconds that each span [Q, P] takes once in a step at least, whatever fits."""
+        kind_s = (
             self.once_s.min(axis=3)[:, self.stage] if self.counts.shape[1] else np.zeros((*self.fixed_once_s.shape, 0))
         )
-        least = self.fixed_once_s + (of_kind * self.counts).sum(axis=2)
-        return np.where(np.isfinite(self.least_s), least, np.inf)
+        total = self.fixed_once_s + (kind_s * self.counts).sum(axis=2)
+        return np.where(np.isfinite(self.min_s), total, np.inf)
 
 
-@dataclass(frozen=True)
-class StageProgramSolution:
-    """Boundaries [S+1] and layers of each kind under each option [S, K, O]; both empty without an answer."""
+class StageFilling(NamedTuple):
+    """Boundaries [S+1] and the layers of each kind under each option [S, K, O]."""
 
-    status: Status
     boundaries: tuple[int, ...]
     counts: IntArray
-    objective_s: float
-
-
-NOTHING = StageProgramSolution(Status.INFEASIBLE, (), np.zeros((0, 0, 0), dtype=np.int64), float("inf"))
 
 
 class OptionFront(NamedTuple):
@@ -116,16 +107,16 @@ class OptionFront(NamedTuple):
 
 
 class OptionFronts:
-    """Fronts of one instance, each made once; ``once_weight`` of a step's once seconds count beside each micro-batch's."""
+    """Fronts of one instance, each made once; ``once_weight`` of a step's once seconds count next to each micro-batch's."""
 
     def __init__(self, instance: StageProgramInstance, once_weight: float) -> None:
-        """Nothing is filled yet."""
+        """Start without any front."""
         self._instance = instance
         self.values = instance.seconds + once_weight * instance.once_s.sum(axis=0)
         self._made: dict[tuple[bytes, int, tuple[int, ...]], OptionFront] = {}
 
-    def of(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
-        """Fillings of so many layers of each kind on a stage with the options of one set."""
+    def front(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
+        """Return the fillings of so many layers of each kind on a stage with the options of one set."""
         key = (self.values[stage].tobytes(), within, counts)
         if key not in self._made:
             self._made[key] = self._make(stage, within, counts)
@@ -136,13 +127,13 @@ class OptionFronts:
         if not any(counts):
             return OptionFront(np.zeros(1), np.zeros(1), np.zeros((1, num_kinds, num_options), dtype=np.int64))
         kind = max(k for k, count in enumerate(counts) if count)
-        fewer = self.of(stage, within, tuple(count - (k == kind) for k, count in enumerate(counts)))
+        fewer = self.front(stage, within, tuple(count - (k == kind) for k, count in enumerate(counts)))
         options = np.flatnonzero(self._instance.uses[within])
         kept = (fewer.kept_bytes[None] + self._instance.kept_bytes[kind, options, None]).ravel()
         value = (fewer.value[None] + self.values[stage, kind, options, None]).ravel()
         order = np.lexsort((value, kept))
         best_before = np.concatenate([[np.inf], np.minimum.accumulate(value[order])[:-1]])
-        order = order[value[order] < best_before * (1 - _RELATIVE_TOLERANCE)]
+        order = order[value[order] < best_before * (1 - ROUNDING)]
         option, parent = np.divmod(order, len(fewer.value))
         picks = fewer.picks[parent].copy()
         picks[np.arange(len(order)), kind, options[option]] += 1
@@ -150,7 +141,10 @@ class OptionFronts:
 
 
 def min_values(instance: StageProgramInstance, once_weight: float, fronts: OptionFronts | None = None) -> FloatArray:
-    """The least seconds + ``once_weight`` once seconds of each span [P]; infinite where nothing fits."""
+    """Return the lowest seconds + ``once_weight`` once seconds of each span [P]; infinite where nothing fits.
+
+    First with the fastest option of each set for every layer, which most spans have the memory for; fronts only for the others.
+    """
     fronts = fronts or OptionFronts(instance, once_weight)
     fixed = instance.fixed_s + once_weight * instance.fixed_once_s.sum(axis=0)
     best, floor = np.full(len(fixed), np.inf), np.full(len(fixed), np.inf)
@@ -162,18 +156,17 @@ def min_values(instance: StageProgramInstance, once_weight: float, fronts: Optio
         kept = (instance.kept_bytes[np.arange(instance.counts.shape[1]), cheapest] * instance.counts).sum(axis=1)
         best = np.where(kept <= instance.room_bytes[:, within], np.minimum(best, value), best)
         floor = np.minimum(floor, value)
-    left = np.flatnonzero(best > floor)
-    for rows in _rows_with_equal_fillings(instance, left):
+    for rows in _rows_with_equal_fillings(instance, np.flatnonzero(best > floor)):
         counts = tuple(int(count) for count in instance.counts[rows[0]])
         for within in sets:
-            front = fronts.of(int(instance.stage[rows[0]]), within, counts)
-            at = np.searchsorted(front.kept_bytes, instance.room_bytes[rows, within], side="right") - 1
-            best[rows] = np.minimum(best[rows], np.where(at >= 0, front.value[at], np.inf))
+            front = fronts.front(int(instance.stage[rows[0]]), within, counts)
+            idx = np.searchsorted(front.kept_bytes, instance.room_bytes[rows, within], side="right") - 1
+            best[rows] = np.minimum(best[rows], np.where(idx >= 0, front.value[idx], np.inf))
     return np.asarray(best + fixed)
 
 
 def _rows_with_equal_fillings(instance: StageProgramInstance, rows: IntArray) -> list[IntArray]:
-    """The rows in groups with the same counts and the same seconds of their stages."""
+    """Return the rows in groups with the same counts and the same seconds of their stages."""
     if not len(rows):
         return []
     _, device = np.unique(
@@ -188,35 +181,42 @@ def _rows_with_equal_fillings(instance: StageProgramInstance, rows: IntArray) ->
     return np.split(rows[order], np.flatnonzero(np.diff(key[order])) + 1)
 
 
-def solve(instance: StageProgramInstance, *, once_weight: float = 0.0) -> StageProgramSolution:
-    """The split with the least slowest stage of seconds + ``once_weight`` once seconds; of these the one with the least sum."""
+def solve(instance: StageProgramInstance, *, once_weight: float = 0.0) -> Solution[StageFilling]:
+    """Return the split with the lowest slowest stage of seconds + ``once_weight`` once seconds; of these the lowest sum."""
+    start = time.perf_counter()
     fronts = OptionFronts(instance, once_weight)
-    values = instance.least_s if once_weight == 0 else min_values(instance, once_weight, fronts)
+    values = instance.min_s if once_weight == 0 else min_values(instance, once_weight, fronts)
     table = dense_table(instance, values)
     slowest = float(forward_recursion(table, np.maximum)[-1, -1])
     if not np.isfinite(slowest):
-        return NOTHING
-    within = np.where(table <= slowest * (1 + _RELATIVE_TOLERANCE), table * (1 + _EVENNESS * table / slowest), np.inf)
+        return Solution(status=Status.INFEASIBLE, choice=None, solve_s=time.perf_counter() - start)
+    within = np.where(table <= slowest * (1 + ROUNDING), table * (1 + _EVENNESS * table / slowest), np.inf)
     boundaries = _backtrack(within, forward_recursion(within, np.add))
     counts = np.stack([_filling(instance, fronts, s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))])
-    return StageProgramSolution(Status.OPTIMAL, boundaries, counts, check(instance, boundaries, counts))
+    choice = StageFilling(boundaries, counts)
+    return Solution(
+        status=Status.FEASIBLE,
+        choice=choice,
+        objective=check(instance, choice),
+        solve_s=time.perf_counter() - start,
+        backend="dynamic program",
+    )
 
 
 def lower_bound_s(instance: StageProgramInstance, weights: Sequence[tuple[float, float]] = ()) -> float:
-    """No answer has a lower (O): the slowest stage, the sum and what is done once are each at the least any answer has.
+    """Return what no answer has a lower (O) than: slowest stage, sum and what is done once each at the lowest of any answer.
 
     Args:
-        instance: the problem.
         weights: of the slowest stage and of the sum, in place of (M, V); the largest of these bounds.
     """
-    table = dense_table(instance, instance.least_s)
+    table = dense_table(instance, instance.min_s)
     slowest, total = (float(forward_recursion(table, combine)[-1, -1]) for combine in (np.maximum, np.add))
     once = sum(
-        float(forward_recursion(dense_table(instance, least), np.maximum)[-1, -1]) for least in instance.least_once_s
+        float(forward_recursion(dense_table(instance, each), np.maximum)[-1, -1]) for each in instance.min_once_s
     )
     bounds = []
     for m, v in weights or ((instance.slowest_weight, instance.sum_weight),):
-        # An infinite least stands for no answer; times 0 it would be nothing.
+        # An infinite minimum stands for no answer; times 0 it would be nothing.
         rest = v * total if v else 0.0
         bounds.append((m * slowest if m else 0.0) + rest + once)
         if m:  # the stage with the most of both together has no more than the most of each
@@ -226,7 +226,7 @@ def lower_bound_s(instance: StageProgramInstance, weights: Sequence[tuple[float,
 
 
 def dense_table(instance: StageProgramInstance, values: FloatArray) -> FloatArray:
-    """Values of spans [P] by stage, first and last layer [S, L+1, L+1]; infinite where there is no span."""
+    """Return the values of spans [P] by stage, first and last layer [S, L+1, L+1]; infinite where there is no span."""
     size = instance.num_layers + 1
     table = np.full((instance.num_stages, size, size), np.inf)
     table[instance.stage, instance.first, instance.last] = values
@@ -234,7 +234,7 @@ def dense_table(instance: StageProgramInstance, values: FloatArray) -> FloatArra
 
 
 def forward_recursion(table: FloatArray, combine: np.ufunc) -> FloatArray:
-    """Least combined value [S+1, L+1] of the first s stages that hold the layers before each boundary."""
+    """Return the lowest combined value [S+1, L+1] of the first s stages that hold the layers before each boundary."""
     best = np.full((len(table) + 1, table.shape[1]), np.inf)
     best[0, 0] = 0.0
     for s, values in enumerate(table):
@@ -243,7 +243,7 @@ def forward_recursion(table: FloatArray, combine: np.ufunc) -> FloatArray:
 
 
 def _backtrack(table: FloatArray, best: FloatArray) -> tuple[int, ...]:
-    """The boundaries behind the least sum."""
+    """Return the boundaries behind the lowest sum."""
     boundaries = [table.shape[1] - 1]
     for s in reversed(range(len(table))):
         boundaries.append(int(np.argmin(best[s] + table[s][:, boundaries[-1]])))
@@ -251,36 +251,37 @@ def _backtrack(table: FloatArray, best: FloatArray) -> tuple[int, ...]:
 
 
 def _filling(instance: StageProgramInstance, fronts: OptionFronts, stage: int, first: int, last: int) -> IntArray:
-    """How many layers of each kind take each option [K, O] in the best filling of a span."""
+    """Return how many layers of each kind take each option [K, O] in the best filling of a span."""
     span = _span(instance, stage, first, last)
     counts = tuple(int(count) for count in instance.counts[span])
     best, picks = np.inf, np.zeros(instance.kept_bytes.shape, dtype=np.int64)
     for within in range(len(instance.uses)):
-        front = fronts.of(stage, within, counts)
-        at = int(np.searchsorted(front.kept_bytes, instance.room_bytes[span, within], side="right")) - 1
-        if at >= 0 and front.value[at] < best:
-            best, picks = float(front.value[at]), front.picks[at]
+        front = fronts.front(stage, within, counts)
+        idx = int(np.searchsorted(front.kept_bytes, instance.room_bytes[span, within], side="right")) - 1
+        if idx >= 0 and front.value[idx] < best:
+            best, picks = float(front.value[idx]), front.picks[idx]
     return picks
 
 
 def _span(instance: StageProgramInstance, stage: int, first: int, last: int) -> int:
-    """Where the span stands.
+    """Return the index of a span.
 
     Raises:
         ValueError: the stage may not hold these layers (C1).
     """
-    found = np.flatnonzero((instance.stage == stage) & (instance.first == first) & (instance.last == last))
-    if not len(found):
+    spans = np.flatnonzero((instance.stage == stage) & (instance.first == first) & (instance.last == last))
+    if not len(spans):
         raise ValueError(f"contiguous (C1): stage {stage} cannot hold layers {first}..{last - 1}")
-    return int(found[0])
+    return int(spans[0])
 
 
-def check(instance: StageProgramInstance, boundaries: tuple[int, ...], counts: IntArray) -> float:
-    """Objective (O) of an answer, recomputed from the definition; knows nothing of the method.
+def check(instance: StageProgramInstance, choice: StageFilling) -> float:
+    """Recompute the objective (O) of an answer from the definition.
 
     Raises:
         ValueError: the answer breaks a constraint; the message names which.
     """
+    boundaries, counts = choice
     if len(boundaries) != instance.num_stages + 1 or (boundaries[0], boundaries[-1]) != (0, instance.num_layers):
         raise ValueError(f"contiguous (C1): boundaries {boundaries}")
     seconds, once = [], []
@@ -288,11 +289,11 @@ def check(instance: StageProgramInstance, boundaries: tuple[int, ...], counts: I
         span, n = _span(instance, s, i, j), counts[s]
         if np.any(n < 0) or not np.array_equal(n.sum(axis=1), instance.counts[span]):
             raise ValueError(f"counted (C2): stage {s} has {instance.counts[span]} layers, {n.sum(axis=1)} chosen for")
-        enough = [not np.any(n[:, ~uses]) for uses in instance.uses]
-        if not any(enough):
+        sets = [not np.any(n[:, ~uses]) for uses in instance.uses]
+        if not any(sets):
             raise ValueError(f"within the set (C3): stage {s} uses options {np.flatnonzero(n.sum(axis=0))}")
-        kept, room = float((instance.kept_bytes * n).sum()), float(instance.room_bytes[span, enough].max())
-        if kept > room * (1 + _RELATIVE_TOLERANCE) + 1:
+        kept, room = float((instance.kept_bytes * n).sum()), float(instance.room_bytes[span, sets].max())
+        if kept > room * (1 + ROUNDING) + 1:
             raise ValueError(f"memory (C4): stage {s} keeps {kept:.0f} bytes of {room:.0f}")
         seconds.append(float(instance.fixed_s[span] + (instance.seconds[s] * n).sum()))
         once.append(instance.fixed_once_s[:, span] + (instance.once_s[:, s] * n).sum(axis=(1, 2)))

@@ -10,20 +10,20 @@ Data
 Variables
     c[s]         boundaries 0 = c[0] < c[1] < ... < c[S] = L; stage s holds layers c[s]..c[s+1]-1
 Objective
-    (O)  min  max_s  sum_{l in stage s} BUSY[l]          the slowest stage decides (cost_models/pipeline/lower_bounds.py)
+    (O)  min  max_s  sum_{l in stage s} BUSY[l]          the slowest stage decides (cost_models/pipeline)
     (O') min  ROUNDS max_s t[s] + sum_s t[s],  t[s] = BASE[s] + sum_{l in stage s} BUSY[s,l]
                                                          where the sum depends on who holds what, and counts too
 Constraints
     (C1) contiguous: every layer is on one stage, stages in order
     (C2) memory: FITS[s, c[s], c[s+1]]
 
-Among the splits with the least (O) the one with the least sum of squared stage times is taken: it is the most even one. For (O')
+Among the splits with the lowest (O) the one with the lowest sum of squared stage times is taken: it is the most even one. For (O')
 that is tried too.
 
-Method: dynamic programming over (stage, boundary), exact. best[s][j] is the least objective of stages 0..s-1 that hold
+Method: dynamic programming over (stage, boundary), exact. best[s][j] is the lowest objective of stages 0..s-1 that hold
 layers 0..j-1, and best[s+1][j] = min_i combine(best[s][i], BUSY(i..j-1)) over FITS[s,i,j]: S array operations on [L+1, L+1].
-For (O') the least sum under a cap on the slowest stage is found so, and the cap lowered below the slowest stage of what was found
-until no lower cap can be worth it: every pair of a slowest stage and its least sum is met.
+For (O') the lowest sum under a cap on the slowest stage is found so, and the cap lowered below the slowest stage of the last split
+until no lower cap can be better: every pair of a slowest stage and its lowest sum is met.
 Source: the classic linear partition recurrence (Kernighan, J. ACM 18(1), 1971).
 """
 
@@ -34,23 +34,22 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..solution import Status
+from ...schema.arrays import BoolArray, FloatArray
+from ..solution import Solution, Status
+from ..tolerances import EVENNESS, ROUNDING
 
-_RELATIVE_TOLERANCE = 1e-12
-
-_EVENNESS = 1e-7
-"""Weight of squares beside seconds, small against any difference between splits that is not rounding."""
+Boundaries = tuple[int, ...]
+"""c [S+1]."""
 
 
 @dataclass(frozen=True)
 class StageSplitInstance:
     """BUSY [L] or [S, L] in seconds and FITS [S, L+1, L+1]; BASE [S] and ROUNDS for stages that differ."""
 
-    busy_s: NDArray[np.float64]
-    fits: NDArray[np.bool_]
-    base_s: NDArray[np.float64] | None = None
+    busy_s: FloatArray
+    fits: BoolArray
+    base_s: FloatArray | None = None
     rounds: float = 0.0
 
     @property
@@ -59,98 +58,93 @@ class StageSplitInstance:
         return int(self.busy_s.shape[-1])
 
     @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.fits)
+
+    @property
     def stages_differ(self) -> bool:
-        """Whether (O') is asked for."""
+        """Whether (O') counts."""
         return self.busy_s.ndim == 2
 
     @property
-    def span_s(self) -> NDArray[np.float64]:
+    def span_s(self) -> FloatArray:
         """Seconds of layers i..j-1 [L+1, L+1], or of each stage with them [S, L+1, L+1]."""
         prefix = np.concatenate([np.zeros((*self.busy_s.shape[:-1], 1)), np.cumsum(self.busy_s, axis=-1)], axis=-1)
         span = prefix[..., None, :] - prefix[..., :, None]
         return np.asarray(span if self.base_s is None else span + self.base_s[:, None, None])
 
-    @property
-    def num_stages(self) -> int:
-        """S."""
-        return len(self.fits)
 
-
-@dataclass(frozen=True)
-class StageSplitSolution:
-    """Boundaries [S+1] and (O): the slowest stage's seconds, or (O'); both empty when infeasible."""
-
-    status: Status
-    boundaries: tuple[int, ...]
-    objective_s: float
-    solve_s: float
-
-
-def solve(instance: StageSplitInstance) -> StageSplitSolution:
-    """The split with the fastest slowest stage, the most even one of these; where stages differ the one with the least (O')."""
+def solve(instance: StageSplitInstance) -> Solution[Boundaries]:
+    """Return the split with the lowest (O), the most even one of these; where stages differ the one with the lowest (O')."""
     start = time.perf_counter()
     span = instance.span_s
     if instance.stages_differ:
-        boundaries, objective = _min_weighted(instance, span)
-        status = Status.OPTIMAL if boundaries else Status.INFEASIBLE
-        return StageSplitSolution(status, boundaries, objective, time.perf_counter() - start)
+        return _solution(*_min_weighted(instance, span), start)
     slowest, _ = _dynamic_program(instance.fits, span, np.maximum)
     if not np.isfinite(slowest):
-        return StageSplitSolution(Status.INFEASIBLE, (), float("inf"), time.perf_counter() - start)
-    within = instance.fits & (span <= slowest * (1 + _RELATIVE_TOLERANCE))[None]
+        return _solution((), slowest, start)
+    within = instance.fits & (span <= slowest * (1 + ROUNDING))[None]
     _, boundaries = _dynamic_program(within, span**2, np.add)
-    return StageSplitSolution(Status.OPTIMAL, boundaries, float(slowest), time.perf_counter() - start)
+    return _solution(boundaries, float(slowest), start)
 
 
-def fastest_split(instance: StageSplitInstance) -> tuple[int, ...]:
-    """Boundaries of a split with the least (O), even or not; empty where there is none."""
+def _solution(boundaries: Boundaries, objective: float, start: float) -> Solution[Boundaries]:
+    return Solution(
+        status=Status.OPTIMAL if boundaries else Status.INFEASIBLE,
+        choice=boundaries or None,
+        objective=objective,
+        bound=objective,
+        solve_s=time.perf_counter() - start,
+        backend="dynamic program",
+    )
+
+
+def fastest_split(instance: StageSplitInstance) -> Boundaries:
+    """Return boundaries with the lowest (O), even or not; empty where there are none."""
     slowest, boundaries = _dynamic_program(instance.fits, instance.span_s, np.maximum)
     return boundaries if np.isfinite(slowest) else ()
 
 
 def min_slowest_s(instance: StageSplitInstance) -> float:
-    """(O) alone: infinite when there is no split."""
+    """Return the lowest (O) without a split; infinite where there is none."""
     return _dynamic_program(instance.fits, instance.span_s, np.maximum)[0]
 
 
-def _min_weighted(instance: StageSplitInstance, span: NDArray[np.float64]) -> tuple[tuple[int, ...], float]:
-    """Boundaries and least (O'), by ever lower caps on the slowest stage."""
+def _min_weighted(instance: StageSplitInstance, span: FloatArray) -> tuple[Boundaries, float]:
+    """Return boundaries with the lowest (O'), by ever lower caps on the slowest stage."""
     slowest, boundaries = _dynamic_program(instance.fits, span, np.maximum)
     if not np.isfinite(slowest):
         return (), float("inf")
     stages = np.arange(instance.num_stages)
-    least_sum, _ = _dynamic_program(instance.fits, span, np.add)
+    min_sum, _ = _dynamic_program(instance.fits, span, np.add)
     best = instance.rounds * slowest + float(span[stages, boundaries[:-1], boundaries[1:]].sum())
-    cap = (best - least_sum) / instance.rounds if instance.rounds > 0 else np.inf
-    while cap >= slowest * (1 - _RELATIVE_TOLERANCE):
-        within = instance.fits & (span <= cap * (1 + _RELATIVE_TOLERANCE))
-        total, cut = _dynamic_program(within, span, np.add)
+    cap = (best - min_sum) / instance.rounds if instance.rounds > 0 else np.inf
+    while cap >= slowest * (1 - ROUNDING):
+        within = instance.fits & (span <= cap * (1 + ROUNDING))
+        total, split = _dynamic_program(within, span, np.add)
         if instance.rounds * slowest + total >= best or not np.isfinite(total):
             break
-        longest = float(span[stages, cut[:-1], cut[1:]].max())
+        longest = float(span[stages, split[:-1], split[1:]].max())
         if instance.rounds * longest + total < best:
-            boundaries, best = cut, instance.rounds * longest + total
-        cap = longest * (1 - 4 * _RELATIVE_TOLERANCE)
+            boundaries, best = split, instance.rounds * longest + total
+        cap = longest * (1 - 4 * ROUNDING)  # below the longest stage of this split, whatever ROUNDING let through
     return _most_even(instance, span, boundaries, best), float(best)
 
 
-def _most_even(
-    instance: StageSplitInstance, span: NDArray[np.float64], boundaries: tuple[int, ...], best: float
-) -> tuple[int, ...]:
-    """Of the splits as good as ``boundaries`` one with little sum of squared stage times."""
+def _most_even(instance: StageSplitInstance, span: FloatArray, boundaries: Boundaries, best: float) -> Boundaries:
+    """Return, of the splits as good as ``boundaries``, one with a low sum of squared stage times."""
     stages = np.arange(instance.num_stages)
     longest = float(span[stages, boundaries[:-1], boundaries[1:]].max())
-    within = instance.fits & (span <= longest * (1 + _RELATIVE_TOLERANCE))
-    _, cut = _dynamic_program(within, span + _EVENNESS * span**2 / longest, np.add)
-    seconds = span[stages, cut[:-1], cut[1:]]
-    as_good = instance.rounds * seconds.max() + seconds.sum() <= best * (1 + _RELATIVE_TOLERANCE)
-    return cut if as_good else boundaries
+    within = instance.fits & (span <= longest * (1 + ROUNDING))
+    _, split = _dynamic_program(within, span + EVENNESS * span**2 / longest, np.add)
+    seconds = span[stages, split[:-1], split[1:]]
+    as_good = instance.rounds * seconds.max() + seconds.sum() <= best * (1 + ROUNDING)
+    return split if as_good else boundaries
 
 
-def _dynamic_program(
-    allowed: NDArray[np.bool_], cost: NDArray[np.float64], combine: np.ufunc
-) -> tuple[float, tuple[int, ...]]:
-    """Least combined cost and its boundaries; infinite and arbitrary when there is no way."""
+def _dynamic_program(allowed: BoolArray, cost: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
+    """Return the lowest combined cost and its boundaries; infinite and arbitrary when there is no way."""
     num_stages, size = len(allowed), cost.shape[-1]
     non_empty = np.triu(np.ones((size, size), dtype=bool), k=1)
     best = np.full(size, np.inf)
@@ -166,15 +160,15 @@ def _dynamic_program(
     return float(best[size - 1]), tuple(reversed(boundaries))
 
 
-def check(instance: StageSplitInstance, boundaries: tuple[int, ...]) -> float:
-    """Objective (O) of a split, recomputed from the definition; knows nothing of the method.
+def check(instance: StageSplitInstance, boundaries: Boundaries) -> float:
+    """Recompute the objective (O) of a split from the definition.
 
     Raises:
         ValueError: the split breaks (C1) or (C2); the message names which.
     """
-    expected_ends = (0, instance.num_layers)
+    ends = (0, instance.num_layers)
     increasing = all(i < j for i, j in itertools.pairwise(boundaries))
-    if len(boundaries) != instance.num_stages + 1 or (boundaries[0], boundaries[-1]) != expected_ends or not increasing:
+    if len(boundaries) != instance.num_stages + 1 or (boundaries[0], boundaries[-1]) != ends or not increasing:
         raise ValueError(f"contiguous (C1): boundaries {boundaries}")
     seconds = []
     for s, (i, j) in enumerate(itertools.pairwise(boundaries)):

@@ -35,8 +35,8 @@ def test_cut_is_the_best_of_all(seed: int, style: str) -> None:
     given = instance(seed, style)
     found = solve(given)
     assert found.status is Status.FEASIBLE
-    assert check(given, found.boundaries) == pytest.approx(found.objective_s)
-    assert found.objective_s == pytest.approx(min(check(given, cut) for cut in all_cuts(given)))
+    assert check(given, found.choice) == pytest.approx(found.objective)
+    assert found.objective == pytest.approx(min(check(given, cut) for cut in all_cuts(given)))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -46,7 +46,7 @@ def test_memory_decides_where_it_must(seed: int) -> None:
     tight = instance(seed, cap_bytes=-(-layers // free.num_ranks))
     found = solve(tight)
     assert found.status is Status.FEASIBLE
-    check(tight, found.boundaries)
+    check(tight, found.choice)
     assert solve(instance(seed, cap_bytes=layers // free.num_ranks - 1)).status is Status.INFEASIBLE
 
 

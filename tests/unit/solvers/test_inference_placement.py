@@ -88,8 +88,8 @@ def every_placement(i: GenerationInstance, steps: int = 2):
 def test_no_whole_placement_is_faster_than_the_answer_less_its_gap(seed: int) -> None:
     i = instance(seed)
     found = solve(i)
-    assert found.placement is not None
-    assert check(i, found.placement) == pytest.approx(found.objective_s, rel=1e-9)
+    assert found.choice is not None
+    assert check(i, found.choice) == pytest.approx(found.objective, rel=1e-9)
     assert found.gap <= 1e-3 + 1e-9
     allowed = []
     for place in every_placement(i):
@@ -98,7 +98,7 @@ def test_no_whole_placement_is_faster_than_the_answer_less_its_gap(seed: int) ->
         except ValueError:
             continue
     assert len(allowed) > 50
-    assert min(allowed) >= found.bound_s * (1 - 1e-6)
+    assert min(allowed) >= found.bound * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -174,11 +174,11 @@ def test_worth_is_the_slope_of_the_optimum(seed: int) -> None:
         return now.objective - then.objective
 
     more = saved(i.with_capacity(device=i.capacity.device + step * GB))
-    assert more == pytest.approx(now.worth.device_s_per_byte * step * GB, rel=1e-2, abs=1e-9)
+    assert more == pytest.approx(now.marginal.device_s_per_byte * step * GB, rel=1e-2, abs=1e-9)
     for names, slope in (
-        (("to_device", "to_host"), now.worth.link_s2_per_byte),
-        (("storage",), now.worth.storage_s2_per_byte),
-        (("host_attention",), now.worth.host_attention_s2_per_byte),
+        (("to_device", "to_host"), now.marginal.link_s2_per_byte),
+        (("storage",), now.marginal.storage_s2_per_byte),
+        (("host_attention",), now.marginal.host_attention_s2_per_byte),
     ):
         rates = replace(i.rates, **{name: getattr(i.rates, name) + step * GB for name in names})
         assert saved(replace(i, rates=rates)) == pytest.approx(slope * step * GB, rel=1e-2, abs=1e-8), names
@@ -187,16 +187,16 @@ def test_worth_is_the_slope_of_the_optimum(seed: int) -> None:
 def test_a_device_that_holds_everything_waits_for_compute_only() -> None:
     i = replace(instance(device_gb=60), attend_s=np.zeros(2))
     found = solve(i)
-    assert found.placement is not None and found.status is Status.OPTIMAL
-    assert found.placement.cache[0] == pytest.approx(1.0, abs=1e-6)
-    assert found.placement.layers[:, 0].tolist() == i.counts.tolist()
-    assert found.objective_s == pytest.approx(i.least_s, rel=1e-6)
+    assert found.choice is not None and found.status is Status.OPTIMAL
+    assert found.choice.cache[0] == pytest.approx(1.0, abs=1e-6)
+    assert found.choice.layers[:, 0].tolist() == i.counts.tolist()
+    assert found.objective == pytest.approx(i.min_s, rel=1e-6)
 
 
 def test_layers_that_may_not_leave_stay() -> None:
     found = solve(replace(instance(device_gb=60), streams=False))
-    assert found.placement is not None
-    assert found.placement.layers[:, 1:].sum() == 0
+    assert found.choice is not None
+    assert found.choice.layers[:, 1:].sum() == 0
 
 
 def test_nothing_fits_says_which_memory_lacks_how_much() -> None:
@@ -222,10 +222,10 @@ def test_nothing_fits_says_which_memory_lacks_how_much() -> None:
 def test_check_names_what_a_placement_breaks(changes: dict[str, np.ndarray], label: str | None) -> None:
     i = instance(3)
     found = solve(i)
-    assert found.placement is not None
-    place = replace(found.placement, **changes)
+    assert found.choice is not None
+    place = replace(found.choice, **changes)
     if label is None:
-        assert check(i, place) >= found.bound_s
+        assert check(i, place) >= found.bound
     else:
         with pytest.raises(ValueError, match=label):
             check(i, place)

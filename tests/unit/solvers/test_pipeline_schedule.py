@@ -69,8 +69,8 @@ def test_small_uneven_pipelines_reach_the_brute_force_optimum_and_prove_it(
     solution = solve(instance, time_limit_s=20)
     best = brute_force(instance)
     assert solution.status is Status.OPTIMAL
-    assert solution.objective_s == pytest.approx(best) == check(instance, solution.order)
-    assert solution.bound_s == pytest.approx(best)
+    assert solution.objective == pytest.approx(best) == check(instance, solution.choice)
+    assert solution.bound == pytest.approx(best)
     assert lower_bound_s(instance) <= best * (1 + 1e-12)
 
 
@@ -94,11 +94,11 @@ def test_known_optimum_is_reached_within_its_memory(
     costs = pipeline([forward] * 4, [backward] * 4, [weight] * 4, micro_batches=micro_batches, transfer=transfer)
     instance = PipelineInstance(costs, (2.0 * cap,) * 4, "span")
     solution = solve(instance, time_limit_s=60, rel_gap=0.05)
-    if solution.objective_s > optimum:
+    if solution.objective > optimum:
         solution = solve(instance, time_limit_s=60)
-    assert solution.objective_s == optimum
-    assert solution.bound_s <= optimum
-    assert np.all(peak_bytes(costs, solution.order) <= 2 * cap)
+    assert solution.objective == optimum
+    assert solution.bound <= optimum
+    assert np.all(peak_bytes(costs, solution.choice) <= 2 * cap)
 
 
 # The profile of an uneven pipeline with its head on the last rank; sail-sg/zero-bubble-pipeline-parallelism, auto_schedule.py.
@@ -123,9 +123,9 @@ def test_uneven_profile_has_no_idle_second_on_its_slowest_rank() -> None:
     instances = tuple(PipelineInstance(uneven(*placed), (9920.0,) * 8) for placed in placements)
     which, solution = synthesise(instances, time_limit_s=20)
     assert placements[which] == (2, "wave_from_last")
-    assert solution.objective_s == 32 * (41678 + 38731 + 32833)
+    assert solution.objective == 32 * (41678 + 38731 + 32833)
     assert solution.status is Status.OPTIMAL
-    assert solution.objective_s < 0.972 * UNEVEN_BEST_OF_TORCH
+    assert solution.objective < 0.972 * UNEVEN_BEST_OF_TORCH
     assert simulate(uneven(2, "wave"), orders.zb_v(8, 32)).makespan_s == UNEVEN_BEST_OF_TORCH
 
 
@@ -149,15 +149,15 @@ def test_search_never_ends_above_its_start_and_keeps_the_cap(seed: int) -> None:
     start = best_greedy(instance)
     assert start is not None
     solution = solve(instance, time_limit_s=1.0)
-    assert lower_bound_s(instance) <= solution.bound_s <= solution.objective_s <= check(instance, start[1])
-    assert check(instance, solution.order) == solution.objective_s
+    assert lower_bound_s(instance) <= solution.bound <= solution.objective <= check(instance, start[1])
+    assert check(instance, solution.choice) == solution.objective
 
 
 def test_same_seed_gives_the_same_order() -> None:
     costs = pipeline([10] * 4, [10] * 4, [10] * 4, micro_batches=8, transfer=1)
     instance = PipelineInstance(costs, (16.0,) * 4, "span")
     first, second = (solve(instance, time_limit_s=120, seed=7) for _ in range(2))
-    assert first.order == second.order
+    assert first.choice == second.choice
     assert first.status is Status.OPTIMAL
 
 

@@ -16,26 +16,26 @@ def ring(places: list[int]) -> list[tuple[int, int]]:
     return [tuple(sorted(pair)) for pair in zip(places, [*places[1:], places[0]], strict=True) if len(places) > 1]
 
 
-def random_instance(seed: int, num_places: int, *, num_kinds: int = 1) -> RankMappingInstance:
+def random_instance(seed: int, num_positions: int, *, num_kinds: int = 1) -> RankMappingInstance:
     """Rings within blocks of two or four places, and hops between the places of consecutive blocks."""
     rng = np.random.default_rng(seed)
-    rates = rng.choice([1e9, 5e9, 10e9, 25e9], (num_places, num_places)) * rng.uniform(
-        0.8, 1.2, (num_places, num_places)
+    rates = rng.choice([1e9, 5e9, 10e9, 25e9], (num_positions, num_positions)) * rng.uniform(
+        0.8, 1.2, (num_positions, num_positions)
     )
-    size = int(rng.choice([d for d in (1, 2, 4) if num_places % d == 0]))
-    blocks = np.arange(num_places).reshape(-1, size)
+    size = int(rng.choice([d for d in (1, 2, 4) if num_positions % d == 0]))
+    blocks = np.arange(num_positions).reshape(-1, size)
     rings = {pair for block in blocks for pair in ring([int(k) for k in block])}
     hops = {(int(a), int(b)) for i, j in itertools.pairwise(blocks) for a, b in zip(i, j, strict=True)}
     axes = [Axis(float(rng.uniform(1e9, 1e11)), np.array(sorted(pairs))) for pairs in (rings, hops) if pairs]
-    kind = np.repeat(np.arange(num_kinds), -(-num_places // num_kinds))[:num_places]
+    kind = np.repeat(np.arange(num_kinds), -(-num_positions // num_kinds))[:num_positions]
     if num_kinds > 1:
         size = 1
-    return RankMappingInstance(np.minimum(rates, rates.T), tuple(axes), kind, np.arange(num_places) // size)
+    return RankMappingInstance(np.minimum(rates, rates.T), tuple(axes), kind, np.arange(num_positions) // size)
 
 
 def brute_force(instance: RankMappingInstance) -> float:
     """Least objective over every order, from the definition, all orders at once."""
-    orders = np.array(list(itertools.permutations(range(instance.num_places))))
+    orders = np.array(list(itertools.permutations(range(instance.num_positions))))
     same_block = instance.block[1:] == instance.block[:-1]
     orders = orders[np.all((np.diff(orders, axis=1) > 0) | ~same_block, axis=1)]
     total = np.zeros(len(orders))
@@ -45,29 +45,31 @@ def brute_force(instance: RankMappingInstance) -> float:
     return float(total.min())
 
 
-@pytest.mark.parametrize("num_places", [3, 4, 6, 8])
-def test_best_order_of_brute_force_is_found_nearly_always(num_places: int) -> None:
+@pytest.mark.parametrize("num_positions", [3, 4, 6, 8])
+def test_best_order_of_brute_force_is_found_nearly_always(num_positions: int) -> None:
     """Local search proves nothing, but on few nodes it seldom misses; never below the optimum, never above the identity."""
     met, seeds = 0, range(25)
     for seed in seeds:
-        instance = random_instance(seed, num_places)
+        instance = random_instance(seed, num_positions)
         found, best = solve(instance), brute_force(instance)
-        assert found.objective_s == pytest.approx(check(instance, found.node))
-        assert best * (1 - 1e-9) <= found.objective_s <= check(instance, tuple(range(num_places))) * (1 + 1e-9)
-        assert found.bound_s <= best * (1 + 1e-9)
-        assert found.status is Status.FEASIBLE or found.objective_s == pytest.approx(best)
-        met += found.objective_s <= best * (1 + 1e-9)
+        assert found.objective == pytest.approx(check(instance, found.choice))
+        assert best * (1 - 1e-9) <= found.objective <= check(instance, tuple(range(num_positions))) * (1 + 1e-9)
+        assert found.bound <= best * (1 + 1e-9)
+        assert found.status is Status.FEASIBLE or found.objective == pytest.approx(best)
+        met += found.objective <= best * (1 + 1e-9)
     assert met >= 0.9 * len(seeds)
 
 
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 10**6), num_places=st.sampled_from([4, 8, 12, 16]), num_kinds=st.integers(1, 3))
-def test_never_worse_than_the_identity_and_within_the_constraints(seed: int, num_places: int, num_kinds: int) -> None:
-    instance = random_instance(seed, num_places, num_kinds=num_kinds)
+@given(seed=st.integers(0, 10**6), num_positions=st.sampled_from([4, 8, 12, 16]), num_kinds=st.integers(1, 3))
+def test_never_worse_than_the_identity_and_within_the_constraints(
+    seed: int, num_positions: int, num_kinds: int
+) -> None:
+    instance = random_instance(seed, num_positions, num_kinds=num_kinds)
     found = solve(instance)
-    assert check(instance, found.node) <= check(instance, tuple(range(num_places))) * (1 + 1e-9)
-    assert lower_bound_s(instance) <= found.objective_s * (1 + 1e-9)
-    assert solve(instance).node == found.node
+    assert check(instance, found.choice) <= check(instance, tuple(range(num_positions))) * (1 + 1e-9)
+    assert lower_bound_s(instance) <= found.objective * (1 + 1e-9)
+    assert solve(instance).choice == found.choice
 
 
 def test_two_racks_that_are_listed_alternately_are_sorted_out() -> None:
@@ -79,8 +81,8 @@ def test_two_racks_that_are_listed_alternately_are_sorted_out() -> None:
         np.where(same, 10e9, 1e9), (rings, hops), np.zeros(8, dtype=np.int64), np.arange(8) // 4
     )
     found = solve(instance)
-    assert sorted(found.node[:4]) in ([0, 2, 4, 6], [1, 3, 5, 7])
-    assert found.objective_s == pytest.approx(1e10 / 10e9 + 1e8 / 1e9)
+    assert sorted(found.choice[:4]) in ([0, 2, 4, 6], [1, 3, 5, 7])
+    assert found.objective == pytest.approx(1e10 / 10e9 + 1e8 / 1e9)
 
 
 @pytest.mark.parametrize(

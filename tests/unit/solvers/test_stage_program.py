@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.solvers.solution import Status
-from meshwright.solvers.stages.stage_program import StageProgramInstance, check, lower_bound_s, solve
+from meshwright.solvers.stages.stage_program import StageFilling, StageProgramInstance, check, lower_bound_s, solve
 
 USES = np.array([[True, False, False], [True, True, False], [True, True, True]])
 
@@ -75,7 +75,7 @@ def every_answer(instance: StageProgramInstance) -> list[tuple[float, float]]:
             of_stage.append([np.array(picks).reshape(num_kinds, num_options) for picks in sorted(choices)])
         for picks in itertools.product(*of_stage):
             try:
-                objective = check(instance, boundaries, np.array(picks))
+                objective = check(instance, StageFilling(boundaries, np.array(picks)))
             except ValueError:
                 continue
             seconds = [instance.fixed_s[p] + (instance.seconds[s] * picks[s]).sum() for s, p in enumerate(spans)]
@@ -91,9 +91,9 @@ def assert_equals_brute_force(instance: StageProgramInstance) -> None:
     best = min(answers)[0]
     without = {"fixed_once_s": 0 * instance.fixed_once_s, "once_s": 0 * instance.once_s}
     seconds = replace(instance, slowest_weight=1.0, sum_weight=0.0, **without)
-    assert check(seconds, solution.boundaries, solution.counts) == pytest.approx(min(slowest for _, slowest in answers))
+    assert check(seconds, solution.choice) == pytest.approx(min(slowest for _, slowest in answers))
     assert lower_bound_s(instance) <= best * (1 + 1e-9)
-    assert solution.objective_s >= best * (1 - 1e-9)
+    assert solution.objective >= best * (1 - 1e-9)
 
 
 @settings(max_examples=40, deadline=None)

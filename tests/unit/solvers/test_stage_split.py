@@ -68,8 +68,8 @@ def test_random_instance_equals_brute_force(seed: int, num_layers: int, num_stag
         assert solution.status is Status.INFEASIBLE
         return
     assert solution.status is Status.OPTIMAL
-    assert check(instance, solution.boundaries) == pytest.approx(solution.objective_s, rel=1e-9)
-    times = [instance.busy_s[i:j].sum() for i, j in itertools.pairwise(solution.boundaries)]
+    assert check(instance, solution.choice) == pytest.approx(solution.objective, rel=1e-9)
+    times = [instance.busy_s[i:j].sum() for i, j in itertools.pairwise(solution.choice)]
     assert (max(times), sum(t * t for t in times)) == pytest.approx(expected, rel=1e-6)
 
 
@@ -80,12 +80,12 @@ def test_random_instance_equals_integer_program(seed: int) -> None:
     if expected is None:
         assert solution.status is Status.INFEASIBLE
     else:
-        assert solution.objective_s == pytest.approx(expected, rel=1e-6)
+        assert solution.objective == pytest.approx(expected, rel=1e-6)
 
 
 def test_equal_layers_split_evenly() -> None:
     instance = StageSplitInstance(np.ones(12), np.ones((4, 13, 13), dtype=bool))
-    assert solve(instance).boundaries == (0, 3, 6, 9, 12)
+    assert solve(instance).choice == (0, 3, 6, 9, 12)
 
 
 def test_more_stages_than_layers_is_infeasible() -> None:
@@ -105,7 +105,7 @@ def test_check_names_the_broken_constraint(boundaries: tuple[int, ...], tag: str
 def test_140_layers_on_70_stages_is_exact() -> None:
     """The largest size in use; the pigeonhole bound is reached."""
     solution = solve(StageSplitInstance(np.ones(140), np.ones((70, 141, 141), dtype=bool)))
-    assert solution.objective_s == 2.0
+    assert solution.objective == 2.0
 
 
 def stages_that_differ(seed: int) -> StageSplitInstance:
@@ -132,8 +132,8 @@ def test_stages_that_differ_get_the_split_of_brute_force(seed: int) -> None:
     found = solve(instance)
     assert (found.status is Status.INFEASIBLE) == (not objectives)
     if objectives:
-        assert found.objective_s == pytest.approx(min(objectives), rel=1e-9)
-        assert check(instance, found.boundaries) == pytest.approx(found.objective_s, rel=1e-9)
+        assert found.objective == pytest.approx(min(objectives), rel=1e-9)
+        assert check(instance, found.choice) == pytest.approx(found.objective, rel=1e-9)
 
 
 @given(seed=st.integers(0, 10**6), rounds=st.sampled_from([0.0, 1.0, 15.0]))
@@ -144,5 +144,5 @@ def test_equal_stages_have_the_same_split_either_way(seed: int, rounds: float) -
     differ = StageSplitInstance(np.tile(alike.busy_s, (3, 1)), alike.fits, np.zeros(3), rounds)
     one, other = solve(alike), solve(differ)
     assert one.status == other.status
-    if one.boundaries:
-        assert other.objective_s == pytest.approx(rounds * one.objective_s + alike.busy_s.sum(), rel=1e-9)
+    if one.choice:
+        assert other.objective == pytest.approx(rounds * one.objective + alike.busy_s.sum(), rel=1e-9)
