@@ -1,5 +1,6 @@
 # make demo   plan a small published model for this machine and train it with that plan
-# make test   run the test suite
+# make test   run the short tier of the test suite, in about five minutes on two cores
+# make test-all   run all of it
 # make check  lint and types
 # make docs   write the pages, the picture and the table that are made from the code
 # Each works by itself from a clean checkout. Python 3.11 or newer is all it needs.
@@ -15,15 +16,20 @@ SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers plan
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36
 
-.PHONY: demo test check docs clean
+.PHONY: demo test test-all check docs clean
 
 demo: $(VENV)/installed
 	mkdir -p demo
 	$(BIN)/meshwright plan $(DEMO_MODEL) --cluster local --global-batch-size 4 --seq-len 128 --out demo/plan.json
 	$(BIN)/meshwright apply demo/plan.json --steps $(DEMO_STEPS) --metrics demo/metrics.jsonl
 
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile tests
+
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile tests
+	$(PYTEST) -m "not long"
+
+test-all: $(VENV)/installed-test
+	$(PYTEST)
 
 check: $(VENV)/installed-check
 	$(BIN)/ruff check .

@@ -12,10 +12,13 @@ import multiprocessing as mp
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
@@ -25,6 +28,9 @@ from meshwright.runtime.training.zeroth_order import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
 from meshwright.schema import Plan
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
 
 SEED = 7
 MAX_NORM = 0.5
@@ -63,6 +69,15 @@ class Case:
     module: str = ""
     weights: str | None = None
     exports: int = 0
+
+
+def by_world_size(*groups: Sequence[Any], long_from: int = 4) -> list[ParameterSet]:
+    """Return groups of setups as test parameters, those of ``long_from`` ranks and more for the long tier."""
+    sizes = [group[0].layout.world_size for group in groups]
+    return [
+        pytest.param(group, id=f"{size} ranks", marks=[pytest.mark.long] if size >= long_from else [])
+        for group, size in zip(groups, sizes, strict=True)
+    ]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import SEED, Case, Outcome, local_tokens, run_group
+from harness import SEED, Case, Outcome, by_world_size, local_tokens, run_group
 from meshwright.runtime import build_optimizer, parallelize
 from meshwright.runtime.adapters import merge_adapters, save_adapters
 from meshwright.runtime.checkpoints.index import SafeReader
@@ -79,7 +79,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outco
     return outcomes["reference"][0], outcomes["zeroth"][0]
 
 
-@pytest.mark.parametrize("setups", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR))
 def test_adapters_train_as_on_one_rank(
     setups: tuple[Setup, ...], references: tuple[Outcome, Outcome], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from harness import Outcome
+from harness import Outcome, by_world_size
 from meshwright.schema import Layout, Workload
 from meshwright.schema.layers import MoE
 from plans import tiny_model
@@ -90,7 +90,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.mark.parametrize("setups", [TWO, FOUR, EIGHT], ids=lambda setups: f"{setups[0].layout.world_size} ranks")
+@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, EIGHT))
 def test_shared_sequences_train_as_whole_ones(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from foreign_models import NAMES, build, spec_of
-from harness import LEARNING_RATE, MAX_NORM, Case, Outcome, local_tokens, run_group
+from harness import LEARNING_RATE, MAX_NORM, Case, Outcome, by_world_size, local_tokens, run_group
 from meshwright.schema import Layout, Workload
 from plans import make_plan
 from test_parity import differences
@@ -108,7 +108,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("setups", GROUPS, ids=lambda setups: f"{setups[0].layout.world_size}-ranks")
+@pytest.mark.parametrize("setups", by_world_size(*GROUPS))
 def test_foreign_modules_train_as_they_do_alone(
     setups: tuple[Setup, ...], references: dict[str, Outcome], weights: Path, tmp_path: Path
 ) -> None:

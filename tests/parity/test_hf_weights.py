@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from harness import Case, local_tokens, run_group
+from harness import Case, by_world_size, local_tokens, run_group
 from meshwright.runtime.weights.load import INDEX_FILE, find_weights
 from meshwright.schema import Layout, ModelSpec, Plan, Workload
 from meshwright.schema.plan import LayerSlots
@@ -127,7 +127,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.nn
     return {name: published(name, folder) for name in CONFIGS}, folder
 
 
-@pytest.mark.parametrize("setups", GROUPS, ids=lambda setups: f"{setups[0].layout.world_size} ranks")
+@pytest.mark.parametrize("setups", by_world_size(*GROUPS))
 def test_weights_go_in_and_come_back(
     setups: tuple[Setup, ...], models: tuple[dict[str, torch.nn.Module], Path], tmp_path: Path
 ) -> None:

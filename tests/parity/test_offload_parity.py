@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Case, Outcome, run_group
+from harness import Case, Outcome, by_world_size, run_group
 from meshwright.schema import Layout, ModelSpec, OffloadSchedule, Plan, Workload
 from meshwright.schema.layers import MoE
 from meshwright.schema.offload import LayerOffload
@@ -85,7 +85,7 @@ FOUR = (
 )
 
 
-@pytest.mark.parametrize("setups", [ONE, TWO, FOUR], ids=lambda setups: f"{setups[0].layout.world_size} ranks")
+@pytest.mark.parametrize("setups", by_world_size(ONE, TWO, FOUR))
 def test_offload_changes_no_bit(setups: tuple[Setup, ...], tmp_path: Path) -> None:
     cases = []
     for setup in setups:

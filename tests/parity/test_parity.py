@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Case, Outcome, run_group
+from harness import Case, Outcome, by_world_size, run_group
 from meshwright.schema import Layout, Plan, Workload
 from meshwright.schema.layers import LatentAttention, MoE, Rope
 from meshwright.schema.plan import LayerSlots
@@ -205,27 +205,30 @@ THREE = (
     Setup("zero 3, uneven shards", Layout(dp_shard=3), model="six", workload=SIX),
     Setup("pp 3", Layout(pp=3, micro_batch_size=2), model="six", workload=SIX, rank_map=(2, 0, 1)),
 )
+# Every pair of axes once; the long tier has the others.
 FOUR = (
     Setup("hsdp", Layout(dp_replicate=2, dp_shard=2), model="five"),
     Setup("tp zero 3", Layout(tp=2, dp_shard=2, micro_batch_size=2), model="five rich", rank_map=(0, 2, 1, 3)),
+    Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="five tied", rank_map=(1, 3, 0, 2)),
+    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
+    Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2, micro_batch_size=2), model="experts"),
+    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2, micro_batch_size=2), model="latent"),
+    Setup("cp tp ep", Layout(cp=2, tp=2, ep=2, micro_batch_size=4), model="shared experts"),
+    Setup("chunks ep", Layout(pp=2, num_model_chunks=2, dp_shard=2, ep=2), model="five with experts"),
+)
+MORE_OF_FOUR = (
     Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1, micro_batch_size=2), model="five tied"),
     Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="five rich"),
     Setup("tp zero 3 full", Layout(tp=2, dp_shard=2, sequence_parallel=False, recompute="full"), model="five rich"),
     Setup("cp tp, whole sequence", Layout(cp=2, tp=2, sequence_parallel=False), model="gpt2"),
-    Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="five tied", rank_map=(1, 3, 0, 2)),
-    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
     Setup("pp replicas", Layout(pp=2, dp_replicate=2), model="five tied"),
     Setup("pp 4", Layout(pp=4), model="five tied", rank_map=(1, 3, 0, 2)),
     Setup("tp 4", Layout(tp=4, micro_batch_size=4), model="mha"),
     Setup("ep 2 of 4", Layout(dp_shard=4, ep=2), model="shared experts"),
     Setup("ep 2, replicas of shards", Layout(dp_replicate=2, dp_shard=2, ep=2), model="experts"),
-    Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2, micro_batch_size=2), model="experts"),
     Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4, micro_batch_size=2), model="experts"),
     Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2, micro_batch_size=4), model="mixed experts"),
-    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2, micro_batch_size=2), model="latent"),
-    Setup("cp tp ep", Layout(cp=2, tp=2, ep=2, micro_batch_size=4), model="shared experts"),
     Setup("cp ep 4", Layout(cp=2, dp_shard=2, ep=4, micro_batch_size=2), model="experts"),
-    Setup("chunks ep", Layout(pp=2, num_model_chunks=2, dp_shard=2, ep=2), model="five with experts"),
     Setup("gpt2, cp tp", Layout(cp=2, tp=2, micro_batch_size=4), model="gpt2"),
     Setup("pp ep", Layout(pp=2, dp_shard=2, ep=2, micro_batch_size=2), model="shared experts"),
 )
@@ -256,7 +259,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.fixture(
-    scope="module", params=[ONE, TWO, THREE, FOUR, EIGHT], ids=lambda setups: f"{setups[0].layout.world_size} ranks"
+    scope="module",
+    params=[
+        *by_world_size(ONE, TWO, THREE),
+        pytest.param(FOUR, id="4 ranks, pairs of axes"),
+        *by_world_size(MORE_OF_FOUR, EIGHT),
+    ],
 )
 def group(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

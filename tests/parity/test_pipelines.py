@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from harness import Outcome
+from harness import Outcome, by_world_size
 from meshwright.cost_models.pipeline import orders
 from meshwright.schema import Layout, Workload
 from meshwright.schema.layers import MoE
@@ -121,7 +121,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.mark.parametrize("setups", [TWO, FOUR, EIGHT], ids=lambda setups: f"{setups[0].layout.world_size} ranks")
+@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, EIGHT))
 def test_schedules_train_as_one_rank_does(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:
