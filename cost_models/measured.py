@@ -98,7 +98,7 @@ def _setting_of(points: Sequence[LayerPoint], setting: CostInputs) -> CostInputs
     """The layouts that the points stand for: one rank's shard, no data parallelism."""
     layouts = [Layout(tp=point.tp, micro_batch_size=point.micro_batch_size) for point in points]
     size = int(np.lcm.reduce([point.micro_batch_size for point in points]))
-    return replace(setting, batch=LayoutTable.of(layouts, size))
+    return replace(setting, batch=LayoutTable.from_layouts(layouts, size))
 
 
 def _layer_ratio(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..schema.errors import ConfigError
-from ..schema.layout_rules import Rule, layout_facts
+from ..schema.layout_rules import Rule
 from ..schema.plan import Plan
-from ..schema.runnable import broken_rules
+from ..schema.runnable import broken_rules, problem_facts
 
 if TYPE_CHECKING:
     from .documents import TargetName
@@ -20,8 +20,8 @@ def rules_of(engine: str, rules: tuple[Rule, ...]) -> Limit:
 
     def broken(plan: Plan) -> tuple[str, ...]:
         layout, world_size = plan.layout, plan.cluster.num_devices
-        facts = layout_facts(plan.model, plan.workload, layout, world_size=world_size, scaleup_domain=layout.tp)
-        return broken_rules(facts, rules)
+        problem = problem_facts(plan.model, plan.workload, world_size=world_size, scaleup_domain=layout.tp)
+        return broken_rules(layout, problem, rules)
 
     return Limit(
         f"{engine}_rules",

@@ -15,7 +15,6 @@ passes shows where a pipeline fills and drains, so this is measured, not a theor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +25,7 @@ from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ModelSpec, Workload
 from ..schema.arrays import FloatArray, IntArray
 from ..schema.layers import Block, Embedding, Head
-from ..schema.layout import INTEGER_FIELDS
-from ..schema.layout_table import RECOMPUTES, LayoutTable, distinct_rows, not_searched
+from ..schema.layout_table import RECOMPUTES, LayoutTable, distinct_rows
 
 SAME_SECONDS_FRACTION = 0.01
 """Layouts this close are equal within any model's error (choose.SAME_TIME_FRACTION): the one that needs less memory stays."""
@@ -68,12 +66,9 @@ def _added(
 ) -> FloatArray:
     """Seconds forward and backward and dispatches of every split [N, sizes, 3 x kinds]."""
     size, repeats = len(columns["tp"]), len(micro_batch_sizes)
-    ones = np.ones(size * repeats, dtype=np.int64)
     crossed = {name: np.repeat(column, repeats) for name, column in columns.items()}
     crossed["micro_batch_size"] = np.tile(np.asarray(micro_batch_sizes, dtype=np.int64), size)
-    zeros: dict[str, Any] = dict.fromkeys(("zero_stage", "sequence_parallel", "recompute", "schedule"), 0 * ones)
-    arrays: dict[str, Any] = dict.fromkeys(INTEGER_FIELDS, ones) | zeros | crossed | not_searched(len(ones))
-    batch = LayoutTable(**arrays, num_microbatches=ones)
+    batch = LayoutTable.filled(size * repeats, **crossed)
     setting = CostInputs(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
     parts = []
     for attention in dict.fromkeys(block.attention for block, _ in model.block_runs):
@@ -112,16 +107,13 @@ def _whole_and_split(
 ) -> CostTable:
     """Costs of layouts [2 x recomputes x N] without and with sequence parallelism, under every recompute, nothing sharded."""
     size, options = len(columns["tp"]), len(RECOMPUTES)
-    ones = np.ones(2 * options * size, dtype=np.int64)
-    zeros: dict[str, Any] = dict.fromkeys(("zero_stage", "schedule"), 0 * ones)
-    arrays: dict[str, Any] = dict.fromkeys(INTEGER_FIELDS, ones) | zeros | not_searched(len(ones))
-    arrays |= {name: np.tile(column, 2 * options) for name, column in columns.items() if name != "dp"}
-    arrays |= {
+    crossed = {name: np.tile(column, 2 * options) for name, column in columns.items() if name != "dp"}
+    crossed |= {
         "dp_replicate": np.tile(columns["dp"], 2 * options),
         "sequence_parallel": np.repeat(np.arange(2), options * size),
         "recompute": np.tile(np.repeat(np.arange(options), size), 2),
     }
-    return CostTable.of(model, workload, cluster, LayoutTable(**arrays, num_microbatches=ones))
+    return CostTable.of(model, workload, cluster, LayoutTable.filled(2 * options * size, **crossed))
 
 
 def _work(costs: CostTable) -> FloatArray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.arrays import IntArray
-from ..schema.layout import INTEGER_FIELDS
-from ..schema.layout_rules import Facts, PartialFacts, model_facts
-from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED
-from ..schema.runnable import exchange_rules, sequence_rules
+from ..schema.engine_facts import exchange_rules, sequence_rules
+from ..schema.layout import LAYOUT_FIELDS, Layout
+from ..schema.layout_rules import ProblemFacts
+from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, LayoutTable, column_of
+from ..schema.runnable import problem_facts
 from ..schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES, ScheduleName
 from ..schema.task import Engine
 from .deadline import Deadline
@@ -185,12 +187,19 @@ MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
 
 
-_FACTS = (*INTEGER_FIELDS, "sequence_parallel", "schedule")
+ENUMERATED = frozenset((
+    "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "dp_shard",
+    "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard", "schedule", "recompute",
+))  # fmt: skip
+"""Fields with a step of their own in the enumeration. Of the others those with options are tried with each (`LayoutField.options`),
+and the rest has one value in the entire space: the fixed one, or the default."""
 
 
-_IN_LAYERS = frozenset(
-    ("recompute_fraction", "offload", "offload_fraction", "offload_activations", "offload_to", "vocabulary")
-)
+_OPTIONAL = tuple(name for name, field in LAYOUT_FIELDS.items() if field.options)
+
+CONSTANT = tuple(name for name in LAYOUT_FIELDS if name not in ENUMERATED and name not in _OPTIONAL)
+
+_IN_LAYERS = frozenset(name for name in CONSTANT if "layer" in LAYOUT_FIELDS[name].scopes)
 """Fields that are not searched and change what layers cost."""
 
 
@@ -217,26 +226,31 @@ class Enumeration:
         """Whether the plan is for our own runtime."""
         return self.workload.engine == "fsdp2"
 
-    def facts(self, c: Mapping[str, IntArray]) -> Facts:
-        """What the rules look at, of every row; without a column that is there already, its field is not decided."""
-        unknown = frozenset(name for name in _FACTS if name not in c)
-        fixed: dict[str, Any] = {
-            "offloads": int(
-                self.fixed.get("offload", "none") != "none" or self.fixed.get("offload_activations", 0) > 0
-            ),
-            "recomputes": int(self.fixed.get("recompute", "none") != "none"),
-            "recompute_fraction": self.fixed.get("recompute_fraction", 1.0),
-            "world_size": self.cluster.num_devices,
-            "scaleup_domain": self.cluster.scaleup_domain,
-            "seq_len": self.workload.seq_len,
-            "global_batch_size": self.workload.global_batch_size,
-            "fused_attention": self.workload.attention == "flash",
-            "has_backward": self.workload.has_backward,
-            "vocabulary_is_split": int(self.fixed.get("vocabulary") == "split"),
-            **model_facts(self.model),
-        }
-        known: dict[str, Any] = {name: c.get(name, 0) for name in _FACTS}
-        return PartialFacts(**known, **fixed, unknown=unknown, whole_dp=c.get("dp") if "dp_shard" in unknown else None)
+    @cached_property
+    def problem(self) -> ProblemFacts:
+        """The numbers of model, workload and cluster that rules look at."""
+        cluster = self.cluster
+        return problem_facts(
+            self.model, self.workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
+        )
+
+    def constants(self, size: int) -> dict[str, NDArray[Any]]:
+        """Return the columns of ``size`` layouts that are the same in the entire space."""
+        return {name: self._constant(name, size) for name in CONSTANT}
+
+    def _constant(self, name: str, size: int) -> NDArray[Any]:
+        return column_of(name, self.fixed.get(name, Layout.model_fields[name].default), size)
+
+    def table(self, c: Mapping[str, IntArray]) -> LayoutTable:
+        """Return the rows as rules look at them: a field without a column is not chosen yet.
+
+        What is recomputed counts as known: nothing, or what is asked for.
+        """
+        size = len(c["tp"])
+        constants = self.constants(size) | {"recompute": self._constant("recompute", size)}
+        chosen = {name: column for name, column in c.items() if name in LAYOUT_FIELDS}
+        split = {} if "dp_shard" in c or "dp" not in c else {"dp": c["dp"]}
+        return LayoutTable(**constants | chosen | split)
 
     def left(self, c: Mapping[str, IntArray]) -> IntArray:
         """Ranks that the chosen degrees leave."""
@@ -274,12 +288,14 @@ class Enumeration:
         c = admitted(c | {"dp": self.left(c)})
         c = self.cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, batch_size))
         c = select(c, worth[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
-        experts = list(model_facts(self.model)["expert_counts"])
+        experts = list(self.problem.expert_counts)
         c = self.cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], always)
         # A given ep that does not fold onto the ranks is left to the rules, which say so.
         c = self.cross(
             c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1))
         )
+        for name in _OPTIONAL:
+            c = self.cross(c, name, (Layout.model_fields[name].default, *LAYOUT_FIELDS[name].options), always)
         c = c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])}
         return admitted(self._with_sequence(admitted(c), only_worth=only_worth))
 
@@ -301,9 +317,8 @@ class Enumeration:
     def _can_exchange(self, c: Columns) -> NDArray[np.bool_]:
         """Splits of cp that the engine takes; a cp that it does not take at all is left to the rules, which say so."""
         ones = np.ones_like(c["tp"])
-        facts = self.facts(c)
-        of_engine = exchange_rules(self.workload.engine)
-        holds = np.all([np.broadcast_to(rule.holds(facts), ones.shape) for rule in of_engine], axis=0)
+        table, rules = self.table(c), exchange_rules(self.workload.engine)
+        holds = np.all([np.broadcast_to(rule.holds(table, self.problem), ones.shape) for rule in rules], axis=0)
         group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
         is_taken = np.bincount(group, weights=holds)[group] > 0
         return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
@@ -325,9 +340,9 @@ class Enumeration:
 
     def _takes_whole_sequence(self, c: Columns) -> NDArray[np.bool_]:
         """Whether the engine runs these degrees without sequence parallelism."""
-        facts = self.facts(c | {"sequence_parallel": np.zeros_like(c["tp"])})
-        of_engine = sequence_rules(self.workload.engine)
-        holds = np.all([np.broadcast_to(rule.holds(facts), c["tp"].shape) for rule in of_engine], axis=0)
+        table = self.table(c | {"sequence_parallel": np.zeros_like(c["tp"])})
+        rules = sequence_rules(self.workload.engine)
+        holds = np.all([np.broadcast_to(rule.holds(table, self.problem), c["tp"].shape) for rule in rules], axis=0)
         # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
         return np.asarray(holds & (not self.workload.tp_overlap))
 

@@ -27,10 +27,10 @@ from ..schema import (
 from ..schema.engine_rules import RULES_OF_ENGINE, VERSION_RULES
 from ..schema.layers import Block
 from ..schema.layout import Recompute, check_fields, format_assignments
-from ..schema.layout_rules import ENGINE_RULES, layout_facts
+from ..schema.layout_rules import ENGINE_RULES
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.plan import PlanProvenance
-from ..schema.runnable import broken_rules, require_valid, why_not_runnable
+from ..schema.runnable import broken_rules, problem_facts, require_valid, why_not_runnable
 from ..schema.task import Precision
 from ..schema.units import format_bytes
 from ..solvers.pipeline.torch_csv import to_torch_csv
@@ -278,15 +278,15 @@ def estimate_with_schedule(
         request = offload or OffloadRequest()
         found = schedule_layout(model, cluster, workload, layout, request, quickly=quickly)
         return found.estimate, found
-    batch = LayoutTable.of([layout], workload.global_batch_size)
+    batch = LayoutTable.from_layouts([layout], workload.global_batch_size)
     return expand(CostTable.of(model, workload, cluster, batch), 0).estimate, None
 
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
     """Why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
-    facts = layout_facts(model, workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
+    problem = problem_facts(model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
     of_engine = RULES_OF_ENGINE.get(workload.engine, ())
-    broken = broken_rules(facts, of_engine + (VERSION_RULES if workload.engine == "fsdp2" else ()))
+    broken = broken_rules(layout, problem, of_engine + (VERSION_RULES if workload.engine == "fsdp2" else ()))
     return broken if workload.engine == "fsdp2" else (*broken, f"it is costed for {workload.engine}")
 
 

@@ -14,8 +14,7 @@ from ..cost_models.hardware.host import HostRates, host_rates
 from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, Plan, Workload
 from ..schema.engine_rules import VERSION_RULES
 from ..schema.layout import parse_assignments
-from ..schema.layout_rules import layout_facts
-from ..schema.runnable import broken_rules, require_our_engine, why_not_runnable
+from ..schema.runnable import broken_rules, problem_facts, require_our_engine, why_not_runnable
 from .deadline import Deadline
 from .search import OnProgress, SearchResult, search
 from .space import Space, build_space
@@ -117,14 +116,14 @@ class PlanRequest:
         """What a plan answers; of a plan that does not say its space, the smallest one that has its layout."""
         runnable = plan.provenance.space == "runnable"
         if plan.provenance.space is None:
-            facts = layout_facts(
+            problem = problem_facts(
                 plan.model,
                 plan.workload,
-                plan.layout,
                 world_size=plan.cluster.num_devices,
                 scaleup_domain=plan.cluster.scaleup_domain,
             )
-            runnable = is_runnable(plan.model, plan.workload, None) and not broken_rules(facts, VERSION_RULES)
+            broken = broken_rules(plan.layout, problem, VERSION_RULES)
+            runnable = is_runnable(plan.model, plan.workload, None) and not broken
         fixed = parse_assignments(plan.provenance.fixed)
         if fixed.get("offload") == "scheduled":
             del fixed["offload"]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -126,10 +126,8 @@ def _joined(costs: CostTable, of_groups: CostTable, batch: LayoutTable, of_group
     like = of_groups.like[of_group]
     if of_groups.batch.is_mixed:
         like = like + (batch.recompute - MIXED) * of_groups.cases_by_option
-    columns = {
-        f.name: np.concatenate([getattr(costs.batch, f.name), getattr(batch, f.name)]) for f in fields(LayoutTable)
-    }
-    return replace(costs, batch=LayoutTable(**columns), like=np.concatenate([costs.like, like]))
+    joined = LayoutTable.concatenate([costs.batch, batch])
+    return replace(costs, batch=joined, like=np.concatenate([costs.like, like]))
 
 
 BLOCK = 1 << 13
@@ -305,8 +303,8 @@ class SearchResult:
         objective = self.fitting[0].estimate.step_time_s
         return Certificate(
             status="feasible" if self.stopped_early else "optimal",
-            objective_s=objective,
-            bound_s=self.bound_s,
+            objective=objective,
+            bound=self.bound_s,
             gap=max(0.0, 1 - self.bound_s / objective) if objective > self.bound_s * (1 + 1e-12) else 0.0,
             evaluated=self.evaluated,
             pruned=self.num_layouts - self.evaluated,

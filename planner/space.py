@@ -27,7 +27,7 @@ left.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.arrays import IntArray
-from ..schema.layout_rules import Facts, Rule, Undecided
-from ..schema.layout_table import OFFLOADS, VOCABULARIES, LayoutTable, distinct_rows, not_searched
-from ..schema.runnable import rules_of
+from ..schema.engine_facts import rules_of
+from ..schema.layout_rules import Rule
+from ..schema.layout_table import LayoutTable, distinct_rows
 from .deadline import Deadline
 from .enumeration import Columns, Enumeration, divisors
 
@@ -198,13 +198,12 @@ class _Sieve:
         self.undecided = set(self.excluded)
 
     def __call__(self, c: Columns) -> Columns:
-        facts, keep = self.choices.facts(c), np.ones(len(c["tp"]), dtype=bool)
+        table, keep = self.choices.table(c), np.ones(len(c["tp"]), dtype=bool)
         for rule in self.rules:
             self.choices.deadline.require(f"checking {len(keep)} layouts against the rules")
-            try:
-                holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
-            except Undecided:
+            if not rule.is_decided(table.known):
                 continue
+            holds = np.broadcast_to(np.asarray(rule.holds(table, self.choices.problem), dtype=bool), keep.shape)
             self.undecided.discard(rule.name)
             self.excluded[rule.name] += int(np.count_nonzero(keep & ~holds))
             keep &= holds
@@ -232,43 +231,24 @@ def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
         options={name: column[order] for name, column in options.items() if name not in _KEY},
         first=(np.cumsum(count) - count)[like],
         count=count[like],
-        constants={name: column[0] for name, column in _unsearched(1, choices.fixed).items()},
+        constants={name: column[0] for name, column in choices.constants(1).items()},
     )
 
 
 def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str]]:
     """Rules that exclude everything by themselves, or else those that exclude something, with how many combinations."""
-    facts = choices.facts(c := choices.options(choices.degrees(lambda c: c, only_worth=False)))
-    keep = np.ones(len(c["tp"]), dtype=bool)
+    table = choices.table(choices.options(choices.degrees(lambda c: c, only_worth=False)))
+    problem, keep = choices.problem, np.ones(len(table), dtype=bool)
     reasons, decisive = [], []
     for rule in rules:
-        holds = np.broadcast_to(np.asarray(rule.holds(facts), dtype=bool), keep.shape)
+        holds = np.broadcast_to(np.asarray(rule.holds(table, problem), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         if len(broken):
-            reasons.append((len(broken), f"{rule.reason(_facts_of(facts, broken[0]))}   [{rule.name}]"))
+            reasons.append((len(broken), f"{rule.reason(table.row(broken[0]), problem)}   [{rule.name}]"))
         if len(keep) and not holds.any():  # by itself it excludes everything
-            decisive.append((len(keep), f"{rule.reason(_facts_of(facts, 0))}   [{rule.name}]"))
+            decisive.append((len(keep), f"{rule.reason(table.row(0), problem)}   [{rule.name}]"))
         keep &= holds
     return decisive or reasons
-
-
-def _unsearched(size: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that are as ``fixed`` says, or without what they stand for."""
-    columns = not_searched(size)
-    given: dict[str, Any] = {name: fixed[name] for name in columns if name in fixed}
-    if "offload" in given:
-        given["offload"] = OFFLOADS.index(given["offload"])
-    if "vocabulary" in given:
-        given["vocabulary"] = VOCABULARIES.index(given["vocabulary"])
-    given |= {"offload_to_storage": int(fixed.get("offload_to") == "storage")}
-    return columns | {name: np.full_like(columns[name], value) for name, value in given.items()}
-
-
-def _facts_of(facts: Facts, idx: int) -> Facts:
-    """The facts of one layout, as numbers."""
-    values: dict[str, Any] = {field.name: getattr(facts, field.name) for field in fields(Facts)}
-    numbers: dict[str, Any] = {name: int(v[idx]) if isinstance(v, np.ndarray) else v for name, v in values.items()}
-    return Facts(**numbers)
 
 
 def _nothing_left(

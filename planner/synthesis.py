@@ -19,7 +19,6 @@ from ..cost_models.stage.step import estimate_step, pass_seconds
 from ..cost_models.stage.table import CostTable
 from ..schema import Estimate
 from ..schema.arrays import FloatArray
-from ..schema.layout_table import LayoutTable
 from ..schema.schedules import SCHEDULE_NAMES
 from ..solvers.pipeline.greedy import quick_order
 
@@ -49,8 +48,7 @@ def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> Synth
 
 def with_schedule(costs: CostTable, schedule: int) -> CostTable:
     """The same layouts with another schedule: nothing that one layer costs differs."""
-    batch: LayoutTable = replace(costs.batch, schedule=np.full_like(costs.batch.schedule, schedule))
-    other = replace(costs, batch=batch)
+    other = replace(costs, batch=costs.batch.replace(schedule=np.full_like(costs.batch.schedule, schedule)))
     return other
 
 

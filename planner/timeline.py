@@ -73,7 +73,7 @@ def timeline(plan: Plan) -> StepTimeline:
 
 def costs_of(plan: Plan) -> CostTable:
     """Costs of the plan's layout (row 0), each layer with the recompute that its stage gives it."""
-    batch = LayoutTable.of([plan.layout], plan.workload.global_batch_size)
+    batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
     cluster = plan.cluster if _is_on_parts(plan) else place_as_planned(plan, plan.cluster)
     costs = CostTable.of(plan.model, plan.workload, cluster, batch)
     if plan.layout.recompute != "mixed":

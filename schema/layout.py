@@ -1,15 +1,22 @@
-"""Layout: the degrees and the global choices of one way to spread a training run."""
+"""Layout: the degrees and the global choices of one way to parallelize a training run.
+
+The annotated fields of `Layout` are the table of fields: what costs depend on each, how it is printed, what the search tries.
+`LayoutTable` (layout_table.py), the text form and the command line are made from it, so that a new axis is one field here, its
+rules (layout_rules.py), its cost, its file in runtime/ and its parity case.
+"""
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from .arrays import Numbers, gcd, maximum, where
 from .base import Count, Frozen, shown
 from .errors import ConfigError
 from .schedules import SCHEDULE_NAMES, ScheduleName
@@ -18,72 +25,257 @@ Recompute = Literal["none", "selective", "full"]
 LayoutRecompute = Literal["none", "selective", "full", "mixed"]
 Offload = Literal["none", "optimizer", "parameters", "scheduled"]
 Vocabulary = Literal["ends", "split"]
+OffloadTarget = Literal["host", "storage"]
+
+Scope = Literal["layer", "expert_layer", "operators", "data"]
+"""What depends on a field: the work of one layer on one micro-batch (of every layer, or only of those with experts), the shapes of
+a layer's operators, the data-parallel collectives of a layer."""
 
 
-def _default_zero_stage(data: dict[str, Any]) -> Literal[0, 1, 3]:
+class Degrees:
+    """Quantities that follow from the degrees, for numbers and for arrays with one entry per layout.
+
+    Within a stage tp counts fastest, then cp, dp_shard, dp_replicate. Experts fold onto the same ranks: the ranks of one expert
+    count fastest, then ep, then the copies of the experts.
+    """
+
+    if TYPE_CHECKING:
+        dp_replicate: Numbers
+        dp_shard: Numbers
+        tp: Numbers
+        cp: Numbers
+        pp: Numbers
+        ep: Numbers
+        etp: Numbers
+        zero_stage: Numbers
+        gradient_shard: Numbers
+        optimizer_shard: Numbers
+
+    @cached_property
+    def dp(self) -> Numbers:
+        """Ranks that see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @cached_property
+    def stage_ranks(self) -> Numbers:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @cached_property
+    def world_size(self) -> Numbers:
+        """Ranks."""
+        return self.stage_ranks * self.pp
+
+    @cached_property
+    def gradient_level(self) -> Numbers:
+        """Data-parallel ranks over which gradients are sharded, under the ZeRO stages that shard them."""
+        return maximum(self.gradient_shard, self.dp_shard)
+
+    @cached_property
+    def optimizer_level(self) -> Numbers:
+        """Data-parallel ranks over which optimizer states are sharded, under the ZeRO stages that shard them."""
+        return maximum(self.optimizer_shard, self.gradient_level)
+
+    @cached_property
+    def has_levels(self) -> Numbers:
+        """Some state is sharded over more ranks than dp_shard."""
+        return self.optimizer_level > self.dp_shard
+
+    @cached_property
+    def num_shards(self) -> Numbers:
+        """Ranks that shard the states of what is no expert, parameters at least: context ranks share in it.
+
+        Gradients and optimizer states may be sharded over more of them: `num_gradient_shards`, `num_optimizer_shards`.
+        """
+        return where(self.zero_stage > 0, self.dp_shard * self.cp, self.dp_shard)
+
+    @cached_property
+    def num_gradient_shards(self) -> Numbers:
+        """Ranks that shard gradients, a multiple of ``num_shards``."""
+        return self.num_shards * maximum(self.gradient_shard // self.dp_shard, 1)
+
+    @cached_property
+    def num_optimizer_shards(self) -> Numbers:
+        """Ranks that shard optimizer states, a multiple of ``num_gradient_shards``."""
+        return maximum(self.num_shards * maximum(self.optimizer_shard // self.dp_shard, 1), self.num_gradient_shards)
+
+    @cached_property
+    def num_replicas(self) -> Numbers:
+        """Groups of ``num_shards`` ranks that hold the same shards."""
+        return where(self.zero_stage > 0, self.dp_replicate, self.dp_replicate * self.cp)
+
+    @cached_property
+    def experts_follow_tp(self) -> Numbers:
+        """Experts have no axes of their own: they are split over tp like every feed-forward part."""
+        return (self.ep == 1) & ((self.etp == 1) | (self.etp == self.tp))
+
+    @cached_property
+    def expert_tp(self) -> Numbers:
+        """Ranks that share one expert."""
+        return where(self.experts_follow_tp, self.tp, self.etp)
+
+    @cached_property
+    def expert_copies(self) -> Numbers:
+        """Ranks of a stage that hold the same part of the same experts."""
+        return self.stage_ranks // (self.ep * self.expert_tp)
+
+    @cached_property
+    def expert_shards(self) -> Numbers:
+        """Copies over which the states of an expert are sharded: as many as lie in one group of sharded ranks."""
+        ranks = maximum(self.num_shards * self.tp // (self.ep * self.expert_tp), 1)
+        return where(self.zero_stage > 0, gcd(ranks, maximum(self.expert_copies, 1)), self.dp_shard)
+
+    @cached_property
+    def expert_gradient_shards(self) -> Numbers:
+        """Ranks that shard the gradients of an expert, a multiple of ``expert_shards``."""
+        return self._wider_expert_shards(self.num_gradient_shards, self.expert_shards)
+
+    @cached_property
+    def expert_optimizer_shards(self) -> Numbers:
+        """Ranks that shard the optimizer states of an expert, a multiple of ``expert_gradient_shards``."""
+        return self._wider_expert_shards(self.num_optimizer_shards, self.expert_gradient_shards)
+
+    def _wider_expert_shards(self, num_shards: Numbers, inner: Numbers) -> Numbers:
+        """Return as many of the copies of an expert as ``num_shards`` has of all ranks, in multiples of ``inner``."""
+        expert_ranks = self.ep * self.expert_tp * inner
+        copies = maximum(self.stage_ranks // expert_ranks, 1)
+        ranks = maximum(num_shards * self.tp // expert_ranks, 1)
+        return where(self.zero_stage > 0, inner * gcd(ranks, copies), inner)
+
+    @cached_property
+    def expert_replicas(self) -> Numbers:
+        """Groups of ``expert_shards`` ranks that hold the same shards of the same experts."""
+        return maximum(self.stage_ranks // (self.ep * self.expert_tp * self.expert_shards), 1)
+
+
+def _text_if_changed(layout: Layout, name: str) -> str:
+    value = getattr(layout, name)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return "" if value == Layout.model_fields[name].default else f"{name}={text}"
+
+
+def _no_text(layout: Layout, name: str) -> str:
+    return ""
+
+
+def _zero_text(layout: Layout, name: str) -> str:
+    is_default = layout.zero_stage == _default_zero_stage({"cp": layout.cp, "pp": layout.pp})
+    return "" if layout.dp_shard == 1 and is_default else f"zero={layout.zero_stage}"
+
+
+def _sequence_text(layout: Layout, name: str) -> str:
+    return (
+        ""
+        if layout.sequence_parallel == (layout.tp > 1)
+        else f"sequence_parallel={str(layout.sequence_parallel).lower()}"
+    )
+
+
+def _recompute_text(layout: Layout, name: str) -> str:
+    fraction = layout.recompute_fraction
+    return f"recompute={layout.recompute}" + (f"x{fraction:g}" if fraction < 1 else "")
+
+
+def _offload_text(layout: Layout, name: str) -> str:
+    fraction = f"x{layout.offload_fraction:g}" if layout.offload_fraction < 1 else ""
+    return "" if layout.offload == "none" else f"offload={layout.offload}{fraction}"
+
+
+@dataclass(frozen=True)
+class LayoutField:
+    """What other parts need to know of a field of `Layout`, besides its type and default.
+
+    Attributes:
+        scopes: what depends on it.
+        is_degree: it counts ranks: layouts that are alike in all such fields are variants of one another.
+        options: values that the search tries for a field without a step of its own in the enumeration; empty: the default only.
+        text: how it stands in ``str(layout)``; empty text: it is left out.
+        position: where: fields of a smaller one come first, those of the same one as they are declared.
+    """
+
+    scopes: tuple[Scope, ...] = ()
+    is_degree: bool = False
+    options: tuple[int, ...] = ()
+    text: Callable[[Layout, str], str] = _text_if_changed
+    position: int = 1
+
+
+_OFFLOAD = LayoutField(("layer", "data"))
+
+
+def _default_zero_stage(data: Mapping[str, Any]) -> Literal[0, 1, 3]:
     if data.get("dp_shard", 1) * data.get("cp", 1) == 1:
         return 0
     return 1 if data.get("pp", 1) > 1 else 3
 
 
-class Layout(Frozen):
+class Layout(Frozen, Degrees):
     """Degrees (all >= 1) and choices; ``world_size = dp_replicate * dp_shard * cp * tp * pp``.
 
     Attributes:
         dp_replicate: copies of the model, sharded or not, each training on sequences of its own.
         dp_shard: ranks of a copy that share its states as zero_stage says, each training on sequences of its own.
-        tp: ranks that share every layer: heads, and the width of feed-forward parts.
-        pp: ranks of a pipeline; each holds a stage, or num_model_chunks of them.
-        micro_batch_size: sequences of one forward and backward pass on a data-parallel rank.
         cp: ranks that share each sequence; parameters are sharded over them too (over dp_shard * cp ranks).
         cp_ulysses: of the cp ranks, neighbours that exchange tokens for heads before attention and back after it (Ulysses);
             the cp / cp_ulysses groups of them pass keys and values round a ring.
+        tp: ranks that share every layer: heads, and the width of feed-forward parts.
+        pp: ranks of a pipeline; each holds a stage, or num_model_chunks of them.
         ep, etp: ranks that share the experts of a layer, and that share one expert; both fold onto the other ranks of a stage.
             With ep = etp = 1 experts have no axes of their own: they are split over tp like every feed-forward part.
         num_model_chunks: stages that each rank holds; chunk k of rank r is stage k pp + r, or counted back in every second
             chunk under the V schedules (zb-v, v-half, v-min: two chunks).
-        schedule: order of the passes (cost_models/pipeline/orders.py); 1f1b and zb-h1 with chunks are their interleaved forms;
-            synthesised is the order that the plan brings along.
         zero_stage: what dp_shard shards: 0 nothing (dp_shard = 1), 1 optimizer states, 2 and gradients, 3 and parameters.
             Unset, it is the deepest stage that can be executed: 3, or 1 under a pipeline.
         gradient_shard, optimizer_shard: data-parallel ranks (context ranks come on top, as for dp_shard) over which gradients and
-            optimizer states are sharded where those are more than dp_shard has: each a multiple of the narrower one, and beside
-            whole parameters (zero_stage 2) the optimizer states alone. 1: as the narrower one.
+            optimizer states are sharded where those are more than dp_shard has: each a multiple of the narrower one, and under
+            zero_stage 2, which leaves parameters unsharded, the optimizer states alone. 1: as the narrower one.
         vocabulary: where embedding and head are: on the first and the last stage, or each split over all stages.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
+        micro_batch_size: sequences of one forward and backward pass on a data-parallel rank.
         recompute: activations recomputed in the backward pass: none; selective keeps the outputs of matrix products and
             of attention; full keeps the input of each block; mixed: each block as the stages of the plan say.
         recompute_fraction: part of each stage's blocks that recompute; the others keep everything.
         offload: what lies in the memory of the host instead of the device's: the optimizer states with the fp32 parameters, which
             the host updates; and the parameters too, which come back for every pass; scheduled: as the plan's offload schedule
             says, layer by layer (schema/offload.py).
-        offload_fraction: part of the optimizer states that is offloaded; offloaded parameters are so as a whole.
-        offload_activations: part of the kept activations that waits for the backward pass in the host's memory.
+        offload_fraction: part of the optimizer states that is offloaded; parameters are offloaded entirely or not at all.
+        offload_activations: part of the saved activations that waits for the backward pass in the host's memory.
         offload_to: host memory or, beyond it, the node's storage.
+        schedule: order of the passes (schema/schedules.py); 1f1b and zb-h1 with chunks are their interleaved forms; synthesised is
+            the order that the plan brings along.
     """
 
-    dp_replicate: Count = 1
-    dp_shard: Count = 1
-    tp: Count = 1
-    cp: Count = 1
-    cp_ulysses: Count = 1
-    pp: Count = 1
-    ep: Count = 1
-    etp: Count = 1
-    num_model_chunks: Count = 1
-    micro_batch_size: Count = 1
-    schedule: ScheduleName = "1f1b"
-    zero_stage: Literal[0, 1, 2, 3] = Field(default_factory=_default_zero_stage)
-    gradient_shard: Count = 1
-    optimizer_shard: Count = 1
-    vocabulary: Vocabulary = "ends"
-    sequence_parallel: bool = Field(default_factory=lambda data: data.get("tp", 1) > 1)
-    recompute: LayoutRecompute = "none"
-    recompute_fraction: float = Field(default=1.0, gt=0, le=1)
-    offload: Offload = "none"
-    offload_fraction: float = Field(default=1.0, gt=0, le=1)
-    offload_activations: float = Field(default=0.0, ge=0, le=1)
-    offload_to: Literal["host", "storage"] = "host"
+    dp_replicate: Annotated[Count, LayoutField(("data",), is_degree=True, position=0)] = 1
+    dp_shard: Annotated[Count, LayoutField(("data",), is_degree=True, position=0)] = 1
+    tp: Annotated[Count, LayoutField(("layer", "operators", "data"), is_degree=True)] = 1
+    cp: Annotated[Count, LayoutField(("layer", "operators", "data"), is_degree=True, position=0)] = 1
+    cp_ulysses: Annotated[Count, LayoutField(("layer",), position=0)] = 1
+    pp: Annotated[Count, LayoutField(is_degree=True)] = 1
+    ep: Annotated[Count, LayoutField(("expert_layer", "operators", "data"), is_degree=True)] = 1
+    etp: Annotated[Count, LayoutField(("expert_layer", "operators", "data"), is_degree=True)] = 1
+    num_model_chunks: Annotated[Count, LayoutField()] = 1
+    micro_batch_size: Annotated[
+        Count,
+        LayoutField(("layer", "operators"), position=2, text=lambda self, _: f"micro_batch={self.micro_batch_size}"),
+    ] = 1
+    schedule: Annotated[
+        ScheduleName, LayoutField(position=4, text=lambda self, _: self.schedule if self.pp > 1 else "")
+    ] = "1f1b"
+    zero_stage: Annotated[Literal[0, 1, 2, 3], LayoutField(("data",), text=_zero_text)] = Field(
+        default_factory=_default_zero_stage
+    )
+    gradient_shard: Annotated[Count, LayoutField(("data",))] = 1
+    optimizer_shard: Annotated[Count, LayoutField(("data",))] = 1
+    vocabulary: Annotated[Vocabulary, LayoutField(("layer", "data"))] = "ends"
+    sequence_parallel: Annotated[bool, LayoutField(("layer", "operators"), text=_sequence_text)] = Field(
+        default_factory=lambda data: data.get("tp", 1) > 1
+    )
+    recompute: Annotated[LayoutRecompute, LayoutField(("layer",), position=3, text=_recompute_text)] = "none"
+    recompute_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=_no_text)] = 1.0
+    offload: Annotated[Offload, LayoutField(("layer", "data"), position=3, text=_offload_text)] = "none"
+    offload_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=_no_text)] = 1.0
+    offload_activations: Annotated[float, Field(ge=0, le=1), LayoutField(("layer",), position=3)] = 0.0
+    offload_to: Annotated[OffloadTarget, LayoutField(("layer", "data"), position=3)] = "host"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -102,45 +294,8 @@ class Layout(Frozen):
             )
         return self
 
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
-
-    @property
-    def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-    @property
-    def expert_tp(self) -> int:
-        """Ranks that share one expert: etp, or tp where experts have no axes of their own."""
-        return self.tp if self.ep == self.etp == 1 else self.etp
-
-    @property
-    def experts_follow_tp(self) -> bool:
-        """Whether experts have no axes of their own."""
-        return self.ep == 1 and self.etp in (1, self.tp)
-
-    @property
-    def expert_copies(self) -> int:
-        """Ranks of a stage that hold the same part of the same experts, where these have axes of their own."""
-        return self.stage_ranks // (self.ep * self.etp)
-
-    @property
-    def expert_shards(self) -> int:
-        """Those copies over which the states of experts are sharded: as many as lie in one group of sharded ranks."""
-        if self.zero_stage == 0:
-            return 1
-        return math.gcd(max(self.dp_shard * self.cp * self.tp // (self.ep * self.etp), 1), self.expert_copies)
-
-    @property
-    def dp(self) -> int:
-        """Ranks that see different sequences."""
-        return self.dp_replicate * self.dp_shard
-
     def num_microbatches(self, global_batch_size: int) -> int:
-        """Micro-batches of one step on each data-parallel rank.
+        """Return the micro-batches of one step on each data-parallel rank.
 
         Raises:
             ConfigError: the batch does not divide.
@@ -152,11 +307,11 @@ class Layout(Frozen):
                 f"{self.dp} x {self.micro_batch_size} = {share}",
                 help=f"use a global batch size of {max(share, global_batch_size // share * share)}",
             )
-        return global_batch_size // share
+        return int(global_batch_size // share)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From ``tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=selective``, or as a layout is printed.
+        """Read ``tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=selective``, or a layout as it is printed.
 
         Raises:
             ConfigError: an item is not ``name=value``, a name is unknown or repeated, or a value is out of range.
@@ -164,41 +319,31 @@ class Layout(Frozen):
         return cls(**parse_assignments(text))
 
     def __str__(self) -> str:
-        """The axes that are used, as `parse` reads them: ``dp_shard=8 tp=8 pp=4 zero=1 micro_batch=1 recompute=none 1f1b``."""
-        degrees = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "pp", "ep", "etp", "num_model_chunks")
-        parts = [f"{name}={getattr(self, name)}" for name in degrees if getattr(self, name) > 1]
-        if self.dp_shard > 1 or self.zero_stage != _default_zero_stage({"cp": self.cp, "pp": self.pp}):
-            parts.append(f"zero={self.zero_stage}")
-        wider = ("gradient_shard", "optimizer_shard")
-        parts += [f"{name}={getattr(self, name)}" for name in wider if getattr(self, name) > 1]
-        part = f"x{self.recompute_fraction:g}" if self.recompute_fraction < 1 else ""
-        if self.vocabulary != "ends":
-            parts.append(f"vocabulary={self.vocabulary}")
-        if self.sequence_parallel != (self.tp > 1):
-            parts.append("sequence_parallel=false")
-        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}{part}"]
-        if self.offload != "none":
-            parts.append(
-                f"offload={self.offload}" + (f"x{self.offload_fraction:g}" if self.offload_fraction < 1 else "")
-            )
-        if self.offload_activations:
-            parts.append(f"offload_activations={self.offload_activations:g}")
-        if self.offload_to != "host":
-            parts.append(f"offload_to={self.offload_to}")
-        if self.pp > 1:
-            parts.append(self.schedule)
-        return " ".join(parts)
+        """Show the used fields as `parse` reads them: ``dp_shard=8 tp=8 pp=4 zero=1 micro_batch=1 recompute=none 1f1b``."""
+        fields = sorted(LAYOUT_FIELDS.items(), key=lambda item: item[1].position)
+        return " ".join(text for name, field in fields if (text := field.text(self, name)))
 
 
-INTEGER_FIELDS = (
-    "dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "pp", "ep", "etp", "num_model_chunks", "micro_batch_size",
-    "zero_stage", "gradient_shard", "optimizer_shard",
-)  # fmt: skip
-"""Fields of a Layout that are whole numbers."""
+LAYOUT_FIELDS: dict[str, LayoutField] = {
+    name: next(item for item in info.metadata if isinstance(item, LayoutField))
+    for name, info in Layout.model_fields.items()
+}
+"""The table of fields."""
+
+
+@cache
+def choices(name: str) -> tuple[str, ...]:
+    """Return the values of a field that is a choice among names; none for numbers and switches."""
+    values = get_args(Layout.model_fields[name].annotation)
+    return values if values and isinstance(values[0], str) else ()
+
+
+SHORT_FIELD_NAMES = {"zero": "zero_stage", "micro_batch": "micro_batch_size"}
+"""Short names under which tables show fields."""
 
 
 def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Some fields of a Layout, each valid by itself: what `plan` is asked to keep.
+    """Check a subset of the fields of a Layout, each by itself: those that `plan` is asked to keep.
 
     Raises:
         ConfigError: a name is unknown or a value out of range.
@@ -206,12 +351,7 @@ def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         info = Layout.model_fields.get(name)
         if info is None:
-            near = difflib.get_close_matches(name, Layout.model_fields, n=3, cutoff=0.5)
-            like = [field for field in Layout.model_fields if name and field.startswith(name)] or near
-            known = f"did you mean {' or '.join(like)}? " if like else ""
-            raise ConfigError(
-                f"unknown layout field {name!r}", help=f"{known}fields are {', '.join(Layout.model_fields)}"
-            )
+            raise _unknown_field(name)
         try:
             field: Any = Annotated[info.annotation, *info.metadata, "without its default"]
             TypeAdapter(field).validate_python(value)
@@ -220,12 +360,15 @@ def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fields)
 
 
-SHORT_FIELD_NAMES = {"zero": "zero_stage", "micro_batch": "micro_batch_size"}
-"""Short names under which tables show fields."""
+def _unknown_field(name: str) -> ConfigError:
+    near = [field for field in Layout.model_fields if name and field.startswith(name)]
+    near = near or difflib.get_close_matches(name, Layout.model_fields, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return ConfigError(f"unknown layout field {name!r}", help=f"{hint}fields are {', '.join(Layout.model_fields)}")
 
 
 def parse_assignments(text: str) -> dict[str, Any]:
-    """``name=value,name=value`` as fields of a Layout; integers and true/false become what they say.
+    """Read ``name=value,name=value`` as fields of a Layout; integers and true/false become what they say.
 
     What a table prints is read too: blanks between items, ``zero=1``, ``micro_batch=2``, ``recompute=fullx0.5`` for a part of the
     blocks, and a schedule by its name alone.
@@ -243,34 +386,34 @@ def parse_assignments(text: str) -> dict[str, Any]:
 
 
 def _assignments(item: str) -> list[tuple[str, str]]:
-    """Fields and their values, both as text, that an item stands for."""
+    """Return the fields and their values, both as text, that an item stands for."""
     if item in SCHEDULE_NAMES:
         return [("schedule", item)]
     name, equals, value = item.partition("=")
     if not equals or not value:
         raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
     name = SHORT_FIELD_NAMES.get(name, name)
-    parted = re.fullmatch(r"([a-z]+)x([\d.e-]+)", value)
-    if name in ("recompute", "offload") and parted:
-        return [(name, parted[1]), (f"{name}_fraction", parted[2])]
+    scaled = re.fullmatch(r"([a-z]+)x([\d.e-]+)", value)
+    if name in ("recompute", "offload") and scaled:
+        return [(name, scaled[1]), (f"{name}_fraction", scaled[2])]
     return [(name, value)]
 
 
 def format_assignments(fields: Mapping[str, Any]) -> str:
-    """Fields of a Layout as `parse_assignments` reads them: ``tp=8,sequence_parallel=true``."""
+    """Write fields of a Layout as `parse_assignments` reads them: ``tp=8,sequence_parallel=true``."""
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
     return ",".join(f"{name}={text}" for name, text in texts.items())
 
 
 def _parse_value(name: str, value: str) -> Any:
-    if name in ("schedule", "recompute", "offload", "offload_to", "vocabulary") or name not in Layout.model_fields:
+    if name not in Layout.model_fields or choices(name):
         return value
-    if name == "sequence_parallel":
+    kind = Layout.model_fields[name].annotation
+    if kind is bool:
         if value not in ("true", "false"):
-            raise ConfigError(f"sequence_parallel = {value!r}: must be true or false")
+            raise ConfigError(f"{name} = {value!r}: must be true or false")
         return value == "true"
-    is_fraction = Layout.model_fields[name].annotation is float
     try:
-        return float(value) if is_fraction else int(value)
+        return float(value) if kind is float else int(value)
     except ValueError:
-        raise ConfigError(f"{name} = {value!r}: must be a {'number' if is_fraction else 'whole number'}") from None
+        raise ConfigError(f"{name} = {value!r}: must be a {'number' if kind is float else 'whole number'}") from None

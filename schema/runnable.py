@@ -3,62 +3,59 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from .engine_rules import (
-    DEEPSPEED_EXCHANGE,
-    MEGATRON_EXCHANGE,
-    MEGATRON_SEQUENCE,
-    RULES,
-    RULES_OF_ENGINE,
-    VERSION_RULES,
-)
+from .engine_facts import OWN_ENGINE
+from .engine_rules import RULES
 from .errors import ConfigError
-from .layers import Block, MoE, SoftmaxAttention
+from .layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from .layout import Layout
-from .layout_rules import ENGINE_RULES, EXCHANGE_RULES, TOKENS_OF_EXPERTS, Facts, Rule, layout_facts
+from .layout_rules import ProblemFacts, Rule
+from .layout_table import LayoutRow
 from .model import ModelSpec
 from .offload import OffloadSchedule
 from .plan import Plan
-from .schedules import SPLIT_SCHEDULES
-from .task import Engine, Workload
+from .schedules import SCHEDULES
+from .task import Workload
 
 
-def exchange_rules(engine: Engine) -> tuple[Rule, ...]:
-    """Of the rules of an engine those that look at tp, cp and cp_ulysses alone."""
-    of_engine = {"megatron": (MEGATRON_EXCHANGE,), "deepspeed": (DEEPSPEED_EXCHANGE,)}
-    return EXCHANGE_RULES + of_engine.get(engine, ())
+def model_facts(model: ModelSpec) -> dict[str, Any]:
+    """Return the numbers of a model that rules look at, as fields of `ProblemFacts`."""
+    blocks = [block for block, _ in model.block_runs]
+    routed = [block.mlp for block in blocks if not isinstance(block.mlp, DenseMLP)]
+    ffn_dims = {block.mlp.ffn_dim for block in blocks if isinstance(block.mlp, DenseMLP)}
+    ffn_dims |= {moe.shared_ffn_dim for moe in routed if moe.shared_ffn_dim}
+    return {
+        "num_blocks": model.num_blocks,
+        "head_counts": tuple(sorted({block.attention.num_heads for block in blocks})),
+        "kv_head_counts": tuple(sorted({block.attention.num_kv_heads for block in blocks})),
+        "ffn_dims": tuple(sorted(ffn_dims)),
+        "expert_counts": tuple(sorted({moe.num_experts for moe in routed})),
+        "expert_ffn_dims": tuple(sorted({moe.ffn_dim for moe in routed})),
+        "vocab_size": model.vocab_size,
+        "has_mtp_heads": any(run.layer.kind == "mtp" for run in model.layers),
+        "latent_attention": any(isinstance(block.attention, LatentAttention) for block in blocks),
+        "traced_len": model.traced_len or 0,
+    }
 
 
-def sequence_rules(engine: Engine) -> tuple[Rule, ...]:
-    """Of the rules of an engine those that want sequence parallelism beside some degrees."""
-    return (TOKENS_OF_EXPERTS, MEGATRON_SEQUENCE) if engine == "megatron" else (TOKENS_OF_EXPERTS,)
+def problem_facts(model: ModelSpec, workload: Workload, *, world_size: int, scaleup_domain: int) -> ProblemFacts:
+    """Return the numbers of a model, a workload and a cluster that rules look at."""
+    return ProblemFacts(
+        world_size=world_size,
+        scaleup_domain=scaleup_domain,
+        seq_len=workload.seq_len,
+        global_batch_size=workload.global_batch_size,
+        fused_attention=workload.attention == "flash",
+        has_backward=workload.has_backward,
+        **model_facts(model),
+    )
 
 
-def rules_of(engine: Engine, *, runnable: bool = False) -> tuple[Rule, ...]:
-    """What a layout must satisfy for an engine; of one that is not in RULES_OF_ENGINE only what any engine needs is known.
-
-    Args:
-        runnable: for our own runtime as it is in this version.
-    """
-    return ENGINE_RULES + RULES_OF_ENGINE.get(engine, ()) + (VERSION_RULES if runnable else ())
-
-
-def require_our_engine(workload: Workload) -> None:
-    """Raise unless a plan is for our own runtime.
-
-    Raises:
-        ConfigError: it is for another engine.
-    """
-    if workload.engine != "fsdp2":
-        raise ConfigError(
-            f"the plan is for {workload.engine}: `meshwright apply` runs plans for its own runtime (fsdp2) only",
-            help=f"start {workload.engine} with the plan's layout, or plan again without --engine",
-        )
-
-
-def broken_rules(facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[str, ...]:
-    """``reason [name]`` of every rule the facts (numbers) break; empty when the layout can be executed."""
-    return tuple(f"{rule.reason(facts)}   [{rule.name}]" for rule in rules if not rule.holds(facts))
+def broken_rules(layout: Layout, problem: ProblemFacts, rules: tuple[Rule, ...] = RULES) -> tuple[str, ...]:
+    """Return ``reason [name]`` of every rule that a layout breaks; empty when it can be executed."""
+    row = LayoutRow.from_layout(layout)
+    return tuple(f"{rule.reason(row, problem)}   [{rule.name}]" for rule in rules if not rule.holds(row, problem))
 
 
 def require_valid(
@@ -75,14 +72,27 @@ def require_valid(
     Raises:
         ConfigError: names each broken rule with its numbers.
     """
-    facts = layout_facts(model, workload, layout, world_size=world_size, scaleup_domain=scaleup_domain)
-    broken = broken_rules(facts, rules)
+    problem = problem_facts(model, workload, world_size=world_size, scaleup_domain=scaleup_domain)
+    broken = broken_rules(layout, problem, rules)
     if broken:
         raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
 
 
+def require_our_engine(workload: Workload) -> None:
+    """Raise unless a plan is for our own runtime.
+
+    Raises:
+        ConfigError: it is for another engine.
+    """
+    if not workload.engine_facts.is_own_runtime:
+        raise ConfigError(
+            f"the plan is for {workload.engine}: `meshwright apply` runs plans for its own runtime ({OWN_ENGINE}) only",
+            help=f"start {workload.engine} with the plan's layout, or plan again without --engine",
+        )
+
+
 def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
-    """What the runtime of this version lacks for a model, and where given for a workload; empty when it can train it."""
+    """Return what the runtime of this version lacks for a model, and for a workload where given; empty when it can train it."""
     if model.traced_len is not None:
         return ("a model traced from code, which has a training loop of its own", *_workload_reasons(workload))
     reasons = [*_workload_reasons(workload), *_model_reasons(model)]
@@ -96,12 +106,12 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
 
 
 def why_not_trainable(workload: Workload) -> tuple[str, ...]:
-    """What the runtime lacks for a workload, whatever the model."""
+    """Return what the runtime lacks for a workload, whatever the model."""
     return tuple(_workload_reasons(workload))
 
 
 def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
-    """``reason [name]`` of everything in a plan's offload schedule that the installed torch or this version cannot execute."""
+    """Return ``reason [name]`` of everything in a plan's offload schedule that torch or this version cannot execute."""
     schedule = plan.offload
     if schedule is None:
         return ()
@@ -130,7 +140,7 @@ def _streamed_parameter_reasons(plan: Plan, schedule: OffloadSchedule) -> list[s
             f"streamed parameters under zero_stage {layout.zero_stage}, which gathers them once a step: they would never leave; "
             "use zero_stage 3   [streamed_parameters_zero_stage]"
         )
-    if layout.pp > 1 and layout.schedule in SPLIT_SCHEDULES:
+    if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
         reasons.append(
             f"streamed parameters under schedule {layout.schedule}: between a backward pass and its weight pass they must stay "
             "gathered   [streamed_parameters_split_backward]"

@@ -1,16 +1,157 @@
+"""Pipeline schedules: one record for each, with everything that other parts need to know of it.
+
+A new schedule is a record here and a function that makes its order (cost_models/pipeline/orders.py). No other file names one:
+it asks the record. In formulas m is the number of micro-batches, p that of pipeline ranks, v that of model chunks a rank holds.
+"""
+
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
-ScheduleName = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "synthesised"]
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import Numbers
+
+Placement = Literal["loop", "wave"]
+InFlight = Callable[[Numbers, Numbers, Numbers], Numbers]
 
 
-SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+def _all(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
+    return m
 
 
-V_SCHEDULES: tuple[ScheduleName, ...] = ("zb-v", "v-half", "v-min")
-"""Each rank holds one stage of the way down the model and one of the way back up."""
+def _one_f_one_b(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
+    return np.where(v > 1, ((v - 1) * p + 1) / v, 1.0)
 
 
-SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", *V_SCHEDULES, "synthesised")
-"""Gradients of weights are passes of their own, which may come later than those of the inputs."""
+def _one(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The order in which ranks of a pipeline run their passes.
+
+    Attributes:
+        chunks: model chunks that a rank may hold.
+        placement: which stages two chunks of a rank are: loop, stage r and stage p + r; wave, counted back in the second one, so
+            that the first rank holds both ends of the model.
+        engines: those that run it.
+        splits_backward: gradients of weights are passes of their own, which may come later than those of inputs.
+        all_forward_first: every forward pass comes before the first backward pass.
+        defers_weights: it is 1f1b but for gradients of weights, which come later.
+        is_given: a plan brings the order along.
+        any_num_microbatches: with several chunks the micro-batches need not be a multiple of p.
+        needs_full_pipeline: torch runs it with m >= p only.
+        splits_vocabulary: it is known how a vocabulary split over all stages interleaves with it.
+        torch_class: torch's own class for one stage a rank; empty: torch's runtime for tables of orders runs it.
+        torch_names: torch's names of it, with one chunk and with several; empty: none.
+        min_in_flight: micro-batches that every rank holds at least when it holds most, of (m, p, v); the weakest bound is 1.
+    """
+
+    name: str
+    chunks: Literal["any", "one", "two"] = "any"
+    placement: Placement = "loop"
+    engines: frozenset[str] = frozenset({"fsdp2"})
+    splits_backward: bool = False
+    all_forward_first: bool = False
+    defers_weights: bool = False
+    is_given: bool = False
+    any_num_microbatches: bool = False
+    needs_full_pipeline: bool = False
+    splits_vocabulary: bool = False
+    torch_class: str = ""
+    torch_names: tuple[str, str] = ("", "")
+    min_in_flight: InFlight = field(default=_one, repr=False)
+
+    @property
+    def idx(self) -> int:
+        """Position in `SCHEDULE_NAMES`, which stands for the schedule in arrays."""
+        return SCHEDULE_NAMES.index(self.name)
+
+    def takes_chunks(self, num_model_chunks: int) -> bool:
+        """Return whether a rank may hold so many model chunks under it."""
+        return {"any": True, "one": num_model_chunks == 1, "two": num_model_chunks == 2}[self.chunks]
+
+    def placement_of(self, num_model_chunks: int) -> Placement:
+        """Return how stages lie on the ranks when each holds so many model chunks."""
+        return self.placement if num_model_chunks == 2 else "loop"
+
+
+_V_SHAPED: dict[str, Any] = {
+    "chunks": "two",
+    "placement": "wave",
+    "splits_backward": True,
+    "any_num_microbatches": True,
+}
+
+_RECORDS = (
+    Schedule(
+        name="gpipe",
+        all_forward_first=True,
+        torch_class="ScheduleGPipe",
+        torch_names=("GPipe", ""),
+        min_in_flight=_all,
+    ),
+    Schedule(
+        name="1f1b",
+        engines=frozenset({"fsdp2", "megatron", "deepspeed"}),
+        needs_full_pipeline=True,
+        splits_vocabulary=True,
+        torch_class="Schedule1F1B",
+        torch_names=("1F1B", "Interleaved1F1B"),
+        min_in_flight=_one_f_one_b,
+    ),
+    Schedule(
+        name="zb-h1",
+        splits_backward=True,
+        defers_weights=True,
+        torch_names=("", "InterleavedZeroBubble"),
+        min_in_flight=lambda m, p, v: np.where(v > 1, _one_f_one_b(m, p, v), p),
+    ),
+    Schedule(name="zb-h2", chunks="one", splits_backward=True, min_in_flight=lambda m, p, v: 2 * p - 1),
+    # Twice the micro-batches fill the pipeline where a rank holds its first and its last stage.
+    Schedule(
+        name="zb-v",
+        **_V_SHAPED,
+        torch_names=("", "ZBVZeroBubble"),
+        min_in_flight=lambda m, p, v: np.minimum(p, m / 2),
+    ),
+    Schedule(name="v-half", **_V_SHAPED, min_in_flight=lambda m, p, v: np.minimum(p, m) / 2),
+    Schedule(name="v-min", **_V_SHAPED, min_in_flight=lambda m, p, v: np.minimum(p / 3, m / 2)),
+    Schedule(
+        name="synthesised",
+        placement="wave",
+        splits_backward=True,
+        is_given=True,
+        any_num_microbatches=True,
+    ),
+)
+
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _RECORDS}
+SCHEDULE_NAMES: tuple[str, ...] = tuple(SCHEDULES)
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[SCHEDULE_NAMES]
+
+
+@cache
+def by_schedule(attribute: str) -> NDArray[Any]:
+    """Return an attribute of every schedule, for arrays of schedules: ``by_schedule("splits_backward")[table.schedule]``."""
+    return np.array([getattr(schedule, attribute) for schedule in SCHEDULES.values()])
+
+
+@cache
+def run_by(engine: str) -> NDArray[np.bool_]:
+    """Return for every schedule whether an engine runs it, to be indexed by arrays of schedules."""
+    return np.array([engine in schedule.engines for schedule in SCHEDULES.values()])
+
+
+V_SCHEDULES: tuple[str, ...] = tuple(schedule.name for schedule in _RECORDS if schedule.chunks == "two")
+SPLIT_SCHEDULES: tuple[str, ...] = tuple(schedule.name for schedule in _RECORDS if schedule.splits_backward)

@@ -1,46 +1,69 @@
-"""Tasks: a pretraining workload, a generation request; and the text form of `--train`."""
+"""Tasks: what a plan is for, a pretraining workload or a request to generate. Each says which phases a step consists of."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
 from .base import Count, Frozen
+from .engine_facts import ENGINES, OWN_ENGINE, Engine, EngineFacts
 from .errors import ConfigError
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
-
-
 Optimizer = Literal["adamw", "sgd", "muon"]
-
-
-Engine = Literal["fsdp2", "megatron", "deepspeed", "nanotron", "internevo", "aceso"]
-
-
 Gradients = Literal["fp32", "compute"]
-
-
 Selective = Literal["products", "alternate_products"]
-
-
 Fusion = Literal["engine", "compiled", "compiled_blocks", "composite_norm", "eager"]
-
-
 Passes = Literal["backward", "zeroth_order"]
-
-
 FrozenStorage = Literal["16-bit", "8-bit", "nf4"]
+
+NUM_DECODE_PHASES = 3
+"""The decoding is cut into so many phases, each costed at its mean length."""
+
+
+class Phase(Frozen):
+    """Passes of a step that are alike.
+
+    Attributes:
+        num_passes: forward passes through all layers, each with a backward pass where ``has_backward``.
+        tokens: of one sequence that go through the layers in one pass.
+        first_context: tokens that a sequence has in the first pass, its new ones included.
+        state: what passes leave for later ones: nothing, activations for the backward pass, or keys and values, with which the
+            sequence grows from pass to pass.
+    """
+
+    name: str
+    num_passes: Count
+    tokens: Count
+    first_context: Count
+    has_backward: bool = False
+    state: Literal["none", "activations", "kv_cache"] = "none"
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Return the tokens that a sequence has in each pass."""
+        growth = self.tokens if self.state == "kv_cache" else 0
+        return tuple(self.first_context + idx * growth for idx in range(self.num_passes))
+
+
+class Task(Protocol):
+    """What a plan is for."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the phases of a step, in order."""
+        ...
 
 
 class LowRank(Frozen):
-    """Low-rank adapters (LoRA, arXiv:2106.09685): the model is frozen, and beside each chosen product W [n, k] an A [rank, k]
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model is frozen, and with each chosen product W [n, k] an A [rank, k]
     and a B [n, rank] are trained.
 
     Attributes:
         targets: products with an adapter: q, k and v as one (qkv), the output projection (out), those of the feed-forward part.
         frozen: how the frozen products are stored; nf4 is dequantised before each use (QLoRA, arXiv:2305.14314).
-        dropout: the adapter's input passes a dropout, whose output is kept beside it.
+        dropout: the adapter's input passes a dropout, whose output is kept besides.
     """
 
     rank: Count = 16
@@ -50,39 +73,62 @@ class LowRank(Frozen):
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes of one frozen weight of a product: nf4 has 4 bits and a 32-bit scale for each 64 weights."""
+        """Return the bytes of one frozen weight of a product: nf4 has 4 bits and a 32-bit scale for each 64 weights."""
         return {"16-bit": 2.0, "8-bit": 1.0, "nf4": 4.5 / 8}[self.frozen]
 
 
-class Workload(Frozen):
-    """One training step.
+class EngineOptions(Frozen):
+    """How an engine executes a workload: switches that change seconds and bytes and not what is trained.
+
+    Attributes:
+        engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
+        attention: flash keeps no [seq, seq] matrix; math does.
+        flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
+        fusion: of memory-bound kernels: as the engine has them, by torch.compile (of everything, or of all but the loss), or eager
+            with RMSNorm as separate kernels (torch before 2.8); eager is plain model code, where each kernel keeps what it read
+            besides.
+        gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
+        selective: what selective recompute keeps besides attention: the outputs of all products, or of every second one.
+        fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
+        overlap: communication of data parallelism and of interleaved pipelines overlaps with compute where the engine can.
+        tp_overlap: tensor-parallel communication runs chunk by chunk along with the products that need or make it (Transformer
+            Engine's userbuffers); with sequence parallelism only.
+        cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators.
+    """
+
+    engine: Engine = OWN_ENGINE
+    attention: Literal["flash", "math"] = "flash"
+    flash_generation: Literal[1, 2] = 2
+    fusion: Fusion = "engine"
+    gradients: Gradients = "fp32"
+    selective: Selective = "products"
+    fp8_activation_input: bool = False
+    overlap: bool = True
+    tp_overlap: bool = False
+    cuda_graphs: bool = False
+
+    @property
+    def engine_facts(self) -> EngineFacts:
+        """Return the record of the engine."""
+        return ENGINES[self.engine]
+
+
+class Workload(EngineOptions):
+    """One training step, and how an engine executes it (`EngineOptions`).
 
     Attributes:
         seq_len: tokens of one sequence.
-        global_batch_size: sequences of one step over the whole cluster.
+        global_batch_size: sequences of one step over the entire cluster.
         precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32; bf16 keeps
             parameters, gradients and optimizer states in bf16.
         optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
         passes: zeroth_order replaces the backward pass and the optimizer by a second forward pass and a step along a random
             direction (runtime/training/zeroth_order.py): no gradients, no states, nothing kept between the passes.
-        attention: flash keeps no [seq, seq] matrix; math does.
-        dropout: after attention and feed-forward part, as Megatron-LM does unless told otherwise; our runtime has none.
-        fusion: of memory-bound kernels: as the engine has them, by torch.compile (of everything, or of all but the loss), or eager
-            with RMSNorm as separate kernels (torch before 2.8); eager is plain model code, where each kernel keeps what it read
-            besides.
-        flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for what came after.
-        adapters: train only low-rank adapters beside a frozen model; None trains every parameter.
+        adapters: train only low-rank adapters of a frozen model; None trains every parameter.
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
-        engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
-        gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
-        fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
-        overlap: communication of data parallelism and of interleaved pipelines runs beside compute where the engine can.
-        tp_overlap: tensor-parallel communication runs chunk by chunk beside the products that need or make it (Transformer
-            Engine's userbuffers); with sequence parallelism only.
-        cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators.
-        selective: what selective recompute keeps beside attention: the outputs of all products, or of every second one.
+        dropout: after attention and feed-forward part, as Megatron-LM has it by default; our runtime has none.
         expert_imbalance: (ep, rows of the rank with most over the average) for degrees of expert parallelism, from measured loads
-            (planner/experts.py); degrees that are not listed are even.
+            (planner/expert_load.py); degrees that are not listed are even.
     """
 
     seq_len: Count
@@ -90,68 +136,111 @@ class Workload(Frozen):
     precision: Precision = "bf16-mixed"
     optimizer: Optimizer = "adamw"
     passes: Passes = "backward"
-    attention: Literal["flash", "math"] = "flash"
-    flash_generation: Literal[1, 2] = 2
     adapters: LowRank | None = None
     document_len: Count | None = None
     dropout: bool = False
-    fusion: Fusion = "engine"
-    engine: Engine = "fsdp2"
-    gradients: Gradients = "fp32"
-    selective: Selective = "products"
-    fp8_activation_input: bool = False
-    overlap: bool = True
-    tp_overlap: bool = False
-    cuda_graphs: bool = False
     expert_imbalance: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
 
     @model_validator(mode="after")
     def _is_of_our_runtime(self) -> Workload:
-        if not self.has_backward and self.engine != "fsdp2":
-            raise ValueError(f"zeroth-order training is our runtime's (engine fsdp2), not {self.engine}'s")
+        if not self.has_backward and not self.engine_facts.is_own_runtime:
+            raise ValueError(f"zeroth-order training is our runtime's (engine {OWN_ENGINE}), not {self.engine}'s")
         return self
 
     @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the one phase of a step: all sequences forward and, unless training is of zeroth order, backward."""
+        has_backward = self.has_backward
+        return (
+            Phase(
+                name="step",
+                num_passes=1 if has_backward else 2,
+                tokens=self.seq_len,
+                first_context=self.seq_len,
+                has_backward=has_backward,
+                state="activations" if has_backward else "none",
+            ),
+        )
+
+    @property
     def has_backward(self) -> bool:
-        """Whether gradients are made by a backward pass."""
+        """Return whether gradients are made by a backward pass."""
         return self.passes == "backward"
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step over the whole cluster."""
+        """Return the tokens of one step over the entire cluster."""
         return self.seq_len * self.global_batch_size
 
     @property
     def attended_len(self) -> int:
-        """Tokens within which attention is causal: a sequence, or a document of a packed one."""
+        """Return the tokens within which attention is causal: a sequence, or a document of a packed one."""
         return min(self.seq_len, self.document_len or self.seq_len)
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of one element of gathered parameters and of activations."""
+        """Return the bytes of one element of gathered parameters and of activations."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one accumulated gradient."""
+        """Return the bytes of one accumulated gradient."""
         return self.master_bytes if self.gradients == "fp32" else self.compute_bytes
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state for one trained parameter."""
+        """Return the bytes of optimizer state for one trained parameter."""
         return {"adamw": 2, "muon": 1, "sgd": 0}[self.optimizer] * self.master_bytes if self.has_backward else 0
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of one element of trained parameters, their gradients and optimizer states, as the optimizer sees them."""
+        """Return the bytes of one element of trained parameters, gradients and optimizer states, as the optimizer sees them."""
         return 2 if self.precision == "bf16" else 4
 
 
-_NAMES = {"r": "rank", "rank": "rank", "targets": "targets", "frozen": "frozen", "dropout": "dropout"}
+class Generation(Frozen):
+    """A request to generate: for every sequence of a batch ``generate_len`` tokens after a prompt of ``prompt_len``."""
+
+    prompt_len: Count
+    generate_len: Count
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the prefill, which makes the first token, and the passes of all others in NUM_DECODE_PHASES phases."""
+        prompt = self.prompt_len
+        phases = [Phase(name="prefill", num_passes=1, tokens=prompt, first_context=prompt, state="kv_cache")]
+        num_passes, num_phases = self.generate_len - 1, min(NUM_DECODE_PHASES, self.generate_len - 1)
+        first = prompt + 1
+        for idx in range(num_phases):
+            count = num_passes // num_phases + (idx < num_passes % num_phases)
+            name = f"decode {idx + 1}/{num_phases}"
+            phases.append(Phase(name=name, num_passes=count, tokens=1, first_context=first, state="kv_cache"))
+            first += count
+        return tuple(phases)
+
+    @property
+    def total_len(self) -> int:
+        """Return the tokens of a sequence at the end."""
+        return self.prompt_len + self.generate_len
+
+    @property
+    def element_bytes(self) -> int:
+        """Return the bytes of a weight, a key, a value or a hidden state."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def training_precision(self) -> Precision:
+        """Return the precision of training whose matrix products are the same."""
+        precisions: dict[str, Precision] = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}
+        return precisions[self.precision]
+
+
+_ADAPTER_FIELDS = {"r": "rank", "rank": "rank", "targets": "targets", "frozen": "frozen", "dropout": "dropout"}
 
 
 def parse_training(text: str) -> dict[str, Any]:
-    """Fields of a Workload.
+    """Read ``full``, ``lora:r=16,targets=qkv+out`` or ``zeroth-order`` as fields of a Workload.
 
     Raises:
         ConfigError: none of the forms; an option is unknown, repeated or out of range.
@@ -173,35 +262,11 @@ def _adapters(text: str) -> LowRank:
     fields: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or name not in _NAMES:
+        if not equals or name not in _ADAPTER_FIELDS:
             raise ConfigError(
                 f"adapter option {item!r} is unknown", help="r=16, targets=qkv+out+mlp, frozen=nf4, dropout=false"
             )
-        if _NAMES[name] in fields:
+        if _ADAPTER_FIELDS[name] in fields:
             raise ConfigError(f"adapter option {name!r} is given twice")
-        fields[_NAMES[name]] = tuple(value.split("+")) if name == "targets" else value
+        fields[_ADAPTER_FIELDS[name]] = tuple(value.split("+")) if name == "targets" else value
     return LowRank(**fields)
-
-
-class Generation(Frozen):
-    """What is asked of the model: for every sequence of a batch ``generate_len`` tokens after a prompt of ``prompt_len``."""
-
-    prompt_len: Count
-    generate_len: Count
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-
-    @property
-    def total_len(self) -> int:
-        """Tokens of a sequence at the end."""
-        return self.prompt_len + self.generate_len
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of a weight, a key, a value or a hidden state."""
-        return 4 if self.precision == "fp32" else 2
-
-    @property
-    def rates_precision(self) -> Precision:
-        """The precision of training whose matrix products are the same."""
-        precisions: dict[str, Precision] = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}
-        return precisions[self.precision]

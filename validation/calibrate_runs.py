@@ -98,7 +98,7 @@ def _last_record(metrics: str | Path) -> dict[str, Any]:
 
 def estimate_again(plan: Plan, cluster: ClusterSpec) -> Estimate:
     """The estimate of a plan's layout and stages on a cluster; where blocks recompute differently it chooses stages anew."""
-    batch = LayoutTable.of([plan.layout], plan.workload.global_batch_size)
+    batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
     if batch.recompute[0] == MIXED or cluster.parts:
         return fresh_estimate(plan.model, cluster, plan.workload, plan.layout)
     boundaries = [*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers]
@@ -191,7 +191,7 @@ def _memory(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: Cluste
             run.reserved_bytes,
         )
         for run in runs
-        if LayoutTable.of([run.plan.layout], run.plan.workload.global_batch_size).recompute[0] != MIXED
+        if LayoutTable.from_layouts([run.plan.layout], run.plan.workload.global_batch_size).recompute[0] != MIXED
         and not run.plan.pipeline_order  # which says what is in flight, and is no part of a layout
     ]  # fmt: skip
     found = memory_ratios(measured)

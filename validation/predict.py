@@ -70,7 +70,7 @@ def estimate_runs(runs: Sequence[RunInputs]) -> list[Estimate | str]:
 def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
     first = runs[0]
     try:
-        batch = LayoutTable.of([run.layout for run in runs], first.workload.global_batch_size)
+        batch = LayoutTable.from_layouts([run.layout for run in runs], first.workload.global_batch_size)
         costs = CostTable.of(first.model, first.workload, first.cluster, batch)
     except ConfigError as error:
         return [f"estimate: {error.message}"] * len(runs)
@@ -87,7 +87,7 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> Estimate:
 
 def _with_stage_layouts(costs: CostTable, estimate: Estimate, inputs: RunInputs, cuts: tuple[int, ...]) -> Estimate:
     """Memory where each stage recomputes and offloads another part: the fullest stage under its own layout."""
-    batch = LayoutTable.of(list(inputs.stage_layouts), inputs.workload.global_batch_size)
+    batch = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
     own = CostTable.of(costs.model, costs.workload, costs.cluster, batch)
     stages = [estimate_step(own, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
     fullest = max(stages, key=lambda stage: stage.memory_bytes.total)

@@ -61,7 +61,7 @@ def layer_errors(points: Sequence[LayerPoint], cluster: ClusterSpec, precision: 
         if point.tp > 1:
             continue
         layout = Layout(micro_batch_size=point.micro_batch_size, recompute=point.recompute)
-        batch = LayoutTable.of([layout], point.micro_batch_size)
+        batch = LayoutTable.from_layouts([layout], point.micro_batch_size)
         workload = Workload(seq_len=point.seq_len, global_batch_size=point.micro_batch_size, precision=precision)
         cost = layer_cost(point.layer, point.hidden_dim, batch, workload, cluster)
         backward = float((cost.backward_s + cost.recompute_s)[0])

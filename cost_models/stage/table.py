@@ -129,7 +129,7 @@ class CostTable:
         return tuple(self._under(option) for option in range(len(RECOMPUTES)))
 
     def _under(self, option: int) -> CostTable:
-        batch = replace(self.batch, recompute=np.full_like(self.batch.recompute, option))
+        batch = self.batch.replace(recompute=np.full_like(self.batch.recompute, option))
         return replace(self, batch=batch, like=self.like + (option - self.batch.recompute) * self.cases_by_option)
 
     @property
@@ -421,9 +421,9 @@ def _cases(batch: LayoutTable) -> tuple[LayoutTable, IntArray]:
     if not batch.is_mixed:
         rows, like = batch.within_layer
         return batch.select(rows), like
-    rows, like = replace(batch, recompute=np.zeros_like(batch.recompute)).within_layer
+    rows, like = batch.replace(recompute=np.zeros_like(batch.recompute)).within_layer
     options = np.repeat(np.arange(len(RECOMPUTES)), len(rows))
-    cases = replace(batch.select(np.tile(rows, len(RECOMPUTES))), recompute=options)
+    cases = batch.select(np.tile(rows, len(RECOMPUTES))).replace(recompute=options)
     return cases, like + batch.recompute * len(rows)
 
 

@@ -103,7 +103,7 @@ LEAN: dict[str, Any] = {"micro_batch_size": 1, "recompute": "full", "num_model_c
 
 def estimate_layout(request: PlanRequest, layout: Layout) -> Estimate:
     """What one layout of a request costs, whether it fits or not."""
-    batch = LayoutTable.of([layout], request.workload.global_batch_size)
+    batch = LayoutTable.from_layouts([layout], request.workload.global_batch_size)
     return expand(CostTable.of(request.model, request.workload, request.cluster, batch), 0).estimate
 
 

@@ -170,7 +170,7 @@ class BatchShapes:
 
     @cached_property
     def _rates(self) -> Rates:
-        workload = Workload(seq_len=1, global_batch_size=1, precision=self.generation.rates_precision)
+        workload = Workload(seq_len=1, global_batch_size=1, precision=self.generation.training_precision)
         host = host_rates(workload, self.cluster)
         line = float(host_link_bytes_per_s(np.zeros(1), self.cluster)[0])
         return Rates(
@@ -190,7 +190,7 @@ class BatchShapes:
     @cached_property
     def host_bytes(self) -> float:
         """Of one rank; infinite where it is not known."""
-        workload = Workload(seq_len=1, global_batch_size=1, precision=self.generation.rates_precision)
+        workload = Workload(seq_len=1, global_batch_size=1, precision=self.generation.training_precision)
         return host_rates(workload, self.cluster, memory_bytes=self.request.host_memory_bytes).memory_bytes
 
     def instance(self, shape: BatchShape) -> GenerationInstance:

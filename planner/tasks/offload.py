@@ -317,8 +317,8 @@ def _answer(
     objective = best.estimate.step_time_s
     certificate = Certificate(
         status="feasible" if stopped else "optimal",
-        objective_s=objective,
-        bound_s=min(bound, objective),
+        objective=objective,
+        bound=min(bound, objective),
         gap=max(0.0, 1 - bound / objective),
         evaluated=tried,
         pruned=len(options.least.batch) - tried,

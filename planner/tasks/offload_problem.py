@@ -313,7 +313,7 @@ def problem_of_plan(plan: Plan) -> PlanProblem:
 def option_costs_of_plan(plan: Plan, cluster: ClusterSpec) -> RecomputeCosts:
     """Costs of the plan's layout on a cluster (row 0), whatever its blocks recompute."""
     layout = without_schedule(plan.layout)
-    batch = LayoutTable.of([layout], plan.workload.global_batch_size)
+    batch = LayoutTable.from_layouts([layout], plan.workload.global_batch_size)
     return RecomputeCosts.of(CostTable.of(plan.model, plan.workload, cluster, batch))
 
 

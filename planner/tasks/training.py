@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -234,4 +234,4 @@ def _groups(batch: LayoutTable, fitting: Iterable[Candidate]) -> list[list[Candi
 
 
 def _but_schedule(batch: LayoutTable, idx: int) -> tuple[float, ...]:
-    return tuple(float(np.asarray(getattr(batch, f.name))[idx]) for f in fields(batch) if f.name != "schedule")
+    return tuple(float(column[idx]) for name, column in batch.columns.items() if name != "schedule")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
@@ -41,7 +39,7 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
 def _different_rows(batch: LayoutTable, rng: np.random.Generator) -> np.ndarray:
     """Rows that differ in as many fields as possible: those first that bring values not seen yet, whatever the fields are."""
     order = rng.permutation(len(batch))[:200]
-    columns = np.array([getattr(batch, field.name)[order] for field in fields(batch)], dtype=np.float64)
+    columns = np.array([column[order] for column in batch.columns.values()], dtype=np.float64)
     chosen: list[int] = []
     for _ in range(min(MAX_LAYOUTS, len(order))):
         is_new = np.ones(columns.shape, dtype=bool)

@@ -110,7 +110,7 @@ def test_bounds_hold_with_every_choice(workload: Workload) -> None:
         Layout(tp=2, pp=4, recompute="full", recompute_fraction=0.25, offload_activations=0.5),
         Layout(dp_replicate=2, tp=2, pp=2, offload="optimizer", offload_to="storage"),
     ]
-    batch = LayoutTable.of(layouts, workload.global_batch_size)
+    batch = LayoutTable.from_layouts(layouts, workload.global_batch_size)
     assert [batch.layout(idx) for idx in range(len(layouts))] == layouts
     costs = CostTable.of(LLAMA, workload, CLUSTER, batch)
     bound_s, bound_bytes = lower_bounds(costs)

@@ -32,7 +32,7 @@ WORKLOAD = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
 
 
 def batch_of(*layouts: Layout, global_batch_size: int = 64) -> LayoutTable:
-    return LayoutTable.of(list(layouts), global_batch_size)
+    return LayoutTable.from_layouts(list(layouts), global_batch_size)
 
 
 def setting_of(model: ModelSpec, batch: LayoutTable, workload: Workload, cluster: ClusterSpec) -> CostInputs:

@@ -21,7 +21,7 @@ SECONDS = (np.array([0.01]), np.array([0.025]))
 
 
 def setting_of(layout: Layout, cluster: ClusterSpec = NODE) -> CostInputs:
-    batch = LayoutTable.of([layout], LONG.global_batch_size)
+    batch = LayoutTable.from_layouts([layout], LONG.global_batch_size)
     return CostInputs(hidden_dim=LLAMA.hidden_dim, batch=batch, workload=LONG, cluster=cluster)
 
 
@@ -58,7 +58,7 @@ def test_memory_does_not_depend_on_the_split() -> None:
 def test_layouts_say_their_split() -> None:
     layout = Layout(cp=8, cp_ulysses=4, dp_shard=2)
     assert "cp=8 cp_ulysses=4" in str(layout)
-    assert LayoutTable.of([layout], 16).layout(0) == layout
+    assert LayoutTable.from_layouts([layout], 16).layout(0) == layout
     assert Layout.model_validate(Layout(cp=8).model_dump(exclude={"cp_ulysses"})) == Layout(cp=8)
 
 
@@ -92,7 +92,7 @@ def test_bounds_hold_under_every_split(engine: str) -> None:
         for r in ("none", "full")
     ]
     layouts += [Layout(pp=4, cp=8, cp_ulysses=u, zero_stage=1) for u in (1, 2, 8)]
-    costs = CostTable.of(LLAMA, workload, NODES, LayoutTable.of(layouts, workload.global_batch_size))
+    costs = CostTable.of(LLAMA, workload, NODES, LayoutTable.from_layouts(layouts, workload.global_batch_size))
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in range(len(layouts)):
         found = expand(costs, idx).estimate

@@ -104,7 +104,7 @@ def test_megatron_peaks_as_measured(layout: Layout, measured_gib: float) -> None
     spec = spec.replace(layers=runs)
     batch_size = 4 * layout.dp_shard
     workload = Workload(seq_len=4096, global_batch_size=batch_size, engine="megatron")
-    batch = LayoutTable.of([layout], batch_size)
+    batch = LayoutTable.from_layouts([layout], batch_size)
     costs = CostTable.of(spec, workload, ClusterSpec.parse("8xB200-SXM-180GB"), batch)
     found = estimate_step(costs, 0, boundaries(costs, 0, balanced=False))
     assert found.peak_allocated_bytes / GIB == pytest.approx(measured_gib, rel=0.01)

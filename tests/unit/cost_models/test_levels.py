@@ -15,9 +15,8 @@ from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_rules import FSDP2_RULES
-from meshwright.schema.layout_rules import layout_facts
 from meshwright.schema.layout_table import LayoutTable
-from meshwright.schema.runnable import broken_rules
+from meshwright.schema.runnable import broken_rules, problem_facts
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
 BLOCK = LLAMA.block_runs[0][0]
@@ -28,7 +27,7 @@ ENGINES = ("fsdp2", "deepspeed", "megatron", "internevo", "nanotron")
 
 def cost_of(layout: Layout, engine: str) -> LayerCost:
     workload = WORKLOAD.replace(engine=engine)
-    return layer_cost(BLOCK, LLAMA.hidden_dim, LayoutTable.of([layout], 128), workload, NODES)
+    return layer_cost(BLOCK, LLAMA.hidden_dim, LayoutTable.from_layouts([layout], 128), workload, NODES)
 
 
 def seconds(op: str, size: float, group: int, stride: int = 1) -> float:
@@ -52,7 +51,7 @@ def test_equal_levels_are_one_level(engine: str, stage: int) -> None:
 
 def test_layouts_with_levels_survive_a_batch_text_and_documents() -> None:
     layout = three_levels()
-    assert LayoutTable.of([layout], 128).layout(0) == layout
+    assert LayoutTable.from_layouts([layout], 128).layout(0) == layout
     assert "dp_shard=4" in str(layout)
     assert "zero=3 gradient_shard=8 optimizer_shard=64" in str(layout)
     old = Layout(dp_shard=8).model_dump(exclude={"gradient_shard", "optimizer_shard"})
@@ -164,7 +163,7 @@ def nested(draw: st.DrawFn) -> Layout:
 @given(nested(), st.sampled_from(ENGINES))
 def test_bounds_hold_on_random_levels(layout: Layout, engine: str) -> None:
     workload = WORKLOAD.replace(engine=engine)
-    costs = CostTable.of(MIXTRAL, workload, NODES, LayoutTable.of([layout], workload.global_batch_size))
+    costs = CostTable.of(MIXTRAL, workload, NODES, LayoutTable.from_layouts([layout], workload.global_batch_size))
     bound_s, bound_bytes = lower_bounds(costs)
     found = expand(costs, 0).estimate
     assert bound_s[0] <= found.step_time_s * (1 + 1e-9)
@@ -186,7 +185,7 @@ def test_states_over_more_ranks_never_need_more_memory(layout: Layout, engine: s
 @settings(max_examples=40, deadline=None)
 @given(nested())
 def test_levels_of_experts_nest_and_fill_their_copies(layout: Layout) -> None:
-    batch = LayoutTable.of([layout], 128)
+    batch = LayoutTable.from_layouts([layout], 128)
     levels = [int(v[0]) for v in (batch.expert_shards, batch.expert_gradient_shards, batch.expert_optimizer_shards)]
     copies = int((batch.stage_ranks // (batch.ep * batch.expert_tp))[0])
     assert levels[1] % levels[0] == 0
@@ -209,11 +208,10 @@ def test_the_space_has_levels_where_an_engine_runs_them() -> None:
 
 
 def test_what_torch_and_this_version_lack_is_named() -> None:
-    facts = layout_facts(LLAMA, WORKLOAD, three_levels(), world_size=64, scaleup_domain=8)
-    assert any("[levels_of_fully_shard]" in reason for reason in broken_rules(facts, FSDP2_RULES))
+    problem = problem_facts(LLAMA, WORKLOAD, world_size=64, scaleup_domain=8)
+    assert any("[levels_of_fully_shard]" in reason for reason in broken_rules(three_levels(), problem, FSDP2_RULES))
     second = three_levels(dp_shard=8, dp_replicate=8, gradient_shard=64)
-    facts = layout_facts(LLAMA, WORKLOAD, second, world_size=64, scaleup_domain=8)
-    assert broken_rules(facts, FSDP2_RULES) == ()
+    assert broken_rules(second, problem, FSDP2_RULES) == ()
     assert any("[levels_of_this_version]" in reason for reason in not_executed(LLAMA, NODES, WORKLOAD, second))
 
 

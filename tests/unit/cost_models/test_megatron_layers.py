@@ -27,7 +27,7 @@ def block_of(model: ModelSpec) -> Block:
 def cost_of(
     layout: Layout, workload: Workload, *, block: Block | None = None, cluster: ClusterSpec = A100
 ) -> LayerCost:
-    batch = LayoutTable.of([layout], workload.global_batch_size)
+    batch = LayoutTable.from_layouts([layout], workload.global_batch_size)
     return layer_cost(block or block_of(GPT), GPT.hidden_dim, batch, workload, cluster)
 
 
@@ -104,7 +104,7 @@ def test_heads_that_are_not_aligned_run_outside_the_tensor_cores(num_heads: int,
 def test_a_pipeline_boundary_is_sent_in_shares_by_megatron() -> None:
     """Scatter and gather (arXiv:2104.04473 section 4.1): an eighth over the network, then gathered over NVLink."""
     cluster = ClusterSpec.parse("16xA100-SXM-80GB")
-    batch = LayoutTable.of([Layout(tp=8, pp=2, sequence_parallel=False)], 64)
+    batch = LayoutTable.from_layouts([Layout(tp=8, pp=2, sequence_parallel=False)], 64)
     ours, theirs = (
         float(CostTable.of(GPT, megatron(engine=engine), cluster, batch).transfer_s[0])
         for engine in ("fsdp2", "megatron")
@@ -129,7 +129,7 @@ def test_bounds_hold_for_engines_with_a_slow_host(engine: str, attention: str) -
         for pp in (1, 2, 4)
         for recompute in ("none", "selective", "full")
     ]
-    costs = CostTable.of(spec, workload, cluster, LayoutTable.of(layouts, 64))
+    costs = CostTable.of(spec, workload, cluster, LayoutTable.from_layouts(layouts, 64))
     bound_s, _ = lower_bounds(costs)
     size = len(costs.kind_of_layer)
     for idx, layout in enumerate(layouts):
@@ -145,7 +145,7 @@ def test_published_steps_of_megatron_on_a100(sequence_parallel: bool, recompute:
     """Korthikanti et al. (arXiv:2205.05198) table 5, 175B on 64 devices; within twice what the table as a whole is off by."""
     layout = Layout(tp=8, pp=8, num_model_chunks=3, sequence_parallel=sequence_parallel, recompute=recompute)  # type: ignore[arg-type]
     costs = CostTable.of(
-        GPT, megatron(attention="math"), ClusterSpec.parse("64xA100-SXM-80GB"), LayoutTable.of([layout], 64)
+        GPT, megatron(attention="math"), ClusterSpec.parse("64xA100-SXM-80GB"), LayoutTable.from_layouts([layout], 64)
     )
     boundaries = (0, *(1 + 12 * stage for stage in range(1, 8)), 98)
     assert estimate_step(costs, 0, boundaries).step_time_s == pytest.approx(measured_s, rel=0.08)

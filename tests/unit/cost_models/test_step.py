@@ -129,7 +129,7 @@ def test_gradients_of_weights_are_a_part_of_the_backward_pass() -> None:
     frozen = workload.replace(adapters=LowRank(targets=("qkv", "mlp"), frozen="16-bit"))
     parts = []
     for wanted in (workload, frozen):
-        costs = CostTable.of(spec, wanted, machine, LayoutTable.of([layout], 64))
+        costs = CostTable.of(spec, wanted, machine, LayoutTable.from_layouts([layout], 64))
         block = costs.inside[1]
         parts.append(float(block.weight_s[0] / block.backward_s[0]))
     assert 0.3 < parts[0] < 0.5

@@ -23,7 +23,7 @@ SPLIT = Layout(tp=2, pp=4, dp_shard=4, zero_stage=1, vocabulary="split")
 
 def costs_of(spec: ModelSpec, *layouts: Layout, engine: str = "megatron") -> CostTable:
     workload = WORKLOAD.replace(engine=engine)
-    return CostTable.of(spec, workload, NODES, LayoutTable.of(list(layouts), workload.global_batch_size))
+    return CostTable.of(spec, workload, NODES, LayoutTable.from_layouts(list(layouts), workload.global_batch_size))
 
 
 @pytest.mark.parametrize("spec", [GEMMA, QWEN], ids=lambda spec: spec.name)
@@ -121,5 +121,5 @@ def test_only_known_schedules_split_it(layout: Layout) -> None:
 def test_layouts_say_their_vocabulary() -> None:
     assert Layout.parse("pp=4,vocabulary=split").vocabulary == "split"
     assert "vocabulary=split" in str(SPLIT)
-    assert LayoutTable.of([SPLIT], 256).layout(0) == SPLIT
+    assert LayoutTable.from_layouts([SPLIT], 256).layout(0) == SPLIT
     assert Layout.model_validate(SPLIT.model_dump(exclude={"vocabulary"})).vocabulary == "ends"

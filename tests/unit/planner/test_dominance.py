@@ -50,7 +50,7 @@ def _without_split(layout: Layout) -> Layout:
 
 def _step_times(layouts: list[Layout], spec: ModelSpec, cluster: ClusterSpec, workload: Workload) -> list[float]:
     """Of all layouts with the stages of the first: with others, the search may find a better cut for one than for another."""
-    batch = LayoutTable.of(layouts, workload.global_batch_size)
+    batch = LayoutTable.from_layouts(layouts, workload.global_batch_size)
     costs = CostTable.of(spec, workload, cluster, batch)
     boundaries = expand(costs, 0).boundaries
     return [estimate_step(costs, idx, boundaries).step_time_s for idx in range(len(layouts))]

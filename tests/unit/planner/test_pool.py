@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,6 @@ from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import search
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, Workload
-from meshwright.schema.layout_rules import PartialFacts, Undecided
-from meshwright.schema.layout_table import LayoutTable
 from small_spaces import shortened
 
 CASES = [
@@ -56,8 +54,8 @@ def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, m
     assert steps > 3
     assert np.array_equal(np.sort(some.places), np.arange(len(space)))
     there = whole.select(some.places)
-    for column in fields(LayoutTable):
-        assert np.array_equal(getattr(some.costs.batch, column.name), getattr(there.batch, column.name)), column.name
+    for name, column in there.batch.columns.items():
+        assert np.array_equal(some.costs.batch.columns[name], column), name
     np.testing.assert_allclose(uniform_time_bounds(some.costs), uniform_time_bounds(there), rtol=1e-12)
 
 
@@ -87,34 +85,3 @@ def test_layouts_that_are_left_out_do_not_come_in() -> None:
     assert np.array_equal(np.sort(some.places), kept)
     assert len(fewer) == len(fewer.batch) == len(kept)
     assert len(replace(fewer, given=space.batch, groups=None).batch) == len(kept)
-
-
-def test_rules_say_when_a_field_that_they_need_is_not_chosen() -> None:
-    known = {
-        "cp": 1,
-        "tp": 2,
-        "pp": 1,
-        "ep": 1,
-        "etp": 1,
-        "num_model_chunks": 1,
-        "micro_batch_size": 2,
-        "zero_stage": 0,
-    }
-    of_model = {"num_blocks": 2, "head_counts": (4,), "kv_head_counts": (4,), "ffn_dims": (8,), "vocab_size": 16}
-    facts = PartialFacts(
-        **known,
-        **of_model,
-        dp_replicate=0,
-        dp_shard=0,
-        sequence_parallel=0,
-        schedule=0,
-        world_size=8,
-        scaleup_domain=8,
-        seq_len=16,
-        global_batch_size=16,
-        unknown=frozenset({"dp_replicate", "dp_shard"}),
-        whole_dp=4,
-    )
-    assert (facts.dp, facts.stage_ranks, facts.num_microbatches) == (4, 8, 2)
-    with pytest.raises(Undecided, match="dp_shard"):
-        _ = facts.gradient_level

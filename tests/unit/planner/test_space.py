@@ -12,10 +12,10 @@ from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from meshwright.schema.engine_facts import rules_of
 from meshwright.schema.engine_rules import RULES_OF_ENGINE
-from meshwright.schema.layout_rules import layout_facts
 from meshwright.schema.layout_table import MIXED, RECOMPUTES, LayoutTable, distinct_rows
-from meshwright.schema.runnable import broken_rules, require_our_engine, rules_of
+from meshwright.schema.runnable import broken_rules, problem_facts, require_our_engine
 from meshwright.schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES
 from meshwright.schema.task import LowRank
 
@@ -43,9 +43,9 @@ def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec,
     batch = build_space(spec, wanted, NODES, {}).batch
     layouts = [batch.layout(idx) for idx in range(0, len(batch), max(len(batch) // 150, 1))]
     for layout in layouts:
-        facts = layout_facts(spec, wanted, layout, world_size=16, scaleup_domain=NODES.scaleup_domain)
-        assert broken_rules(facts, rules_of(engine)) == ()
-    columns = np.stack([np.asarray(getattr(batch, field.name), dtype=np.float64) for field in fields(LayoutTable)])
+        problem = problem_facts(spec, wanted, world_size=16, scaleup_domain=NODES.scaleup_domain)
+        assert broken_rules(layout, problem, rules_of(engine)) == ()
+    columns = np.stack([np.asarray(column, dtype=np.float64) for column in batch.columns.values()])
     assert len(np.unique(columns, axis=1).T) == len(batch)
 
 
@@ -238,7 +238,7 @@ def test_costs_shared_between_layouts_are_those_of_each_alone(
     rows = np.random.default_rng(0).choice(len(batch), size=min(6, len(batch)), replace=False)
     layouts = [batch.layout(int(row)) for row in rows]
     layouts += [neighbour for layout in layouts[:2] for neighbour in _neighbours(layout)]
-    batch = LayoutTable.of(layouts, wanted.global_batch_size)
+    batch = LayoutTable.from_layouts(layouts, wanted.global_batch_size)
     wanted = wanted.replace(engine=engine)
     together = CostTable.of(spec, wanted, NODES, batch)
     alone = [CostTable.of(spec, wanted, NODES, batch.select(np.array([idx]))).by_kind for idx in range(len(batch))]

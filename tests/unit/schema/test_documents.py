@@ -21,11 +21,12 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.base import read_json, write_atomically
-from meshwright.schema.engine_rules import RULES
+from meshwright.schema.engine_rules import DEEPSPEED_RULES, MEGATRON_RULES, RULES
 from meshwright.schema.layout import check_fields
-from meshwright.schema.layout_rules import Facts, layout_facts, model_facts
+from meshwright.schema.layout_rules import Rule
+from meshwright.schema.layout_table import LayoutRow, LayoutTable
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
-from meshwright.schema.runnable import broken_rules, require_valid, why_not_runnable
+from meshwright.schema.runnable import broken_rules, problem_facts, require_valid, why_not_runnable
 from meshwright.schema.units import format_bytes, format_count, format_seconds
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])
@@ -94,32 +95,13 @@ def test_name_of_the_hub_is_told_what_to_do(tmp_path: Path) -> None:
 @given(layouts, st.sampled_from([8, 24, 64, 96]), st.sampled_from([1024, 1000]))
 def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: int) -> None:
     model, workload = ModelSpec.named("qwen2.5-7b"), Workload(seq_len=seq_len, global_batch_size=batch)
-    facts = layout_facts(model, workload, layout, world_size=layout.world_size, scaleup_domain=8)
-    columns = {
-        name: np.array([getattr(facts, name)] * 3)
-        for name in (
-            "dp_replicate",
-            "dp_shard",
-            "tp",
-            "pp",
-            "micro_batch_size",
-            "zero_stage",
-            "sequence_parallel",
-            "schedule",
-        )
-    }
-    arrays = Facts(
-        **columns,
-        **dict.fromkeys(("cp", "ep", "etp", "num_model_chunks"), 1),
-        world_size=layout.world_size,
-        scaleup_domain=8,
-        seq_len=seq_len,
-        global_batch_size=batch,
-        **model_facts(model),
-    )
+    problem = problem_facts(model, workload, world_size=layout.world_size, scaleup_domain=8)
+    row = LayoutRow.from_layout(layout)
+    table = LayoutTable.filled(3, **{name: np.array([value] * 3) for name, value in row.__dict__.items()})
     for rule in RULES:
-        assert np.all(np.asarray(rule.holds(arrays)) == bool(rule.holds(facts))), rule.name
-    if broken_rules(facts):
+        assert rule.is_decided(table.known), rule.name
+        assert np.all(np.asarray(rule.holds(table, problem)) == bool(rule.holds(row, problem))), rule.name
+    if broken_rules(layout, problem):
         with pytest.raises(ConfigError):
             require_valid(model, workload, layout, world_size=layout.world_size, scaleup_domain=8)
 
@@ -140,8 +122,33 @@ def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: 
 )
 def test_each_rule_says_its_name_and_reason(layout: Layout, rule: str) -> None:
     model, workload = ModelSpec.named("qwen2.5-7b"), Workload(seq_len=1024, global_batch_size=64)
-    facts = layout_facts(model, workload, layout, world_size=layout.world_size, scaleup_domain=16)
-    assert any(f"[{rule}]" in reason for reason in broken_rules(facts))
+    problem = problem_facts(model, workload, world_size=layout.world_size, scaleup_domain=16)
+    assert any(f"[{rule}]" in reason for reason in broken_rules(layout, problem))
+
+
+@pytest.mark.parametrize("rule", [*RULES, *MEGATRON_RULES, *DEEPSPEED_RULES], ids=lambda rule: rule.name)
+def test_rules_say_which_fields_they_need(rule: Rule) -> None:
+    """With only the fields that it needs known, a rule holds where it holds with all of them known."""
+    model, workload = ModelSpec.named("mixtral-8x7b"), Workload(seq_len=1024, global_batch_size=64)
+    problem = problem_facts(model, workload, world_size=8, scaleup_domain=8)
+    given = [
+        Layout(dp_shard=4, dp_replicate=2, zero_stage=3, gradient_shard=8, optimizer_shard=8),
+        Layout(tp=2, pp=2, cp=2),
+    ]
+    complete = LayoutTable.from_layouts(given, workload.global_batch_size).replace(dp=np.array([8, 1]))
+    needed = LayoutTable(**{name: complete.columns[name] for name in rule.needs.split()})
+    assert rule.is_decided(needed.known)
+    assert not rule.is_decided(needed.known - {rule.needs.split()[-1]})
+    assert np.array_equal(rule.holds(needed, problem), rule.holds(complete, problem))
+
+
+def test_rules_are_undecided_until_a_field_that_they_need_is_chosen() -> None:
+    rules = {rule.name: rule for rule in RULES}
+    before = LayoutTable(**{name: np.array([4]) for name in ("tp", "cp", "pp", "dp")})
+    assert rules["world_size"].is_decided(before.known)
+    assert not rules["nested_shards"].is_decided(before.known)
+    with pytest.raises(AttributeError):
+        _ = before.dp_shard
 
 
 @pytest.mark.parametrize(

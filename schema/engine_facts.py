@@ -1,0 +1,331 @@
+"""Facts of engines: one record for each engine that a prediction can be for.
+
+A new engine is a record here (and its rules in engine_rules.py, where it has some), its section in cost_models/coefficients.toml
+and its exporter in engines/. Formulas ask a fact by name, so that they say why they differ, and never compare names of engines.
+Facts are those of the engine's code; what is measured stands in coefficients.toml.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from .engine_rules import (
+    DEEPSPEED_EXCHANGE,
+    DEEPSPEED_RULES,
+    FSDP2_RULES,
+    MEGATRON_EXCHANGE,
+    MEGATRON_RULES,
+    MEGATRON_SEQUENCE,
+    VERSION_RULES,
+)
+from .layout_rules import ENGINE_RULES, EXCHANGE_RULES, TOKENS_OF_EXPERTS, Rule
+from .units import MIB
+
+
+class Passes(NamedTuple):
+    """Memory-bound kernels: elements read and written forward and backward, and kernels launched."""
+
+    forward: float
+    backward: float
+    forward_kernels: int
+    backward_kernels: int
+
+
+class EngineKernels(NamedTuple):
+    """What an engine's memory-bound kernels read and write, in elements per element of the tensor's width.
+
+    Reads that miss the cache twice count twice. A layer norm takes 2.2 elements forward and 6.9 backward, a softmax 2.3 and 6.1, at
+    the bandwidth of plain pointwise kernels: 26 and 8 measured sizes each on A100 and H100 (NeuSight traces, MIT), mean error 4 %
+    with a launch and a rate fitted to each.
+
+    Attributes:
+        norm: per element of the hidden states; rotary: per rotated element of queries and keys.
+        gated: per element of the feed-forward width, for silu(gate) * up; plain: for one activation.
+        loss: fp32 elements per logit, from logits in the compute dtype to their gradient.
+        residual: per element of the hidden states, both additions of a block.
+        qkv: copies around attention per element of q, k and v.
+        bias: the gradient of one bias, a sum over tokens, per element of the product's output; none where the product does it.
+    """
+
+    norm: Passes
+    rotary: Passes
+    gated: Passes
+    plain: Passes
+    loss: Passes
+    residual: Passes
+    qkv: Passes
+    bias: Passes
+
+
+class DataParallelFacts(NamedTuple):
+    """Data parallelism of one engine.
+
+    Attributes:
+        reduction_hides_from: lowest ZeRO stage at which reductions run during the (last) backward pass.
+        gather_hides_from: the same for gathers of parameters and the forward pass.
+        hides_in_chunks: with model chunks the communication of one runs during the compute of the others.
+        zero1_by_tensor: ZeRO-1 runs collectives tensor by tensor instead of on flat buckets.
+        bucket_bytes: parameters in the compute dtype whose unsharded gradients are reduced at once; infinite for a layer's.
+        gathers_from_owners: parameters that are sharded over fewer ranks than the optimizer states are gathered from the owners of
+            the states in every forward pass (and from the fewer in the backward pass), instead of once a step.
+        sums_replicas_once: gradients that are sharded are summed over the replicas of the shards once a step.
+    """
+
+    reduction_hides_from: int
+    gather_hides_from: int
+    hides_in_chunks: bool = False
+    zero1_by_tensor: bool = False
+    bucket_bytes: float = math.inf
+    gathers_from_owners: bool = False
+    sums_replicas_once: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFacts:
+    """How an engine's kernels and buffers differ from those of our own runtime.
+
+    Attributes:
+        logit_bytes: of one logit with everything the loss makes of it at its peak.
+        glu_tensors: tensors of the feed-forward width that a gated activation keeps with its output.
+        qkv_copies: packed outputs of the query-key-value product besides what attention keeps: 1 where values are a view of
+            them, so that all of it stays.
+        kv_copies: further copies of keys and values.
+        unfused_rmsnorm: an RMSNorm is several kernels and keeps its input in fp32 and normalised besides.
+        keeps_all_outputs: of every operator of a block, also of those whose backward pass does not read them.
+        keeps_fp32_gradients: of this rank's shard, from one step to the next.
+        bucket_bytes: of the buffers gradients are reduced in.
+        live_elements: of the parameters gathered at once under zero 3.
+        keeps_expert_output: experts' results are weighted by themselves, which needs them again for the gradient of the weights;
+            Megatron weights inside the activation instead.
+    """
+
+    logit_bytes: float
+    glu_tensors: float
+    qkv_copies: int = 0
+    kv_copies: int = 0
+    unfused_rmsnorm: bool = False
+    keeps_all_outputs: bool = False
+    keeps_fp32_gradients: bool = False
+    bucket_bytes: float = 0.0
+    live_elements: float = 0.0
+    keeps_expert_output: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """One engine.
+
+    Attributes:
+        is_own_runtime: `meshwright apply` runs its plans; profiled layers are its own.
+        rules: what it executes besides ENGINE_RULES; None: layouts are predicted for it and not planned.
+        exchange_rules, sequence_rules: of these those that look at tp, cp and cp_ulysses only, and those that require sequence
+            parallelism with some degrees.
+        exporter: name of the exporter in engines/ that writes a plan as its configuration; empty: none.
+        zero_stages: those that the search enumerates.
+        keeps_parameters_closer: under zero 3 parameters may stay within fewer ranks than gradients and optimizer states.
+        update_copy_bytes: read and written for one parameter in the update besides the optimizer's own: copies in the compute
+            dtype, cleared gradients.
+        sums_gradients: who adds up the gradients of micro-batches: the products themselves, or a pass in the compute dtype or fp32;
+            "shards": fully_shard, in what it reduces.
+        is_eager_like_megatron: it runs Megatron's layers and pipeline, or something as eager.
+        sends_tokens_once_per_node: experts that span nodes: a token is sent once to each node and copied there (DeepEP, HybridEP).
+        hides_reduction_in_weight_gradient: the gradient of a column-parallel product's input is reduced while that of its weight
+            is computed.
+        saves_fp8_inputs: under fp8 products keep their inputs in fp8.
+        groups_expert_products: the products of experts are one grouped product, instead of one for each.
+        uses_hopper_attention: attention uses Hopper's own matrix instructions (FlashAttention-3 or cuDNN).
+        recomputes_first_blocks: the same number of blocks recomputes on every stage, the first ones, and those fully.
+            Megatron-Core: recompute_granularity is one for the entire model; with full and recompute_method block the first
+            recompute_num_layers of every (virtual) stage are recomputed.
+        offloads_compute_gradients: gradients go to the host in the compute dtype, otherwise as they were summed.
+        reduces_after_pipeline: under a pipeline parameters stay gathered and gradients are reduced once, after the last backward
+            pass, when nothing is left to hide behind (torch.distributed.pipelining).
+        receives_by_stage: every stage of a rank has receive buffers of its own.
+    """
+
+    name: str
+    is_own_runtime: bool = False
+    rules: tuple[Rule, ...] | None = None
+    exchange_rules: tuple[Rule, ...] = ()
+    sequence_rules: tuple[Rule, ...] = ()
+    exporter: str = ""
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    keeps_parameters_closer: bool = False
+    kernels: EngineKernels
+    data_parallel: DataParallelFacts
+    memory: MemoryFacts | None = None
+    update_copy_bytes: float
+    sums_gradients: Literal["products", "compute", "fp32", "shards"] = "compute"
+    is_eager_like_megatron: bool = False
+    sends_tokens_once_per_node: bool = False
+    hides_reduction_in_weight_gradient: bool = False
+    saves_fp8_inputs: bool = False
+    groups_expert_products: bool = False
+    uses_hopper_attention: bool = False
+    recomputes_first_blocks: bool = False
+    offloads_compute_gradients: bool = False
+    reduces_after_pipeline: bool = False
+    receives_by_stage: bool = False
+
+
+# Eager torch: F.rms_norm and F.layer_norm are one kernel forward and two backward; rotary embedding, silu and product, and the
+# loss's casts are kernels each. Loss: forward cast (1.5) and log-softmax; backward zeros of the picked ones (1), softmax, cast
+# back (1.5).
+TORCH_KERNELS = EngineKernels(
+    norm=Passes(2.2, 6.9, 1, 2),
+    rotary=Passes(9, 9, 8, 8),
+    gated=Passes(5, 9, 2, 3),
+    plain=Passes(2, 3, 1, 1),
+    loss=Passes(3.8, 8.6, 3, 3),
+    residual=Passes(6, 6, 2, 2),
+    qkv=Passes(0, 0, 0, 0),
+    bias=Passes(0, 1, 0, 1),
+)
+FUSED_NORM = Passes(2.2, 4.0, 1, 2)
+FUSED_ROTARY = Passes(2, 2, 2, 2)
+FUSED_GATED = Passes(3, 5, 1, 1)
+_STEPWISE_LOSS = Passes(9.5, 3.5, 7, 3)  # Megatron's vocab_parallel_cross_entropy, step by step
+_COPIED_CONTEXT = Passes(0.67, 2.67, 1, 2)  # the attended context is copied, the gradients of q, k and v concatenated
+
+_RECORDS = (
+    EngineFacts(
+        name="fsdp2",
+        is_own_runtime=True,
+        rules=FSDP2_RULES,
+        exporter="torchtitan",
+        keeps_parameters_closer=True,
+        kernels=TORCH_KERNELS,
+        # Prefetches the next layer's parameters, reduces during the next layer's backward pass: runtime/data_parallel.py.
+        # reshard_after_forward=N keeps what a forward pass gathered within N ranks.
+        data_parallel=DataParallelFacts(0, 0, gathers_from_owners=True),
+        update_copy_bytes=0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
+        sums_gradients="shards",
+        groups_expert_products=True,
+        reduces_after_pipeline=True,
+        receives_by_stage=True,
+    ),
+    EngineFacts(
+        name="megatron",
+        rules=MEGATRON_RULES,
+        exchange_rules=(MEGATRON_EXCHANGE,),
+        sequence_rules=(MEGATRON_SEQUENCE,),
+        exporter="megatron",
+        zero_stages=(0, 1),
+        # Transformer Engine's norms; apply_rope_fusion, bias_swiglu_fusion, bias_gelu_fusion, fused cross entropy, as its recipes
+        # set them; the gradients of q, k and v are concatenated. Loss: maximum of the fp32 copy, exponentials, sum and quotient
+        # in place; backward scales and casts the softmax.
+        kernels=TORCH_KERNELS._replace(
+            norm=FUSED_NORM,
+            rotary=FUSED_ROTARY,
+            gated=FUSED_GATED,
+            loss=Passes(7.5, 3.5, 4, 2),
+            qkv=Passes(0, 2, 0, 1),
+            bias=Passes(0, 0, 0, 0),
+        ),
+        # Megatron-Core's recipes: overlap_grad_reduce during the last backward pass, overlap_param_gather during the first
+        # forward pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
+        data_parallel=DataParallelFacts(0, 0, hides_in_chunks=True),
+        # Logits, their fp32 softmax, their gradient; fused SwiGLU; rotary embedding makes new q and k, v stays a view.
+        # [fitted: logit_bytes and qkv_copies to the four peaks of `meshwright validate --source simumax` without experts split]
+        memory=MemoryFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
+        update_copy_bytes=6.0,  # the compute dtype's copy is written; the gradient buffer is zeroed
+        sums_gradients="products",  # gradient_accumulation_fusion
+        is_eager_like_megatron=True,
+        sends_tokens_once_per_node=True,
+        # arXiv:2205.05198 section 4.2.2 and LinearWithGradAccumulationAndAsyncCommunication
+        hides_reduction_in_weight_gradient=True,
+        saves_fp8_inputs=True,
+        uses_hopper_attention=True,
+        recomputes_first_blocks=True,
+    ),
+    EngineFacts(
+        name="deepspeed",
+        rules=DEEPSPEED_RULES,
+        exchange_rules=(DEEPSPEED_EXCHANGE,),
+        exporter="deepspeed",
+        keeps_parameters_closer=True,
+        # Megatron-DeepSpeed: fused norms and bias-gelu; rotary and gated parts as torch.
+        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=_STEPWISE_LOSS, qkv=_COPIED_CONTEXT),
+        # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
+        # ZeRO++ reads its second partition (hpZ) in the backward pass only; MiCS sums over islands at the step's end.
+        data_parallel=DataParallelFacts(3, 3, gathers_from_owners=True, sums_replicas_once=True),
+        # Megatron's vocab_parallel_cross_entropy: logits, their fp32 copy, softmax; eager activations;
+        # reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
+        # [fitted: 20 bytes a parameter and 3.7 GiB besides are what the runs of `meshwright validate --source sailor` hold]
+        memory=MemoryFacts(
+            logit_bytes=10.0,
+            glu_tensors=4,
+            unfused_rmsnorm=True,
+            keeps_fp32_gradients=True,
+            bucket_bytes=2 * 5e8 * 4,
+            live_elements=1e9,
+        ),
+        update_copy_bytes=24.0,  # as megatron; gradients cast to fp32, checked for overflow and unscaled
+        is_eager_like_megatron=True,
+        offloads_compute_gradients=True,
+    ),
+    EngineFacts(
+        name="nanotron",
+        # flash-attn's Triton norm and rotary kernels; gated part as torch.
+        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, rotary=FUSED_ROTARY, loss=_STEPWISE_LOSS),
+        # v0.5 reduces after the backward pass: unsharded gradients in DistributedDataParallel's buckets (bucket_cap_mb = 25), under
+        # ZeRO-1 every tensor by itself (reduce_scatter_coalesced and all_gather_coalesced in optim/zero.py).
+        data_parallel=DataParallelFacts(3, 3, zero1_by_tensor=True, bucket_bytes=25 * MIB),
+        # sharded_cross_entropy: logits, fp32 copy, less their maximum, exponentials; torch's silu and product; k and v joined.
+        memory=MemoryFacts(logit_bytes=14.0, glu_tensors=4, qkv_copies=1, kv_copies=1),
+        update_copy_bytes=10.0,  # as megatron, the copy in a pass of its own
+        sums_gradients="fp32",  # FP32GradientAccumulator
+    ),
+    EngineFacts(
+        name="internevo",
+        # Fused norm, flash-attn's rotary, silu and product fused.
+        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, rotary=FUSED_ROTARY, gated=FUSED_GATED),
+        # hybrid_zero_optim.py: overlap_sync_grad, but ZeRO-1 deals out entire tensors: reduced to the owner, broadcast afterwards.
+        data_parallel=DataParallelFacts(0, 3, zero1_by_tensor=True),
+        # Megatron's kernels under its own optimizer.
+        memory=MemoryFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
+        update_copy_bytes=24.0,  # as deepspeed
+        is_eager_like_megatron=True,
+    ),
+    # As Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021).
+    EngineFacts(
+        name="aceso",
+        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=_STEPWISE_LOSS, qkv=_COPIED_CONTEXT),
+        data_parallel=DataParallelFacts(3, 3),
+        # Megatron's operators, one module each, so that any of them can be recomputed: inputs and outputs of all of them stay.
+        # [fitted: 0.19 GiB a layer and sequence of OPT-350M at tp 4, `meshwright validate --source libai_sailor2`]
+        memory=MemoryFacts(logit_bytes=10.0, glu_tensors=4, qkv_copies=1, keeps_all_outputs=True),
+        update_copy_bytes=6.0,  # as megatron
+        is_eager_like_megatron=True,
+    ),
+)
+
+ENGINES: dict[str, EngineFacts] = {engine.name: engine for engine in _RECORDS}
+OWN_ENGINE = next(name for name, engine in ENGINES.items() if engine.is_own_runtime)
+
+if TYPE_CHECKING:
+    Engine = str
+else:
+    Engine = Literal[tuple(ENGINES)]
+
+
+def exchange_rules(engine: str) -> tuple[Rule, ...]:
+    """Return the rules for an engine that look at tp, cp and cp_ulysses only."""
+    return EXCHANGE_RULES + ENGINES[engine].exchange_rules
+
+
+def sequence_rules(engine: str) -> tuple[Rule, ...]:
+    """Return the rules for an engine that require sequence parallelism with some degrees."""
+    return (TOKENS_OF_EXPERTS, *ENGINES[engine].sequence_rules)
+
+
+def rules_of(engine: str, *, runnable: bool = False) -> tuple[Rule, ...]:
+    """Return what a layout must satisfy for an engine; of one that cannot be planned for only what any engine needs is known.
+
+    Args:
+        engine: its name.
+        runnable: for our own runtime as it is in this version.
+    """
+    return ENGINE_RULES + (ENGINES[engine].rules or ()) + (VERSION_RULES if runnable else ())
