@@ -209,7 +209,7 @@ def _predicted_by(plan: Path, profile: Path | None, *, allow_foreign: bool) -> I
     if profile is None:
         yield plan, loaded
         return
-    from ..validation.calibrate_runs import estimate_again
+    from ..validation.run_calibration import reestimate
     from .inputs import read_cluster
 
     cluster = read_cluster(None, profile, allow_foreign=allow_foreign)
@@ -218,7 +218,7 @@ def _predicted_by(plan: Path, profile: Path | None, *, allow_foreign: bool) -> I
         raise ConfigError(
             f"{profile} is of {cluster.num_devices} devices, the plan is for {loaded.cluster.num_devices}"
         )
-    predicted = loaded.replace(cluster=cluster, estimate=estimate_again(loaded, cluster))
+    predicted = loaded.replace(cluster=cluster, estimate=reestimate(loaded, cluster))
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / "plan.json"
         predicted.save(path)

@@ -12,7 +12,7 @@ from .terminal import exit_on_error
 
 if TYPE_CHECKING:
     from ..schema import ClusterSpec
-    from ..validation.calibrate_runs import PlanRun
+    from ..validation.run_calibration import PlanRun
 
 
 def calibrate(
@@ -36,7 +36,7 @@ def calibrate(
     """
     with exit_on_error():
         from ..schema import ConfigError
-        from ..validation.calibrate_runs import calibrate_from_runs, read_run
+        from ..validation.run_calibration import calibrate_from_runs, read_run
 
         if len(files) % 2:
             raise ConfigError("plans and metrics come in pairs: PLAN METRICS [PLAN METRICS ...]")
@@ -78,7 +78,7 @@ def _show(runs: list[PlanRun], before: ClusterSpec, after: ClusterSpec) -> None:
 
     from ..schema import Calibration
     from ..schema.units import format_seconds
-    from ..validation.calibrate_runs import estimate_again
+    from ..validation.run_calibration import reestimate
     from .show.plan import show
 
     table = Table(title="step time of the runs", title_justify="left", box=box.SIMPLE, pad_edge=False)
@@ -87,6 +87,6 @@ def _show(runs: list[PlanRun], before: ClusterSpec, after: ClusterSpec) -> None:
         table.add_column(name, justify="right")
     plain = before.replace(calibration=Calibration())
     for run in runs:
-        seconds = [estimate_again(run.plan, cluster).step_time_s for cluster in (plain, after)]
+        seconds = [reestimate(run.plan, cluster).step_time_s for cluster in (plain, after)]
         table.add_row(str(run.plan.layout), *(format_seconds(s) for s in (run.step_time_s, *seconds)))
     show(table)

@@ -245,9 +245,9 @@ def read_inputs(
     else:
         machine = cluster
     if calibrate is not None:
-        from ..validation.calibration import calibration_from_file
+        from ..validation.table_calibration import calibration_from_table
 
-        machine = machine.replace(calibration=calibration_from_file(calibrate, machine))
+        machine = machine.replace(calibration=calibration_from_table(calibrate, machine))
         typer.echo(f"calibration of {machine.weakest_device.name}: {machine.calibration}", err=True)
     from ..schema.task import parse_training
 

@@ -17,8 +17,8 @@ from .terminal import exit_on_error
 if TYPE_CHECKING:
     from ..schema import Calibration
     from ..validation import Prediction, RunRow
-    from ..validation.cross_validation import CalibrationScore
     from ..validation.score import GroupScore, SourceScore
+    from ..validation.table_calibration import CalibrationScore
 
 Part = Literal["fit", "held-out"]
 NOT_SELECTED = "not selected by --source, --split or --part"
@@ -58,7 +58,7 @@ def validate(
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
     with exit_on_error():
         from ..validation import predict, read_groups, read_runs, score_groups, score_sources
-        from ..validation.cross_validation import cross_validate
+        from ..validation.table_calibration import cross_validate
         from .show.plan import show
         from .show.validation import calibration_table, memory_table, notes_table, time_table
 
@@ -114,12 +114,12 @@ def _calibrations(path: Path | None, selected: list[RunRow]) -> tuple[dict[str, 
     from dataclasses import replace
 
     from ..validation import read_runs
-    from ..validation.calibration import calibrations_from_rows
+    from ..validation.table_calibration import calibrate_by_device
 
     if path is None:
         return {}, selected
     runs = read_runs(path)
-    calibrations = calibrations_from_rows(runs)
+    calibrations = calibrate_by_device(runs)
     for device, calibration in calibrations.items():
         typer.echo(f"calibration of {device}: {calibration}", err=True)
     used = {row.id for row in runs}

@@ -52,7 +52,7 @@ class ClusterSpec(Frozen):
         bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one: what one device of a node gets to its
             counterpart on another while the other devices of the node send as well. The diagonal is not read.
         profile: the measurements this spec was made from, where there are any.
-        calibration: what measured runs on it say about the model's rates (`validation.calibration.calibrate`).
+        calibration: what measured runs on it say about the model's rates (`validation.table_calibration.calibrate`).
     """
 
     name: str = Field(min_length=1)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
+from .clusters import cluster_of, with_drives
 from .defaults import BALANCED_STAGES, CUDA_GRAPHS, PRECISIONS, Assumed, default_of
 from .features import DRIVE_BYTES_PER_S, base_precision, differs_by_stage, num_chunks, offload_of, stage_cuts
 from .layouts import layout_of, stage_layouts
-from .machines import cluster_of, with_drives
 from .mapping import completed_mapping
 from .models import model_of
 from .rows import RunRow

@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ...validation.cross_validation import CalibrationScore
     from ...validation.score import MemoryScore, SourceScore
+    from ...validation.table_calibration import CalibrationScore
 
 
 def time_table(scores: dict[str, SourceScore]) -> Table:

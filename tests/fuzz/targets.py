@@ -49,7 +49,7 @@ from meshwright.schema.profile import CollectivePoint, HostCopyPoint, Machine, M
 from meshwright.schema.task import Generation, parse_training
 from meshwright.solvers.pipeline.torch_csv import from_torch_csv, to_torch_csv
 from meshwright.validation import predict, read_groups, read_runs
-from meshwright.validation.calibrate_runs import calibrate_from_runs, read_run
+from meshwright.validation.run_calibration import calibrate_from_runs, read_run
 from plans import cpu_cluster, make_plan, tiny_model, with_offload
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -299,10 +299,10 @@ def _profile(path: Path) -> None:
 
 @cache
 def _measured_plan() -> Plan:
-    from meshwright.validation.calibrate_runs import estimate_again
+    from meshwright.validation.run_calibration import reestimate
 
     plan = small_plans()[1]
-    return plan.replace(cluster=cpu_cluster(2), estimate=estimate_again(plan, cpu_cluster(2)))
+    return plan.replace(cluster=cpu_cluster(2), estimate=reestimate(plan, cpu_cluster(2)))
 
 
 def _metrics() -> list[bytes]:

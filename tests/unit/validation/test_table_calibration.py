@@ -9,7 +9,7 @@ import pytest
 from meshwright.planner import estimate
 from meshwright.schema import Calibration, ClusterSpec, Estimate, Layout, ModelSpec, Workload
 from meshwright.validation import RunInputs
-from meshwright.validation.calibration import MeasuredRun, calibrate, estimates_at
+from meshwright.validation.table_calibration import MeasuredRun, calibrate, estimates_at
 
 LAYOUTS = (
     "tp=8,dp_shard=2", "tp=4,dp_shard=4,recompute=full", "tp=2,pp=2,dp_shard=4", "dp_shard=16,recompute=full",

@@ -13,6 +13,8 @@ solution). The ratios minimise
 with rho linear in its tails, so that one odd run does not decide, and C the covariance of PRIORS and COMMON_PRIOR. Runs left out
 in turn say how far to follow the ratios: wholly, half, or not at all.
 Memory: activations and a constant, by ridge regression with the same kind of priors.
+
+What calibration is worth: a few runs of a source correct the model, its other runs are scored.
 """
 
 from __future__ import annotations
@@ -33,25 +35,34 @@ from .score import memory_kind
 
 FloatArray = NDArray[np.float64]
 
+
 PRIORS = {"products": 0.1, "attention": 0.25, "elementwise": 0.25, "host": 0.7, "scale_up": 0.4, "scale_out": 0.7}
 """Standard deviation of the logarithm of each ratio over clusters: kernels of one device differ little between software stacks
 (4-7 % for products, more for attention and elementwise), hosts and networks a lot."""
 
+
 KERNELS, COMMON_PRIOR = ("products", "attention", "elementwise"), 0.15
 """All kernels of a device share its clock, which power limits and cooling move by tens of percent."""
+
 
 NOISE = 0.10
 """Where errors stop counting as noise: what the model leaves out differs by that from run to run."""
 
+
 ACTIVATIONS_PRIOR, OVERHEAD_PRIOR_BYTES, MEMORY_NOISE = 0.2, 2 * GIB, 0.02
+
 
 MEAN_TO_DEVIATION = 1.25
 """Standard deviation over mean absolute deviation of a normal distribution, sqrt(pi / 2)."""
 
+
 TRUST = (0.0, 0.5, 1.0)
 """How far the ratios may be followed; runs left out in turn decide."""
 
+
 MAX_FOLDS = 12
+
+
 SHARE_STEP = 0.5
 """Rates are halved to find the seconds that depend on them: what then comes out of hiding counts too."""
 
@@ -66,21 +77,21 @@ class MeasuredRun:
     reserved_bytes: float | None
 
 
-def calibration_from_file(path: str | Path, cluster: ClusterSpec) -> Calibration:
+def calibration_from_table(path: str | Path, cluster: ClusterSpec) -> Calibration:
     """The calibration that a table of runs gives for a cluster: its runs on the same device.
 
     Raises:
         ConfigError: the table is not one, or has no usable run on this device.
     """
     device = cluster.weakest_device.name
-    found = calibrations_from_rows(read_runs(path))
+    found = calibrate_by_device(read_runs(path))
     if device not in found:
         known = ", ".join(sorted(found)) or "no device at all"
         raise ConfigError(f"{path} has no usable measured run on {device}", details=(f"it has runs on {known}",))
     return found[device]
 
 
-def calibrations_from_rows(rows: Sequence[RunRow]) -> dict[str, Calibration]:
+def calibrate_by_device(rows: Sequence[RunRow]) -> dict[str, Calibration]:
     """A calibration for each device with a usable measured run, by the device's name."""
     runs: dict[str, list[MeasuredRun]] = {}
     for run in measured_runs(rows):
@@ -232,3 +243,84 @@ def memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
             0.0,
         )
     return {"activations": float(np.clip(1 + ratio, 0.1, 10.0)), "overhead_bytes": float(overhead)}
+
+
+@dataclass(frozen=True)
+class CalibrationScore:
+    """Errors on the runs of one source and device that a draw of calibration runs left, mean over draws.
+
+    Attributes:
+        mape_before, mape_after: without and with calibration; worst_after: of the worst draw.
+        memory_before, memory_after: the same of allocated peaks; None where none was measured.
+    """
+
+    device: str
+    draws: int
+    rows: int
+    mape_before: float
+    mape_after: float
+    worst_after: float
+    bias_after: float
+    memory_before: float | None
+    memory_after: float | None
+
+
+def cross_validate(rows: Sequence[RunRow], num_runs: int, *, draws: int = 5) -> dict[str, CalibrationScore]:
+    """For each source: calibrate its most frequent device with ``num_runs`` random runs, score the others; several times.
+
+    Sources with fewer than twice as many measured runs are left out. The draws are the same every time.
+    """
+    by_source: dict[str, list[MeasuredRun]] = {}
+    for row in rows:
+        by_source.setdefault(row.source_set, []).extend(run for run in measured_runs([row]) if run.step_time_s)
+    found = {}
+    for source, runs in by_source.items():
+        if not runs:  # no times, or all of them calibrate already
+            continue
+        devices = [run.inputs.cluster.weakest_device.name for run in runs]
+        device = max(sorted(set(devices)), key=devices.count)
+        members = [run for run, name in zip(runs, devices, strict=True) if name == device]
+        if len(members) >= 2 * num_runs:
+            found[source] = _cross_validate(device, members, num_runs, draws)
+    return found
+
+
+def _cross_validate(device: str, runs: list[MeasuredRun], num_runs: int, draws: int) -> CalibrationScore:
+    before = _ratios(runs, Calibration())
+    kept, after = [], []
+    for draw in range(draws):
+        chosen = np.random.default_rng(draw).permutation(len(runs))
+        calibration = calibrate([runs[idx] for idx in chosen[:num_runs]])
+        rest = chosen[num_runs:]
+        kept.append(before[rest])
+        after.append(_ratios([runs[idx] for idx in rest], calibration))
+    errors = [[_mape(ratios[:, column]) for ratios in draw] for draw in (kept, after) for column in (0, 1)]
+    times_before, memory_before, times_after, memory_after = ([e for e in column if e is not None] for column in errors)
+    return CalibrationScore(
+        device=device,
+        draws=draws,
+        rows=len(runs) - num_runs,
+        mape_before=float(np.mean(times_before)),
+        mape_after=float(np.mean(times_after)),
+        worst_after=max(times_after),
+        bias_after=float(np.expm1(np.mean([np.nanmean(np.log(ratios[:, 0])) for ratios in after]))),
+        memory_before=float(np.mean(memory_before)) if memory_before else None,
+        memory_after=float(np.mean(memory_after)) if memory_after else None,
+    )
+
+
+def _ratios(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray:
+    """Predicted over measured [n, 2] of step time and of memory; NaN where either is not known."""
+    found = np.full((len(runs), 2), np.nan)
+    for idx, (run, e) in enumerate(zip(runs, estimates_at(runs, calibration), strict=True)):
+        if isinstance(e, Estimate):
+            found[idx, 0] = e.step_time_s / (run.step_time_s or np.nan)
+            memory = run.allocated_bytes, run.reserved_bytes
+            predicted = e.peak_allocated_bytes if memory[0] else e.peak_reserved_bytes
+            found[idx, 1] = predicted / (memory[0] or memory[1] or np.nan)
+    return found
+
+
+def _mape(ratios: FloatArray) -> float | None:
+    known = ratios[np.isfinite(ratios)]
+    return float(np.mean(np.abs(known - 1))) if len(known) else None

@@ -23,7 +23,7 @@ from meshwright.validation import (
     score_groups,
     score_sources,
 )
-from meshwright.validation.networks import network
+from meshwright.validation.clusters import network
 from meshwright.validation.predict import boundaries
 from meshwright.validation.rows import RunRow
 from meshwright.validation.score import log_bias, memory_kind, rank_correlation, regret, relative_error

@@ -13,7 +13,7 @@ from meshwright.cli.calibrate import calibrate
 from meshwright.planner import plan
 from meshwright.schema import Calibration, ConfigError, Layout, Plan, Workload
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
-from meshwright.validation.calibrate_runs import PlanRun, calibrate_from_runs, estimate_again, read_run
+from meshwright.validation.run_calibration import PlanRun, calibrate_from_runs, read_run, reestimate
 from plans import cpu_cluster, make_plan, tiny_model
 from typer import Typer
 from typer.testing import CliRunner
@@ -26,7 +26,7 @@ def plans() -> list[Plan]:
     workload = Workload(seq_len=64, global_batch_size=8, precision="fp32")
     model = tiny_model(num_blocks=4, vocab_size=256, hidden_dim=128, ffn_dim=512)
     made = [make_plan(model, layout, workload=workload) for layout in LAYOUTS]
-    return [plan.replace(cluster=CLUSTER, estimate=estimate_again(plan, CLUSTER)) for plan in made]
+    return [plan.replace(cluster=CLUSTER, estimate=reestimate(plan, CLUSTER)) for plan in made]
 
 
 def run_of(plan: Plan, *, kernels: float = 1.0, links: float = 1.0, memory: float = 1.0) -> PlanRun:
@@ -40,15 +40,15 @@ def run_of(plan: Plan, *, kernels: float = 1.0, links: float = 1.0, memory: floa
 
 def errors(runs: list[PlanRun], calibration: Calibration) -> np.ndarray:
     cluster = CLUSTER.replace(calibration=calibration)
-    return np.abs([np.log(estimate_again(run.plan, cluster).step_time_s / run.step_time_s) for run in runs])
+    return np.abs([np.log(reestimate(run.plan, cluster).step_time_s / run.step_time_s) for run in runs])
 
 
 def test_a_plan_with_an_order_of_its_own_is_estimated_by_it() -> None:
     workload = Workload(seq_len=64, global_batch_size=8, precision="fp32")
     fixed = {"pp": 2, "schedule": "synthesised"}
-    made = plan.plan(tiny_model(num_blocks=4, vocab_size=256), CLUSTER, workload, fixed=fixed)
+    made = plan(tiny_model(num_blocks=4, vocab_size=256), CLUSTER, workload, fixed=fixed)
     assert made.pipeline_order
-    assert estimate_again(made, CLUSTER).step_time_s == pytest.approx(made.estimate.step_time_s, rel=1e-9)
+    assert reestimate(made, CLUSTER).step_time_s == pytest.approx(made.estimate.step_time_s, rel=1e-9)
     assert calibrate_from_runs([run_of(made, kernels=1.5)], CLUSTER).num_runs == 1
 
 
@@ -69,7 +69,7 @@ def test_second_estimate_of_the_same_plan_is_at_least_as_accurate(
     run = run_of(plans()[which], kernels=kernels, links=links, memory=memory)
     found = calibrate_from_runs([run], CLUSTER)
     assert errors([run], found)[0] <= errors([run], Calibration())[0] + 1e-9
-    after = estimate_again(run.plan, CLUSTER.replace(calibration=found)).peak_reserved_bytes
+    after = reestimate(run.plan, CLUSTER.replace(calibration=found)).peak_reserved_bytes
     assert abs(np.log(after / run.reserved_bytes)) <= abs(np.log(memory)) + 1e-9
 
 

@@ -29,8 +29,8 @@ from ..schema import Calibration, ClusterSpec, ConfigError, Estimate, Plan
 from ..schema.base import read_text, shown
 from ..schema.layout_table import MIXED, LayoutTable
 from ..solvers.pipeline.torch_csv import planned_order
-from .calibration import MEAN_TO_DEVIATION, MeasuredRun, memory_ratios
 from .inputs import RunInputs
+from .table_calibration import MEAN_TO_DEVIATION, MeasuredRun, memory_ratios
 
 TRUST = (0.0, 0.5, 1.0)
 LEAST_TO_LEAVE_OUT = 3
@@ -96,7 +96,7 @@ def _last_record(metrics: str | Path) -> dict[str, Any]:
     return last
 
 
-def estimate_again(plan: Plan, cluster: ClusterSpec) -> Estimate:
+def reestimate(plan: Plan, cluster: ClusterSpec) -> Estimate:
     """The estimate of a plan's layout and stages on a cluster; where blocks recompute differently it chooses stages anew."""
     batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
     if batch.recompute[0] == MIXED or cluster.parts:
@@ -115,7 +115,7 @@ def calibrate_from_runs(runs: Sequence[PlanRun], cluster: ClusterSpec) -> Calibr
     if not runs:
         raise ConfigError("there is no run to calibrate with")
     plain = cluster.replace(calibration=Calibration())
-    before = [estimate_again(run.plan, plain) for run in runs]
+    before = [reestimate(run.plan, plain) for run in runs]
     for run, estimate in zip(runs, before, strict=True):
         ratio = run.step_time_s / estimate.step_time_s
         if not 1 / LARGEST_RATIO < ratio < LARGEST_RATIO:
@@ -148,7 +148,7 @@ def _trusted(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: Clust
             others = [at for at in range(len(runs)) if not (leave_out and at == idx)]
             ratios = _ratios([runs[at] for at in others], [before[at] for at in others], cluster, trust)
             changed = cluster.replace(calibration=Calibration().replace(**ratios))
-            errors.append(_error(run, estimate_again(run.plan, changed)))
+            errors.append(_error(run, reestimate(run.plan, changed)))
         if np.mean(np.abs(errors)) <= np.mean(np.abs(best[1])):
             best = trust, errors
     return best
@@ -198,7 +198,7 @@ def _memory(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: Cluste
     if not found:
         return {}
     changed = cluster.replace(calibration=Calibration().replace(**found))
-    after = [estimate_again(run.plan, changed) for run in runs]
+    after = [reestimate(run.plan, changed) for run in runs]
     errors = [
         np.mean(
             [abs(math.log(e.peak_reserved_bytes / run.reserved_bytes)) for run, e in zip(runs, estimates, strict=True)]
