@@ -55,7 +55,7 @@ def calibrate(
 
 def _cluster(planned: ClusterSpec, profile: Path | None, *, allow_foreign: bool) -> ClusterSpec:
     """The plan's cluster with the devices of a profile, or with its own profile."""
-    from ..profilers.files.trusted import load_profile
+    from ..profilers.files import load_profile
     from ..profilers.profiled_cluster import profiled_cluster, with_measured_devices
     from ..schema import ConfigError
 

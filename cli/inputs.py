@@ -198,7 +198,7 @@ def read_cluster(cluster: str | None, profile: Path | None, *, allow_foreign: bo
         if cluster is None:
             raise ConfigError("no cluster is given", help="add --cluster or --profile")
         return cluster
-    from ..profilers.files.trusted import load_profile
+    from ..profilers.files import load_profile
     from ..profilers.profiled_cluster import profiled_cluster, with_measured_devices
 
     found, problems = load_profile(profile, allow_foreign=allow_foreign)

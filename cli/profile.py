@@ -15,7 +15,7 @@ from .inputs import JsonOption
 from .terminal import exit_on_error
 
 if TYPE_CHECKING:
-    from ..profilers.run.protocol import ProfileProgress, ProfileTask
+    from ..profilers.run.protocol import MeasurementStep, ProfileProgress, ProfileTask, RankPlace
     from ..schema import Profile
 
 
@@ -55,9 +55,9 @@ def measure(
         if found is not None:
             _report(found, out, as_json=json_output)
         if _is_rank():
-            from ..runtime.profiling.worker import leave
+            from ..profilers.run.processes import exit_well
 
-            leave()
+            exit_well()
 
 
 def _start(*, own_process: bool) -> tuple[float, float]:
@@ -155,15 +155,26 @@ def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
     from ..profilers.run.launch import launch_ranks
 
     if _is_rank():
-        from ..runtime.profiling.worker import measure_as_rank
+        from ..profilers.run.rank import run_rank
 
         with _progress(quiet=False) as tell:
-            return measure_as_rank(task, tell)
+            return run_rank(task, profile_steps, tell)
     require_free_memory(available_memory(), ranks, of_process_bytes=memory_left_to_process())
     machine = identify(ranks)
     task = replace(task, foreign_load_fraction=min(1.0, busy_fraction()))
     with _progress(quiet=False) as tell:
-        return launch_ranks("meshwright.runtime.profiling.worker", task, machine.num_devices, on_progress=tell)
+        return launch_ranks(profile_steps, task, machine.num_devices, on_progress=tell)
+
+
+def profile_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[MeasurementStep]:
+    """Return the steps of this command; the ranks call it, which alone import torch, the runtime and the learned model."""
+    from ..cost_models.learned.calibration import informative_shapes
+    from ..profilers.run.steps import thorough_steps
+
+    build_model = None
+    if task.model:
+        from ..runtime.recompute import build_standalone as build_model
+    return thorough_steps(task, place, on_gpu, choose_shapes=informative_shapes, build_model=build_model)
 
 
 def _is_rank() -> bool:
@@ -188,7 +199,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[ProfileProgress], None]]:
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
     number = bar.add_task("starting the ranks", total=1.0, part="")
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: ProfileProgress) -> None:
         bar.start()
         done = min(1.0, progress.elapsed_s / progress.budget_s)
         bar.update(number, completed=done, description=progress.what, part=progress.part)
@@ -214,8 +225,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A profile.", show_de
 def show(profile: File, *, json: JsonOption = False) -> None:
     """What a profile holds, where it was measured, and whether it may be used here."""
     with exit_on_error():
-        from ..profilers.files.summary import summary
-        from ..profilers.files.trusted import mismatches
+        from ..profilers.files import mismatches, summary
         from ..schema import Profile
         from .show.plan import show as show_table
         from .show.profile import summary_table
@@ -238,7 +248,7 @@ def diff(first: File, second: File, *, json: JsonOption = False) -> None:
     with exit_on_error():
         from json import dumps
 
-        from ..profilers.files.summary import compare
+        from ..profilers.files import compare
         from ..schema import Profile
         from .show.plan import show as show_table
         from .show.profile import difference_table
@@ -259,8 +269,7 @@ def merge(
 ) -> None:
     """Join profiles of one machine: every point of any, of points measured twice the median."""
     with exit_on_error():
-        from ..profilers.files.merge import merge_profiles
-        from ..profilers.files.summary import summary
+        from ..profilers.files import merge_profiles, summary
         from ..schema import Profile
         from .show.plan import show as show_table
         from .show.profile import summary_table

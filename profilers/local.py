@@ -30,6 +30,7 @@ from .machine import (
 from .profiled_cluster import cluster_from_profile
 from .run.launch import launch_ranks
 from .run.protocol import ProfileTask
+from .run.steps import brief_steps
 
 METHOD_VERSION = 3
 """Raised when measurements of an older method must not be used any more."""
@@ -97,7 +98,7 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
         foreign_load_fraction=min(busy, 1.0),
         **effort,
     )
-    profile = launch_ranks(f"{__package__}.run.worker", task, ranks)
+    profile = launch_ranks(brief_steps, task, ranks)
     say(f"measured in {format_seconds(time.perf_counter() - start)}")
     return profile.replace(machine=machine)
 

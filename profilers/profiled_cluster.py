@@ -198,6 +198,5 @@ _CATALOGUE_NAMES = {
 }
 """Names of torch.cuda.get_device_name that are not the catalogue's after their prefix is removed."""
 
-
 CPU_RESERVED_BYTES = GIB // 2
 """Of a rank on a CPU: the interpreter and torch take about 0.3 GiB, gloo's buffers and the allocator some of the rest."""

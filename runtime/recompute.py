@@ -7,7 +7,7 @@ attention (not of the last product, which no backward pass reads).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..schema.layout import Recompute
+from ..schema.model import ModelSpec
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import Experts, MixtureOfExperts
-from .models.init import ADAPTER_UP
+from .models.init import ADAPTER_UP, init_weights
 from .models.layers import ReplicatedLinear
 from .models.ring_attention import RING_ATTENTION
 
@@ -42,6 +43,32 @@ def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) ->
     """
     for name, block in stage.model.layers.items():
         checkpoint_block(block, recompute_of(int(name) + 1))  # the embedding is layer 0
+
+
+def build_standalone(
+    spec: ModelSpec,
+    recompute: Recompute,
+    *,
+    device: torch.device,
+    layer_idxs: Collection[int] | None = None,
+    is_fake: bool = False,
+) -> Decoder:
+    """Build a decoder, or some layers of it, on one device outside a job: what a profile measures.
+
+    Args:
+        layer_idxs: of the layers, as in ``ModelSpec.iter_layers``; None for all.
+        is_fake: under a FakeTensorMode, where nothing has memory and nothing is initialised.
+    """
+    with device if is_fake else torch.device("meta"):
+        decoder = Decoder(spec)
+    if layer_idxs is not None:
+        decoder.keep(layer_idxs)
+    apply_recompute(decoder, lambda _: recompute)
+    if not is_fake:
+        decoder.to_empty(device=device)
+        decoder.tie()
+        init_weights(decoder, seed=0)
+    return decoder
 
 
 def checkpoint_block(block: nn.Module, recompute: Recompute) -> None:

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
-from ...profilers.files.merge import point_lists
+from ...profilers.files import point_lists
 from ...schema import Profile
 from ...schema.units import GB, TFLOP, format_bytes, format_seconds
 

@@ -22,7 +22,7 @@ import numpy as np
 from ...schema.arrays import FloatArray
 from ...schema.profile import MatmulPoint
 from .correction import SHIPPED_COVARIANCE, Covariance, correction_through, covariance, whitening_of
-from .gemm import GemmCoefficients, GemmRates, features, model, roofline_s
+from .gemm import GemmCoefficients, GemmDevice, GemmRates, features, known_coefficients, model, roofline_s
 from .trees import ResidualModel
 
 NUM_CANDIDATES = 1000
@@ -45,6 +45,33 @@ def candidate_shapes(rates: GemmRates, *, seed: int, most_s: float, most_bytes: 
     seconds = roofline_s(m, n, k, rates.coefficients, rates.hardware, rates.element_bytes)
     fits = (seconds <= most_s) & (num_bytes <= most_bytes)
     return tuple(size[fits][:NUM_CANDIDATES] for size in (m, n, k))
+
+
+def informative_shapes(
+    *,
+    flops_per_s: float,
+    memory_bandwidth_bytes_per_s: float,
+    num_processors: int,
+    cache_bytes: float,
+    element_bytes: float,
+    count: int,
+    max_s: float,
+    max_bytes: float,
+) -> list[tuple[int, int, int]]:
+    """Return up to ``count`` products (m, n, k) that are worth measuring on a device nobody has measured, best first.
+
+    Args:
+        flops_per_s: best rate measured so far; memory_bandwidth_bytes_per_s: likewise.
+        element_bytes: of an operand.
+        max_s, max_bytes: limits of one product.
+    """
+    coefficients, software, _ = known_coefficients("", "")
+    peak_flops_per_s = flops_per_s / coefficients.compute_efficiency
+    hardware = GemmDevice(peak_flops_per_s, memory_bandwidth_bytes_per_s, num_processors, cache_bytes)
+    rates = GemmRates(coefficients, hardware, software, element_bytes)
+    m, n, k = candidate_shapes(rates, seed=0, most_s=max_s, most_bytes=max_bytes)
+    chosen = most_informative_shapes(m, n, k, rates, count) if len(m) else []
+    return [(int(m[i]), int(n[i]), int(k[i])) for i in chosen]
 
 
 def most_informative_shapes(

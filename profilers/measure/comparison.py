@@ -72,14 +72,11 @@ def _set_affinities(affinities: dict[int, frozenset[int]]) -> bool:
 FIELD = "comparison"
 """Of the points of a rank: what `slow.reports` reads, and no part of a profile."""
 
-
 REPETITIONS = 3
 """Between two steps."""
 
-
 _CHUNK_S = 0.01
 """Of one repetition on an undisturbed rank: some turns of the scheduler, so that a rank which shares its core waits in each."""
-
 
 _SIDE = 256
 

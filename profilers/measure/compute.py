@@ -28,7 +28,7 @@ FloatArray = NDArray[np.float64]
 DTYPE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
-class Layer(NamedTuple):
+class LinearShape(NamedTuple):
     """A linear layer: ``[m,k] x [k,n]`` forward, and unless ``forward_only`` ``[m,n] x [n,k]``, ``[n,m] x [m,k]`` backward."""
 
     m: int
@@ -38,24 +38,24 @@ class Layer(NamedTuple):
 
 
 CPU_LAYERS = (
-    Layer(512, 576, 1536),  # first, so that a slow machine has at least one typical layer
-    Layer(16, 64, 64),  # launch
-    Layer(8, 2048, 2048, forward_only=True),  # bound by memory: the weight is read once for eight tokens
-    Layer(1024, 1024, 1024),
-    Layer(2048, 576, 1536, forward_only=True),
-    Layer(512, 576, 576),
-    Layer(512, 2048, 2048),
-    Layer(1024, 2048, 2048, forward_only=True),  # peak
+    LinearShape(512, 576, 1536),  # first, so that a slow machine has at least one typical layer
+    LinearShape(16, 64, 64),  # launch
+    LinearShape(8, 2048, 2048, forward_only=True),  # bound by memory: the weight is read once for eight tokens
+    LinearShape(1024, 1024, 1024),
+    LinearShape(2048, 576, 1536, forward_only=True),
+    LinearShape(512, 576, 576),
+    LinearShape(512, 2048, 2048),
+    LinearShape(1024, 2048, 2048, forward_only=True),  # peak
 )
 GPU_LAYERS = (
-    Layer(4096, 4096, 4096),
-    Layer(64, 64, 64),
-    Layer(8, 8192, 8192, forward_only=True),
-    Layer(8192, 8192, 8192),  # peak
-    Layer(2048, 1024, 4096),
-    Layer(8192, 4096, 14336),
-    Layer(4096, 8192, 1024),
-    Layer(1024, 2048, 2048),
+    LinearShape(4096, 4096, 4096),
+    LinearShape(64, 64, 64),
+    LinearShape(8, 8192, 8192, forward_only=True),
+    LinearShape(8192, 8192, 8192),  # peak
+    LinearShape(2048, 1024, 4096),
+    LinearShape(8192, 4096, 14336),
+    LinearShape(4096, 8192, 1024),
+    LinearShape(1024, 2048, 2048),
 )
 
 USEFUL_RATIO = 0.5
@@ -71,7 +71,7 @@ _UNKNOWN_FORMAT = 1 / 8
 _PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 
 
-def measure_matmuls(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
+def measure_matmuls(bench: Bench, layers: Sequence[LinearShape]) -> list[dict[str, Any]]:
     """Fields of MatmulPoint for each product of each layer in each dtype that the device runs at a useful speed.
 
     The forward product of the first layer is measured in any case.
@@ -109,7 +109,7 @@ def measure_shapes(
     points: list[dict[str, Any]] = []
     ring = _Ring(bench.device)
     for i, (m, n, k) in enumerate(shapes):
-        layer = Layer(m, k, n, forward_only=i % 4 != 3)
+        layer = LinearShape(m, k, n, forward_only=i % 4 != 3)
         wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
         num_bytes = 2 * WEIGHT_RING_BYTES + 2 * DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
         if not bench.has_memory(num_bytes):
@@ -122,14 +122,14 @@ def measure_shapes(
     return points
 
 
-def products_s(bench: Bench, layer: Layer, dtype: str, flops_per_s: float, count: int) -> float:
+def products_s(bench: Bench, layer: LinearShape, dtype: str, flops_per_s: float, count: int) -> float:
     """Expected seconds of ``count`` products of a layer, the making of their operands included."""
     made = DTYPE_BYTES[dtype] * (layer.m * layer.k + layer.m * layer.n + layer.k * layer.n)
     call_s = 2 * layer.m * layer.k * layer.n / flops_per_s
     return count * bench.point_s(call_s) + made / _MAKING_BYTES_PER_S
 
 
-def product_title(layer: Layer) -> str:
+def product_title(layer: LinearShape) -> str:
     """For people."""
     return f"product {layer.m} x {layer.n} x {layer.k}"
 
@@ -188,7 +188,9 @@ class _Ring:
         return list(self._made[dtype][: count * n * k].view(count, n, k).unbind())
 
 
-def _measure_layer(bench: Bench, ring: _Ring, layer: Layer, dtype: str, wanted: Sequence[str]) -> list[dict[str, Any]]:
+def _measure_layer(
+    bench: Bench, ring: _Ring, layer: LinearShape, dtype: str, wanted: Sequence[str]
+) -> list[dict[str, Any]]:
     import torch
 
     if not wanted:

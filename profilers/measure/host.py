@@ -14,30 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from ...schema.errors import ConfigError
 from ...schema.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from .timing import Bench
 
 
 Copy = Literal["to_device", "to_host", "both"]
-
-
 COPY_BYTES = (64 * MIB, 512 * MIB, 1 * MIB)
-
-
 ADAM_PARAMETERS = (2**22, 2**24, 2**26)
-
 
 _ADAM_BYTES = 20
 """Of one parameter with its gradient and two states in fp32, and what the update needs besides."""
 
-
 _CALLS = 6
-
 
 _UNKNOWN_COPY_BYTES_PER_S, _UNKNOWN_ADAM_BYTES_PER_S = 1e9, 2e9
 """Before anything was measured."""
@@ -128,17 +121,12 @@ def _nothing() -> None:
 
 
 FILE_BYTES = (16 * MIB, 64 * MIB, 512 * MIB, 4096 * MIB)
-
-
 BLOCK_BYTES = 4 * MIB
-
 
 NUM_THREADS = 4
 """Blocks in flight of one rank: a single one does not fill an NVMe queue."""
 
-
 _STORAGE_CALLS = 5
-
 
 _UNKNOWN_BYTES_PER_S = 3e8
 """Before anything was measured."""
@@ -163,7 +151,7 @@ def measure_storage(bench: Bench, folder: str, ranks_per_node: int) -> list[dict
     byte_s = 1 / _UNKNOWN_BYTES_PER_S
     try:
         for size in FILE_BYTES:
-            room = bench.agree_least(shutil.disk_usage(folder).free / ranks_per_node / 2 - size)
+            room = bench.agree_min(shutil.disk_usage(folder).free / ranks_per_node / 2 - size)
             if room < 0 or not bench.has_time(2 * _STORAGE_CALLS * byte_s * size, f"files of {format_bytes(size)}"):
                 continue
             slowest_s = 0.0

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from ...schema.units import MIB
 from .compute import DTYPE_BYTES, random_tensor, torch_dtype
 from .timing import Timing, summarise_samples
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from .timing import Bench
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 STREAM_BYTES = 128 * MIB
 """Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
 
-
 _NORM_DIM = 4096
-
 
 _ATTENTION_PART = 2.0
 """Expected seconds of attention over those of products of as many FLOPs."""
@@ -58,7 +55,6 @@ class Grouped(NamedTuple):
 
 CPU_ATTENTION = (Heads(1, 512, 8, 8, 64), Heads(1, 256, 8, 2, 64), Heads(1, 1024, 4, 4, 64), Heads(2, 512, 8, 2, 128))
 
-
 GPU_ATTENTION = (
     Heads(1, 4096, 32, 8, 128),
     Heads(1, 8192, 32, 8, 128),
@@ -70,9 +66,7 @@ GPU_ATTENTION = (
     Heads(1, 32768, 4, 1, 128),
 )
 
-
 CPU_GROUPED = (Grouped(8, 512, 256, 256), Grouped(4, 512, 512, 512), Grouped(32, 256, 128, 128))
-
 
 GPU_GROUPED = (
     Grouped(8, 16384, 14336, 4096),
@@ -87,7 +81,7 @@ def measure_streams(bench: Bench) -> list[dict[str, Any]]:
     """Fields of ElementwisePoint for ``c = a + b`` and ``c *= s`` out of cache, which memory bandwidth is taken from."""
     import torch
 
-    size = int(min(STREAM_BYTES, max(64 * MIB, bench.agree_least(bench.free_bytes()) // 16)))
+    size = int(min(STREAM_BYTES, max(64 * MIB, bench.agree_min(bench.free_bytes()) // 16)))
     a, b, c = (torch.ones(size // 4, device=bench.device) for _ in range(3))
     shape = {"dtype": "fp32", "num_elements": size // 4}
     return [

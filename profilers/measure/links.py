@@ -19,7 +19,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from ...schema.devices import CollectiveLatency, Link, LinkEfficiency
 from ...schema.errors import ProfileError
@@ -27,6 +26,7 @@ from ...schema.profile import CollectiveOp, CollectivePoint, PairPoint
 from ...schema.units import KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from .timing import Bench
@@ -143,18 +143,14 @@ def tournament(num_players: int) -> list[list[tuple[int, int]]]:
 
 OPS: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
-
 SIZES = (256 * KIB, 8 * MIB, 16 * KIB, 2 * MIB, 32 * MIB)
 """Bytes; a middle and a large one first, so that a slow machine has enough for a line."""
-
 
 ALL_SIZES = (*SIZES, KIB, 128 * MIB, 64 * KIB, 512 * MIB, 4 * KIB, 1 * MIB, 256 * MIB)
 """From 1 KiB to where curves are straight; two large ones pin the tail, fits below 16 MiB are wrong above it."""
 
-
 _BUFFERS = 3
 """Full buffers that a collective holds at most: input, output, and one of the library's."""
-
 
 UNKNOWN_LATENCY_S, UNKNOWN_BYTES_PER_S = 1e-3, 5e8
 """Of a link before anything was measured on it: processes of one machine over sockets."""

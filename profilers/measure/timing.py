@@ -14,26 +14,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import exp
 from statistics import median
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..machine import available_memory, memory_left_to_process
 
-SLOWEST_PACE = 50.0
+if TYPE_CHECKING:
+    import torch
 
+SLOWEST_PACE = 50.0
 
 QUICKEST_PACE = 0.5
 """A point that took less than half of its expectation says that the expectation was careful, not that the next one is."""
 
-
 MEMORY_S = 2.0
 """What was taken and expected is forgotten by ``exp(-seconds taken / MEMORY_S)``."""
 
-
 _PRIOR_S = 0.2
 """Expected seconds that the pace at the beginning counts for."""
-
 
 OVERHEAD_S = 1e-3
 """Of a point beside its calls: agreeing with the other ranks, on an idle machine."""
@@ -114,14 +111,10 @@ class Admission:
 
 
 MAX_SAMPLES = 60
-
-
 MIN_SAMPLES = 3
-
 
 CALLS_PER_SAMPLE_ON_GPU = 10
 """Between two events: a launch takes longer than a small kernel, and training does not wait for each."""
-
 
 USABLE_FRACTION = 0.5
 """Of the free memory: what a measurement may take at once; caches, other processes and fragments need the rest."""
@@ -189,11 +182,11 @@ class Bench:
 
     def remaining_s(self) -> float:
         """Seconds that the slowest rank has left."""
-        return max(0.0, self.agree_least(self._admission.left_s()))
+        return max(0.0, self.agree_min(self._admission.left_s()))
 
     def remaining_work_s(self) -> float:
         """What an idle machine would take for what the slowest rank still does in the time that is left."""
-        return max(0.0, self.agree_least(self._admission.left_s() / self._admission.pace))
+        return max(0.0, self.agree_min(self._admission.left_s() / self._admission.pace))
 
     def has_time(self, for_s: float = 0.0, what: str = "more") -> bool:
         """Whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
@@ -257,7 +250,7 @@ class Bench:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return float(numbers.item())
 
-    def agree_least(self, value: float) -> float:
+    def agree_min(self, value: float) -> float:
         """Minimum of a number over the ranks."""
         return -self.agree(-value)
 
@@ -295,7 +288,7 @@ class Bench:
         each_s = max(each_s, 1e-9)
         wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, int(sample_s / each_s)))
         affordable = max(1.0, min(self._admission.left_s() / each_s, MAX_SAMPLES))
-        return int(self.agree_least(min(wanted, affordable)))
+        return int(self.agree_min(min(wanted, affordable)))
 
     def synchronize(self) -> None:
         """Wait for the device."""

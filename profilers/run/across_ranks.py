@@ -75,13 +75,10 @@ def merge_rounds(rounds: Iterable[Points]) -> dict[str, list[dict[str, Any]]]:
 SLOW_RATIO = 1.1
 """Less costs a synchronous job less than one part in ten, and is what equal devices differ by."""
 
-
 MAX_CHANCE = 0.01
 """Of naming a rank of a job in which none is slow."""
 
-
 What = Literal["compute", "memory", "link"]
-
 
 _FIELDS: dict[What, tuple[str, ...]] = {
     "compute": ("matmuls", "attention", "grouped_matmuls", "layers"),

@@ -1,18 +1,24 @@
-"""Which rank is at fault when a job fails.
+"""The deaths of ranks: what a rank records of its own, and which of several is the cause of a failed job.
 
-When a rank dies its peers soon fail too, in the middle of a collective, and the launcher ends those that are left: of
-all these deaths one is the cause. Looked at in this order: a rank killed by a signal that the launcher did not send; a
-rank with an exception of its own; a rank that aborted; a rank that had to be killed because it no longer answered, where
-the others report only that they waited for it; a rank that lost a connection. Within a kind the earliest.
+When a rank dies its peers soon fail too, in the middle of a collective, and the launcher ends those that remain: of all these
+    deaths
+one is the cause. They are looked at in this order: a rank killed by a signal that the launcher did not send; a rank with an
+exception of its own; a rank that aborted; a rank that had to be killed because it no longer answered, where the others report
+only that they waited for it; a rank that lost a connection. Within a kind the earliest.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from ...schema import MeshwrightError
@@ -20,6 +26,8 @@ from ...schema import errors as our_errors
 
 _TRACE_LINES = 12
 _TITLE_CHARACTERS = 200
+_LOG_TAIL_LINES = 200
+"""Lines of a rank's log that are searched for the kind of its failure; fewer are shown."""
 
 _LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused)|closed by peer|broken pipe|socket closed|DistNetworkError|"
@@ -28,6 +36,16 @@ _LOST_PEER = re.compile(
 )
 _WAITED = re.compile(r"timed ?out|timeout|watchdog caught collective", re.IGNORECASE)
 _COMMUNICATION_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|out of memory|not enough memory|can't allocate memory|annot allocate memory|"
+    r"failed to map segment|can't start new thread|Thread creation failed|pthread_create failed"
+)
+"""How the interpreter, the loader, torch and its libraries say that memory ran out."""
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Tell whether an error or a line of a log says that memory ran out."""
+    return _OUT_OF_MEMORY.search(text) is not None
 
 
 class DeathKind(IntEnum):
@@ -47,8 +65,8 @@ class RankDeath:
     Attributes:
         exit_code: negative for a signal.
         ended_by_launcher: it was alive when the first failure was seen.
-        time_s: when it failed, seconds since the epoch.
-        error: one line, ``TypeError: ...``; empty where the process could not report.
+        time_s: when it failed, seconds since the epoch; 0 where it left no record.
+        error: one line, ``TypeError: ...``; empty where the process could not record it.
         trace: traceback or the last lines of its log.
         payload: fields of a MeshwrightError.
         was_suspended: the launcher found it suspended and killed it.
@@ -67,7 +85,7 @@ class RankDeath:
 
     @property
     def kind(self) -> DeathKind:
-        """What this death looks like by itself."""
+        """Classify this death by itself."""
         name = self.error.partition(":")[0].rpartition(".")[2]
         text = self.error if self.error else "\n".join(self.trace)
         if not self.error or name in _COMMUNICATION_ERRORS:
@@ -79,11 +97,25 @@ class RankDeath:
             return DeathKind.ABORTED
         return DeathKind.KILLED if self.exit_code < 0 else DeathKind.RAISED
 
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Tell whether memory ran out, as the rank says or as a kill that nobody ordered suggests."""
+        if self.exit_code == -signal.SIGKILL:
+            return not (self.was_suspended or self.was_hung or self.ended_by_launcher)
+        return is_out_of_memory(self.error) or any(is_out_of_memory(line) for line in self.trace[-3:])
+
+
+def cause_of(deaths: Iterable[RankDeath]) -> RankDeath:
+    """Return the death that the others follow from."""
+    deaths = tuple(deaths)
+    by_themselves = [death for death in deaths if not death.ended_by_launcher]
+    return min(by_themselves or deaths[:1], key=lambda death: (death.kind, death.time_s))
+
 
 def explain_failure(
     deaths: Iterable[RankDeath], *, world_size: int, ended_well: Sequence[int] = (), memory: str = ""
 ) -> MeshwrightError:
-    """The error of a job that failed: one rank, what happened to it, the last lines it wrote.
+    """Return the error of a job that failed: one rank, what happened to it, the last lines it wrote.
 
     Args:
         deaths: of the ranks of this node, those ended by the launcher included.
@@ -91,13 +123,12 @@ def explain_failure(
         memory: predicted against available memory, for a rank that the kernel may have killed for want of it.
     """
     deaths = tuple(deaths)
-    own = sorted((d for d in deaths if not d.ended_by_launcher), key=lambda d: (d.kind, d.time_s)) or list(deaths)
-    cause = own[0]
-    silent = [d for d in deaths if d.ended_by_launcher and d.exit_code == -signal.SIGKILL]
+    cause = cause_of(deaths)
+    silent = [death for death in deaths if death.ended_by_launcher and death.exit_code == -signal.SIGKILL]
     if cause.kind in (DeathKind.WAITED, DeathKind.LOST_PEER) and silent:
         return _explain_silent(silent[0], cause, world_size)
     if cause.payload is not None:
-        return _rebuild(cause.payload)
+        return _error_from_payload(cause.payload)
     title = f"rank {cause.rank} of {world_size} {_ending(cause)}"
     if cause.kind in (DeathKind.WAITED, DeathKind.LOST_PEER):
         early = (f"rank {_listed(ended_well)} had already ended, without an error",) if ended_well else ()
@@ -105,9 +136,13 @@ def explain_failure(
             title, details=early, help="the cause is on another rank or node: see the messages there"
         )
     details = tuple(cause.trace[:_TRACE_LINES] if cause.was_hung else cause.trace[-_TRACE_LINES:])
-    others = [d.rank for d in own[1:] if d.kind in (DeathKind.WAITED, DeathKind.LOST_PEER)]
-    if others:
-        details = (*details, f"rank {_listed(others)} then lost the connection to it")
+    followers = [
+        death.rank
+        for death in deaths
+        if not death.ended_by_launcher and death.kind in (DeathKind.WAITED, DeathKind.LOST_PEER)
+    ]
+    if followers:
+        details = (*details, f"rank {_listed(followers)} then lost the connection to it")
     if memory and cause.exit_code == -signal.SIGKILL and not (cause.was_suspended or cause.was_hung):
         details = (*details, memory)
     return MeshwrightError(title, details=details, help=_advice(cause))
@@ -151,21 +186,63 @@ def _advice(death: RankDeath) -> str | None:
         return "is a file system it reads from gone? --hang-timeout-s 0 lets ranks take any time"
     if death.exit_code == -signal.SIGKILL and not death.was_suspended:
         return "someone killed it, or the kernel did for want of memory: see `dmesg | tail`"
-    if "OutOfMemoryError" in death.error or "out of memory" in death.error.lower():
+    if is_out_of_memory(death.error):
         return "plan again with a smaller memory budget, or with recompute=full or a smaller micro_batch_size fixed"
     return None
 
 
-def error_payload(error: MeshwrightError) -> dict[str, Any]:
-    """A MeshwrightError as JSON, to cross the process boundary without pickle."""
-    return {
-        "kind": type(error).__name__,
-        "message": error.message,
-        "details": list(error.details),
-        "help": error.help,
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def record_error(path: Path, error: BaseException, *, hidden_files: Collection[str] = ()) -> None:
+    """Write what a launcher is to know of an exception, as JSON: nothing is unpickled.
+
+    Args:
+        hidden_files: source files whose frames at the start of the traceback are left out.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    trace = traceback.format_exception(type(error), error, _below(error.__traceback__, hidden_files))
+    record: dict[str, Any] = {
+        "error": f"{type(error).__name__}: {lines[0]}",
+        "trace": "".join(trace).rstrip().splitlines(),
+        "time_s": time.time(),
     }
+    if isinstance(error, MeshwrightError):
+        fields = {"message": error.message, "details": list(error.details), "help": error.help}
+        record["payload"] = {"kind": type(error).__name__, **fields}
+    path.write_text(json.dumps(record), encoding="utf-8")
 
 
-def _rebuild(payload: Mapping[str, Any]) -> MeshwrightError:
+def read_death(rank: int, exit_code: int, *, ended_by_launcher: bool, record: Path, log: Path) -> RankDeath:
+    """Return the death of a rank from what it recorded, or else from the end of its log; either file may be absent."""
+    recorded = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    trace = recorded.get("trace") or _log_tail(log)
+    return RankDeath(
+        rank=rank,
+        exit_code=exit_code,
+        ended_by_launcher=ended_by_launcher,
+        time_s=recorded.get("time_s", 0.0),
+        error=recorded.get("error", ""),
+        trace=tuple(trace[-_LOG_TAIL_LINES:]),
+        payload=recorded.get("payload"),
+    )
+
+
+def _below(trace: TracebackType | None, hidden_files: Collection[str]) -> TracebackType | None:
+    """Return the part of a traceback that begins in other files; all of it where there is none."""
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in hidden_files:
+        first = first.tb_next
+    return first if first is not None else trace
+
+
+def _log_tail(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")]
+    return lines[-_LOG_TAIL_LINES:]
+
+
+def _error_from_payload(payload: Mapping[str, Any]) -> MeshwrightError:
     kind = getattr(our_errors, payload["kind"], MeshwrightError)
-    return kind(payload["message"], details=tuple(payload["details"]), help=payload["help"])
+    error: MeshwrightError = kind(payload["message"], details=tuple(payload["details"]), help=payload["help"])
+    return error

@@ -1,9 +1,9 @@
-"""What a measurement is to do, as its launcher or a user tells every rank; and what runs it in steps."""
+"""The protocol of a measurement: the task that every rank is given, its steps, and the progress that it reports."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..measure.timing import Bench
 
 ALL_PARTS: tuple[ProfileSectionName, ...] = ("compute", "memory", "layers", "links", "host", "storage", "overlap")
+_PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,13 @@ class ProfileTask:
     """One measurement.
 
     Attributes:
-        folder: of the launcher: the ranks leave ``profile.json`` there, and say how far they are; empty where there is none.
-        launcher_pid: the ranks end when this process does; 0: nobody launched them but torchrun or Slurm.
+        steps: ``module:function`` of what makes the steps, set by the launcher.
+        folder: of the launcher: the ranks leave ``profile.json`` and their progress there; empty where torchrun or Slurm
+            started them.
         threads: of each rank; 0: as torch is configured.
         budget_s: for everything, from ``started_at`` (seconds of the epoch), or where that is not given from when the ranks are up.
-        finish_s: of the budget, for what the launcher does after the ranks; pace: of this machine against an idle one at the start.
+        finish_s: of the budget, for what the launcher does after the ranks.
+        pace: of this machine against an idle one at the start.
         parts: what to measure.
         is_thorough: everything there is in a part; else only what describes a cluster.
         num_rounds: how often everything is measured; the quietest time of each point counts.
@@ -37,13 +40,14 @@ class ProfileTask:
         num_layers, num_sizes: how many of the standard layers and message sizes to measure.
         model, seq_len, micro_batch_size: whose layers to measure: a ModelSpec in JSON; empty for none.
         storage_path: folder on the storage to measure; empty for none.
-        out: file that the profile is written to after every part; resume: keep the parts that it has.
+        out: file that the profile is written to after every part.
+        resume: keep the parts that ``out`` has.
         foreign_load_fraction: of the cores, before the ranks were started; None: to be measured by them.
     """
 
     backend: str
+    steps: str = ""
     folder: str = ""
-    launcher_pid: int = 0
     threads: int = 0
     budget_s: float = 8.0
     started_at: float | None = None
@@ -65,7 +69,7 @@ class ProfileTask:
 
     @property
     def ends_at(self) -> float:
-        """When ranks have to be done, seconds of the epoch; infinite where nobody said when it began."""
+        """Return when ranks have to be done, seconds of the epoch; infinite where nobody said when it began."""
         return float("inf") if self.started_at is None else self.started_at + self.budget_s - self.finish_s
 
     def save(self, path: Path) -> None:
@@ -80,7 +84,7 @@ class ProfileTask:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank is: nodes with ``ranks_per_node`` ranks each, numbered node by node."""
+    """Position of a rank: nodes with ``ranks_per_node`` ranks each, numbered node by node."""
 
     rank: int
     local_rank: int
@@ -90,7 +94,7 @@ class RankPlace:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
+        """Return the number of ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
 
@@ -101,7 +105,7 @@ class MeasurementStep(NamedTuple):
         value: how much of the time it deserves against the other steps.
         measure: from the bench and what this rank has so far to new points.
         skipped: why it is not made; empty where it is.
-        is_needed: made even where no time is left: without it there is no profile.
+        is_needed: made even where no time remains: without it there is no profile.
     """
 
     part: ProfileSectionName
@@ -119,3 +123,20 @@ class ProfileProgress(NamedTuple):
     what: str
     elapsed_s: float
     budget_s: float
+
+
+MakeSteps = Callable[[ProfileTask, RankPlace, bool], Sequence[MeasurementStep]]
+"""From the task, the rank's place and whether it computes on a GPU to its steps. The ranks import what a launcher is given."""
+
+Tell = Callable[[ProfileProgress], None]
+
+
+def write_progress(folder: str | Path, progress: ProfileProgress) -> None:
+    """Tell the launcher how far the measurement is; the first rank does it."""
+    write_atomically(Path(folder) / _PROGRESS, json.dumps(progress))
+
+
+def read_progress(folder: str | Path) -> ProfileProgress | None:
+    """Return what the first rank told last; None where it has not begun."""
+    path = Path(folder) / _PROGRESS
+    return ProfileProgress(*read_json(path)) if path.exists() else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..measure.compute import (
-    CPU_LAYERS,
-    GPU_LAYERS,
-    measure_matmuls,
-    measure_shapes,
-)
+import psutil
+
+from ...schema.units import MIB
+from ..measure.compute import CPU_LAYERS, GPU_LAYERS, measure_matmuls, measure_shapes
 from ..measure.host import measure_copies, measure_cpu_adam, measure_storage
 from ..measure.kernels import (
     CPU_ATTENTION,
@@ -30,9 +28,21 @@ from .protocol import MeasurementStep, ProfileTask, RankPlace
 
 if TYPE_CHECKING:
     from ..measure.timing import Bench, Points
+    from ..model_steps import BuildModel
 
-Chooser = Callable[["Bench", float, float], Sequence[tuple[int, int, int]]]
-"""From the rate (FLOP/s) and the memory bandwidth (bytes/s) measured so far to shapes (m, n, k) worth measuring, best first."""
+NUM_SHAPES = 600
+"""Products measured at most: beyond some hundred, more do not help."""
+
+_MIN_SHAPES = 8
+_SHAPE_FRACTION = 1 / 40
+"""Of the step's time that one product may take with all its repetitions."""
+
+_CALLS = 5
+_CHOICE_S, _CHOICE_OF_ONE_S = 0.5, 3e-3
+"""Of choosing products: reading the learned model, and each one."""
+
+_CACHE_BYTES = 32 * MIB
+"""Last cache of a CPU core, for choosing shapes only."""
 
 _GROUP_S = 0.1
 """Of making process groups."""
@@ -40,81 +50,103 @@ _GROUP_S = 0.1
 _ELEMENTS = (2**22, 2**24, 2**20, 2**26)
 
 
-def brief_steps(task: ProfileTask, place: RankPlace, *, on_gpu: bool) -> list[MeasurementStep]:
-    """Products, memory bandwidth and collectives."""
+class ChooseShapes(Protocol):
+    """Chooses the products (m, n, k) that are worth measuring on a device."""
+
+    def __call__(
+        self,
+        *,
+        flops_per_s: float,
+        memory_bandwidth_bytes_per_s: float,
+        num_processors: int,
+        cache_bytes: float,
+        element_bytes: float,
+        count: int,
+        max_s: float,
+        max_bytes: float,
+    ) -> Sequence[tuple[int, int, int]]:
+        """Return up to ``count`` shapes, best first, each of at most ``max_s`` seconds and ``max_bytes`` bytes."""
+
+
+def brief_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[MeasurementStep]:
+    """Return the steps for products, memory bandwidth and collectives."""
     layers = (GPU_LAYERS if on_gpu else CPU_LAYERS)[: task.num_layers]
     sizes = SIZES[: task.num_sizes] if place.world_size > 1 else ()
     return [
-        MeasurementStep(
-            "compute", "memory bandwidth", 0.2, lambda bench, _: {"elementwise": measure_streams(bench)}, is_needed=True
-        ),
-        MeasurementStep(
-            "compute",
-            "matrix products",
-            1,
-            lambda bench, _: {"matmuls": measure_matmuls(bench, layers)},
-            is_needed=True,
-        ),
+        MeasurementStep("compute", "memory bandwidth", 0.2, _streams, is_needed=True),
+        MeasurementStep("compute", "matrix products", 1, partial(_matmuls, layers), is_needed=True),
         MeasurementStep("links", "collectives", 1, partial(_collectives, place, sizes), is_needed=place.world_size > 1),
     ]
 
 
-def thorough_steps(task: ProfileTask, place: RankPlace, *, on_gpu: bool, choose: Chooser) -> list[MeasurementStep]:
-    """Every part of this package; the parts of a model are `runtime.profiling.steps`."""
+def thorough_steps(
+    task: ProfileTask,
+    place: RankPlace,
+    on_gpu: bool,
+    *,
+    choose_shapes: ChooseShapes,
+    build_model: BuildModel | None = None,
+) -> list[MeasurementStep]:
+    """Return the steps for every part, in the order of `protocol.ALL_PARTS`.
+
+    Args:
+        build_model: makes the layers of the task's model; None: no layers are measured.
+    """
     dtype = "bf16" if on_gpu else "fp32"
-    alone = "" if place.world_size > 1 else "there is one rank"
-    streams, products, collectives = brief_steps(task, place, on_gpu=on_gpu)
-    shapes = (GPU_ATTENTION, GPU_GROUPED) if on_gpu else (CPU_ATTENTION, CPU_GROUPED)
+    single = "" if place.world_size > 1 else "there is one rank"
+    streams, products, collectives = brief_steps(task, place, on_gpu)
+    attention, grouped = (GPU_ATTENTION, GPU_GROUPED) if on_gpu else (CPU_ATTENTION, CPU_GROUPED)
+    if build_model is None:
+        of_model = [
+            MeasurementStep("memory", "layers on fake tensors", 6, _nothing, "no --model"),
+            MeasurementStep("layers", "layers of the model", 16, _nothing, "no --model"),
+        ]
+    else:
+        from ..model_steps import model_steps  # with all that a model needs of torch: seconds
+
+        of_model = model_steps(build_model, task, place, dtype)
+    no_device = "" if on_gpu else "ranks compute in host memory"
     return [
         streams._replace(value=1),
         products._replace(value=6),
-        MeasurementStep(
-            "compute",
-            "elementwise kernels",
-            4,
-            partial(_elementwise, dtype),
-        ),
-        MeasurementStep("compute", "attention", 5, partial(_attention, dtype, shapes[0])),
-        MeasurementStep("compute", "grouped products", 3, partial(_grouped, dtype, shapes[1])),
-        MeasurementStep("compute", "informative products", 14, partial(_informative, dtype, choose)),
-        collectives._replace(value=10, measure=partial(_collectives, place, ALL_SIZES), skipped=alone),
-        MeasurementStep("links", "pairs of ranks", 5, partial(_pairs, place), skipped=alone),
-        MeasurementStep("links", "groups of a mesh", 10, partial(_groups, place), skipped=alone),
-        MeasurementStep(
-            "host", "copies", 5, partial(_copies, place), skipped="" if on_gpu else "ranks compute in host memory"
-        ),
+        MeasurementStep("compute", "elementwise kernels", 4, partial(_elementwise, dtype)),
+        MeasurementStep("compute", "attention", 5, partial(_attention, dtype, attention)),
+        MeasurementStep("compute", "grouped products", 3, partial(_grouped, dtype, grouped)),
+        MeasurementStep("compute", "informative products", 14, partial(_informative, dtype, choose_shapes)),
+        MeasurementStep("memory", "what the device holds besides tensors", 1, _allocator),
+        *of_model,
+        collectives._replace(value=10, measure=partial(_collectives, place, ALL_SIZES), skipped=single),
+        MeasurementStep("links", "pairs of ranks", 5, partial(_pairs, place), single),
+        MeasurementStep("links", "groups of a mesh", 10, partial(_groups, place), single),
+        MeasurementStep("host", "copies", 5, partial(_copies, place), no_device),
         MeasurementStep("host", "AdamW on the host", 3, partial(_adam, place)),
         MeasurementStep(
-            "storage",
-            "storage",
-            5,
-            partial(_storage, task, place),
-            skipped="" if task.storage_path else "no --nvme PATH",
+            "storage", "storage", 5, partial(_storage, task, place), "" if task.storage_path else "no --nvme PATH"
         ),
-        MeasurementStep(
-            "overlap",
-            "streams at once",
-            8,
-            lambda bench, points: {"overlaps": measure_overlap(bench, dtype, points)},
-            skipped="" if on_gpu else alone,
-        ),
+        MeasurementStep("overlap", "streams at once", 8, partial(_overlap, dtype), "" if on_gpu else single),
     ]
 
 
 def rate_of(bench: Bench, points: Points, dtype: str) -> float:
-    """Best rate of the products measured so far in a format, FLOP/s, of the slowest rank."""
+    """Return the best rate of the products measured so far in a format, FLOP/s, of the slowest rank."""
     rates = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points["matmuls"] if p["dtype"] == dtype]
-    return bench.agree_least(max(rates, default=1e9))
+    return bench.agree_min(max(rates, default=1e9))
+
+
+def _nothing(bench: Bench, points: Points) -> Points:
+    return {}
+
+
+def _streams(bench: Bench, _: Points) -> Points:
+    return {"elementwise": measure_streams(bench)}
+
+
+def _matmuls(layers: Any, bench: Bench, _: Points) -> Points:
+    return {"matmuls": measure_matmuls(bench, layers)}
 
 
 def _elementwise(dtype: str, bench: Bench, points: Points) -> Points:
     return {"elementwise": measure_elementwise(bench, dtype, _ELEMENTS, stream_bandwidth(points["elementwise"]))}
-
-
-def _informative(dtype: str, choose: Chooser, bench: Bench, points: Points) -> Points:
-    rate = rate_of(bench, points, dtype)
-    bandwidth = bench.agree_least(stream_bandwidth(points["elementwise"]))
-    return {"matmuls": measure_shapes(bench, choose(bench, rate, bandwidth), dtype, rate)}
 
 
 def _attention(dtype: str, shapes: Any, bench: Bench, points: Points) -> Points:
@@ -123,6 +155,59 @@ def _attention(dtype: str, shapes: Any, bench: Bench, points: Points) -> Points:
 
 def _grouped(dtype: str, shapes: Any, bench: Bench, points: Points) -> Points:
     return {"grouped_matmuls": measure_grouped(bench, dtype, shapes, rate_of(bench, points, dtype))}
+
+
+def _informative(dtype: str, choose_shapes: ChooseShapes, bench: Bench, points: Points) -> Points:
+    rate = rate_of(bench, points, dtype)
+    bandwidth = bench.agree_min(stream_bandwidth(points["elementwise"]))
+    shapes = _informative_shapes(bench, choose_shapes, rate, bandwidth, 2.0 if dtype == "bf16" else 4.0)
+    return {"matmuls": measure_shapes(bench, shapes, dtype, rate)}
+
+
+def _informative_shapes(
+    bench: Bench, choose_shapes: ChooseShapes, flops_per_s: float, bandwidth_bytes_per_s: float, element_bytes: float
+) -> list[tuple[int, int, int]]:
+    """Return the first rank's choice of products (m, n, k), for all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    work_s = bench.remaining_work_s()
+    count = min(NUM_SHAPES, max(_MIN_SHAPES, int(work_s / (2 * bench.sample_s))))
+    if not bench.has_time(_CHOICE_S + count * _CHOICE_OF_ONE_S, f"the choice of {count} products"):
+        return []
+    shapes: list[list[int]] = []
+    if dist.get_rank() == 0:
+        num_processors, cache_bytes = 1, float(_CACHE_BYTES)
+        if bench.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(bench.device)
+            num_processors, cache_bytes = properties.multi_processor_count, float(properties.L2_cache_size)
+        chosen = choose_shapes(
+            flops_per_s=flops_per_s,
+            memory_bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+            num_processors=num_processors,
+            cache_bytes=cache_bytes,
+            element_bytes=element_bytes,
+            count=count,
+            max_s=max(1e-4, work_s * _SHAPE_FRACTION / _CALLS),
+            max_bytes=bench.free_bytes() / 16,
+        )
+        shapes = [list(shape) for shape in chosen]
+    return [(m, n, k) for m, n, k in bench.gather(shapes)[0]]
+
+
+def _allocator(bench: Bench, _: Points) -> Points:
+    """Measure driver, libraries and communicators; on a CPU what the process holds."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank():
+        return {"allocator": []}
+    if bench.device.type != "cuda":
+        return {"allocator": [{"context_bytes": psutil.Process().memory_info().rss}]}
+    free, total = torch.cuda.mem_get_info(bench.device)
+    peaks = torch.cuda.max_memory_allocated(bench.device), torch.cuda.max_memory_reserved(bench.device)
+    context = total - free - torch.cuda.memory_reserved(bench.device)
+    return {"allocator": [{"context_bytes": context, "allocated_bytes": peaks[0], "reserved_bytes": peaks[1]}]}
 
 
 def _collectives(place: RankPlace, sizes: Sequence[int], bench: Bench, _: Points) -> Points:
@@ -157,3 +242,7 @@ def _adam(place: RankPlace, bench: Bench, _: Points) -> Points:
 
 def _storage(task: ProfileTask, place: RankPlace, bench: Bench, _: Points) -> Points:
     return {"storage": measure_storage(bench, task.storage_path, place.ranks_per_node)}
+
+
+def _overlap(dtype: str, bench: Bench, points: Points) -> Points:
+    return {"overlaps": measure_overlap(bench, dtype, points)}

@@ -1,24 +1,18 @@
-"""Where the checkpoints of a run lie; read without torch.
-
-Checkpoints of a training run: model, optimizer states and step, readable under any other layout.
+"""Checkpoints of a training run: model, optimizer states and step, readable under any other layout.
 
 torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are
 those of the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed
 when it is whole, so what is called ``step-...`` can always be loaded. Loading runs no code from the files
-(checkpoint_index.py).
+(index.py).
 
-When a run saves: at once, or beside the steps that follow.
-
-Beside them, the state is copied to host memory and written from there by a thread that has a process group of its own. The folder
-gets its name when all ranks have written, between two later steps or at the end of the run; until then the checkpoint before it is
-the newest one.
+A run saves at once, or alongside the steps that follow: then the state is copied to host memory and written from there by a thread
+that has a process group of its own. The folder gets its name when all ranks have written, between two later steps or at the end of
+the run; until then the checkpoint before it is the newest one.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
-import tempfile
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -42,44 +36,13 @@ from ...schema.base import Document, Frozen
 from ...schema.units import format_bytes
 from ..models.init import is_adapter
 from ..parallel_model import ParallelModel
+from . import INFO_FILE, list_checkpoints
 from .index import SafeReader, TensorsOnly
-
-INFO_FILE = "checkpoint.json"
-
-
-_STEP_FOLDER = re.compile(r"step-(\d{8})")
-
-
-def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
-    """Whole checkpoints under ``root``, oldest first; none where the folder does not exist."""
-    root = Path(root)
-    if not root.is_dir():
-        return ()
-    found = (path for path in root.iterdir() if _STEP_FOLDER.fullmatch(path.name) and (path / INFO_FILE).is_file())
-    return tuple(sorted(found, key=lambda path: path.name))
-
-
-def check_writable(root: str | Path) -> None:
-    """Make the folder of the checkpoints and write in it, before a run depends on it.
-
-    Raises:
-        ConfigError: it cannot be made or written.
-    """
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root) as file:
-            file.write(b"checkpoints fit")
-    except OSError as error:
-        raise ConfigError(f"cannot write checkpoints to {root}: {error.strerror}") from None
-
 
 NUM_RETAINED = 2
 """The newest checkpoints that stay; older ones are deleted once a newer one is whole."""
 
-
 _TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
-
-
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

@@ -24,10 +24,7 @@ from .token_files import write_tokens
 BYTE_VOCAB_SIZE = 256
 """Tokens of a byte-level vocabulary."""
 
-
 _SNIFF_BYTES = 8192
-
-
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 
 
@@ -132,7 +129,6 @@ def _text_size(path: Path) -> int:
 
 _PIECE_BYTES = 2**18
 """Text that is encoded in one go, to the end of its line."""
-
 
 _BATCH_PIECES = 32
 

@@ -22,7 +22,6 @@ from ...schema.units import format_bytes
 _MEMORY_TOLERANCE = 0.03
 """Drivers and ECC settings take a little of the memory that other machines with the same GPU report."""
 
-
 _VARIANTS = ("pcie", "nvl")
 
 
@@ -161,7 +160,6 @@ def _visible_devices() -> tuple[str, ...]:
 
 
 _CPU_ALLOCATOR = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|not enough memory")
-
 
 OUT_OF_MEMORY_HELP = (
     "plan again with a smaller memory budget, or with recompute=full or a smaller micro_batch_size fixed"

@@ -1,56 +1,197 @@
-"""Which of its addresses and interfaces a node shows to the others of a job.
+"""The meeting of a job's nodes: where it is, which node is which, and the store through which all ranks find each other.
 
-Where the nodes of a job under Slurm meet, from what `srun` tells each of its tasks.
-
-`meshwright apply` starts the ranks of a node itself, so `srun` starts one task on each node:
-
-    srun --ntasks-per-node=1 meshwright apply plan.json
-
-Source: man srun, "Output environment variables" (Slurm 20.02 and later have these names).
+One node holds a store at the endpoint; every node counts itself in and waits until all are there. The ranks use the same store, so
+that it stays until the last node is done. A job of one node has a store of its own at a free port.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import psutil
+import torch.distributed as dist
 
+from ...profilers.machine import first_host
 from ...schema import ConfigError
 from ...schema.base import shown
+from ...schema.errors import NodesNotMetError
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+"""Below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range); two jobs on a node have different numbers."""
+
+_GIVE_PLACE = "say where the nodes meet: --nnodes N --node-rank I --rdzv-endpoint HOST:PORT"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_TRY_S, _POLL_S = 2.0, 0.1
+_LEAVE_S = 300.0
+"""How long the node with the store waits for nodes whose ranks are not done when its own are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes of a job meet; the default is a job of one node.
+
+    Attributes:
+        node_rank: position of this node in the plan's cluster.
+        endpoint: ``HOST:PORT`` on one of the nodes, the same text on all; on node 0 where a node cannot tell whether it is its own.
+        run_id: any text that is the same on all nodes of the job and on no other job at the endpoint.
+        timeout_s: how long a node waits for the others.
+    """
+
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: str | None = None
+    run_id: str | None = None
+    timeout_s: int = 600
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1:
+            raise ConfigError(f"--nnodes {self.nnodes}: must be at least 1")
+        if self.nnodes > 1 and self.endpoint is None:
+            raise ConfigError(f"{self.nnodes} nodes need a place to meet", help="add --rdzv-endpoint HOST:PORT")
+        if self.endpoint is not None:
+            host, _, port = self.endpoint.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ConfigError(f"rendezvous endpoint {self.endpoint!r} is not HOST:PORT with a port up to 65535")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"node rank {self.node_rank} is not in 0..{self.nnodes - 1}")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The nodes of a job, all present.
+
+    Attributes:
+        node_rank: of this node.
+        variables: by which the ranks of this node find the others.
+    """
+
+    node_rank: int
+    variables: Mapping[str, str]
+
+
+@contextmanager
+def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
+    """Wait for all nodes of a job; the store stays while inside, and where the body ends well until every node's has.
+
+    Raises:
+        NodesNotMetError: not all nodes came.
+    """
+    if rendezvous.nnodes == 1:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        yield Meeting(0, _variables("localhost", store.port))
+        return
+    assert rendezvous.endpoint is not None
+    host, _, port = rendezvous.endpoint.rpartition(":")
+    host = host.strip("[]")
+    try:
+        store, is_host = _open_store(rendezvous, host, int(port))
+        shared = dist.PrefixStore(f"meshwright/{rendezvous.run_id or 'meshwright'}", store)
+        number = shared.add("arrived", 1)
+        _wait_for(shared, "arrived", rendezvous.nnodes, rendezvous.timeout_s)
+    except dist.DistError as error:
+        raise _not_met(rendezvous, error) from None
+    try:
+        node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
+        yield Meeting(node_rank, {**_variables(host, int(port)), **_interface(rendezvous.endpoint)})
+        with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
+            shared.add("done", 1)
+            if is_host:
+                _wait_for(shared, "done", rendezvous.nnodes, _LEAVE_S)
+    finally:
+        del shared, store  # a traceback would hold them, and with them the port
+
+
+def _variables(host: str, port: int) -> dict[str, str]:
+    """Return what torch's ``env://`` reads, with the words that tell it that the store is there already."""
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return {**place, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPStore, bool]:
+    """Return the store at the endpoint, and whether this process holds it."""
+    is_host = is_endpoint_local(rendezvous.endpoint or "")
+    if is_host is None and rendezvous.node_rank is not None:
+        is_host = rendezvous.node_rank == 0
+    end = time.monotonic() + rendezvous.timeout_s
+    while True:
+        wait = timedelta(seconds=min(_TRY_S, rendezvous.timeout_s))
+        if is_host is not False:
+            try:
+                return dist.TCPStore(host, port, is_master=True, wait_for_workers=False), True
+            except dist.DistNetworkError:  # another launcher of this machine has taken the port
+                if is_host and time.monotonic() > end:
+                    raise
+        if not is_host:
+            try:
+                return dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False), False
+            except dist.DistError:
+                if time.monotonic() > end:
+                    raise
+        time.sleep(_POLL_S)  # in Python, so that a signal is noticed
+
+
+def _wait_for(store: dist.Store, key: str, count: int, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while (arrived := store.add(key, 0)) < count:
+        if time.monotonic() > end:
+            raise dist.DistStoreError(f"{arrived} of {count} nodes after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _not_met(rendezvous: Rendezvous, error: Exception) -> NodesNotMetError:
+    lines = str(error).strip().splitlines() or [""]
+    return NodesNotMetError(
+        f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint}",
+        details=(f"{type(error).__name__}: {lines[0]}",),
+        help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
+    )
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+def _interface(endpoint: str) -> dict[str, str]:
+    """Name the interface for gloo's connections: by itself it takes that of the machine's name, which may be the loopback."""
+    address = local_address(endpoint)
+    interface = interface_of(address) if address else None
+    return {_GLOO_INTERFACE: interface} if interface and _GLOO_INTERFACE not in os.environ else {}
 
 
 def local_address(endpoint: str) -> str | None:
-    """The address from which this node reaches ``HOST:PORT``; None where that is inside the machine, or is not known.
+    """Return the address from which this node reaches ``HOST:PORT``; None where that is inside the machine, or is not known.
 
-    Ranks are told to meet at an address. The default is the node's name, which other nodes may not know, or know as another
-    machine's. Nothing is sent: a datagram socket only asks the kernel for the way.
+    The default is the node's name, which other nodes may not know, or know as another machine's. Nothing is sent: a datagram socket
+    only asks the kernel for the way.
     """
     host, _, port = endpoint.rpartition(":")
     with suppress(OSError, ValueError):
         family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(target)
-            address = str(asked.getsockname()[0])
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            address = str(probe.getsockname()[0])
         return None if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
     return None
 
 
 def is_endpoint_local(endpoint: str) -> bool | None:
-    """Whether ``HOST:PORT`` is on this node; None where that is not known, or where the node's name stands for it.
+    """Tell whether ``HOST:PORT`` is on this node; None where that is not known, or where the node's name stands for it.
 
     In the last case several launchers may run on the machine, of which the first one to come takes the port.
     """
-    own = local_address(endpoint)
-    if own is None:
+    address = local_address(endpoint)
+    if address is None:
         return None
-    if own not in _addresses(endpoint.rpartition(":")[0].strip("[]")):
+    if address not in _addresses(endpoint.rpartition(":")[0].strip("[]")):
         return False
-    return None if own in _addresses(socket.gethostname()) else True
+    return None if address in _addresses(socket.gethostname()) else True
 
 
 def _addresses(host: str) -> set[str]:
@@ -60,28 +201,29 @@ def _addresses(host: str) -> set[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has an address."""
+    """Return the name of the interface that has an address."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return name
     return None
 
 
-_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-"""Below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range); two jobs on a node have different numbers."""
-
-
-_GIVE_PLACE = "say where the nodes meet: --nnodes N --node-rank I --rdzv-endpoint HOST:PORT"
+# --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
 def slurm_rendezvous(variables: Mapping[str, str]) -> Rendezvous | None:
-    """The meeting place of the nodes of a step; None outside `srun` and on one node.
+    """Return the meeting place of the nodes of a Slurm step; None outside `srun` and on one node.
+
+    `meshwright apply` starts the ranks of a node itself, so `srun --ntasks-per-node=1 meshwright apply plan.json` starts one
+    task on each node.
 
     Args:
         variables: the environment.
 
     Raises:
         ConfigError: the step has several tasks on a node, or a variable of it is missing or no number.
+
+    Source: man srun, "Output environment variables" (Slurm 20.02 and later have these names).
     """
     if "SLURM_STEP_NUM_NODES" not in variables or "SLURM_STEP_ID" not in variables:
         return None
@@ -110,39 +252,3 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ConfigError(f"{name} = {shown(text)} in a step of Slurm's: must be a whole number", help=_GIVE_PLACE)
     return int(text)
-
-
-def first_host(nodes: str) -> str:
-    """The first of the names that a list of Slurm's stands for: ``gpu[003-007,12],login`` begins with gpu003."""
-    first = re.split(r",(?![^\[]*\])", nodes)[0]
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the nodes of a job meet; the default is a job of one node.
-
-    Attributes:
-        node_rank: position of this node in the plan's cluster; the endpoint must then be on node 0.
-        endpoint: ``HOST:PORT`` on one of the nodes, the same text on all.
-        run_id: any text that is the same on all nodes of the job and on no other job at the endpoint.
-        timeout_s: how long a node waits for the others.
-    """
-
-    nnodes: int = 1
-    node_rank: int | None = None
-    endpoint: str | None = None
-    run_id: str | None = None
-    timeout_s: int = 600
-
-    def __post_init__(self) -> None:
-        if self.nnodes < 1:
-            raise ConfigError(f"--nnodes {self.nnodes}: must be at least 1")
-        if self.nnodes > 1 and self.endpoint is None:
-            raise ConfigError(f"{self.nnodes} nodes need a place to meet", help="add --rdzv-endpoint HOST:PORT")
-        if self.endpoint is not None:
-            host, _, port = self.endpoint.rpartition(":")
-            if not host or not port.isdecimal() or int(port) > 65535:
-                raise ConfigError(f"rendezvous endpoint {self.endpoint!r} is not HOST:PORT with a port up to 65535")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(f"node rank {self.node_rank} is not in 0..{self.nnodes - 1}")

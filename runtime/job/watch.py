@@ -1,15 +1,11 @@
-"""How far each rank is, for the launcher to see: a line of a few numbers in a mapped file, written without a system call.
+"""The launcher's watch over running ranks: one that is suspended, and one that no longer makes progress.
 
-A rank that hangs keeps its peers waiting inside a collective; all of them stop making progress at once. Which one is at fault
-the launcher learns from their stacks (watch.py): each rank also lets it dump them, by a signal that works whatever it is doing.
-
-What the launcher sees while ranks run: one that is suspended, and one that no longer makes progress.
-
-All ranks of a step stop together when one hangs. After `HANG_S`, or ten times the longest step so far, every rank of this node is
-asked for its stack, twice. Those inside a collective wait for somebody else; a rank that is elsewhere, both times at the same
-place, or that cannot even answer, is the one they wait for (one that only computes slowly has moved on). It is killed, so that the
-job ends, and its stack goes into the message. Where every rank is inside a collective the one at fault is on another node, or
-there is none, and the collectives' own timeout ends the job.
+Each rank writes how far it is, a few numbers in a mapped file, without a system call. A rank that hangs keeps its peers waiting
+inside a collective; all of them stop making steps at once. After `HANG_S`, or ten times the longest step so far, every rank of this
+node is asked for its stack, twice, by a signal that works whatever it is doing. Those inside a collective wait for somebody else; a
+rank that is elsewhere, both times at the same place, or that cannot even answer, is the one they wait for (one that only computes
+slowly has moved on). It is killed, so that the job ends, and its stack goes into the message. Where every rank is inside a
+collective the one at fault is on another node, or there is none, and the collectives' own timeout ends the job.
 """
 
 from __future__ import annotations
@@ -21,36 +17,61 @@ import os
 import re
 import signal
 import struct
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import psutil
 
+from ...profilers.run.faults import RankDeath
+
 FOLDER_VARIABLE = "MESHWRIGHT_PROGRESS"
 """Names the folder of the progress files in the environment of the ranks."""
 
+STOPPED_FILE = "stopped"
+"""Written by the ranks into that folder: the step of the checkpoint with which they ended because they were asked to."""
 
 STACK_SIGNAL = signal.SIGUSR1
 
+SUSPENDED_S = 5.0
+"""How long a rank may be suspended (SIGSTOP) before the job is ended; its peers would wait for the collectives' timeout."""
 
+HANG_S = 10.0
+"""No rank is taken for hung before this time without a step."""
+
+HANG_STEPS = 10.0
+"""Nor before so many times the longest step so far."""
+
+LOOK_S = 1.0
+"""Between two looks at the ranks."""
+
+_ANSWER_S = 2.0
+_BETWEEN_S = 1.0
+_WAITING_FRAMES = 3
+_WAITING = re.compile(
+    r'File "[^"]*torch/(distributed/(distributed_c10d|_functional_collectives|fsdp/_fully_shard/_fsdp_collectives)\.py"'
+    r"|autograd/graph\.py)"
+)
+_FRAME = re.compile(r'\s+File "')
 _RECORD = struct.Struct("<qdd")
 
 
+# --- the rank's side -------------------------------------------------------------------------------------------------
+
+
 class Heartbeat(NamedTuple):
-    """What a rank last said.
+    """The progress that a rank wrote last.
 
     Attributes:
         steps: done by this process.
-        at_s: when, by the monotonic clock of the machine; 0 where nobody should wait for it.
+        time_s: when, by the monotonic clock of the machine; 0 where nobody should wait for it.
         longest_s: the longest time between two beats so far.
     """
 
     steps: int
-    at_s: float
+    time_s: float
     longest_s: float
 
 
@@ -72,14 +93,14 @@ class ProgressFile:
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
 
     def beat(self) -> None:
-        """A step is done."""
+        """Note that a step is done."""
         now, before = time.monotonic(), self._beat
-        longest_s = max(before.longest_s, now - before.at_s) if before.at_s else before.longest_s
+        longest_s = max(before.longest_s, now - before.time_s) if before.time_s else before.longest_s
         self._write(Heartbeat(before.steps + 1, now, longest_s))
 
     def rest(self) -> None:
-        """What comes next may take any time (a checkpoint, the end of the run); until the next `beat` nobody is waited for."""
-        self._write(self._beat._replace(at_s=0.0))
+        """Note that what comes next may take any time (a checkpoint, the end of the run), until the next `beat`."""
+        self._write(self._beat._replace(time_s=0.0))
 
     def _write(self, beat: Heartbeat) -> None:
         self._beat = beat
@@ -87,8 +108,78 @@ class ProgressFile:
             _RECORD.pack_into(self._map, 0, *beat)
 
 
+# --- the launcher's side ---------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """The watch over the ranks of one node.
+
+    Args:
+        folder: of their progress files.
+        hang_s: in place of `HANG_S`; 0: no rank is taken for hung.
+    """
+
+    def __init__(self, folder: Path, hang_s: float = HANG_S) -> None:
+        self.folder = folder
+        self._hang_s = hang_s
+        self._next_look_s = 0.0
+        self._suspended_since: dict[int, float] = {}
+        self._killed_suspended: set[int] = set()
+        self._hung: dict[int, tuple[str, ...]] = {}
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Look at the processes of the local ranks, once in `LOOK_S`, and kill one that is at fault."""
+        now = time.monotonic()
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + LOOK_S
+        self._suspended_since = {
+            rank: self._suspended_since.get(rank, now) for rank, pid in pids.items() if _is_suspended(pid)
+        }
+        for rank, since in self._suspended_since.items():
+            if now - since >= SUSPENDED_S:
+                self._killed_suspended.add(rank)
+                _send(pids[rank], signal.SIGKILL)
+        beats = [read_heartbeat(self.folder, rank) for rank in pids]
+        if self._hang_s and not self._suspended_since and not self._hung and is_stalled(beats, now, self._hang_s):
+            self._end_hung(pids)
+
+    def completed(self, death: RankDeath, local_rank: int) -> RankDeath:
+        """Return a death with what this watch knows of it."""
+        return replace(
+            death,
+            was_suspended=local_rank in self._killed_suspended,
+            was_hung=local_rank in self._hung,
+            trace=self._hung.get(local_rank, death.trace),
+        )
+
+    def _end_hung(self, pids: Mapping[int, int]) -> None:
+        stacks = self._stacks(pids)
+        time.sleep(_BETWEEN_S)
+        later = self._stacks(pids)
+        for rank, pid in pids.items():
+            if stacks[rank] == later[rank] and not is_waiting(stacks[rank]):
+                self._hung[rank] = stacks[rank]
+                _send(pid, signal.SIGKILL)
+
+    def _stacks(self, pids: Mapping[int, int]) -> dict[int, tuple[str, ...]]:
+        """Return the main thread's stack of every rank, innermost call first; empty where it did not answer."""
+        files = {rank: self.folder / f"{rank}.stacks" for rank in pids}
+        for file in files.values():
+            with contextlib.suppress(OSError):
+                file.write_text("")
+        for pid in pids.values():
+            _send(pid, STACK_SIGNAL)
+        end = time.monotonic() + _ANSWER_S
+        # The outermost frame of a rank is in its program's file: the dump is there to the end.
+        while time.monotonic() < end and not all("worker.py" in _read_text(file) for file in files.values()):
+            time.sleep(0.1)
+        time.sleep(0.1)  # the last lines
+        return {rank: main_stack(_read_text(file)) for rank, file in files.items()}
+
+
 def read_heartbeat(folder: Path, local_rank: int) -> Heartbeat | None:
-    """What a rank last said; None where it has not begun."""
+    """Return what a rank wrote last; None where it has not begun."""
     try:
         data = (folder / str(local_rank)).read_bytes()
     except OSError:
@@ -96,127 +187,24 @@ def read_heartbeat(folder: Path, local_rank: int) -> Heartbeat | None:
     return Heartbeat(*_RECORD.unpack(data)) if len(data) == _RECORD.size else None
 
 
-SUSPENDED_S = 5.0
-"""How long a rank may be suspended (SIGSTOP) before the job is ended; its peers would wait for the collectives' timeout."""
-
-
-HANG_S = 10.0
-"""No rank is taken for hung before this time without a step."""
-
-
-HANG_STEPS = 10.0
-"""Nor before so many times the longest step so far."""
-
-
-_ANSWER_S = 2.0
-
-
-_BETWEEN_S = 1.0
-
-
-_WAITING_FRAMES = 3
-
-
-_WAITING = re.compile(
-    r'File "[^"]*torch/(distributed/(distributed_c10d|_functional_collectives|fsdp/_fully_shard/_fsdp_collectives)\.py"'
-    r"|autograd/graph\.py)"
-)
-
-
-_FRAME = re.compile(r'\s+File "')
-
-
-@dataclass
-class Watch:
-    """What the watcher did; read after the job has ended.
-
-    Attributes:
-        suspended: processes that it killed because they were suspended.
-        hung: processes that it killed because they kept the others waiting, with their stacks.
-    """
-
-    suspended: set[int] = field(default_factory=set)
-    hung: dict[int, tuple[str, ...]] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def watching(folder: Path, watch: Watch, hang_s: float = HANG_S) -> Iterator[None]:
-    """Watch this process's children while a job runs; ``folder`` holds their progress files."""
-    finished = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(folder, hang_s, watch, finished), daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        watcher.join()
-
-
-def _watch(folder: Path, hang_s: float, watch: Watch, finished: threading.Event) -> None:
-    since: dict[psutil.Process, float] = {}
-    while not finished.wait(1.0):
-        now = time.monotonic()
-        children = psutil.Process().children()
-        since = {child: since.get(child, now) for child in children if _is_suspended(child)}
-        for child, start in since.items():
-            if now - start >= SUSPENDED_S:
-                watch.suspended.add(child.pid)
-                child.kill()
-        ranks = _local_ranks(children)
-        beats = [read_heartbeat(folder, rank) for rank in ranks]
-        if hang_s and not since and not watch.hung and ranks and is_stalled(beats, now, hang_s):
-            _end_hung(folder, ranks, watch)
-
-
 def is_stalled(beats: Sequence[Heartbeat | None], now_s: float, hang_s: float = HANG_S) -> bool:
-    """Whether ranks that were making steps have all stopped; not while any of them is resting or has yet to begin."""
-    known = [beat for beat in beats if beat is not None and beat.at_s and beat.longest_s]
-    if len(known) < len(beats):
+    """Tell whether ranks that were making steps have all stopped; not while any of them is resting or has yet to begin."""
+    known = [beat for beat in beats if beat is not None and beat.time_s and beat.longest_s]
+    if not known or len(known) < len(beats):
         return False
     patience_s = max(hang_s, HANG_STEPS * max(beat.longest_s for beat in known))
-    return now_s - max(beat.at_s for beat in known) > patience_s
-
-
-def _end_hung(folder: Path, ranks: dict[int, psutil.Process], watch: Watch) -> None:
-    stacks = _ask_stacks(folder, ranks)
-    time.sleep(_BETWEEN_S)
-    later = _ask_stacks(folder, ranks)
-    for rank, process in ranks.items():
-        if stacks[rank] == later[rank] and not is_waiting(stacks[rank]):
-            watch.hung[process.pid] = stacks[rank]
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def _ask_stacks(folder: Path, ranks: dict[int, psutil.Process]) -> dict[int, tuple[str, ...]]:
-    """The main thread's stack of every rank, innermost call first; empty where it did not answer."""
-    files = {rank: folder / f"{rank}.stacks" for rank in ranks}
-    for file in files.values():
-        with contextlib.suppress(OSError):
-            file.write_text("")
-    for process in ranks.values():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(STACK_SIGNAL)
-    end = time.monotonic() + _ANSWER_S
-    while time.monotonic() < end and not all(_has_main(file) for file in files.values()):
-        time.sleep(0.1)
-    time.sleep(0.1)  # the last lines
-    return {rank: main_stack(_read_text(file)) for rank, file in files.items()}
+    return now_s - max(beat.time_s for beat in known) > patience_s
 
 
 def main_stack(dump: str) -> tuple[str, ...]:
-    """The frames of the main thread in what faulthandler wrote: the last thread of all."""
-    _, found, last = dump.rpartition("most recent call first):\n")
-    return tuple(line.strip() for line in last.splitlines() if _FRAME.match(line)) if found else ()
+    """Return the frames of the main thread in what faulthandler wrote: the last thread of all."""
+    _, separator, last = dump.rpartition("most recent call first):\n")
+    return tuple(line.strip() for line in last.splitlines() if _FRAME.match(line)) if separator else ()
 
 
 def is_waiting(stack: Sequence[str]) -> bool:
-    """Whether a rank is inside a collective, or in a backward pass that may be: somewhere in its innermost calls."""
+    """Tell whether a rank is inside a collective, or in a backward pass that may be: somewhere in its innermost calls."""
     return any(_WAITING.search(frame) for frame in stack[:_WAITING_FRAMES])
-
-
-def _has_main(file: Path) -> bool:
-    return "worker.py" in _read_text(file)
 
 
 def _read_text(file: Path) -> str:
@@ -226,20 +214,13 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def _local_ranks(children: Sequence[psutil.Process]) -> dict[int, psutil.Process]:
-    found = {}
-    for child in children:
-        with contextlib.suppress(psutil.Error, KeyError, ValueError):
-            found[int(child.environ()["LOCAL_RANK"])] = child
-    return found
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
-def _is_suspended(process: psutil.Process) -> bool:
+def _is_suspended(pid: int) -> bool:
     try:
-        return bool(process.status() == psutil.STATUS_STOPPED)
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return False
-
-
-STOPPED_FILE = "stopped"
-"""Written by the ranks into the launcher's folder: the step of the checkpoint with which they ended because they were asked to."""

@@ -33,7 +33,6 @@ from ...schema.units import format_bytes
 _CLASSES_PER_OCTAVE = 8
 """Sizes of buffers between a size and its double: at most an eighth of a buffer is not used, and uneven sizes share buffers."""
 
-
 Pin = Callable[[Tensor], bool]
 
 

@@ -28,11 +28,7 @@ import psutil
 import torch
 
 MemorySource = Literal["cuda-allocator", "resident-growth", "lifetime-resident-growth"]
-
-
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-
-
 _STATUS = Path("/proc/self/status")
 
 

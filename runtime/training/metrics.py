@@ -241,11 +241,7 @@ def read_new_records(path: str | Path, finished: threading.Event, *, poll_s: flo
 
 
 FloatArray = NDArray[np.float64]
-
-
 SLOWER, SLOWER_THAN_EXPECTED = 0.10, 0.50
-
-
 FALSE_ALARMS = 0.01
 
 

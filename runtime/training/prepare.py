@@ -6,7 +6,7 @@ import hashlib
 import shutil
 
 from ...schema import ConfigError, Plan, RuntimeMismatchError
-from ..checkpoints.checkpoint import check_writable, list_checkpoints
+from ..checkpoints import check_writable, list_checkpoints
 from ..data.samples import TokenBatches, TokenStream, open_data, tokenize_paths
 from .options import TrainOptions
 

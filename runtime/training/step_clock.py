@@ -26,14 +26,12 @@ from ...cost_models.pipeline.simulation import Action
 
 StepPart = Literal["forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted"]
 
-
 STEP_PARTS: tuple[StepPart, ...] = (
     "forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted",
 )  # fmt: skip
 """``optimizer`` is the update alone, ``other`` the rest of the step. The last two do not add to its time: ``data`` comes before it;
 ``preempted`` is how long, of the parts that compute on a CPU, the process had no core, because other work had it.
 """
-
 
 OUTSIDE_STEP: tuple[StepPart, ...] = ("data", "preempted")
 

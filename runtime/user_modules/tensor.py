@@ -42,7 +42,6 @@ from .structure import Structure, require_decoder
 
 Rule = Literal["by_output", "by_input", "gathered", "by_slice", "heads_norm"]
 
-
 _OF_STYLE: dict[str, Rule] = {
     "colwise": "by_output",
     "rowwise": "by_input",
@@ -51,22 +50,13 @@ _OF_STYLE: dict[str, Rule] = {
     "replicated_with_grad_allreduce": "heads_norm",
 }
 
-
 _QUERY = ("q_proj", "query", "wq", "to_q", "q_lin", "q", "query_proj", "q_linear")
-
-
 _KEY = ("k_proj", "key", "wk", "to_k", "k_lin", "k", "key_proj", "k_linear")
-
-
 _VALUE = ("v_proj", "value", "wv", "to_v", "v_lin", "v", "value_proj", "v_linear")
-
-
 _OUT = ("o_proj", "out_proj", "wo", "to_out", "out_lin", "o", "out", "dense", "proj", "c_proj", "out_linear")
-
 
 _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity,
                 nn.Dropout, nn.Softplus, nn.Hardswish)  # fmt: skip
-
 
 HEAD_COUNTS = (
     "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads",

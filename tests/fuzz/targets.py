@@ -29,8 +29,7 @@ from meshwright.planner.experts import read_placement
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.tasks.generation import plan_generation
 from meshwright.planner.timeline import timeline
-from meshwright.profilers.files.merge import merge_profiles
-from meshwright.profilers.files.summary import compare, summary
+from meshwright.profilers.files import compare, merge_profiles, summary
 from meshwright.profilers.profiled_cluster import profiled_cluster
 from meshwright.runtime.checkpoints.checkpoint import CheckpointInfo
 from meshwright.runtime.checkpoints.index import SafeReader

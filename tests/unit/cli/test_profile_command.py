@@ -1,11 +1,10 @@
-"""`meshwright profile`: what it refuses before anything is started, and names from Slurm."""
+"""`meshwright profile`: what it refuses before anything is started."""
 
 from __future__ import annotations
 
 import pytest
 from meshwright.cli.main import app
 from meshwright.profilers import machine
-from meshwright.runtime.profiling.worker import first_host
 from typer.testing import CliRunner
 
 
@@ -50,10 +49,3 @@ def test_full_memory_is_said_before_anything_is_started(monkeypatch, tmp_path):
     assert "memory is nearly full: 300.0 MiB" in answer.output
     assert "--ranks" in answer.output
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("hosts", "first"), [("gpu07", "gpu07"), ("gpu[07-09,12],cpu1", "gpu07"), ("a,b", "a"), ("n[3]", "n3")]
-)
-def test_ranks_meet_at_the_first_host_of_slurms_list(hosts, first):
-    assert first_host(hosts) == first

@@ -10,7 +10,7 @@ import sys
 from meshwright.cli.apply import apply
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.worker import Job
-from meshwright.runtime.training.metrics import follow
+from meshwright.runtime.training.metrics import read_new_records
 from meshwright.runtime.training.prepare import prepare_options
 print(*sorted({"torch._dynamo", "torch.distributed.tensor", "sympy", "sklearn", "transformers"} & sys.modules.keys()))
 """

@@ -93,7 +93,7 @@ def test_measuring_leaves_signal_handlers_and_environment_alone(profile):
 def test_failing_rank_is_a_profile_error():
     with pytest.raises(ProfileError) as caught:
         measure_profile(machine.identify(1), silent, **{**QUICK, "num_layers": "one"})
-    assert "exit code 1" in str(caught.value)
+    assert "rank 0 of 1 failed: TypeError" in str(caught.value)
 
 
 def test_killed_launcher_leaves_no_ranks_and_no_cache(cache):
@@ -102,9 +102,7 @@ def test_killed_launcher_leaves_no_ranks_and_no_cache(cache):
     ranks: list[psutil.Process] = []
     deadline = time.monotonic() + 60
     while len(ranks) < 2 and time.monotonic() < deadline:
-        ranks = [
-            child for child in launcher.children() if "meshwright.profilers.run.worker" in " ".join(child.cmdline())
-        ]
+        ranks = [child for child in launcher.children() if "meshwright.profilers.run.rank" in " ".join(child.cmdline())]
     launcher.kill()
     launcher.wait()
     _, alive = psutil.wait_procs(ranks, timeout=60)

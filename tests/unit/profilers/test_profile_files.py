@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from meshwright.profilers.files.merge import merge_profiles
-from meshwright.profilers.files.summary import compare, summary
-from meshwright.profilers.files.trusted import load_profile, machine_differences
+from meshwright.profilers.files import compare, load_profile, machine_differences, merge_profiles, summary
 from meshwright.profilers.machine import identify
 from meshwright.profilers.profiled_cluster import profiled_cluster, with_measured_devices
 from meshwright.schema import ConfigError

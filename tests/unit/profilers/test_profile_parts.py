@@ -15,8 +15,8 @@ from meshwright.profilers.measure import links
 from meshwright.profilers.measure.comparison import FIELD, local_cores, pinned
 from meshwright.profilers.measure.host import check_folder, measure_storage
 from meshwright.profilers.measure.links import GroupAxis, axes_of, axis_groups, tournament
-from meshwright.profilers.measure.live_bytes import LiveBytes
 from meshwright.profilers.measure.timing import Bench, summarise_samples
+from meshwright.profilers.measure.traced import LiveBytes
 from meshwright.profilers.run import across_ranks
 from meshwright.profilers.run.across_ranks import merge_points, merge_rounds
 from meshwright.profilers.run.rank import Budget
@@ -54,7 +54,7 @@ def test_time_that_a_step_leaves_goes_to_the_later_ones():
 def test_start_up_and_reserve_come_off_the_budget():
     clock = Clock()
     budget = Budget(10.0, [1], started_s=97.0, reserve_s=1.0, clock=clock)
-    assert budget.left_s() == pytest.approx(6.0)
+    assert budget.remaining_s() == pytest.approx(6.0)
     assert Budget(10.0, [1, 0], started_s=0.0, clock=clock).share_s(0) == 0
     assert Budget(10.0, [1, 0], clock=clock).share_s(1) == 0
 
@@ -340,7 +340,7 @@ def test_storage_leaves_no_file(tmp_path, monkeypatch):
     seconds = SimpleNamespace(time_s=1.0, fields=lambda: {"time_s": 1.0, "spread": 0.0})
     bench = SimpleNamespace(
         agree=lambda x: x,
-        agree_least=lambda x: x,
+        agree_min=lambda x: x,
         has_time=lambda *_: True,
         measure=lambda call, calls: (call(), seconds)[1],
         say=lambda what: None,

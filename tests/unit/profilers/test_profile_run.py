@@ -13,13 +13,15 @@ import torch
 from meshwright.profilers.machine import busy_fraction
 from meshwright.profilers.measure.comparison import allowed_cores
 from meshwright.profilers.measure.timing import Bench
-from meshwright.profilers.run.launch import _Ended, _error_of, _read_error, _read_profile, launch_ranks, refuse
+from meshwright.profilers.run.faults import RankDeath, explain_failure, read_death, record_error
+from meshwright.profilers.run.launch import launch_ranks, profile_failure, read_profile
+from meshwright.profilers.run.processes import JobEnd
 from meshwright.profilers.run.protocol import ALL_PARTS, ProfileProgress, ProfileTask
 from meshwright.profilers.run.rank import require_memory, require_same_machine
 from meshwright.schema import MeshwrightError, ModelSpec, Profile, ProfileError
 from meshwright.schema.profile import LayerPoint
+from tiny_rank import tiny_steps
 
-WORKER = "tiny_rank"
 MODEL = ModelSpec.named("smollm2-135m")
 TINY = MODEL.replace(
     layers=tuple(
@@ -55,7 +57,7 @@ def heard() -> list[ProfileProgress]:
 
 @pytest.fixture(scope="module")
 def profile(task, heard, tests_on_path) -> Profile:
-    return launch_ranks(WORKER, task, 2, on_progress=heard.append)
+    return launch_ranks(tiny_steps, task, 2, on_progress=heard.append)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_finished_profile_resumes_with_what_it_lacks(profile, task, tests_on_pat
         parts=tuple(part for part in profile.parts if part.name != "host"), cpu_adam=(), content_sha256=""
     )
     lacking.save(task.out)
-    again = launch_ranks(WORKER, replace(task, resume=True), 2)
+    again = launch_ranks(tiny_steps, replace(task, resume=True), 2)
     assert again.matmuls == profile.matmuls
     assert again.layers == profile.layers
     assert again.allocator == profile.allocator
@@ -146,14 +148,16 @@ def test_profile_of_another_machine_is_not_resumed(profile, task):
 
 def test_what_a_rank_refuses_reaches_the_launcher(tmp_path, task):
     refused = ProfileError("no", details=("because",), help="do")
-    refuse(replace(task, folder=str(tmp_path)), refused)
-    error = _read_error(tmp_path / "error.json")
+    record_error(tmp_path / "error.json", refused)
+    death = read_death(0, 1, ended_by_launcher=False, record=tmp_path / "error.json", log=tmp_path / "rank.log")
+    error = profile_failure(JobEnd(deaths=(death,)), 2)
     assert (type(error), str(error)) == (ProfileError, str(refused))
+    assert str(explain_failure([death], world_size=2)) == str(refused)
 
 
 def test_rank_that_takes_longer_is_named(task, tests_on_path):
     busy = replace(task, storage_path="busy", parts=("compute",), out="")
-    profile = launch_ranks(WORKER, busy, 2)
+    profile = launch_ranks(tiny_steps, busy, 2)
     assert "rank 1" in {slow.name for slow in profile.slow if slow.what == "compute"}
     assert "rank 0" not in {slow.name for slow in profile.slow}
     assert profile.ranks[1].compute_ratio > 1.1 > profile.ranks[0].compute_ratio
@@ -173,11 +177,11 @@ def idle_cores() -> list[int]:
 def test_rank_that_shares_its_core_is_named(task, tests_on_path, idle_cores):
     """A loop that keeps to the core of rank 1; without it nobody is named."""
     parts = replace(task, parts=("compute",), out="")
-    assert [slow for slow in launch_ranks(WORKER, parts, 2).slow if slow.what == "compute"] == []
+    assert [slow for slow in launch_ranks(tiny_steps, parts, 2).slow if slow.what == "compute"] == []
     code = f"import os\nos.sched_setaffinity(0, {{{idle_cores[1]}}})\nwhile True: pass"
     loop = subprocess.Popen([sys.executable, "-c", code])
     try:
-        found = launch_ranks(WORKER, parts, 2)
+        found = launch_ranks(tiny_steps, parts, 2)
     finally:
         loop.kill()
         loop.wait()
@@ -215,24 +219,28 @@ def test_process_without_room_for_a_rank_is_told_before_anything_starts(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def death(rank: int, code: int, words: tuple[str, ...]) -> RankDeath:
+    return RankDeath(rank=rank, exit_code=code, ended_by_launcher=False, time_s=0.0, trace=words)
+
+
 @pytest.mark.parametrize(
     ("code", "words"), [(1, ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",)), (-9, ())]
 )
 def test_rank_that_runs_out_of_memory_is_a_message_for_the_user(code, words):
-    error = _error_of(_Ended(failed_rank=1, exit_code=code, last_words=words))
+    error = profile_failure(JobEnd(deaths=(death(1, code, words),)), 2)
     assert type(error) is MeshwrightError and error.exit_code == 1
     assert "memory ran out" in str(error) and "--ranks" in str(error)
-    assert type(_error_of(_Ended(failed_rank=0, exit_code=1, last_words=("KeyError: 1",)))) is ProfileError
+    assert type(profile_failure(JobEnd(deaths=(death(0, 1, ("KeyError: 1",)),)), 2)) is ProfileError
 
 
 def test_time_that_is_over_keeps_what_there_is(task, profile, tmp_path, tests_on_path):
     """Ranks that are late are ended; what they had by then is written, sealed, with the parts that are missing."""
     late = replace(task, folder=str(tmp_path), out=str(tmp_path / "out.json"), budget_s=3.0)
     with pytest.raises(MeshwrightError, match="the 3 s were over") as caught:
-        _read_profile(late, _Ended(is_late=True))
+        read_profile(late, JobEnd(is_late=True), 2)
     assert caught.value.exit_code == 1 and "--budget-s" in str(caught.value)
     profile.replace(parts=profile.parts[:1], content_sha256="").save(tmp_path / "profile.json")
-    kept = _read_profile(late, _Ended(is_late=True))
+    kept = read_profile(late, JobEnd(is_late=True), 2)
     assert kept.matmuls == profile.matmuls and not kept.is_altered and kept.content_sha256
     assert {part.name: part.state for part in kept.parts[1:]} == dict.fromkeys(ALL_PARTS[1:], "skipped")
     assert Profile.load(tmp_path / "out.json") == kept
@@ -242,4 +250,4 @@ def test_ranks_that_outlast_the_time_are_ended(task, tests_on_path):
     """A second is not enough to start."""
     begin = time.time()
     with pytest.raises(MeshwrightError, match="before there was anything to keep"):
-        launch_ranks(WORKER, replace(task, budget_s=1.0, started_at=begin, finish_s=0.2, out=""), 2)
+        launch_ranks(tiny_steps, replace(task, budget_s=1.0, started_at=begin, finish_s=0.2, out=""), 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.profilers.machine import num_cores
-from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.checkpoints import list_checkpoints
 from meshwright.schema import Layout, Plan
 from small_jobs import plan_elsewhere, small_plan
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.checkpoints import list_checkpoints
 from meshwright.runtime.job.machine import check_machine
 from meshwright.runtime.parallelize_model import parallelize
 from meshwright.runtime.training.options import TrainOptions

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from meshwright.profilers.machine import first_host
 from meshwright.runtime.job.rendezvous import (
     Rendezvous,
-    first_host,
     interface_of,
     is_endpoint_local,
     local_address,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.profilers.measure.live_bytes import LiveBytes
-from meshwright.runtime.profiling.model_layers import LayerCase, build_layer, layer_cases
-from meshwright.runtime.profiling.traced_memory import layer_memory, step_memory
+from meshwright.profilers.measure.traced import LiveBytes
+from meshwright.profilers.model_steps import LayerCase, build_layer, layer_cases, layer_memory, step_memory
+from meshwright.runtime.recompute import build_standalone
 from meshwright.schema import ModelSpec
 
 TOKENS = 16
@@ -28,15 +28,13 @@ DENSE = shrunk("smollm2-135m", count=5)
 
 
 def traced(model: ModelSpec, recompute: str = "none") -> dict:
-    return step_memory(model, micro_batch_size=1, seq_len=TOKENS, dtype="fp32", recompute=recompute)
+    return step_memory(build_standalone, model, micro_batch_size=1, seq_len=TOKENS, dtype="fp32", recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_line_through_two_depths_is_exact_at_another(recompute, monkeypatch):
     found = traced(DENSE, recompute)
-    monkeypatch.setattr(
-        "meshwright.runtime.profiling.traced_memory.TRACED_DEPTHS", (5, 6)
-    )  # the model's own depth: no line
+    monkeypatch.setattr("meshwright.profilers.measure.traced.TRACED_DEPTHS", (5, 6))  # the model's own depth: no line
     exact = traced(DENSE, recompute)
     # Selective checkpoints leave cycles, which go when Python's collector comes round: not at the same layer each time.
     tolerance = 2e-3 if recompute == "selective" else 0
@@ -60,7 +58,7 @@ def test_products_of_experts_are_counted():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_fake_layer_holds_what_a_real_one_does(recompute):
     case = LayerCase(DENSE, DENSE.block_runs[0][0], 1, TOKENS, 1, "fp32", recompute)
-    module, inputs = build_layer(case, torch.device("cpu"))
+    module, inputs = build_layer(build_standalone, case, torch.device("cpu"))
     with LiveBytes() as live:
         hidden = inputs()[0]
         with torch.no_grad():
@@ -72,7 +70,7 @@ def test_fake_layer_holds_what_a_real_one_does(recompute):
         live.reset_peak()
         out.backward(gradient)
         peak = live.peak - before
-    found = layer_memory(case)
+    found = layer_memory(build_standalone, case)
     assert found["saved_bytes"] == saved
     assert found["parameter_bytes"] == 4 * case.layer.num_params(DENSE.hidden_dim)
     # Real kernels and their fake forms differ in some small outputs (4.5 KiB here).
@@ -87,7 +85,7 @@ def test_shards_of_a_layer_hold_its_parameters_together(name):
     assert len(cases) == len(set(map(str, (case.fields() for case in cases))))
     block = next(case for case in cases if case.layer.kind == "block" and case.tp == 2)
     whole = block.layer.num_params(model.hidden_dim) * 2
-    half = layer_memory(block)["parameter_bytes"]
+    half = layer_memory(build_standalone, block)["parameter_bytes"]
     assert (
         whole / 2 <= half < 0.52 * whole + 2 * 2**20
     )  # norms, routers and the compression of latent attention are whole

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import parallelize
-from meshwright.runtime.checkpoints.checkpoint import list_checkpoints
+from meshwright.runtime.checkpoints import list_checkpoints
 from meshwright.runtime.job.machine import explain_out_of_memory
 from meshwright.runtime.training import loss_scale
 from meshwright.runtime.training.loss_scale import LossScale

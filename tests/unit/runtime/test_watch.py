@@ -96,10 +96,10 @@ def test_progress_is_read_by_another_process_and_rests(tmp_path: Path, monkeypat
     progress.beat()
     beat = read_heartbeat(tmp_path, 3)
     assert beat is not None
-    assert (beat.steps, beat.at_s > 0, beat.longest_s >= 0) == (2, True, True)
+    assert (beat.steps, beat.time_s > 0, beat.longest_s >= 0) == (2, True, True)
     progress.rest()
     rested = read_heartbeat(tmp_path, 3)
     assert rested is not None
-    assert rested.at_s == 0
+    assert rested.time_s == 0
     os.kill(os.getpid(), signal.SIGUSR1)
     assert "test_progress_is_read" in (tmp_path / "3.stacks").read_text()

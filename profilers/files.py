@@ -1,0 +1,170 @@
+"""Profiles as files: whether one may be used here, what it comes to in numbers, what differs between two, several as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..schema.errors import ConfigError, ProfileError
+from ..schema.profile import Machine, Profile, Timed
+from .machine import identify
+from .measure.compute import peak_flops
+from .measure.links import bus_factor
+
+_COMPARED = {
+    "device": "device",
+    "backend": "backend",
+    "torch": "torch",
+    "python": "python",
+    "driver": "driver",
+}
+"""Fields of Machine that must agree, and what messages call them; how many ranks and nodes it was is the profile's own affair."""
+
+
+def load_profile(path: str | Path, *, allow_foreign: bool = False) -> tuple[Profile, tuple[str, ...]]:
+    """A profile from a file, and what makes it foreign here where that is allowed.
+
+    Raises:
+        ConfigError: the file is no profile.
+        ProfileError: it was altered after it was measured, or is of other hardware or software; says what differs.
+    """
+    profile = Profile.load(path)
+    problems = mismatches(profile)
+    if problems and not allow_foreign:
+        raise ProfileError(
+            f"{path} cannot be trusted on this machine",
+            details=problems,
+            help="measure here with `meshwright profile`, or add --allow-foreign-profile",
+        )
+    return profile, problems
+
+
+def mismatches(profile: Profile) -> tuple[str, ...]:
+    """What speaks against using a profile on this machine; empty when nothing does."""
+    altered = ("its content was changed after it was measured: the hash differs",) if profile.is_altered else ()
+    return (*altered, *machine_differences(profile.machine))
+
+
+def machine_differences(measured: Machine) -> tuple[str, ...]:
+    """In what this machine is another one than was measured."""
+    try:
+        here = identify(max(1, measured.num_devices // measured.num_nodes))
+    except ConfigError as error:
+        return (f"this machine cannot be what was measured: {error.message}",)
+    pairs = [(title, str(getattr(measured, name)), str(getattr(here, name))) for name, title in _COMPARED.items()]
+    return tuple(f"{title}: measured on {theirs}, here is {ours}" for title, theirs, ours in pairs if theirs != ours)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def summary(profile: Profile) -> dict[str, float]:
+    """Named rates: FLOP/s, bytes/s or seconds, as the name says."""
+    found: dict[str, float] = {"memory_bandwidth_bytes_per_s": profile.memory_bandwidth_bytes_per_s}
+    try:
+        peaks = peak_flops(profile.matmuls)
+    except ProfileError:  # a profile of links alone
+        peaks = None
+    if peaks is not None:
+        rates = peaks.model_dump(exclude_none=True)
+        found |= {f"{dtype}_flops_per_s": rate for dtype, rate in rates.items()}
+    for op in dict.fromkeys(point.op for point in profile.collectives):
+        mine = [point for point in profile.collectives if point.op == op]
+        large, small = max(mine, key=lambda p: p.size_bytes), min(mine, key=lambda p: p.size_bytes)
+        found[f"{op}_bus_bytes_per_s"] = bus_factor(op, large.group_size) * large.size_bytes / large.time_s
+        found[f"{op}_latency_s"] = small.time_s
+    for copy in profile.host_copies:
+        if copy.host_memory == "pinned" and copy.devices_at_once == 1:
+            found[f"{copy.direction}_bytes_per_s"] = copy.size_bytes / copy.time_s
+    return found
+
+
+def compare(first: Profile, second: Profile) -> dict[str, Any]:
+    """``{"machine": {field: [a, b]}, "rates": {name: [a, b]}, "points": {kind: {"both", "first", "second", "ratio"}}}``.
+
+    A ratio is the median of second over first of the seconds of points that both measured; None where there is none.
+    """
+    machines = first.machine.model_dump(), second.machine.model_dump()
+    rates = summary(first), summary(second)
+    lists = point_lists(first), point_lists(second)
+    return {
+        "machine": {name: [a, machines[1][name]] for name, a in machines[0].items() if a != machines[1][name]},
+        "rates": {name: [rates[0].get(name), rates[1].get(name)] for name in {**rates[0], **rates[1]}},
+        "points": {name: _points(lists[0].get(name, ()), lists[1].get(name, ())) for name in {**lists[0], **lists[1]}},
+    }
+
+
+def _points(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
+    a, b = ({point_identity(point): point.time_s for point in points} for points in (first, second))
+    both = [b[key] / a[key] for key in a if key in b]
+    return {
+        "both": len(both),
+        "first": len(a) - len(both),
+        "second": len(b) - len(both),
+        "ratio": median(both) if both else None,
+    }
+
+
+# --- several as one ---------------------------------------------------------------------------------------------------
+
+
+_MEASURED = ("time_s", "spread")
+
+
+def point_lists(profile: Profile) -> dict[str, tuple[Any, ...]]:
+    """The fields of a profile that are lists of measurements with a time, by name."""
+    return {
+        name: value
+        for name in Profile.model_fields
+        if isinstance(value := getattr(profile, name), tuple) and value and isinstance(value[0], Timed)
+    }
+
+
+def point_identity(point: Timed) -> str:
+    """What a point is a measurement of: everything but the result."""
+    return point.model_dump_json(exclude=set(_MEASURED))
+
+
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
+    """One profile; what is no list of points is the newest profile's, and so are the bandwidths.
+
+    Raises:
+        ConfigError: fewer than two profiles.
+        ProfileError: they are of different machines, or one was altered.
+    """
+    if len(profiles) < 2:
+        raise ConfigError("one profile is nothing to merge", help="give two or more")
+    ordered = sorted(profiles, key=lambda profile: profile.created)
+    newest = ordered[-1]
+    for profile in ordered:
+        if profile.is_altered:
+            raise ProfileError(f"the profile of {profile.created} was changed after it was measured: the hash differs")
+        if profile.machine != newest.machine:
+            raise ProfileError("the profiles are of different machines", details=_unlike(profile, newest))
+    fields: dict[str, Any] = {}
+    for name in dict.fromkeys(name for profile in ordered for name in point_lists(profile)):
+        fields[name] = _joined([getattr(profile, name) for profile in ordered])
+    for name in ("layer_memory", "step_memory", "allocator", "node_bandwidth_bytes_per_s", "overlaps"):
+        fields[name] = next((value for p in reversed(ordered) if (value := getattr(p, name))), getattr(newest, name))
+    fields["duration_s"] = sum(profile.duration_s for profile in ordered)
+    return newest.replace(**fields, content_sha256="").sealed()
+
+
+def _joined(lists: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
+    """Points of all lists, each once, with the median of its times and the largest of its spreads."""
+    found: dict[str, list[Timed]] = {}
+    for points in lists:
+        for point in points:
+            found.setdefault(point_identity(point), []).append(point)
+    return tuple(
+        same[-1].replace(time_s=median(p.time_s for p in same), spread=max(p.spread for p in same))
+        for same in found.values()
+    )
+
+
+def _unlike(first: Profile, second: Profile) -> tuple[str, ...]:
+    names = type(first.machine).model_fields
+    pairs = [(name, getattr(first.machine, name), getattr(second.machine, name)) for name in names]
+    return tuple(f"{name}: {a} and {b}" for name, a, b in pairs if a != b)

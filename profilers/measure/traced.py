@@ -1,0 +1,242 @@
+"""Memory and FLOPs of layers and of entire training steps, counted on fake tensors: no device and no memory needed.
+
+A step's peaks grow linearly in the number of blocks of each kind, so it is traced with three blocks of each kind, and once more
+with four of each kind in turn; each phase is a line of its own, as the peak may move from one phase to another. Logical bytes:
+what tensors hold, without an allocator's rounding and fragments, on tensors as a CPU has them;
+the flash kernels of GPUs save the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from ...schema.model import Block, LayerRun, ModelSpec
+
+TRACED_DEPTHS = (3, 4)
+
+_aten = torch.ops.aten
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that are alive while code runs; open it inside a FakeTensorMode. Final.
+
+    Attributes:
+        current: bytes alive now; ``peak``: most since the last `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def track(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that were made before."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._track(tensor.untyped_storage())
+
+    def reset_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = self.current
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = _unknown_to_torch(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
+        self.track(tree_leaves(result))
+        return result
+
+    def _track(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive:
+            reference, known = self._alive[key]
+            self._alive[key] = reference, size
+            self._grow(size - known)
+            return
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size
+        self._grow(size)
+
+    def _free(self, key: int) -> None:
+        self.current -= self._alive.pop(key)[1]
+
+    def _grow(self, size: int) -> None:
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+
+def _unknown_to_torch(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Return the result of an operator whose shape torch cannot tell of fake tensors; None for all others.
+
+    The length of a count depends on the data; those of a router's tokens are below the length that it asks for. The shape of a
+    grouped product is only known to torch in bf16.
+    """
+    if not args or not isinstance(args[0], FakeTensor):
+        return None
+    first = args[0]
+    if func is _aten.bincount.default:
+        min_length = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+        return first.new_empty(min_length, dtype=torch.int64) if min_length else None
+    if func is _aten._grouped_mm.default and first.dtype != torch.bfloat16:
+        second, ends = args[1], args[2] if len(args) > 2 else kwargs["offs"]
+        if first.dim() == second.dim() == 2:
+            return first.new_empty(len(ends), first.shape[0], second.shape[1])
+        return first.new_empty(first.shape[0], second.shape[-1])
+    return None
+
+
+# --- one layer -------------------------------------------------------------------------------------------------------
+
+
+def trace_layer(build: Callable[[], tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]]) -> dict[str, Any]:
+    """Return the bytes of a LayerMemory: parameters, saved for the backward pass, and transient.
+
+    Args:
+        build: makes the layer and what makes its inputs; called on fake tensors.
+    """
+    with FakeTensorMode(), LiveBytes() as live:
+        module, make_inputs = build()
+        inputs = make_inputs()
+        parameters = sum(p.untyped_storage().nbytes() for p in module.parameters())
+        with torch.no_grad():
+            module(*inputs)  # tables that all layers share are made once
+        before = live.current
+        out = module(*inputs)
+        saved = live.current - before
+        gradient = torch.ones_like(out)
+        live.reset_peak()
+        out.backward(gradient)
+        peak = live.peak - before
+    transient = max(0, peak - saved - parameters)
+    return {"parameter_bytes": parameters, "saved_bytes": saved, "transient_bytes": transient, "source": "fake"}
+
+
+# --- a training step -------------------------------------------------------------------------------------------------
+
+
+class StepTrace(NamedTuple):
+    """Bytes and FLOPs of one training step, or differences of them."""
+
+    parameters: float
+    optimizer: float
+    forward_peak: float
+    backward_peak: float
+    optimizer_peak: float
+    flops: float
+
+    def plus(self, other: StepTrace, times: float) -> StepTrace:
+        """Add ``times`` the other's figures to this one's."""
+        return StepTrace(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+def trace_step(
+    build: Callable[[ModelSpec], nn.Module],
+    model: ModelSpec,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Return the bytes and FLOPs of a StepMemory: AdamW, everything in ``dtype``, the entire model on one device.
+
+    Args:
+        build: makes a model of other depths; called on fake tensors.
+    """
+    low, high = TRACED_DEPTHS
+    trace = functools.partial(_trace, build, shape=(micro_batch_size, seq_len), dtype=dtype)
+    num_kinds = len(model.block_runs)
+    shallow = [low] * num_kinds
+    base = total = trace(_with_counts(model, shallow))
+    for i, (_, count) in enumerate(model.block_runs):
+        deeper = trace(_with_counts(model, [*shallow[:i], high, *shallow[i + 1 :]]))
+        total = total.plus(deeper.plus(base, -1.0), float(count - low))
+    return {
+        "parameter_bytes": round(total.parameters),
+        "optimizer_bytes": round(total.optimizer),
+        "forward_peak_bytes": round(total.forward_peak),
+        "backward_peak_bytes": round(total.backward_peak),
+        "optimizer_peak_bytes": round(total.optimizer_peak),
+        "flops": round(total.flops),
+        "layers_traced": TRACED_DEPTHS,
+    }
+
+
+def _with_counts(model: ModelSpec, counts: list[int]) -> ModelSpec:
+    """Return the model with other numbers of blocks in its runs."""
+    remaining = iter(counts)
+    runs = [
+        LayerRun(layer=run.layer, count=next(remaining)) if isinstance(run.layer, Block) else run
+        for run in model.layers
+    ]
+    return model.replace(layers=tuple(runs))
+
+
+def _trace(
+    build: Callable[[ModelSpec], nn.Module], model: ModelSpec, *, shape: tuple[int, int], dtype: torch.dtype
+) -> StepTrace:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+        with FakeTensorMode(), LiveBytes() as live, counter as flops:
+            return _trace_phases(build(model), shape, live, flops)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _trace_phases(model: nn.Module, shape: tuple[int, int], live: LiveBytes, flops: FlopCounterMode) -> StepTrace:
+    parameters = live.current
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the states
+    optimizer.zero_grad()
+    states = live.current - parameters - 2 * tokens.untyped_storage().nbytes()
+    flops_before = flops.get_total_flops()
+    live.reset_peak()
+    loss = model(tokens, targets).sum()
+    forward = live.peak
+    live.reset_peak()
+    loss.backward()
+    del loss
+    backward = live.peak
+    live.reset_peak()
+    optimizer.step()
+    update = live.peak
+    optimizer.zero_grad()
+    return StepTrace(parameters, states, forward, backward, update, flops.get_total_flops() - flops_before)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(
+    grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return int(sdpa_backward_flop_count(grad_out, query, key, value))
+
+
+def _grouped_flops(rows: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # [M, K] with [E, K, N], or [K, M] with [M, N] by groups of M
+    return int(2 * rows[-2] * rows[-1] * weights[-1])
+
+
+_UNCOUNTED: dict[Any, Any] = {
+    _aten._grouped_mm: _grouped_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""Attention on CPUs and grouped products count no FLOPs in torch up to 2.14."""

@@ -1,1 +1,0 @@
-"""A model outside the catalogue, counted on fake tensors."""

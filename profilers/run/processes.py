@@ -1,0 +1,273 @@
+"""The processes of a job on one node: one for each local rank, started, watched and ended together.
+
+`meshwright apply` and `meshwright profile` both start their ranks here, without importing torch. On the other side a rank's process
+runs its program under `serve_rank`: it ends with its launcher, records an exception where the launcher looks for it, and ends
+without tearing the interpreter down.
+
+Each rank is a program of its own and not a function for multiprocessing: spawn imports the user's main module again (fatal where it
+has no ``if __name__ == "__main__"`` or is a notebook), and a fork of a process that has used OpenMP can hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from .faults import RankDeath, read_death, record_error
+
+ERROR_FILE = "MESHWRIGHT_ERROR_FILE"
+"""Names the file for a rank's error record in its environment."""
+
+_LAUNCHER = "MESHWRIGHT_LAUNCHER_PID"
+_POLL_S = 0.05
+_SHUTDOWN_S = 5.0
+"""How long ranks may take to end after they were asked to, before they are killed."""
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_PR_SET_PDEATHSIG = 1
+
+
+# --- the launcher's side ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJob:
+    """The part of a job that runs on this node.
+
+    Attributes:
+        command: of every rank.
+        folder: for logs and error records.
+        num_ranks: on this node; ``first_rank`` is the first of them among ``world_size``.
+        variables: for the ranks' environment, besides this process's own and RANK, LOCAL_RANK, WORLD_SIZE and their like.
+        captures_output: write output to files in ``folder``, not to this process's own streams.
+        ends_at: when ranks that are not done are ended, seconds of the epoch.
+        grace_s: on SIGTERM the ranks get the signal too and have so long to end by themselves; 0: they are ended at once.
+    """
+
+    command: Sequence[str]
+    folder: Path
+    num_ranks: int
+    first_rank: int = 0
+    world_size: int = 0
+    node_rank: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    captures_output: bool = True
+    ends_at: float = float("inf")
+    grace_s: float = 0.0
+
+    def error_file(self, local_rank: int) -> Path:
+        """Return where a rank records its error."""
+        return self.folder / f"error-{local_rank}.json"
+
+    def log_file(self, local_rank: int) -> Path:
+        """Return where a rank's output goes."""
+        return self.folder / f"rank-{local_rank}.log"
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return a rank's environment, with torchrun's variables."""
+        numbers = {
+            "RANK": self.first_rank + local_rank,
+            "WORLD_SIZE": self.world_size or self.num_ranks,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": self.num_ranks,
+            "GROUP_RANK": self.node_rank,
+            _LAUNCHER: os.getpid(),
+        }
+        own = {name: str(number) for name, number in numbers.items()} | {ERROR_FILE: str(self.error_file(local_rank))}
+        return {**os.environ, **own, **self.variables}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How the ranks of this node ended.
+
+    Attributes:
+        deaths: of the ranks that did not end well, those that the launcher ended included; none where all did.
+        ended_well: ranks that had ended by themselves without an error.
+        received: the signal to this process that ended them, or asked them to end.
+        is_late: they were ended because the time was over.
+    """
+
+    deaths: tuple[RankDeath, ...] = ()
+    ended_well: tuple[int, ...] = ()
+    received: signal.Signals | None = None
+    is_late: bool = False
+
+
+def run_ranks(job: NodeJob, on_poll: Callable[[Mapping[int, int]], None] | None = None) -> JobEnd:
+    """Run the ranks of this node until all are done, one fails, the time is over or a signal comes; none is left behind.
+
+    Args:
+        on_poll: called twenty times a second with the process of each local rank.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    with _noted_signals() as received:
+        try:
+            for local_rank in range(job.num_ranks):
+                processes.append(_start(job, local_rank))  # noqa: PERF401 - if one cannot start the others are ended
+            _wait(job, processes, received, on_poll or _ignore)
+            codes = [process.poll() for process in processes]
+        finally:
+            _end(processes, at_once=time.time() > job.ends_at)
+    ranks = [(job.first_rank + i, process, codes[i]) for i, process in enumerate(processes)]
+    deaths = tuple(
+        read_death(
+            rank,
+            process.returncode,
+            ended_by_launcher=code is None,
+            record=job.error_file(rank - job.first_rank),
+            log=job.log_file(rank - job.first_rank),
+        )
+        for rank, process, code in ranks
+        if process.returncode
+    )
+    return JobEnd(
+        deaths=deaths,
+        ended_well=tuple(rank for rank, _, code in ranks if code == 0),
+        received=received[0] if received else None,
+        is_late=None in codes and time.time() > job.ends_at,
+    )
+
+
+def _start(job: NodeJob, local_rank: int) -> subprocess.Popen[bytes]:
+    # A session of its own: signals from the terminal reach the launcher only, and what a dead rank had started can be ended.
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(job.log_file(local_rank).open("wb")) if job.captures_output else None
+        return subprocess.Popen(
+            job.command, stdout=log, stderr=log, env=job.environment(local_rank), start_new_session=True
+        )
+
+
+def _wait(
+    job: NodeJob,
+    processes: Sequence[subprocess.Popen[bytes]],
+    received: Sequence[signal.Signals],
+    on_poll: Callable[[Mapping[int, int]], None],
+) -> None:
+    """Return when all ranks have ended well, or the others have to be ended."""
+    deadline = float("inf")
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes or time.time() > min(deadline, job.ends_at):
+            return
+        if received:
+            if received[0] != signal.SIGTERM or len(received) > 1 or not job.grace_s:
+                return
+            if deadline == float("inf"):
+                deadline = time.time() + job.grace_s
+                for process in processes:
+                    process.send_signal(signal.SIGTERM)
+        on_poll({rank: process.pid for rank, process in enumerate(processes) if codes[rank] is None})
+        time.sleep(_POLL_S)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], *, at_once: bool) -> None:
+    """End what still runs, and what dead ranks had started."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.kill() if at_once else process.terminate()
+    deadline = time.monotonic() + _SHUTDOWN_S
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for process in processes:
+        if process.returncode:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    """Note signals that would end this process, so that the ranks are ended first; the handlers of before come back."""
+    received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield received
+        return
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    handled = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for number in handled:
+            signal.signal(number, lambda number, _: received.append(signal.Signals(number)))
+        yield received
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+
+
+def _ignore(_: Mapping[int, int]) -> None:
+    """Nobody wants to know."""
+
+
+# --- the rank's side -------------------------------------------------------------------------------------------------
+
+
+def serve_rank(program: Callable[[], None]) -> NoReturn:
+    """Run the program of a rank that `run_ranks` started; every failure is recorded for the launcher and ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank inside a collective would not see a KeyboardInterrupt
+    faulthandler.enable()
+    _end_with_launcher()
+    try:
+        program()
+    except SystemExit as error:
+        if error.code:
+            _exit_failed(None if isinstance(error.code, int) else error, error.code, program)
+    except BaseException as error:  # CheckpointException and others of torch's are not Exceptions
+        _exit_failed(error, 1, program)
+    exit_well()
+
+
+def _end_with_launcher() -> None:
+    """End this process when its launcher is gone, also where that was killed and could not end it."""
+    launcher = int(os.environ.get(_LAUNCHER, "0"))
+    if sys.platform == "linux":  # the kernel does it whatever this process is doing
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if launcher and os.getppid() != launcher:  # it was gone before the kernel knew
+            os._exit(1)
+    elif launcher:
+        threading.Thread(target=_exit_without, args=(launcher,), daemon=True).start()
+
+
+def _exit_without(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def exit_well() -> NoReturn:
+    """End without tearing the interpreter down, as multiprocessing's children do.
+
+    A gloo thread that drops the last reference to a tensor while Python finalizes aborts the process ("terminate called
+    without an active exception": a fifth of two-rank runs with torch 2.13, Python 3.11), and a run that had succeeded fails.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _exit_failed(error: BaseException | None, code: object, program: Callable[[], None]) -> NoReturn:
+    """Record the error and end at once: destructors of process groups would wait for peers that wait for this rank."""
+    path = os.environ.get(ERROR_FILE)
+    if error is not None and path:
+        record_error(Path(path), error, hidden_files=(__file__, program.__code__.co_filename, "<frozen runpy>"))
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

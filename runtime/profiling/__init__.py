@@ -1,1 +1,0 @@
-"""Measurements that need a model."""
