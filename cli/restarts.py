@@ -169,7 +169,7 @@ def _with_devices(cluster: ClusterSpec, devices: int) -> ClusterSpec:
 def _devices_here(plan: Plan) -> int:
     from ..profilers.machine import num_cores
 
-    if plan.cluster.weakest_device.vendor == "cpu":
+    if plan.cluster.weakest_device.backend.is_host:
         return num_cores()
     import torch
 

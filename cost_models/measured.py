@@ -63,7 +63,7 @@ def as_measured(
     there = _layer_ratio(points, forward, "forward", setting)
     back = _layer_ratio(points, backward, "backward", setting)
     # Where the host's dispatch adds to the device's time the measured one includes it.
-    adds = setting.cluster.weakest_device.vendor == "cpu"
+    adds = setting.cluster.weakest_device.backend.is_host
     return [
         replace(
             time,
@@ -252,7 +252,7 @@ def elementwise_bytes_per_s(cluster: ClusterSpec, workload: Workload) -> float |
     out: attention is one kernel with points of its own.
     """
     points = cluster.profile.elementwise if cluster.profile is not None else ()
-    kernels = kernels_of_engine(workload.engine, workload.fusion, on_cpu=cluster.weakest_device.vendor == "cpu")
+    kernels = kernels_of_engine(workload.engine, workload.fusion, on_cpu=cluster.weakest_device.backend.is_host)
     passes = {"copy": 2.0, "silu_mul": 5.0, "rms_norm": kernels.norm.forward}
     dtype = _ELEMENTWISE_DTYPES.get(workload.precision, "bf16")
     num_bytes = seconds = 0.0
@@ -310,7 +310,7 @@ def measured_terms(cluster: ClusterSpec, workload: Workload) -> tuple[str, ...]:
         return ()
     found = []
     together = [point for point in profile.overlaps if set(point.streams) == {"compute", "collective"}]
-    if together and cluster.weakest_device.backend == "nccl":
+    if together and cluster.weakest_device.backend.has_streams:
         ratio = overlap_ratio(profile.overlaps, cluster.weakest_device.memory_bandwidth_bytes_per_s)
         found.append(f"slow-down of kernels beside collectives {ratio:.2f} times the law's ({len(together)} points)")
     if (rate := elementwise_bytes_per_s(cluster, workload)) is not None:

@@ -297,7 +297,7 @@ def default_precision(cluster: ClusterSpec) -> Precision:
         ConfigError: the device has none of the three.
     """
     device = cluster.weakest_device
-    if device.vendor == "cpu":
+    if device.backend.is_host:
         return "fp32"
     choices: tuple[tuple[Precision, str], ...] = (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"), ("fp32", "fp32"))
     for precision, peak in choices:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..schema.layers import Block, Embedding, Head, LayerRun, MoE, SoftmaxAttention
 from ..schema.layout import Recompute
-from ..schema.model import Block, Embedding, Head, LayerRun, ModelSpec, MoE, SoftmaxAttention
+from ..schema.model import ModelSpec
 from .measure.compute import FIRST_RATE, torch_dtype
 from .measure.kernels import allocator_bytes, measure_passes
 from .measure.traced import TRACED_DEPTHS, trace_layer, trace_step

@@ -113,7 +113,7 @@ def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:
 
 
 def _default_device(plan: Plan) -> torch.device:
-    if plan.cluster.weakest_device.vendor == "cpu" or not torch.accelerator.is_available():
+    if plan.cluster.weakest_device.backend.is_host or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

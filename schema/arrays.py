@@ -10,17 +10,13 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
+BoolArray = NDArray[np.bool]
 
 Numbers = Any
 """A number, or an array with one number for each layout: formulas that are written once for both."""
 
-
-BoolArray = NDArray[np.bool_]
-
-
-Array = Any
-"""A float or a float array; all arguments of one call broadcast together."""
+Array = Numbers
+"""The same, where arrays are usual; all arguments of one call broadcast together."""
 
 
 def where(condition: Numbers, one: Numbers, other: Numbers) -> Numbers:

@@ -9,16 +9,9 @@ from typing import NamedTuple, Self
 from pydantic import Field, model_validator
 
 from .base import Frozen, NonNegativeFloat, NonNegativeInt
-from .devices import (
-    MAX_DEVICES,
-    MIN_BANDWIDTH,
-    Device,
-    LinkLevel,
-    NodeGroup,
-    PeakFlops,
-    _require_nesting,
-    joined_levels,
-)
+from .cluster_files import error_in, read_cluster
+from .devices import MAX_DEVICES, MIN_BANDWIDTH, Device, LinkLevel, NodeGroup, PeakFlops, joined_levels, require_nesting
+from .errors import ConfigError
 from .profile import Calibration, Profile
 from .units import GIB
 
@@ -28,19 +21,6 @@ DEFAULT_RESERVED_BYTES = int(2.5 * GIB)
 Sources: context and NCCL buffers take 1-2 GiB of nvidia-smi memory on A100/H100; reserved/allocated was 1.03-1.09 on 43
 measured B200 runs (SimuMax, Apache-2.0).
 """
-
-
-class ClusterPart(NamedTuple):
-    """Nodes that are alike: a cluster of their own, and which groups and nodes of the whole cluster they are."""
-
-    cluster: ClusterSpec
-    groups: tuple[int, ...]
-    nodes: tuple[int, ...]
-
-    @property
-    def device(self) -> str:
-        """Name of its device."""
-        return self.cluster.groups[0].device.name
 
 
 class ClusterSpec(Frozen):
@@ -65,7 +45,7 @@ class ClusterSpec(Frozen):
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
-        _require_nesting(self.levels, self.num_devices, "the cluster")
+        require_nesting(self.levels, self.num_devices, "the cluster")
         if self.num_devices > MAX_DEVICES:
             raise ValueError(f"{self.num_devices} devices are more than the {MAX_DEVICES} that make sense")
         if len(self.groups) == 1 and self.groups[0].levels:
@@ -110,17 +90,17 @@ class ClusterSpec(Frozen):
 
     @cached_property
     def parts(self) -> tuple[ClusterPart, ...]:
-        """Nodes that are alike in devices and links, as clusters of their own; none where all nodes are alike."""
+        """Device pools: nodes that are alike in devices and links, as clusters; none where all nodes are alike."""
         return cluster_parts(self)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether nodes differ in their devices or links."""
+        """True where nodes differ in their devices or links."""
         return bool(self.parts)
 
     @cached_property
     def weakest_device(self) -> Device:
-        """What a layout that treats all ranks alike may count on: the least memory, bandwidth and peak of any group."""
+        """Minimum of memory, bandwidth and peak over all groups: what a layout that treats all ranks alike may count on."""
         devices = [group.device for group in self.groups]
         peaks: dict[str, float | None] = {}
         for dtype in PeakFlops.model_fields:
@@ -137,11 +117,11 @@ class ClusterSpec(Frozen):
 
     @property
     def memory_budget_bytes(self) -> int:
-        """What a plan may use of each device."""
+        """Bytes of each device that a plan may use."""
         return self.weakest_device.memory_bytes - self.reserved_bytes
 
     def with_budget(self, budget_bytes: int) -> ClusterSpec:
-        """The same where a plan may use only so much of each device."""
+        """Return the cluster where a plan may use only so much of each device."""
         return self.replace(reserved_bytes=self.memory_budget_bytes + self.reserved_bytes - budget_bytes)
 
     @property
@@ -159,24 +139,43 @@ class ClusterSpec(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What a user types for CLUSTER: ``64xH100-SXM-80GB``, ``8x8xH100-SXM-80GB/ib400``, a TOML file, or ``local``.
+        """Read what a user types for CLUSTER: ``64xH100-SXM-80GB``, ``8x8xH100-SXM-80GB/ib400``, a TOML file, or ``local``.
 
         Raises:
             ConfigError: the text is none of these, or what it names cannot be read.
         """
-        from .cluster_files import cluster_from_text
+        made, source = read_cluster(text)
+        if isinstance(made, ClusterSpec):
+            return cls(**{name: getattr(made, name) for name in cls.model_fields})
+        if not isinstance(made, dict):
+            raise ConfigError(f"{source} returned a {type(made).__name__}, not a ClusterSpec")
+        try:
+            return cls(**made)
+        except ConfigError as error:
+            raise (error_in(source, error) if source else error) from None
 
-        return cls(**cluster_from_text(text))
+
+class ClusterPart(NamedTuple):
+    """A device pool: nodes that are alike, as a cluster, and which groups and nodes of the mixed cluster they are."""
+
+    cluster: ClusterSpec
+    groups: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+    @property
+    def device(self) -> str:
+        """Name of its device."""
+        return self.cluster.groups[0].device.name
 
 
 def part_label(parts: Sequence[ClusterPart], g: int) -> str:
-    """How to call a part: by its device, and where another part has the same one by the link that joins its nodes too."""
+    """Name a device pool: by its device, and where another pool has the same one by the link that joins its nodes too."""
     same = [part for part in parts if part.device == parts[g].device]
     return parts[g].device if len(same) == 1 else f"{parts[g].device}/{parts[g].cluster.levels[-1].link.name}"
 
 
 def cluster_parts(cluster: ClusterSpec) -> tuple[ClusterPart, ...]:
-    """The parts of a cluster in the order in which it lists them; none where all nodes are alike."""
+    """Return the device pools of a cluster in the order in which it lists them; none where all nodes are alike."""
     kinds: list[list[int]] = []
     for i, group in enumerate(cluster.groups):
         alike = next((kind for kind in kinds if _are_alike(cluster.groups[kind[0]], group)), None)
@@ -195,14 +194,14 @@ def cluster_parts(cluster: ClusterSpec) -> tuple[ClusterPart, ...]:
 
 
 def with_parts_in_order(cluster: ClusterSpec, parts: Sequence[ClusterPart]) -> ClusterSpec:
-    """The cluster with its groups listed part by part, in the given order."""
+    """Return the cluster with its groups listed pool by pool, in the given order."""
     nodes = [n for part in parts for n in part.nodes]
     groups = tuple(cluster.groups[i] for part in parts for i in part.groups)
     return cluster.replace(groups=groups, bandwidth_matrix=_matrix_of_nodes(cluster.bandwidth_matrix, nodes))
 
 
 def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:
-    """Whether nodes differ in nothing but how many they are; few of them may lack the outer links of many."""
+    """Return whether nodes differ only in their number; a few nodes may lack the outer links of many."""
     links = zip(one.levels, other.levels, strict=False)
     same_links = bool(one.levels) == bool(other.levels) and all(a.link == b.link for a, b in links)
     return same_links and one.replace(num_nodes=1, levels=()) == other.replace(num_nodes=1, levels=())

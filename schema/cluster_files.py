@@ -1,8 +1,12 @@
-"""Entries of the catalogue as nouns, and the link levels of clusters that are made of catalogue devices.
+"""What a user writes for a cluster -> the fields of a ClusterSpec: a short text, or a TOML file.
 
-A cluster file (TOML) -> the fields of a ClusterSpec.
+A text has one of three forms. A name never changes its meaning with the files around it: the first form goes by its spelling alone.
 
-::
+    [NODES x] GPUS x DEVICE [/LINK]  256xH100-SXM-80GB, 8x8xH100-SXM-80GB/ib400; names of the catalogue, in any case
+    PATH                             a TOML file: ends with .toml, or names an existing file
+    NAME[:RANKS]                     an entry point of the group "meshwright.clusters"; ours is `local`
+
+A cluster file::
 
     name = "lab"                     # default: the file's name
     reserved_gib = 2.5               # or reserved_bytes: what a plan may not use of each device
@@ -22,14 +26,6 @@ A cluster file (TOML) -> the fields of a ClusterSpec.
 
 Of an inline link only bandwidth_bytes_per_s and latency_s are needed; the rest becomes ``DEFAULT_EFFICIENCY`` and
 ``collective_latency_s = {base = latency_s, per_hop = latency_s / 2}``, and the kind follows from the domain.
-
-What a user types for CLUSTER -> the fields of a ClusterSpec.
-
-Three forms. A name never changes its meaning with the files around it: the first form goes by its spelling alone.
-
-    [NODES x] GPUS x DEVICE [/LINK]  256xH100-SXM-80GB, 8x8xH100-SXM-80GB/ib400; names of the catalogue, in any case
-    PATH                             a TOML file (cluster_toml.py): ends with .toml, or names an existing file
-    NAME[:RANKS]                     an entry point of the group "meshwright.clusters"; ours is `local`
 """
 
 from __future__ import annotations
@@ -47,7 +43,6 @@ from typing import Any
 
 from .base import read_text
 from .catalogue import device_entries, find_device, find_link
-from .cluster import ClusterSpec
 from .devices import (
     MAX_DEVICES,
     CollectiveLatency,
@@ -62,69 +57,12 @@ from .devices import (
 from .errors import ConfigError
 from .units import GIB
 
+ENTRY_POINTS = "meshwright.clusters"
+
 _DEVICE_FIELDS = (
     "vendor", "architecture", "memory_bytes", "memory_bandwidth_bytes_per_s", "num_sms", "cache_bytes",
     "power_limit_ratio", "price_per_hour", "source",
 )  # fmt: skip
-
-
-def catalogue_device(name: str, entry: Mapping[str, Any]) -> Device:
-    """The Device of an entry of devices.toml."""
-    gemm = entry.get("gemm")
-    return Device(
-        name=name,
-        peak_flops_per_s=PeakFlops(**entry["peak_flops_per_s"]),
-        gemm=GemmFit(**gemm) if gemm else None,
-        **{key: entry[key] for key in _DEVICE_FIELDS if key in entry},
-    )
-
-
-def catalogue_link(name: str) -> Link:
-    """The Link of an entry of links.toml.
-
-    Raises:
-        ConfigError: there is no such link.
-    """
-    key, entry = find_link(name)
-    efficiency, latency = LinkEfficiency(**entry["efficiency"]), CollectiveLatency(**entry["collective_latency_s"])
-    return Link(**{"name": key, **entry, "efficiency": efficiency, "collective_latency_s": latency})
-
-
-def derived_levels(groups: Sequence[tuple[NodeGroup, Mapping[str, Any]]]) -> tuple[LinkLevel, ...]:
-    """Scale-up inside a domain, scale-out over all devices; of a mixed cluster the weakest link of each kind.
-
-    A domain of one device is left out (nothing can be sent in it) unless it is the whole cluster.
-
-    Args:
-        groups: each group with the catalogue entry of its device, of which scaleup, scaleup_domain, devices_per_node
-            and scaleout are used.
-    """
-    total = sum(group.num_devices for group, _ in groups)
-    domain = math.gcd(*(_domain(group, entry) for group, entry in groups))
-    levels = []
-    if domain > 1 or total == 1:
-        levels.append(LinkLevel(link=_weakest(entry["scaleup"] for _, entry in groups), domain_size=domain))
-    if domain < total:
-        levels.append(LinkLevel(link=_weakest(entry["scaleout"] for _, entry in groups), domain_size=total))
-    return tuple(levels)
-
-
-def _domain(group: NodeGroup, entry: Mapping[str, Any]) -> int:
-    """Devices of a group that the scale-up link joins: a node, or the nodes of a rack where it spans nodes (NVL72).
-
-    Domains must nest in the cluster, so a rack's domain is the largest number of whole nodes that divides the group and
-    fits the rack: 64 of 72 for 256 devices. Where an allocation is cut otherwise, a cluster file can say so.
-    """
-    node, total = group.devices_per_node, group.num_devices
-    if entry["scaleup_domain"] <= entry["devices_per_node"]:
-        return node
-    whole_nodes = range(node, min(entry["scaleup_domain"], total) + 1, node)
-    return max((size for size in whole_nodes if total % size == 0), default=node)
-
-
-def _weakest(names: Iterable[str]) -> Link:
-    return min(map(catalogue_link, names), key=lambda link: link.bandwidth_bytes_per_s * link.efficiency.all_reduce)
-
 
 DEFAULT_EFFICIENCY = {"p2p": 0.8, "all_reduce": 0.79, "all_gather": 0.65, "reduce_scatter": 0.65, "all_to_all": 0.5}
 """Of a link that is described without them: the medians over catalogue/links.toml.
@@ -132,13 +70,119 @@ DEFAULT_EFFICIENCY = {"p2p": 0.8, "all_reduce": 0.79, "all_gather": 0.65, "reduc
 [fitted: statistics.median(entry["efficiency"][op] for entry in link_entries().values())]
 """
 
+_SHORTHAND = re.compile(r"(?:([0-9]+)x)?([0-9]+)x([^/]+)(?:/(.+))?", re.IGNORECASE)
+_NAME = re.compile(r"([A-Za-z_][\w.-]*)(?::(.*))?", re.ASCII)
+_FORMS = (
+    "devices:       256xH100-SXM-80GB, or nodes x devices and their network: 8x8xH100-SXM-80GB/ib400",
+    "cluster file:  cluster.toml",
+    "this machine:  local, or local:4 for four ranks",
+)
 
-def cluster_from_file(path: str) -> dict[str, Any]:
-    """Fields of the ClusterSpec in a TOML file.
+
+def read_cluster(text: str) -> tuple[Any, str]:
+    """Read what a text names: the fields of a ClusterSpec, or the ClusterSpec that an entry point made; and where it is from.
 
     Raises:
-        ConfigError: no such file, not TOML, or a field that is missing, unknown or of the wrong kind.
+        ConfigError: the text is of none of the three forms, or what it names cannot be read.
     """
+    text = text.strip()
+    if not text or not text.isprintable() or len(text) > 4096:
+        raise ConfigError(f"{shown_ascii(text)} is not a cluster", details=_FORMS)
+    is_toml = text.lower().endswith(".toml")
+    if not is_toml and (match := _SHORTHAND.fullmatch(text)):
+        return _from_shorthand(*match.groups()), ""
+    if is_toml or file_mode(text) is not None:
+        return _fields_of_file(text), text
+    if match := _NAME.fullmatch(text):
+        points = metadata.entry_points(group=ENTRY_POINTS)
+        if match[1] in points.names:
+            return _from_entry_point(points[match[1]], match[2])
+    reason = "no count x device, no file and no known name"
+    raise ConfigError(f"{shown_ascii(text)} is not a cluster: {reason}", details=_FORMS, help=_near(text))
+
+
+def _from_shorthand(nodes: str | None, gpus: str, device_name: str, link_name: str | None) -> dict[str, Any]:
+    name, entry = find_device(device_name)
+    num_nodes, per_node = (1, _count(gpus)) if nodes is None else (_count(nodes), _count(gpus))
+    if nodes is None and per_node > entry["devices_per_node"]:
+        num_nodes, per_node = _full_nodes(per_node, entry["devices_per_node"], name), entry["devices_per_node"]
+    _check_total(num_nodes * per_node)
+    scaleout = entry["scaleout"] if link_name is None else _network(link_name, f"{num_nodes}x{per_node}x{name}")
+    group = NodeGroup(
+        device=catalogue_device(name, entry),
+        num_nodes=num_nodes,
+        devices_per_node=per_node,
+        host_link_bytes_per_s=entry.get("host_link_bytes_per_s"),
+    )
+    counts = f"{num_nodes * per_node}" if nodes is None else f"{num_nodes}x{per_node}"
+    return {
+        "name": f"{counts}x{name}" + ("" if link_name is None else f"/{scaleout}"),
+        "groups": (group,),
+        "levels": derived_levels([(group, {**entry, "scaleout": scaleout})]),
+    }
+
+
+def _count(digits: str) -> int:
+    if digits.strip("0") == "":
+        raise ConfigError("a cluster needs at least one device, not 0")
+    if len(digits) > 20:  # before int(), which refuses more than 4300 digits in its own words
+        raise ConfigError(f"a count of {len(digits)} digits is more than the {MAX_DEVICES} devices that make sense")
+    return _check_total(int(digits))
+
+
+def _check_total(count: int) -> int:
+    if count > MAX_DEVICES:
+        raise ConfigError(f"{count} devices are more than the {MAX_DEVICES} that make sense")
+    return count
+
+
+def _full_nodes(count: int, per_node: int, name: str) -> int:
+    if count % per_node == 0:
+        return count // per_node
+    below = count - count % per_node
+    size = max(size for size in range(1, per_node) if count % size == 0)
+    raise ConfigError(
+        f"{count} devices do not fill nodes of {per_node} {name}",
+        help=f"use {below}x{name} or {below + per_node}x{name}, or state the nodes: {count // size}x{size}x{name}",
+    )
+
+
+def _network(link_name: str, devices: str) -> str:
+    """Return the key of the scale-out link; it is checked, and then not used, where the cluster is one node."""
+    key, entry = find_link(link_name)
+    if entry["kind"] != "scale-out":
+        raise ConfigError(
+            f"{key} joins devices inside a node; after the slash stands the network between nodes",
+            help=f"for example {devices}/ib400, or describe both links in a cluster file",
+        )
+    return key
+
+
+def _from_entry_point(point: metadata.EntryPoint, argument: str | None) -> tuple[Any, str]:
+    if argument is not None and not re.fullmatch(r"[0-9]{1,8}", argument):
+        message = f"after `{point.name}:` stands a number of ranks, not {shown_ascii(argument)}"
+        raise ConfigError(message, help=f"{point.name}:4")
+    try:
+        function = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the cluster name {point.name} cannot be loaded from {point.value}: {error}") from None
+    if argument is not None and not inspect.signature(function).parameters:
+        raise ConfigError(f"the cluster name {point.name} takes no number of ranks", help=point.name)
+    return function() if argument is None else function(int(argument)), f"{point.name} ({point.value})"
+
+
+def _near(text: str) -> str | None:
+    """Suggest names that resemble the text without its counts and link."""
+    names = {alias.lower(): f"8x{key}" for key, entry in device_entries().items() for alias in (key, *entry["aliases"])}
+    names |= {name.lower(): name for name in metadata.entry_points(group=ENTRY_POINTS).names}
+    requested = re.sub(r"^([^x]*[0-9]x)+", "", text.lower()).split("/")[0].split(":")[0]
+    if requested in names:
+        return f"did you mean {names[requested]}?"
+    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(requested, names, n=3, cutoff=0.5))
+    return f"did you mean {' or '.join(near)}?" if near else None
+
+
+def _fields_of_file(path: str) -> dict[str, Any]:
     mode = file_mode(path)
     if mode is None:
         raise ConfigError(f"there is no cluster file {path}")
@@ -151,15 +195,13 @@ def cluster_from_file(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, and int() of more than 4300 digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     try:
-        fields = _cluster(data, Path(path).stem)
-        ClusterSpec(**fields)  # here, so that what it refuses is reported with the file's name
+        return _cluster_fields(data, Path(path).stem)
     except ConfigError as error:
-        raise _error_in(path, error) from None
-    return fields
+        raise error_in(path, error) from None
 
 
 def file_mode(path: str) -> int | None:
-    """Mode of a file, following links; None where there is none or the text cannot be a path."""
+    """Return the mode of a file, following links; None where there is none or the text cannot be a path."""
     try:
         return Path(path).stat().st_mode
     except (OSError, ValueError):  # ValueError: a character that no path can hold
@@ -167,12 +209,12 @@ def file_mode(path: str) -> int | None:
 
 
 def shown_ascii(value: object) -> str:
-    """A value for an error message: ASCII, short."""
+    """Show a value in an error message: ASCII, short."""
     text = ascii(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of more than 20 digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _cluster(data: dict[str, Any], stem: str) -> dict[str, Any]:
+def _cluster_fields(data: dict[str, Any], stem: str) -> dict[str, Any]:
     check_keys(data, ("name", "reserved_gib", "reserved_bytes", "groups", "levels", "bandwidth_matrix"), "the cluster")
     groups = [_group(table, f"groups[{i}]") for i, table in enumerate(_tables(data, "groups"))]
     if not groups:
@@ -184,9 +226,9 @@ def _cluster(data: dict[str, Any], stem: str) -> dict[str, Any]:
     node = min(group.devices_per_node for group, _ in groups)
     levels = [_level(table, f"levels[{i}]", node) for i, table in enumerate(_tables(data, "levels"))]
     if not levels:
-        known = [_known_device(i, *pair) for i, pair in enumerate(groups)]
+        known = [_require_catalogue_device(i, *pair) for i, pair in enumerate(groups)]
         levels = list(derived_levels(known))
-        groups = [_with_usual_links(*pair, alone=len(groups) == 1) for pair in known]
+        groups = [_with_usual_links(*pair, is_only=len(groups) == 1) for pair in known]
     return {
         "name": data.get("name", stem),
         "groups": tuple(group for group, _ in groups),
@@ -196,7 +238,9 @@ def _cluster(data: dict[str, Any], stem: str) -> dict[str, Any]:
     }
 
 
-def _known_device(i: int, group: NodeGroup, entry: Mapping[str, Any] | None) -> tuple[NodeGroup, Mapping[str, Any]]:
+def _require_catalogue_device(
+    i: int, group: NodeGroup, entry: Mapping[str, Any] | None
+) -> tuple[NodeGroup, Mapping[str, Any]]:
     if entry is None:
         raise ConfigError(
             f"groups[{i}]: the links of a device that the file itself describes are not known",
@@ -206,10 +250,10 @@ def _known_device(i: int, group: NodeGroup, entry: Mapping[str, Any] | None) -> 
 
 
 def _with_usual_links(
-    group: NodeGroup, entry: Mapping[str, Any], *, alone: bool
+    group: NodeGroup, entry: Mapping[str, Any], *, is_only: bool
 ) -> tuple[NodeGroup, Mapping[str, Any]]:
-    """The group with the usual links of its own device, unless the file says others or it is the whole cluster."""
-    return (group if alone or group.levels else group.replace(levels=derived_levels([(group, entry)]))), entry
+    """Give a group the usual links of its device, unless the file says others or it is the only group."""
+    return (group if is_only or group.levels else group.replace(levels=derived_levels([(group, entry)]))), entry
 
 
 def _group(table: dict[str, Any], where: str) -> tuple[NodeGroup, Mapping[str, Any] | None]:
@@ -219,7 +263,7 @@ def _group(table: dict[str, Any], where: str) -> tuple[NodeGroup, Mapping[str, A
     device, entry = _device(table.get("device"), where)
     known = entry or {}
     per_node = count_from_table(table, "devices_per_node", where, known.get("devices_per_node"))
-    levels = [_level(own, f"{where}.levels[{i}]", per_node) for i, own in enumerate(_tables(table, "levels"))]
+    levels = [_level(level, f"{where}.levels[{i}]", per_node) for i, level in enumerate(_tables(table, "levels"))]
     fields = {
         "device": device,
         "num_nodes": count_from_table(table, "num_nodes", where),
@@ -236,7 +280,7 @@ def _device(value: Any, where: str) -> tuple[Device, Mapping[str, Any] | None]:
         try:
             name, entry = find_device(value)
         except ConfigError as error:
-            raise _error_in(where, error) from None
+            raise error_in(where, error) from None
         return catalogue_device(name, entry), entry
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: `device` must be a catalogue name or an inline table with the fields of a device")
@@ -265,7 +309,7 @@ def _level(table: dict[str, Any], where: str, devices_per_node: int) -> LinkLeve
         try:
             return LinkLevel(link=catalogue_link(value), domain_size=domain)
         except ConfigError as error:
-            raise _error_in(where, error) from None
+            raise error_in(where, error) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: `link` must be a catalogue name or an inline table with the fields of a link")
     efficiency, latency = value.get("efficiency", {}), value.get("latency_s")
@@ -299,7 +343,7 @@ def check_keys(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> N
 
 
 def count_from_table(table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    """A count of a table, from 1 to MAX_DEVICES."""
+    """Read a count of a table, from 1 to MAX_DEVICES."""
     value = table.get(key, default)
     if value is None:
         raise ConfigError(f"{where}: `{key}` is missing")
@@ -309,7 +353,7 @@ def count_from_table(table: Mapping[str, Any], key: str, where: str, default: in
 
 
 def _bytes(table: Mapping[str, Any], key: str, where: str) -> int | None:
-    """``<key>_gib`` or ``<key>_bytes`` of a table, in bytes; None where neither is given."""
+    """Read ``<key>_gib`` or ``<key>_bytes`` of a table, in bytes; None where neither is given."""
     gib, exact = table.get(f"{key}_gib"), table.get(f"{key}_bytes")
     if gib is not None and exact is not None:
         raise ConfigError(f"{where}: `{key}_gib` and `{key}_bytes` are both given", help="keep one of them")
@@ -325,130 +369,67 @@ def _built(kind: type[Any], where: str, fields: dict[str, Any]) -> Any:
     try:
         return kind(**fields)
     except ConfigError as error:
-        raise _error_in(where, error) from None
+        raise error_in(where, error) from None
 
 
-def _error_in(where: str, error: ConfigError) -> ConfigError:
+def error_in(where: str, error: ConfigError) -> ConfigError:
+    """Return the error with the place where it was met."""
     return ConfigError(f"{where}: {error.message}", details=error.details, help=error.help)
 
 
-ENTRY_POINTS = "meshwright.clusters"
+def catalogue_device(name: str, entry: Mapping[str, Any]) -> Device:
+    """Return the Device of an entry of devices.toml."""
+    gemm = entry.get("gemm")
+    return Device(
+        name=name,
+        peak_flops_per_s=PeakFlops(**entry["peak_flops_per_s"]),
+        gemm=GemmFit(**gemm) if gemm else None,
+        **{key: entry[key] for key in _DEVICE_FIELDS if key in entry},
+    )
 
 
-_SHORTHAND = re.compile(r"(?:([0-9]+)x)?([0-9]+)x([^/]+)(?:/(.+))?", re.IGNORECASE)
-
-
-_NAME = re.compile(r"([A-Za-z_][\w.-]*)(?::(.*))?", re.ASCII)
-
-
-_FORMS = (
-    "devices:       256xH100-SXM-80GB, or nodes x devices and their network: 8x8xH100-SXM-80GB/ib400",
-    "cluster file:  cluster.toml",
-    "this machine:  local, or local:4 for four ranks",
-)
-
-
-def cluster_from_text(text: str) -> dict[str, Any]:
-    """Fields of the ClusterSpec that a text names.
+def catalogue_link(name: str) -> Link:
+    """Return the Link of an entry of links.toml.
 
     Raises:
-        ConfigError: the text is of none of the three forms, or what it names cannot be read.
+        ConfigError: there is no such link.
     """
-    text = text.strip()
-    if not text or not text.isprintable() or len(text) > 4096:
-        raise ConfigError(f"{shown_ascii(text)} is not a cluster", details=_FORMS)
-    is_toml = text.lower().endswith(".toml")
-    if not is_toml and (match := _SHORTHAND.fullmatch(text)):
-        return _from_shorthand(*match.groups())
-    if is_toml or file_mode(text) is not None:
-        return cluster_from_file(text)
-    if match := _NAME.fullmatch(text):
-        points = metadata.entry_points(group=ENTRY_POINTS)
-        if match[1] in points.names:
-            return _from_entry_point(points[match[1]], match[2])
-    reason = "no count x device, no file and no known name"
-    raise ConfigError(f"{shown_ascii(text)} is not a cluster: {reason}", details=_FORMS, help=_near(text))
+    key, entry = find_link(name)
+    efficiency, latency = LinkEfficiency(**entry["efficiency"]), CollectiveLatency(**entry["collective_latency_s"])
+    return Link(**{"name": key, **entry, "efficiency": efficiency, "collective_latency_s": latency})
 
 
-def _from_shorthand(nodes: str | None, gpus: str, device_name: str, link_name: str | None) -> dict[str, Any]:
-    name, entry = find_device(device_name)
-    num_nodes, per_node = (1, _count(gpus)) if nodes is None else (_count(nodes), _count(gpus))
-    if nodes is None and per_node > entry["devices_per_node"]:
-        num_nodes, per_node = _whole_nodes(per_node, entry["devices_per_node"], name), entry["devices_per_node"]
-    _check_total(num_nodes * per_node)
-    scaleout = entry["scaleout"] if link_name is None else _network(link_name, f"{num_nodes}x{per_node}x{name}")
-    group = NodeGroup(
-        device=catalogue_device(name, entry),
-        num_nodes=num_nodes,
-        devices_per_node=per_node,
-        host_link_bytes_per_s=entry.get("host_link_bytes_per_s"),
-    )
-    counts = f"{num_nodes * per_node}" if nodes is None else f"{num_nodes}x{per_node}"
-    return {
-        "name": f"{counts}x{name}" + ("" if link_name is None else f"/{scaleout}"),
-        "groups": (group,),
-        "levels": derived_levels([(group, {**entry, "scaleout": scaleout})]),
-    }
+def derived_levels(groups: Sequence[tuple[NodeGroup, Mapping[str, Any]]]) -> tuple[LinkLevel, ...]:
+    """Return scale-up within a domain, scale-out over all devices; of a mixed cluster the weakest link of each kind.
+
+    A domain of one device is left out (nothing can be sent in it) unless it is the whole cluster.
+
+    Args:
+        groups: each group with the catalogue entry of its device, of which scaleup, scaleup_domain, devices_per_node
+            and scaleout are used.
+    """
+    total = sum(group.num_devices for group, _ in groups)
+    domain = math.gcd(*(_domain(group, entry) for group, entry in groups))
+    levels = []
+    if domain > 1 or total == 1:
+        levels.append(LinkLevel(link=_weakest(entry["scaleup"] for _, entry in groups), domain_size=domain))
+    if domain < total:
+        levels.append(LinkLevel(link=_weakest(entry["scaleout"] for _, entry in groups), domain_size=total))
+    return tuple(levels)
 
 
-def _count(digits: str) -> int:
-    if digits.strip("0") == "":
-        raise ConfigError("a cluster needs at least one device, not 0")
-    if len(digits) > 20:  # before int(), which refuses more than 4300 digits in its own words
-        raise ConfigError(f"a count of {len(digits)} digits is more than the {MAX_DEVICES} devices that make sense")
-    return _check_total(int(digits))
+def _domain(group: NodeGroup, entry: Mapping[str, Any]) -> int:
+    """Return the devices of a group that the scale-up link joins: a node, or the nodes of a rack where it spans nodes (NVL72).
+
+    Domains must nest in the cluster, so a rack's domain is the largest number of complete nodes that divides the group and
+    fits the rack: 64 of 72 for 256 devices. Where an allocation is cut otherwise, a cluster file can say so.
+    """
+    node, total = group.devices_per_node, group.num_devices
+    if entry["scaleup_domain"] <= entry["devices_per_node"]:
+        return node
+    node_multiples = range(node, min(entry["scaleup_domain"], total) + 1, node)
+    return max((size for size in node_multiples if total % size == 0), default=node)
 
 
-def _check_total(count: int) -> int:
-    if count > MAX_DEVICES:
-        raise ConfigError(f"{count} devices are more than the {MAX_DEVICES} that make sense")
-    return count
-
-
-def _whole_nodes(count: int, per_node: int, name: str) -> int:
-    if count % per_node == 0:
-        return count // per_node
-    below = count - count % per_node
-    size = max(size for size in range(1, per_node) if count % size == 0)
-    raise ConfigError(
-        f"{count} devices do not fill nodes of {per_node} {name}",
-        help=f"use {below}x{name} or {below + per_node}x{name}, or state the nodes: {count // size}x{size}x{name}",
-    )
-
-
-def _network(link_name: str, devices: str) -> str:
-    """Key of the scale-out link; it is checked, and then not used, where the cluster is one node."""
-    key, entry = find_link(link_name)
-    if entry["kind"] != "scale-out":
-        raise ConfigError(
-            f"{key} joins devices inside a node; after the slash stands the network between nodes",
-            help=f"for example {devices}/ib400, or describe both links in a cluster file",
-        )
-    return key
-
-
-def _from_entry_point(point: metadata.EntryPoint, argument: str | None) -> dict[str, Any]:
-    if argument is not None and not re.fullmatch(r"[0-9]{1,8}", argument):
-        message = f"after `{point.name}:` stands a number of ranks, not {shown_ascii(argument)}"
-        raise ConfigError(message, help=f"{point.name}:4")
-    try:
-        function = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the cluster name {point.name} cannot be loaded from {point.value}: {error}") from None
-    if argument is not None and not inspect.signature(function).parameters:
-        raise ConfigError(f"the cluster name {point.name} takes no number of ranks", help=point.name)
-    spec = function() if argument is None else function(int(argument))
-    if not isinstance(spec, ClusterSpec):
-        raise ConfigError(f"{point.name} ({point.value}) returned a {type(spec).__name__}, not a ClusterSpec")
-    return {name: getattr(spec, name) for name in ClusterSpec.model_fields}
-
-
-def _near(text: str) -> str | None:
-    """Names like the text without its counts and link."""
-    names = {alias.lower(): f"8x{key}" for key, entry in device_entries().items() for alias in (key, *entry["aliases"])}
-    names |= {name.lower(): name for name in metadata.entry_points(group=ENTRY_POINTS).names}
-    wanted = re.sub(r"^([^x]*[0-9]x)+", "", text.lower()).split("/")[0].split(":")[0]
-    if wanted in names:
-        return f"did you mean {names[wanted]}?"
-    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(wanted, names, n=3, cutoff=0.5))
-    return f"did you mean {' or '.join(near)}?" if near else None
+def _weakest(names: Iterable[str]) -> Link:
+    return min(map(catalogue_link, names), key=lambda link: link.bandwidth_bytes_per_s * link.efficiency.all_reduce)

@@ -1,7 +1,10 @@
+"""Devices, links and groups of nodes: what a cluster is made of."""
+
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,14 +13,45 @@ from .base import Count, Frozen, NonNegativeFloat, PositiveFloat, PositiveInt
 from .profile import CollectivePoint
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-
+Vendor = Literal["nvidia", "amd", "cpu", "other"]
 
 MAX_DEVICES = 10_000_000
 """More than anybody has built by a factor of ten: a larger count is a typing error."""
 
-
 MIN_BANDWIDTH = 1e3
 """Bytes/s; no link is slower, and a smaller number is a wrong unit or a pair of nodes that do not reach each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBackend:
+    """How the software of a vendor drives its devices. A new vendor is a record in BACKENDS.
+
+    Attributes:
+        collectives: the torch.distributed backend that reaches the devices.
+        torch_device: torch's name of the device type.
+        is_host: its kernels run on the host's processors, in the host's memory: the host dispatches nothing ahead, copies between
+            host and device are within one memory, and no context of a driver takes memory.
+        has_streams: work may be queued on several streams that overlap.
+        pins_host_memory: copies from and to the host need pinned memory to be asynchronous.
+        fuses_norms: a norm is one kernel.
+    """
+
+    collectives: Literal["nccl", "gloo"]
+    torch_device: Literal["cuda", "cpu"]
+    is_host: bool
+    has_streams: bool
+    pins_host_memory: bool
+    fuses_norms: bool
+
+
+_CUDA = DeviceBackend(
+    collectives="nccl", torch_device="cuda", is_host=False, has_streams=True, pins_host_memory=True, fuses_norms=True
+)
+_CPU = DeviceBackend(
+    collectives="gloo", torch_device="cpu", is_host=True, has_streams=False, pins_host_memory=False, fuses_norms=False
+)
+BACKENDS: dict[Vendor, DeviceBackend] = {"nvidia": _CUDA, "amd": _CUDA, "cpu": _CPU, "other": _CUDA}
+"""AMD's torch answers to the names of CUDA and NCCL."""
 
 
 class PeakFlops(Frozen):
@@ -51,7 +85,7 @@ class Device(Frozen):
     """
 
     name: str
-    vendor: Literal["nvidia", "amd", "cpu", "other"]
+    vendor: Vendor
     architecture: str = ""
     memory_bytes: PositiveInt
     memory_bandwidth_bytes_per_s: PositiveFloat
@@ -64,9 +98,9 @@ class Device(Frozen):
     source: str = ""
 
     @property
-    def backend(self) -> Literal["nccl", "gloo"]:
-        """The torch.distributed backend that reaches it."""
-        return "gloo" if self.vendor == "cpu" else "nccl"
+    def backend(self) -> DeviceBackend:
+        """How its vendor's software drives it."""
+        return BACKENDS[self.vendor]
 
 
 class LinkEfficiency(Frozen):
@@ -95,7 +129,7 @@ class Link(Frozen):
         ring_step_s: what each crossing between nodes adds to a ring of long messages; None: ``latency_s``.
         mesh_peers: of devices joined in pairs without a switch, how many peers all links of one reach together: n devices use
             ``(n - 1) / mesh_peers`` of the rate.
-        curve: name of the measured curves (cost_models/collective_curves.json) that stand in for efficiencies and latencies.
+        curve: name of the measured curves (collective_curves.json) that stand in for efficiencies and latencies.
         measured: collectives measured on this very link; where there are some, they are interpolated.
     """
 
@@ -122,11 +156,11 @@ class LinkLevel(Frozen):
     domain_size: Count
 
 
-def _require_nesting(levels: tuple[LinkLevel, ...], num_devices: int, owner: str) -> None:
-    """Domains hold whole inner domains, and the outermost one is all devices of the owner.
+def require_nesting(levels: tuple[LinkLevel, ...], num_devices: int, owner: str) -> None:
+    """Require that domains consist of complete inner domains, and that the outermost one is all devices of the owner.
 
     Raises:
-        ValueError: they do not; with the numbers.
+        ValueError: with the numbers.
     """
     sizes = [level.domain_size for level in levels]
     for inner, outer in itertools.pairwise(sizes):
@@ -134,6 +168,14 @@ def _require_nesting(levels: tuple[LinkLevel, ...], num_devices: int, owner: str
             raise ValueError(f"link domains must nest: {outer} devices do not hold whole domains of {inner}")
     if sizes[-1] != num_devices:
         raise ValueError(f"the outermost link joins {sizes[-1]} devices, {owner} has {num_devices}")
+
+
+def joined_levels(levels: Sequence[LinkLevel], num_devices: int) -> tuple[LinkLevel, ...]:
+    """Return the link levels of ``num_devices`` devices with these links: complete inner domains, and what joins them all."""
+    candidates = (level for level in levels[:-1] if level.domain_size < num_devices)
+    inner = [level for level in candidates if num_devices % level.domain_size == 0]
+    outer = next((level for level in levels if level.domain_size >= num_devices), levels[-1])
+    return (*inner, outer.replace(domain_size=num_devices))
 
 
 class NodeGroup(Frozen):
@@ -155,7 +197,7 @@ class NodeGroup(Frozen):
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
         if self.levels:
-            _require_nesting(self.levels, self.num_devices, "the group")
+            require_nesting(self.levels, self.num_devices, "the group")
         return self
 
     @property
@@ -164,14 +206,6 @@ class NodeGroup(Frozen):
         return self.num_nodes * self.devices_per_node
 
     def resized(self, num_nodes: int) -> Self:
-        """The same with another number of nodes."""
+        """Return the group with another number of nodes."""
         levels = joined_levels(self.levels, num_nodes * self.devices_per_node) if self.levels else ()
         return self.replace(num_nodes=num_nodes, levels=levels)
-
-
-def joined_levels(levels: Sequence[LinkLevel], num_devices: int) -> tuple[LinkLevel, ...]:
-    """Link levels of ``num_devices`` devices that have these links: whole inner domains, and what joins them all."""
-    inside = (level for level in levels[:-1] if level.domain_size < num_devices)
-    inner = [level for level in inside if num_devices % level.domain_size == 0]
-    outer = next((level for level in levels if level.domain_size >= num_devices), levels[-1])
-    return (*inner, outer.replace(domain_size=num_devices))

@@ -5,11 +5,18 @@ Shapes: D hidden_dim, V vocab_size, H num_heads, K num_kv_heads, C head_dim, F f
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from .base import Count, CountOrNone, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+NormKind = Literal["rmsnorm", "layernorm"]
+
+MAX_LAYERS = 10_000
+"""Of equal layers in a row: more than any model has by a factor of ten."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class SoftmaxAttention(Frozen):
@@ -57,7 +64,7 @@ class SoftmaxAttention(Frozen):
         return self.num_kv_heads * self.head_dim
 
     def num_params(self, hidden_dim: int) -> int:
-        """Parameters: q, k, v and output projections, biases, query/key norms, sinks."""
+        """Return the parameters: q, k, v and output projections, biases, query/key norms, sinks."""
         weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.out_bias * hidden_dim
         norms = {"none": 0, "weightless": 0, "per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}[
@@ -95,7 +102,7 @@ class LatentAttention(Frozen):
         return self.num_heads * self.head_dim
 
     def num_params(self, hidden_dim: int) -> int:
-        """Parameters: down and up projections of queries and of keys/values, their norms, output projection."""
+        """Return the parameters: down and up projections of queries and of keys/values, their norms, output projection."""
         rank = self.q_lora_rank
         query = hidden_dim * self.q_dim if rank is None else hidden_dim * rank + rank + rank * self.q_dim
         down = hidden_dim * (self.kv_lora_rank + self.qk_rope_head_dim)
@@ -108,9 +115,6 @@ class LatentAttention(Frozen):
 Attention = Annotated[SoftmaxAttention | LatentAttention, Field(discriminator="kind")]
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-
-
 class DenseMLP(Frozen):
     """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU)."""
 
@@ -121,12 +125,12 @@ class DenseMLP(Frozen):
     bias: bool = False
 
     def num_params(self, hidden_dim: int) -> int:
-        """Parameters with biases."""
+        """Return the parameters with biases."""
         up = 2 if self.gated else 1
         return (up + 1) * hidden_dim * self.ffn_dim + self.bias * (up * self.ffn_dim + hidden_dim)
 
     def num_active_params(self, hidden_dim: int) -> int:
-        """Parameters one token goes through."""
+        """Return the parameters that one token goes through."""
         return self.num_params(hidden_dim)
 
 
@@ -178,18 +182,18 @@ class MoE(Frozen):
         return DenseMLP(ffn_dim=self.shared_ffn_dim, gated=self.gated, activation=self.activation)
 
     def num_dense_params(self, hidden_dim: int) -> int:
-        """Router and shared experts: what every token goes through."""
+        """Return the parameters of router and shared experts: those that every token goes through."""
         shared = self.shared.num_params(hidden_dim) if self.shared else 0
         return (
             hidden_dim * self.num_experts + self.router_bias * self.num_experts + shared + self.shared_gate * hidden_dim
         )
 
     def num_params(self, hidden_dim: int) -> int:
-        """Parameters of router, shared and all routed experts."""
+        """Return the parameters of router, shared and all routed experts."""
         return self.num_dense_params(hidden_dim) + self.num_experts * self.expert.num_params(hidden_dim)
 
     def num_active_params(self, hidden_dim: int) -> int:
-        """Parameters one token goes through."""
+        """Return the parameters that one token goes through."""
         return self.num_dense_params(hidden_dim) + self.top_k * self.expert.num_params(hidden_dim)
 
 
@@ -240,121 +244,6 @@ class Traced(Frozen):
     selective_elements: NonNegativeInt = 0
     full_elements: NonNegativeInt = 0
 
-    @property
-    def forward_flops(self) -> float:
-        """Of products and attention, 2 for a multiplication and an addition."""
-        products = sum(2 * p.count * p.rows * p.n * p.k for p in self.products)
-        return products + sum(
-            2 * a.count * a.num_heads * a.query_len * a.context * (a.head_dim + a.v_head_dim) for a in self.attentions
-        )
-
-
-NormKind = Literal["rmsnorm", "layernorm"]
-
-
-MAX_LAYERS = 10_000
-"""Of equal layers in a row: more than any model has by a factor of ten."""
-
-
-class Embedding(Frozen):
-    """Token embedding [V,D], with learned positions [num_positions,D] where the model has them.
-
-    ``traced``: of a model outside the catalogue everything before its blocks; the sizes are then stand-ins.
-    """
-
-    kind: Literal["embedding"] = "embedding"
-    vocab_size: Count
-    num_positions: CountOrNone = 0
-    traced: Traced | None = None
-
-    def num_params(self, hidden_dim: int) -> int:
-        """Parameters."""
-        return self.traced.num_params if self.traced else (self.vocab_size + self.num_positions) * hidden_dim
-
-
-class Block(Frozen):
-    """One decoder layer: attention and feed-forward with their norms.
-
-    Attributes:
-        num_norms: norms over D in the block: 2 (before each part), 4 (before and after each part, Gemma-2), 1 (shared).
-        parallel_residual: attention and feed-forward read the same input (GPT-NeoX).
-        traced: what was counted of a block outside the catalogue; attention and feed-forward are then stand-ins.
-    """
-
-    kind: Literal["block"] = "block"
-    attention: Attention
-    mlp: FeedForward
-    norm: NormKind = "rmsnorm"
-    norm_bias: bool = False
-    num_norms: Literal[1, 2, 4] = 2
-    parallel_residual: bool = False
-    traced: Traced | None = None
-
-    def num_norm_params(self, hidden_dim: int) -> int:
-        """Parameters of the norms over D."""
-        return self.num_norms * (1 + self.norm_bias) * hidden_dim
-
-    def num_params(self, hidden_dim: int) -> int:
-        """Parameters."""
-        if self.traced:
-            return self.traced.num_params
-        return (
-            self.attention.num_params(hidden_dim) + self.mlp.num_params(hidden_dim) + self.num_norm_params(hidden_dim)
-        )
-
-    def num_active_params(self, hidden_dim: int) -> int:
-        """Parameters one token goes through."""
-        if self.traced:
-            return self.traced.num_params
-        attention = self.attention.num_params(hidden_dim)
-        return attention + self.mlp.num_active_params(hidden_dim) + self.num_norm_params(hidden_dim)
-
-
-class Head(Frozen):
-    """Final norm and output projection [D,V]; a tied projection has no parameters of its own.
-
-    ``traced``: of a model outside the catalogue everything after its blocks; the sizes are then stand-ins.
-    """
-
-    kind: Literal["head"] = "head"
-    vocab_size: Count
-    tied: bool = False
-    norm: NormKind = "rmsnorm"
-    norm_bias: bool = False
-    bias: bool = False
-    traced: Traced | None = None
-
-    def num_params(self, hidden_dim: int) -> int:
-        """Parameters this layer owns."""
-        if self.traced:
-            return self.traced.num_params
-        projection = 0 if self.tied else hidden_dim * self.vocab_size
-        return projection + self.bias * self.vocab_size + (1 + self.norm_bias) * hidden_dim
-
-
-class MTPHead(Frozen):
-    """One multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437 section 2.2): two norms, a [2D,D] projection, a block.
-
-    Embedding and output projection are shared with the main model.
-    """
-
-    kind: Literal["mtp"] = "mtp"
-    block: Block
-
-    def num_params(self, hidden_dim: int) -> int:
-        """Parameters this layer owns."""
-        return 2 * hidden_dim * hidden_dim + 3 * hidden_dim + self.block.num_params(hidden_dim)
-
-
-Layer = Annotated[Embedding | Block | Head | MTPHead, Field(discriminator="kind")]
-
-
-class LayerRun(Frozen):
-    """``count`` equal layers in a row."""
-
-    layer: Layer
-    count: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
-
 
 class Rope(Frozen):
     """Rotary position embedding; ``scaling`` names the rule of the published config, with its numbers.
@@ -363,7 +252,7 @@ class Rope(Frozen):
         beta_fast, beta_slow: yarn: turns within the original length above which a pair keeps its speed, and below which it is
             slowed by the factor.
         attention_factor: yarn: factor on both tables; unset, it follows from factor, mscale and mscale_all_dim.
-        truncate: yarn: whether the bounds of the blend are whole numbers of pairs.
+        truncate: yarn: the bounds of the blend are rounded to integer numbers of pairs.
     """
 
     theta: PositiveFloat = 10000.0
@@ -378,3 +267,170 @@ class Rope(Frozen):
     mscale_all_dim: PositiveFloat | None = None
     attention_factor: PositiveFloat | None = None
     truncate: bool = True
+
+
+class LayerKind(Frozen):
+    """Abstract base of the layers: what costs, stages and the runtime need to know of a layer of any kind.
+
+    A new kind of layer is a class here, its operators and saved bytes (registered for the class in cost_models/layer/), its module
+    in runtime/models/ and its tests. Layers that are equal have equal costs.
+
+    Attributes:
+        is_block, is_embedding, is_head: its place: only blocks recompute, may be cut off as a stage, and are offloaded.
+    """
+
+    is_block: ClassVar[bool] = False
+    is_embedding: ClassVar[bool] = False
+    is_head: ClassVar[bool] = False
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters that the layer owns."""
+        raise NotImplementedError
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Return the parameters that one token goes through."""
+        return self.num_params(hidden_dim)
+
+    def num_vocab_params(self, hidden_dim: int) -> int:
+        """Return the parameters that are split with the vocabulary over tensor-parallel ranks."""
+        return 0
+
+    @property
+    def counted(self) -> Traced | None:
+        """Numbers counted of a layer outside the catalogue; its own sizes are then stand-ins."""
+        traced: Traced | None = getattr(self, "traced", None)
+        return traced
+
+    @property
+    def inner_block(self) -> Block | None:
+        """The block that the layer is, or contains."""
+        return None
+
+    @property
+    def experts(self) -> MoE | None:
+        """The mixture of experts of its block, if that has one."""
+        block = self.inner_block
+        return block.mlp if block is not None and isinstance(block.mlp, MoE) else None
+
+
+class Embedding(LayerKind):
+    """Token embedding [V,D], with learned positions [num_positions,D] where the model has them.
+
+    ``traced``: of a model outside the catalogue everything before its blocks; the sizes are then stand-ins.
+    """
+
+    is_embedding: ClassVar[bool] = True
+
+    kind: Literal["embedding"] = "embedding"
+    vocab_size: Count
+    num_positions: CountOrNone = 0
+    traced: Traced | None = None
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters."""
+        return self.traced.num_params if self.traced else (self.vocab_size + self.num_positions) * hidden_dim
+
+    def num_vocab_params(self, hidden_dim: int) -> int:
+        """Return the parameters of the token embedding."""
+        return self.vocab_size * hidden_dim
+
+
+class Block(LayerKind):
+    """One decoder layer: attention and feed-forward with their norms.
+
+    Attributes:
+        num_norms: norms over D in the block: 2 (before each part), 4 (before and after each part, Gemma-2), 1 (shared).
+        parallel_residual: attention and feed-forward read the same input (GPT-NeoX).
+        traced: what was counted of a block outside the catalogue; attention and feed-forward are then stand-ins.
+    """
+
+    is_block: ClassVar[bool] = True
+
+    kind: Literal["block"] = "block"
+    attention: Attention
+    mlp: FeedForward
+    norm: NormKind = "rmsnorm"
+    norm_bias: bool = False
+    num_norms: Literal[1, 2, 4] = 2
+    parallel_residual: bool = False
+    traced: Traced | None = None
+
+    @property
+    def inner_block(self) -> Block:
+        """The block itself."""
+        return self
+
+    def num_norm_params(self, hidden_dim: int) -> int:
+        """Return the parameters of the norms over D."""
+        return self.num_norms * (1 + self.norm_bias) * hidden_dim
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters."""
+        if self.traced:
+            return self.traced.num_params
+        return (
+            self.attention.num_params(hidden_dim) + self.mlp.num_params(hidden_dim) + self.num_norm_params(hidden_dim)
+        )
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Return the parameters that one token goes through."""
+        if self.traced:
+            return self.traced.num_params
+        attention = self.attention.num_params(hidden_dim)
+        return attention + self.mlp.num_active_params(hidden_dim) + self.num_norm_params(hidden_dim)
+
+
+class Head(LayerKind):
+    """Final norm and output projection [D,V]; a tied projection has no parameters of its own.
+
+    ``traced``: of a model outside the catalogue everything after its blocks; the sizes are then stand-ins.
+    """
+
+    is_head: ClassVar[bool] = True
+
+    kind: Literal["head"] = "head"
+    vocab_size: Count
+    tied: bool = False
+    norm: NormKind = "rmsnorm"
+    norm_bias: bool = False
+    bias: bool = False
+    traced: Traced | None = None
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters that the layer owns."""
+        if self.traced:
+            return self.traced.num_params
+        return self.num_vocab_params(hidden_dim) + self.bias * self.vocab_size + (1 + self.norm_bias) * hidden_dim
+
+    def num_vocab_params(self, hidden_dim: int) -> int:
+        """Return the parameters of the output projection."""
+        return 0 if self.tied else hidden_dim * self.vocab_size
+
+
+class MTPHead(LayerKind):
+    """One multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437 section 2.2): two norms, a [2D,D] projection, a block.
+
+    Embedding and output projection are shared with the main model.
+    """
+
+    kind: Literal["mtp"] = "mtp"
+    block: Block
+
+    @property
+    def inner_block(self) -> Block:
+        """Its block."""
+        return self.block
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters that the layer owns."""
+        return 2 * hidden_dim * hidden_dim + 3 * hidden_dim + self.block.num_params(hidden_dim)
+
+
+Layer = Annotated[Embedding | Block | Head | MTPHead, Field(discriminator="kind")]
+
+
+class LayerRun(Frozen):
+    """``count`` equal layers in a row."""
+
+    layer: Layer
+    count: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1

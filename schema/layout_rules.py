@@ -88,7 +88,7 @@ def not_dividing(dims: tuple[int, ...], degree: int) -> str:
 
 def schedule_name(row: LayoutRow) -> str:
     """Return the name of a row's schedule."""
-    return SCHEDULE_NAMES[row.schedule]
+    return SCHEDULE_NAMES[int(row.schedule)]
 
 
 TOKENS_OF_EXPERTS = Rule(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .arrays import BoolArray, IntArray, Numbers
 from .errors import ConfigError
 from .layout import LAYOUT_FIELDS, Degrees, Layout, LayoutRecompute, Recompute, Scope, choices
-from .schedules import SCHEDULES, Schedule, by_schedule
+from .schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, by_schedule
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 MIXED = len(RECOMPUTES)
@@ -187,7 +187,7 @@ class LayoutTable(_Choices):
 
     def schedule_at(self, idx: int) -> Schedule:
         """Return the schedule of one row."""
-        return tuple(SCHEDULES.values())[self.schedule[idx]]
+        return SCHEDULES[SCHEDULE_NAMES[self.schedule[idx]]]
 
     def degrees(self, idx: int) -> tuple[int, ...]:
         """Return the degrees of one row, in the order of their fields."""

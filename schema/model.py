@@ -14,30 +14,11 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from .base import Count, Frozen, PositiveFloat, read_json
+from .catalogue import load_model, nearest_models
 from .errors import ConfigError
-from .layers import (
-    MAX_LAYERS,
-    Activation,
-    Attention,
-    Block,
-    DenseMLP,
-    Embedding,
-    FeedForward,
-    Head,
-    LatentAttention,
-    Layer,
-    LayerRun,
-    MoE,
-    MTPHead,
-    NormKind,
-    Rope,
-    SoftmaxAttention,
-)
-
-__all__ = [
-    "MAX_LAYERS", "Activation", "Attention", "Block", "DenseMLP", "Embedding", "FeedForward", "Head", "LatentAttention", "Layer",
-    "LayerRun", "MTPHead", "MoE", "ModelSpec", "NormKind", "Rope", "SoftmaxAttention",
-]  # fmt: skip
+from .hf import model_fields_from_hf
+from .hf_fields import shown
+from .layers import Block, Embedding, Head, LayerRun, MTPHead, Rope
 
 
 class ModelSpec(Frozen):
@@ -89,11 +70,11 @@ class ModelSpec(Frozen):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Tokens of the vocabulary, V."""
         return self.embedding.vocab_size
 
     def iter_layers(self) -> Iterator[Embedding | Block | Head | MTPHead]:
-        """Every layer in order, runs expanded."""
+        """Yield every layer in order, runs expanded."""
         for run in self.layers:
             for _ in range(run.count):
                 yield run.layer
@@ -101,8 +82,7 @@ class ModelSpec(Frozen):
     @property
     def traced_len(self) -> int | None:
         """Tokens of the sequences that a traced model was counted for; None for a model of known layers."""
-        layers = (run.layer for run in self.layers if not isinstance(run.layer, MTPHead))
-        return next((layer.traced.seq_len for layer in layers if layer.traced), None)
+        return next((run.layer.counted.seq_len for run in self.layers if run.layer.counted), None)
 
     @property
     def num_layers(self) -> int:
@@ -121,8 +101,8 @@ class ModelSpec(Frozen):
 
     @property
     def is_moe(self) -> bool:
-        """Whether any block routes tokens to experts."""
-        return any(isinstance(block.mlp, MoE) for block, _ in self.block_runs)
+        """True if any block routes tokens to experts."""
+        return any(run.layer.experts for run in self.layers)
 
     @property
     def num_params(self) -> int:
@@ -132,47 +112,39 @@ class ModelSpec(Frozen):
     @property
     def num_active_params(self) -> int:
         """Parameters one token goes through (all of them for a dense model)."""
-        inactive = sum(
-            count * (block.mlp.num_params(self.hidden_dim) - block.mlp.num_active_params(self.hidden_dim))
-            for block, count in self.block_runs
-        )
-        return self.num_params - inactive
+        return sum(run.count * run.layer.num_active_params(self.hidden_dim) for run in self.layers)
 
     @classmethod
     def from_hf(cls, config: str | Path | Mapping[str, Any], *, name: str | None = None) -> Self:
-        """From a Hugging Face ``config.json`` (a path, a folder that holds one, or its parsed content).
+        """Read a Hugging Face ``config.json`` (a path, a folder that holds one, or its parsed content).
 
         Raises:
             ConfigError: the file cannot be read, lacks a field, or is of an architecture that is not supported.
         """
-        from .hf import model_fields_from_hf
-
         return cls(**model_fields_from_hf(config, name=name))
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A model of the catalogue, e.g. ``llama-3.1-8b``.
+        """Load a model of the catalogue, e.g. ``llama-3.1-8b``.
 
         Raises:
             ConfigError: there is no such name; the message offers the nearest ones.
         """
-        from .catalogue import load_model
-
         entry = load_model(name)
         return cls.from_hf(entry["config"], name=entry["name"]).replace(source=entry["source"])
 
     @classmethod
     def resolve(cls, text: str) -> Self:
-        """What a user types for MODEL: a catalogue name, a ``config.json``, a folder that holds one, or a saved ModelSpec.
+        """Read what a user types for MODEL: a catalogue name, a ``config.json``, a folder that holds one, or a saved ModelSpec.
 
         Raises:
-            ConfigError: there is no such name or file, or it is no model; a name of the Hugging Face Hub is told what to do.
+            ConfigError: there is no such name or file, or it is no model (for a name of the Hub the help says what to do).
         """
         # os.path.exists, because Path.exists raises for names that no file can have (too long, NUL).
-        is_there = os.path.exists(text)  # noqa: PTH110
-        if "/" in text and not is_there and not text.endswith(".json"):
+        exists = os.path.exists(text)  # noqa: PTH110
+        if "/" in text and not exists and not text.endswith(".json"):
             raise _no_such_path(text)
-        if is_there or text.endswith(".json"):
+        if exists or text.endswith(".json"):
             data = read_json(text) if text.endswith(".json") else None
             if isinstance(data, dict) and {"layers", "architecture", "hidden_dim"} <= data.keys():
                 return cls(**data)  # what `profilers.profile_module` made of a model outside the catalogue
@@ -181,9 +153,6 @@ class ModelSpec(Frozen):
 
 
 def _no_such_path(text: str) -> ConfigError:
-    from .catalogue import nearest_models
-    from .hf_fields import shown
-
     near = nearest_models(text.rstrip("/").rpartition("/")[2])
     known = f"did you mean {' or '.join(near)} of the catalogue? " if near else ""
     what = shown(text)

@@ -12,7 +12,7 @@ from pydantic import Field
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, read_text, shown
 from .catalogue import find_device
 from .cluster import ClusterSpec
-from .cluster_files import check_keys, cluster_from_text, count_from_table, file_mode
+from .cluster_files import check_keys, count_from_table, file_mode
 from .devices import LinkLevel
 from .errors import ConfigError
 from .layout import Layout
@@ -211,7 +211,7 @@ def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Off
     if ("device" in table) == ("cluster" in table):
         raise ConfigError(f"{where}: an offer is of a `device` or of a `cluster`: give one of them")
     text = _device_cluster(table, where) if "device" in table else _named_cluster(table, where, folder)
-    cluster = ClusterSpec(**cluster_from_text(text))
+    cluster = ClusterSpec.parse(text)
     fields: dict[str, Any] = {"name": table.get("name", cluster.name), "price_per_device_hour": price}
     if "min_nodes" in table:
         fields["min_nodes"] = count_from_table(table, "min_nodes", where)

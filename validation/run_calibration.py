@@ -167,7 +167,7 @@ def _ratios(
         if min(predicted / estimate.step_time_s, measured / run.step_time_s) > _LEAST_SHARE:
             sent.append(math.log(predicted / measured))
     names = ["products", "attention", "elementwise"]
-    names += ["host"] if cluster.weakest_device.vendor == "cpu" else []
+    names += ["host"] if cluster.weakest_device.backend.is_host else []
     kernels, links = _ratio(compute, trust), _ratio(sent, trust)
     kinds = {"scale_up" if level.link.kind == "scale-up" else "scale_out" for level in cluster.levels}
     return {**dict.fromkeys(names, kernels), **dict.fromkeys(sorted(kinds), links)}

@@ -97,7 +97,7 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
 
     c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
-    is_cpu = device.vendor == "cpu"
+    is_cpu = device.backend.is_host
     is_fp8 = workload.precision == "fp8"
     points = cluster.profile.matmuls if cluster.profile is not None else ()
     gemm = None if is_cpu else gemm_rates(device, workload.precision, ratio.products, points)
@@ -128,7 +128,7 @@ def _update_bytes_per_s(cluster: ClusterSpec) -> float:
     from ..measured import measured_host_update_bytes_per_s
 
     device = cluster.weakest_device
-    if device.vendor != "cpu":
+    if not device.backend.is_host:
         return float(device.memory_bandwidth_bytes_per_s * coefficients()["optimizer"]["memory_efficiency"])
     measured = measured_host_update_bytes_per_s(cluster)
     return device.memory_bandwidth_bytes_per_s if measured is None else measured / cluster.largest_node
@@ -137,7 +137,7 @@ def _update_bytes_per_s(cluster: ClusterSpec) -> float:
 def _vector_flops_per_s(device: Device) -> float:
     """Rate of products outside the matrix units: they accumulate in fp32 whatever the operands are. Without limit where unknown."""
     peak = device.peak_flops_per_s.fp32
-    if peak is None or device.vendor == "cpu":
+    if peak is None or device.backend.is_host:
         return float("inf")
     return float(peak) * float(coefficients()["attention"]["misaligned_efficiency"])
 
@@ -213,7 +213,7 @@ def _dtype(device: Device, precision: Precision) -> str:
 
 def is_measured(device: Device) -> bool:
     """Whether matrix products were measured on this device or on its kind, not only on its architecture."""
-    return device.gemm is not None or (device.vendor != "cpu" and is_known(device.name))
+    return device.gemm is not None or (not device.backend.is_host and is_known(device.name))
 
 
 def gemm_hardware(device: Device, precision: Precision) -> GemmDevice:

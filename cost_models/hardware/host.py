@@ -87,7 +87,7 @@ def host_rates(workload: Workload, cluster: ClusterSpec, *, memory_bytes: float 
         whole = USABLE_HOST_MEMORY * min(sizes) if len(sizes) == len(known) else np.inf
     on_host = update_bytes_per_param(workload) * ranks / host_update_bytes_per_s(cluster)
     drives = [group.storage_bytes_per_s or float(c["storage_bytes_per_s"]) for group in cluster.groups]
-    is_cpu = device.vendor == "cpu"  # a copy within one memory takes cores from the compute and is shared by all ranks
+    is_cpu = device.backend.is_host  # a copy within one memory takes cores from the compute and is shared by all ranks
     return HostRates(
         to_host_bytes_per_s=line / (1 + float(slow[to_host, compute])),
         to_device_bytes_per_s=line / (1 + float(slow[to_device, compute])),
@@ -145,7 +145,7 @@ def host_costs(cluster: ClusterSpec, workload: Workload) -> HostCosts:
         c["fsdp_unit_s"] / speed,
         c["routing_s"] / speed,
         shared["overlap_norm"],
-        adds=cluster.weakest_device.vendor == "cpu",
+        adds=cluster.weakest_device.backend.is_host,
         pipelined_collective_s=c.get("pipelined_collective_s", 0.0) / speed,
         spanning_collective_s=c.get("spanning_collective_s", 0.0) / speed,
     )

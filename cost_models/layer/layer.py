@@ -239,7 +239,7 @@ def _operators(layer: Layer, setting: CostInputs) -> tuple[Operator, ...]:
         engine=workload.engine,
         dropout=workload.dropout,
         fusion=workload.fusion,
-        on_cpu=setting.cluster.weakest_device.vendor == "cpu",
+        on_cpu=setting.cluster.weakest_device.backend.is_host,
     )
     return operators if workload.adapters is None else with_adapters(operators, workload.adapters)
 

@@ -275,7 +275,7 @@ def activation_bytes(
     """Bytes kept from forward to backward under each layout's recompute, and the working set of the backward pass."""
     how = SavedTensorRules(
         compute_bytes=workload.compute_bytes,
-        unfused_norm=cluster.weakest_device.vendor == "cpu",
+        unfused_norm=cluster.weakest_device.backend.is_host,
         score_width=workload.seq_len if workload.attention == "math" else 0,
         engine=kernels.MEMORY.get(workload.engine),
         every_second=workload.selective == "alternate_products",

@@ -242,12 +242,12 @@ def _reduction(params: Array, stage: StageContents, step: StepShape, workload: W
     """Gradients of one unit in the compute dtype, input and output of their fp32 reduction; gloo scatters a copy of its input."""
     b, shards = workload.compute_bytes, step.gradient_shards[0]
     unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
-    copy = np.where(shards > 1, 4.0, 0.0) if cluster.weakest_device.vendor == "cpu" else 0.0
+    copy = np.where(shards > 1, 4.0, 0.0) if cluster.weakest_device.backend.is_host else 0.0
     return np.where(has_copies(step, workload), b + 4.0 + copy + 4.0 / shards, b) * unit
 
 
 def _workspace_bytes(cluster: ClusterSpec) -> float:
-    is_cpu = cluster.weakest_device.vendor == "cpu"
+    is_cpu = cluster.weakest_device.backend.is_host
     return cluster.calibration.overhead_bytes + (0.0 if is_cpu else float(coefficients()["memory"]["workspace_bytes"]))
 
 
@@ -263,13 +263,13 @@ def breakdown(parts: dict[str, Array]) -> MemoryBreakdown:
 
 def reserved_over_allocated(cluster: ClusterSpec) -> float:
     """Slack of the caching allocator, or of the C library's on a CPU."""
-    is_cpu = cluster.weakest_device.vendor == "cpu"
+    is_cpu = cluster.weakest_device.backend.is_host
     return float(coefficients()["memory"]["resident_over_allocated_cpu" if is_cpu else "reserved_over_allocated"])
 
 
 def context_bytes(cluster: ClusterSpec) -> float:
     """What the driver's tools show besides the reserved memory: context, kernels, NCCL's channels."""
-    return 0.0 if cluster.weakest_device.vendor == "cpu" else float(coefficients()["memory"]["context_bytes"])
+    return 0.0 if cluster.weakest_device.backend.is_host else float(coefficients()["memory"]["context_bytes"])
 
 
 def interval_factors(workload: Workload, cluster: ClusterSpec) -> tuple[float, float]:
@@ -316,7 +316,7 @@ def lower_bound_required_bytes(allocated: Array, workload: Workload, cluster: Cl
 
 
 def _engine_key(workload: Workload, cluster: ClusterSpec) -> str:
-    return "cpu" if cluster.weakest_device.vendor == "cpu" else workload.engine
+    return "cpu" if cluster.weakest_device.backend.is_host else workload.engine
 
 
 def phases_of_other_engines(

@@ -436,7 +436,7 @@ def time_interval(parts: TimeBreakdown, workload: Workload, cluster: ClusterSpec
 
 def _log_width(parts: TimeBreakdown, workload: Workload, cluster: ClusterSpec, side: Side) -> float:
     c, device, calibration = coefficients()["interval"], cluster.weakest_device, cluster.calibration
-    if device.vendor == "cpu":
+    if device.backend.is_host:
         return abs(math.log(float(c["time_cpu"][side == "high"])))
     widths = c["time"][workload.engine if workload.engine in c["time"] else "others"]
     width: float = sum(widths[side][name] * share for name, share in time_shares(parts).items())

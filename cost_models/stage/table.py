@@ -261,7 +261,7 @@ class CostTable:
     @cached_property
     def overlap(self) -> float:
         """Part of the compute time under which data-parallel communication hides."""
-        return float(coefficients()["overlap"][self.cluster.weakest_device.backend])
+        return float(coefficients()["overlap"][self.cluster.weakest_device.backend.collectives])
 
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:

@@ -442,7 +442,7 @@ def _require_sense(model: ModelSpec, cluster: ClusterSpec, generation: Generatio
             f"{generation.prompt_len} + {generation.generate_len} tokens exceed the {positions} learned positions of {model.name}",
             help=f"use --prompt-len {max(1, positions - generation.generate_len)} or less",
         )
-    if cluster.weakest_device.vendor == "cpu":
+    if cluster.weakest_device.backend.is_host:
         raise ConfigError(
             f"{cluster.name} has no accelerator: its devices are the host itself",
             help="name a cluster with GPUs, for example --cluster 1xT4-16GB",

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ...schema.model import Block, LayerRun, ModelSpec
+from ...schema.layers import Block, LayerRun
+from ...schema.model import ModelSpec
 
 TRACED_DEPTHS = (3, 4)
 

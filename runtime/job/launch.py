@@ -71,7 +71,7 @@ def _variables(plan: Plan, job: Job) -> dict[str, str]:
     device, num_ranks = plan.cluster.weakest_device, max(group.devices_per_node for group in plan.cluster.groups)
     threads = str(max(1, num_cores() // num_ranks))
     chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
-    memory = cpu_rank_environment() if device.vendor == "cpu" else {}
+    memory = cpu_rank_environment() if device.backend.is_host else {}
     return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
 
 
@@ -84,5 +84,5 @@ def _require_good_end(end: JobEnd, ranks: NodeJob, plan: Plan, watch: Watch) -> 
     if end.deaths:
         deaths = [watch.completed(death, death.rank - ranks.first_rank) for death in end.deaths]
         ended_well = end.ended_well if ranks.num_ranks == plan.layout.world_size else ()
-        memory = memory_line(plan, torch.device("cpu")) if plan.cluster.weakest_device.vendor == "cpu" else ""
+        memory = memory_line(plan, torch.device("cpu")) if plan.cluster.weakest_device.backend.is_host else ""
         raise explain_failure(deaths, world_size=plan.layout.world_size, ended_well=ended_well, memory=memory)

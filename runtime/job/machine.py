@@ -60,7 +60,7 @@ def check_machine(plan: Plan, group: NodeGroup) -> None:
     """
     planned = f"{group.devices_per_node} x {group.device.name}"
     _check_host_memory(plan)
-    if group.device.vendor == "cpu":
+    if group.device.backend.is_host:
         _check_host(plan, group)
         return
     found = torch.cuda.device_count()

@@ -206,7 +206,7 @@ def _parts_of_steps(
 
 def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
     """Slow ranks by their own work: both passes and the update on a CPU, the update on a GPU, whose passes include waiting."""
-    on_gpu = plan.cluster.weakest_device.backend == "nccl"
+    on_gpu = plan.cluster.weakest_device.backend.has_streams
     own = [
         STEP_PARTS.index(name)
         for name in STEP_PARTS

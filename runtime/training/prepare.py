@@ -85,7 +85,7 @@ def require_compilable(plan: Plan) -> None:
         reasons.append("attention over the ranks of cp cannot be traced")
     if any(stage.offload_of(idx) != "none" for stage in plan.stages for idx in stage.layer_idxs):
         reasons.append("what a compiled block keeps is not what the offload schedule moves")
-    if plan.cluster.weakest_device.vendor == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+    if plan.cluster.weakest_device.backend.is_host and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         reasons.append("on a CPU torch.compile needs a C++ compiler (g++), and there is none")
     if reasons:
         raise RuntimeMismatchError(

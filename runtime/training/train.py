@@ -362,6 +362,6 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
 
 def _backend(plan: Plan) -> str:
     """Streamed parameters and their gradients are reduced and counted on the host."""
-    backend = plan.cluster.weakest_device.backend
+    backend = plan.cluster.weakest_device.backend.collectives
     streams = plan.offload is not None and plan.offload.streamed_parameter_layers
     return f"cpu:gloo,cuda:{backend}" if streams and backend != "gloo" else backend

@@ -39,7 +39,6 @@ from meshwright.runtime.job.rendezvous import slurm_rendezvous
 from meshwright.runtime.pipeline_order import pipeline_order
 from meshwright.runtime.weights.load import find_weights
 from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, Plan, Workload
-from meshwright.schema.cluster_files import cluster_from_text
 from meshwright.schema.generation import GenerationPlan
 from meshwright.schema.layout import check_fields, format_assignments, parse_assignments
 from meshwright.schema.offers import offers_from_file
@@ -198,7 +197,7 @@ def _offers(path: Path) -> None:
 def _text(path: Path) -> None:
     text = _decoded(path)
     if not text.strip().startswith("local"):  # measures this machine
-        _cluster(ClusterSpec(**cluster_from_text(text)))
+        _cluster(ClusterSpec.parse(text))
 
 
 # --- plans, profiles, runs ----------------------------------------------------------------------------------------

@@ -282,9 +282,10 @@ def test_local_is_an_entry_point_and_takes_ranks(monkeypatch):
         ("no_argument", "4", "takes no number"),
     ],
 )
-def test_broken_entry_point_is_a_config_error(function, argument, expected):
+def test_broken_entry_point_is_a_config_error(monkeypatch, function, argument, expected):
+    monkeypatch.setattr(module.metadata, "entry_points", lambda group: metadata.EntryPoints([entry_point(function)]))
     with pytest.raises(ConfigError, match=expected):
-        module._from_entry_point(entry_point(function), argument)
+        ClusterSpec.parse("mine" if argument is None else f"mine:{argument}")
 
 
 # --- laws --------------------------------------------------------------------------------------------------------
