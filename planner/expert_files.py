@@ -1,6 +1,6 @@
 """Routing data from files: loads [T, L, E] and token traces [tokens, L, top_k]; nothing read here can run code.
 
-| file | what it holds |
+| file | content |
 |---|---|
 | .npy | an array, loads of rank 1 to 3 |
 | .npz | those that match `key` (globs, separated by commas), else the only one, else load, logical_count or routed_experts |
@@ -30,7 +30,7 @@ from ..solvers.experts.instance import MAX_LOADS, validate_loads
 LOAD_KEYS = ("logical_count", "load", "loads", "expert_load", "weight", "counts")
 TRACE_KEYS = ("routed_experts", "topk_ids", "trace")
 MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO = 2**30, 64
-"""An archive of routing data may unpack to the first, or to the second times its own size."""
+"""An archive of routing data may unpack to the first, or to the second times its size."""
 
 MAX_EXPERTS = 10**6
 """Of a layer: a larger number is no expert."""
@@ -39,16 +39,16 @@ _SUFFIXES = (".npy", ".npz", ".csv", ".json", ".jsonl", ".pt", ".pth")
 
 
 def read_loads(paths: list[Path], key: str = "") -> NDArray[np.float64]:
-    """Loads [D, L, E] of the workloads in some files, steps of time within a file summed.
+    """Return loads [D, L, E] of the workloads in files, steps of time within a file summed.
 
     Raises:
         ConfigError: a file that is missing, damaged, of another kind, or holds no loads; workloads of different shapes.
     """
-    found = [load for path in paths for load in _loads_of(path, key)]
-    shapes = {load.shape for load in found}
+    loads = [load for path in paths for load in _loads_of(path, key)]
+    shapes = {load.shape for load in loads}
     if len(shapes) > 1:
         raise ConfigError(f"workloads of different shapes (layers, experts): {sorted(shapes)}")
-    return validate_loads(np.stack(found))
+    return validate_loads(np.stack(loads))
 
 
 def _loads_of(path: Path, key: str) -> list[NDArray[np.float64]]:
@@ -65,7 +65,7 @@ def _loads_of(path: Path, key: str) -> list[NDArray[np.float64]]:
 
 
 def read_trace(path: Path, key: str = "") -> NDArray[np.int64]:
-    """Experts of each token [tokens, L, top_k].
+    """Return the experts of each token [tokens, L, top_k].
 
     Raises:
         ConfigError: as `read_loads`.
@@ -87,51 +87,48 @@ def _as_trace(array: Any, path: Path) -> NDArray[np.int64]:
 
 
 def counts_of(trace: NDArray[np.int64], num_experts: int | None = None) -> NDArray[np.float64]:
-    """Loads [L, E] of a trace."""
+    """Return the loads [L, E] of a trace."""
     size = num_experts or int(trace.max()) + 1
     return np.array([np.bincount(layer.ravel(), minlength=size) for layer in np.moveaxis(trace, 1, 0)], dtype=float)
 
 
 def _arrays(path: Path, key: str) -> dict[str, Any]:
-    """Arrays by name; the names of unnamed ones are not in TRACE_KEYS."""
+    """Return arrays by name; the names of unnamed ones are not in TRACE_KEYS."""
     readers = {".csv": _csv, ".json": _json, ".jsonl": _jsonl, ".pt": _torch, ".pth": _torch}
     suffix = path.suffix.lower()
     if suffix not in _SUFFIXES:
         raise ConfigError(f"{path}: routing data comes as {', '.join(_SUFFIXES)}")
-    found = _numpy(path) if suffix in (".npy", ".npz") else readers[suffix](path)
-    return _selected(found, path, key)
+    arrays = read_numpy(path) if suffix in (".npy", ".npz") else readers[suffix](path)
+    return _selected(arrays, path, key)
 
 
-def _selected(found: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
+def _selected(arrays: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
+    """Return the arrays that match ``key``, or the one that holds the data; see the module."""
     if key:
         patterns = key.split(",")
-        chosen = {n: array for n, array in found.items() if any(fnmatch.fnmatchcase(n, one) for one in patterns)}
+        chosen = {n: array for n, array in arrays.items() if any(fnmatch.fnmatchcase(n, one) for one in patterns)}
         if not chosen:
-            raise ConfigError(f"{path} has no array named like {key!r}", details=(f"it has: {_names(found)}",))
+            raise ConfigError(f"{path} has no array named like {key!r}", details=(f"it has: {_names(arrays)}",))
         return chosen
-    if len(found) == 1:
-        return found
+    if len(arrays) == 1:
+        return arrays
     for name in (*LOAD_KEYS, *TRACE_KEYS):
-        if name in found:
-            return {name: found[name]}
+        if name in arrays:
+            return {name: arrays[name]}
     raise ConfigError(
-        f"{path} has {len(found)} arrays and none is called {LOAD_KEYS[0]} or {TRACE_KEYS[0]}",
-        details=(f"it has: {_names(found)}",),
+        f"{path} has {len(arrays)} arrays and none is called {LOAD_KEYS[0]} or {TRACE_KEYS[0]}",
+        details=(f"it has: {_names(arrays)}",),
         help="name one with --key; several, or a pattern such as 'counts_*', are workloads of their own",
     )
 
 
-def _names(found: dict[str, Any]) -> str:
-    names = sorted(found)
+def _names(arrays: dict[str, Any]) -> str:
+    names = sorted(arrays)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
 
 
 def read_numpy(path: Path) -> dict[str, Any]:
-    """Arrays of an .npy or .npz file by name, never pickled ones."""
-    return _numpy(path)
-
-
-def _numpy(path: Path) -> dict[str, Any]:
+    """Return the arrays of an .npy or .npz file by name, never pickled ones."""
     try:
         _require_plain(path)
         loaded = np.load(path, allow_pickle=False)
@@ -152,7 +149,7 @@ def _numpy(path: Path) -> dict[str, Any]:
 
 
 def _require_plain(path: Path) -> None:
-    """Raise for an archive that unpacks to far more than it is."""
+    """Raise for an archive that unpacks to far more than its size."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -237,7 +234,7 @@ def _nothing(path: Path) -> dict[str, Any]:
 
 
 def _torch(path: Path) -> dict[str, Any]:
-    """Tensors only: what would need anything else to be unpickled is refused."""
+    """Read tensors only; a file that would need anything else to be unpickled is refused."""
     import pickle
 
     import torch
@@ -259,16 +256,16 @@ def _torch(path: Path) -> dict[str, Any]:
     if isinstance(loaded, torch.Tensor):
         return {"array": _as_array(loaded, path)}
     tensors = loaded.items() if isinstance(loaded, dict) else ()
-    found = {
+    named = {
         str(name): _as_array(tensor, path)
         for name, tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
     }
-    return found or _nothing(path)
+    return named or _nothing(path)
 
 
 def _as_array(tensor: Any, path: Path) -> Any:
-    """A tensor as numpy; strides may make a few stored numbers as many as nobody has memory for."""
+    """Return a tensor as numpy; strides may make a few stored numbers as many as nobody has memory for."""
     if tensor.numel() > MAX_LOADS:
         raise ConfigError(f"{path}: a tensor {list(tensor.shape)} is too large for loads")
     try:

@@ -1,10 +1,11 @@
-"""Measured loads of experts in a plan: what their imbalance costs each degree of expert parallelism, and where experts stand.
+"""Measured loads of experts in a plan, and files with placements of experts.
 
-For every ep that the experts divide by, they are placed on ep ranks without replicas (solvers/experts/placement.py). The mean over
-the layers of the fullest rank's load over the average is what a layer's experts and its exchange of tokens take longer
+Loads: the imbalance of each degree of expert parallelism and the slots of the plan's experts. For every ep that the experts divide
+by, they are placed on ep ranks without replicas (solvers/experts/placement.py). The mean over the layers of the fullest rank's load
+over the average is what a layer's experts and its exchange of tokens take longer
 (cost_models/layer/parallel.py), so that the search weighs ep, etp and the placement against one another.
 
-Placements to and from files: ours (.npz) and what serving engines read.
+Files: our placements (.npz) and those that serving engines read.
 
 | format | form |
 |---|---|
@@ -29,23 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
+from ..schema.arrays import FloatArray, IntArray
 from ..schema.base import read_json, read_text, write_atomically
 from ..schema.layers import Block, MoE
 from ..schema.plan import LayerSlots
-from ..solvers.experts.instance import (
-    ExpertInstance,
-    FloatArray,
-    IntArray,
-    SlotAssignment,
-    replica_counts,
-    validate_loads,
-)
+from ..solvers.experts.instance import ExpertInstance, SlotAssignment, replica_counts, validate_loads
 from ..solvers.experts.placement import ExpertPlacement, finish_placement, place_experts
 from .expert_files import read_numpy
 
 
 def loads_of_model(model: ModelSpec, load: Any) -> FloatArray:
-    """Loads [D, L, E] that belong to a model's blocks with experts; those of one layer stand for all.
+    """Return loads [D, L, E] that belong to a model's blocks with experts; those of one layer stand for all.
 
     Raises:
         ConfigError: a model without experts, or loads of another number of layers or experts.
@@ -66,12 +61,12 @@ def loads_of_model(model: ModelSpec, load: Any) -> FloatArray:
 
 
 def moe_blocks(model: ModelSpec) -> list[MoE]:
-    """The parts with experts of its blocks, in order."""
+    """Return the mixture-of-experts layers of a model's blocks, in order."""
     return [layer.mlp for layer in model.iter_layers() if isinstance(layer, Block) and isinstance(layer.mlp, MoE)]
 
 
 def with_imbalance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, load: Any) -> Workload:
-    """The workload with the imbalance of every ep up to the cluster's size.
+    """Return the workload with the imbalance of every ep up to the cluster's size.
 
     Raises:
         ConfigError: as `loads_of_model`.
@@ -83,12 +78,12 @@ def with_imbalance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, l
 
 
 def place_on_ranks(loads: FloatArray, ep: int) -> ExpertPlacement:
-    """Where the experts of every layer go on ``ep`` ranks."""
+    """Place the experts of every layer on ``ep`` ranks, without replicas."""
     return place_experts(None, scenarios=loads, num_gpus=ep, num_slots=loads.shape[2])
 
 
 def with_experts_placed(plan: Plan, load: Any) -> Plan:
-    """The plan with the slots of every layer's experts; as it is where ep is 1."""
+    """Return the plan with the slots of every layer's experts; as it is where ep is 1."""
     ep = plan.layout.ep
     if ep == 1:
         return plan
@@ -118,7 +113,7 @@ _ASSIGNMENT = re.compile(r"^[ \t]+[0-9]{1,9}[ \t]*:[ \t]*\[([0-9,\s]*)\][ \t]*$"
 
 
 def write_placement(placement: ExpertPlacement, path: Path, form: Format, *, first_layer_idx: int = 0) -> None:
-    """Write the whole file or nothing.
+    """Write a placement in one of the formats, the entire file or nothing.
 
     Args:
         first_layer_idx: index in the model of the first layer that has experts (vllm-ascend and tensorrt-llm name layers).
@@ -171,7 +166,7 @@ def _ascend(placement: ExpertPlacement, first_layer_idx: int) -> dict[str, Any]:
 
 
 def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 1, load: Any = None) -> ExpertPlacement:
-    """A placement of any of the formats; loads, where given, fill in its balance, else all experts count alike.
+    """Read a placement in any of the formats; loads, where given, fill in its balance, else all experts count alike.
 
     Args:
         num_gpus: needed where the file does not say (sglang, vllm, tensorrt-llm).
@@ -191,8 +186,8 @@ def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 
             raise ConfigError(f"the {placed.shape[1]} slots of {path} do not divide among {num_gpus} GPUs")
         slots = np.full(num_gpus, placed.shape[1] // num_gpus)
     num_experts = int(placed.max()) + 1
-    is_whole = placed.min() >= 0 and num_experts <= placed.shape[1]
-    if not is_whole or np.any(replica_counts(placed, num_experts) == 0):
+    is_valid = placed.min() >= 0 and num_experts <= placed.shape[1]
+    if not is_valid or np.any(replica_counts(placed, num_experts) == 0):
         raise ConfigError(f"{path}: some expert below {num_experts} has no slot in some layer (C1)")
     if len(slots) % num_nodes:
         raise ConfigError(f"{len(slots)} GPUs cannot be divided among {num_nodes} nodes")
@@ -208,7 +203,7 @@ def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 
 
 
 def _read(path: Path) -> tuple[IntArray, IntArray | None, ExpertPlacement | None]:
-    """X [L, S], SLOTS [G] where the file says, and the whole placement if it is ours."""
+    """Return x [L, S], SLOTS [G] where the file says, and the full placement if it is ours."""
     suffix = path.suffix.lower()
     if suffix in (".npz", ".npy"):
         arrays = read_numpy(path)
@@ -273,7 +268,7 @@ def _from_ascend(data: dict[str, Any], path: Path) -> tuple[IntArray, IntArray]:
 
 
 def _pattern(arrays: dict[str, Any], path: Path) -> tuple[IntArray, IntArray]:
-    """0/1 patterns [ranks, L, E]."""
+    """Return x and SLOTS of 0/1 patterns [ranks, L, E]."""
     pattern: NDArray[Any] = next(iter(arrays.values()), np.zeros(0))
     if pattern.ndim != 3 or not np.all((pattern == 0) | (pattern == 1)):
         raise ConfigError(f"{path}: neither a placement of ours nor a 0/1 pattern [ranks, layers, experts]")

@@ -1,20 +1,19 @@
-"""The placement of DeepSeek's EPLB, from its published description: a start for ours, and what ours is compared with.
+"""Step 4: slots that balance the GPUs, from starts and exchanges; EPLB's placement; groups of experts that stay on one node.
 
-Three steps: groups of experts onto nodes, as many groups on each, the heaviest first onto the node with least load; within
-a node the slots left go one by one to the expert with the largest share; within a node the replicas go, heaviest first,
-onto the GPU with least load that has a free slot. Where groups do not divide among nodes, one group on one node. Two
+`balance_gpus` takes the best of several starts for each layer:
+    replicas by the greedy rule, packed largest first, exchanged (packing.py); with few layers or workloads also by their mean;
+    where a gap to EPLB's result or to the bound remains, restarts with other numbers of replicas and another order;
+    with `BalanceSearch.further` restarts of the layers with the largest gaps until the time is over.
+
+`eplb_placement` is the placement of DeepSeek's EPLB from its published description: a start, and what ours is compared with. Three
+steps: groups of experts onto nodes, as many groups on each, the heaviest first onto the node with the lowest load; within a node
+the slots beyond one for each expert go one by one to the expert with the largest share; within a node the replicas go, heaviest
+first, onto the GPU with the lowest load that has a free slot. Where groups do not divide among nodes, one group on one node. Two
 replicas may meet on a GPU. Source: README of github.com/deepseek-ai/EPLB.
 
-Places that balance the GPUs: starts, exchanges, and the best of them for each layer.
-
-fast: replicas by the greedy rule, largest first, exchanges; where a gap to the bound is left, EPLB's placement is a second
-start. search: further starts, the order of the replicas and their numbers disturbed, for the layers with the largest gaps
-until the time is over.
-
-Groups of experts that stay on one node each (C4): groups onto nodes, then every node for itself.
-
-Both steps are the problem of solvers/experts/instance.py again: groups are experts without replicas and nodes are GPUs;
-then the nodes of all layers are layers. EPLB's groups are a second start, so that no layer is worse than its result.
+`place_groups` keeps groups on one node each (C4): groups onto nodes, then every node for itself. Both steps are the problem of
+experts/instance.py again: groups are experts without replicas and nodes are GPUs; then the nodes of all layers are layers. EPLB's
+groups are a second start, so that no layer is worse than its result.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...schema.arrays import BoolArray, FloatArray, IntArray
 from ...schema.errors import ConfigError
 from .bounds import lower_bound
 from .instance import (
     ExpertInstance,
-    FloatArray,
-    IntArray,
     replica_counts,
     select_layers,
     uniform_objective,
@@ -51,7 +48,7 @@ from .packing import (
 def eplb_placement(
     weight: FloatArray, *, num_slots: int, num_gpus: int, num_groups: int = 1, num_nodes: int = 1
 ) -> IntArray:
-    """X [L, S] for loads [L, E]."""
+    """Return x [L, S] for loads [L, E]."""
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     num_layers, num_experts = weight.shape
@@ -71,7 +68,7 @@ def eplb_placement(
 
 
 def pack_evenly(weight: FloatArray, num_packs: int) -> IntArray:
-    """Items of each pack [B, P, N / P] of weights [B, N]: heaviest first, onto the lightest pack that has room."""
+    """Return the items of each pack [B, P, N / P] of weights [B, N]: heaviest first, onto the lightest pack that is not full."""
     num_rows, num_items = weight.shape
     capacity = num_items // num_packs
     order = np.argsort(-weight, axis=1, kind="stable")
@@ -88,32 +85,31 @@ def pack_evenly(weight: FloatArray, num_packs: int) -> IntArray:
 
 
 _NOISE = 0.15
-
+"""Standard deviation of the logarithm of the factors that disturb the order of replicas; twice that for their loads."""
 
 _RESTART_EFFORT = Effort(rounds=24, last=30, done_ratio=1.00001)
-
+"""Of one restart: short, since many are tried, and to the end, since one that ends at the bound is the last."""
 
 _SEARCH_EFFORT = Effort(rounds=60, last=200, done_ratio=1.00001)
-
-
 _SCENARIO_EFFORT = Effort(rounds=24, last=16)
-
+"""With several workloads, for which each exchange costs a multiple."""
 
 _BATCH = 64
-
+"""Layers x workloads that restart together at most."""
 
 _EPLB_TURNS = 40
-
+"""Restarts at most for layers that are still worse than EPLB's placement."""
 
 _FAR = 1.01
-
+"""Of the bound: layers beyond it get a restart in any case."""
 
 _FEW_LAYERS = 8
+"""Up to so many a second start and a restart cost little even with several workloads."""
 
 
 @dataclass(frozen=True)
 class BalanceSearch:
-    """How hard to look: further starts until `time_limit_s`, if any, with random numbers of `seed`."""
+    """How hard to look: `further` restarts until `time_limit_s`, with random numbers of `seed`."""
 
     further: bool = False
     time_limit_s: float = 10.0
@@ -121,16 +117,12 @@ class BalanceSearch:
 
 
 def balance_gpus(instance: ExpertInstance, search: BalanceSearch) -> IntArray:
-    """X [L, S] with small (O) under the uniform split."""
+    """Return x [L, S] with low (O) under the uniform split."""
     clock = time.perf_counter()
     several = len(instance.load) > 1
-    effort = (
-        _SCENARIO_EFFORT
-        if several and instance.num_layers > _FEW_LAYERS
-        else Effort(rounds=60, last=200)
-        if several
-        else Effort()
-    )
+    effort = Effort()
+    if several:
+        effort = _SCENARIO_EFFORT if instance.num_layers > _FEW_LAYERS else Effort(rounds=60, last=200)
     best = _pack_and_exchange(instance, _start_counts(instance, "largest"), effort)
     objective = uniform_objective(instance, best)
     if several and (search.further or instance.num_layers <= _FEW_LAYERS):
@@ -153,14 +145,14 @@ def balance_gpus(instance: ExpertInstance, search: BalanceSearch) -> IntArray:
 
 
 def _restart_layers(
-    instance: ExpertInstance, best: IntArray, objective: FloatArray, layers: NDArray[np.int64], rng: np.random.Generator
+    instance: ExpertInstance, best: IntArray, objective: FloatArray, layers: IntArray, rng: np.random.Generator
 ) -> None:
-    """Further starts for some layers, in place."""
+    """Restart a subset of the layers, in place."""
     if len(layers):
         part = select_layers(instance, layers)
-        found, reached = best[layers], objective[layers]
-        _keep_better(found, reached, part, _best_restart(part, found, rng))
-        best[layers], objective[layers] = found, reached
+        part_best, part_objective = best[layers], objective[layers]
+        _keep_better(part_best, part_objective, part, _best_restart(part, part_best, rng))
+        best[layers], objective[layers] = part_best, part_objective
 
 
 def _start_counts(instance: ExpertInstance, kind: str) -> IntArray:
@@ -171,77 +163,73 @@ def _start_counts(instance: ExpertInstance, kind: str) -> IntArray:
 def _pack_and_exchange(
     instance: ExpertInstance, counts: IntArray, effort: Effort, noise: FloatArray | None = None
 ) -> IntArray:
-    """Largest first and exchanges."""
+    """Return x [L, S] of r [L, E]: packed largest first, and exchanged."""
     return exchange_slots(instance, slots_from_grid(largest_first(instance, counts, order_noise=noise)), effort)
 
 
 def exchange_slots(instance: ExpertInstance, placed: IntArray, effort: Effort) -> IntArray:
-    """X [L, S] after exchanges; the numbers of replicas stay."""
+    """Return x [L, S] after exchanges; the numbers of replicas stay."""
     size = instance.weight / replica_counts(placed, instance.num_experts)[:, :, None]
     bound = np.maximum(1.0, size.max(axis=(1, 2)) / instance.gpu_speed.max())
     return slots_from_grid(improve_grid(instance, grid_from_slots(placed, instance.slots_per_gpu), size, bound, effort))
 
 
 def _keep_better(best: IntArray, objective: FloatArray, instance: ExpertInstance, other: IntArray) -> None:
-    """Take the other places where they are better, in place."""
+    """Take the other slots where they are better, in place."""
     reached = uniform_objective(instance, other)
     better = reached < objective
     best[better], objective[better] = other[better], reached[better]
 
 
 def _match_eplb(instance: ExpertInstance, best: IntArray, objective: FloatArray, rng: np.random.Generator) -> None:
-    """Never worse than EPLB's result: where it is, its places if they keep replicas apart (C2), and further starts until
-    it is not.
-    """
+    """Bring every layer to EPLB's result at least, in place: by its slots if they keep replicas apart (C2), and by restarts."""
     if np.any(instance.slots_per_gpu != instance.slots_per_gpu[0]):
         return
     start = eplb_placement(instance.weight.mean(axis=2), num_slots=instance.num_slots, num_gpus=instance.num_gpus)
-    theirs = uniform_objective(instance, start)
+    eplb_objective = uniform_objective(instance, start)
     for turn in range(_EPLB_TURNS):
-        layers = np.flatnonzero(objective > theirs)
+        layers = np.flatnonzero(objective > eplb_objective)
         if not len(layers):
             return
         part = select_layers(instance, layers)
-        found, reached = best[layers], objective[layers]
-        other = exchange_slots(part, found, _SEARCH_EFFORT) if turn == 0 else _best_restart(part, found, rng)
+        part_best, part_objective = best[layers], objective[layers]
+        other = exchange_slots(part, part_best, _SEARCH_EFFORT) if turn == 0 else _best_restart(part, part_best, rng)
         apart = has_distinct_experts(instance, start[layers])
         if turn == 0 and apart.any():
             other[apart] = exchange_slots(
                 select_layers(part, np.flatnonzero(apart)), start[layers][apart], _SEARCH_EFFORT
             )
-        _keep_better(found, reached, part, other)
-        best[layers], objective[layers] = found, reached
+        _keep_better(part_best, part_objective, part, other)
+        best[layers], objective[layers] = part_best, part_objective
 
 
-def has_distinct_experts(instance: ExpertInstance, placed: IntArray) -> NDArray[np.bool_]:
-    """Whether (C2) holds [L]."""
+def has_distinct_experts(instance: ExpertInstance, placed: IntArray) -> BoolArray:
+    """Return whether (C2) holds [L]."""
     pairs = np.sort(placed + instance.gpu_of_slot * instance.num_experts, axis=1)
     return np.asarray(np.all(np.diff(pairs, axis=1) > 0, axis=1))
 
 
 def _best_restart(instance: ExpertInstance, placed: IntArray, rng: np.random.Generator) -> IntArray:
-    """The best of some further starts for each layer: other replicas, another order, exchanges."""
+    """Return the best of a few restarts for each layer: other replicas, another order, exchanges."""
     copies = max(1, _BATCH // (instance.num_layers * len(instance.load)))
     part = select_layers(instance, np.repeat(np.arange(instance.num_layers), copies))
-    found = _pack_and_exchange(
+    restarted = _pack_and_exchange(
         part, _perturb_counts(part, placed.repeat(copies, axis=0), rng), _RESTART_EFFORT, _order_noise(part, rng)
     )
-    reached = uniform_objective(part, found).reshape(-1, copies)
+    reached = uniform_objective(part, restarted).reshape(-1, copies)
     best = np.arange(instance.num_layers) * copies + np.argmin(reached, axis=1)
-    return np.asarray(found[best])
+    return np.asarray(restarted[best])
 
 
 def _order_noise(instance: ExpertInstance, rng: np.random.Generator) -> FloatArray:
-    """Factors [L, E] that change the order in which replicas are placed; half of the layers keep theirs."""
+    """Return factors [L, E] that change the order in which replicas are placed; half of the layers keep theirs."""
     shape = (instance.num_layers, instance.num_experts)
-    spread = rng.choice([0.0, _NOISE], (instance.num_layers, 1))
-    return np.asarray(np.exp(spread * rng.standard_normal(shape)))
+    deviation = rng.choice([0.0, _NOISE], (instance.num_layers, 1))
+    return np.asarray(np.exp(deviation * rng.standard_normal(shape)))
 
 
 def _perturb_counts(instance: ExpertInstance, placed: IntArray, rng: np.random.Generator) -> IntArray:
-    """R [L, E]: a few replicas moved, or by the greedy rule on disturbed loads, or few where loads are below a level, by
-    turns.
-    """
+    """Return r [L, E], by chance one of three: a few replicas moved; the greedy rule on disturbed loads; few below a level."""
     weight = instance.weight.max(axis=2)
     limit, num_slots = instance.num_gpus, instance.num_slots
     counts = move_replicas_at_random(
@@ -256,7 +244,7 @@ def _perturb_counts(instance: ExpertInstance, placed: IntArray, rng: np.random.G
 
 
 def place_groups(instance: ExpertInstance, num_groups: int, search: BalanceSearch) -> IntArray:
-    """X [L, S] under (C4).
+    """Return x [L, S] under (C4).
 
     Raises:
         ConfigError: groups that do not divide the experts or among the nodes, slots or GPUs that differ.
@@ -264,17 +252,17 @@ def place_groups(instance: ExpertInstance, num_groups: int, search: BalanceSearc
     require_even(instance, num_groups)
     per_group = instance.num_experts // num_groups
     nodes = _groups_as_experts(instance, num_groups)
-    ours = balance_gpus(nodes, search).reshape(instance.num_layers, instance.num_nodes, -1)
-    theirs = pack_evenly(nodes.weight.mean(axis=2), instance.num_nodes)
-    placed = _place_within_nodes(instance, ours, per_group, search)
-    other = _place_within_nodes(instance, theirs, per_group, search)
+    groups = balance_gpus(nodes, search).reshape(instance.num_layers, instance.num_nodes, -1)
+    eplb_groups = pack_evenly(nodes.weight.mean(axis=2), instance.num_nodes)
+    placed = _place_within_nodes(instance, groups, per_group, search)
+    other = _place_within_nodes(instance, eplb_groups, per_group, search)
     better = uniform_objective(instance, other) < uniform_objective(instance, placed)
     placed[better] = other[better]
     return placed
 
 
 def _place_within_nodes(instance: ExpertInstance, groups: IntArray, per_group: int, search: BalanceSearch) -> IntArray:
-    """X [L, S] with the groups [L, N, P] on their nodes."""
+    """Return x [L, S] with the groups [L, N, P] on their nodes."""
     num_layers, num_nodes = groups.shape[:2]
     members = (groups[..., None] * per_group + np.arange(per_group)).reshape(num_layers, num_nodes, -1)
     local = np.stack([np.take_along_axis(load[:, None, :], members, axis=2) for load in instance.load])
@@ -289,7 +277,7 @@ def _place_within_nodes(instance: ExpertInstance, groups: IntArray, per_group: i
 
 
 def nodes_of_groups(instance: ExpertInstance, num_groups: int, search: BalanceSearch) -> IntArray:
-    """Node of each expert [L, E]."""
+    """Return the node of each expert [L, E]."""
     groups = balance_gpus(_groups_as_experts(instance, num_groups), search)
     node = np.empty_like(groups)
     np.put_along_axis(node, groups, np.repeat(np.arange(instance.num_nodes), num_groups // instance.num_nodes)[None], 1)
@@ -297,7 +285,7 @@ def nodes_of_groups(instance: ExpertInstance, num_groups: int, search: BalanceSe
 
 
 def _groups_as_experts(instance: ExpertInstance, num_groups: int) -> ExpertInstance:
-    """Groups as experts and nodes as GPUs."""
+    """Return the problem with groups as experts and nodes as GPUs."""
     return ExpertInstance(
         instance.load.reshape(*instance.load.shape[:2], num_groups, -1).sum(axis=3),
         np.full(instance.num_nodes, num_groups // instance.num_nodes),

@@ -1,16 +1,17 @@
-"""What no placement of the experts can beat, for each layer, as largest load over the mean.
+"""What no placement of the experts can beat, for each layer, as largest load over the mean; and exact slots for small cases.
 
-mean     1: the loads sum to what they sum to
-share    min over r of max_e LOAD[e] / r[e] / max SPEED: some replica of some expert takes that much, whatever is split;
-with several workloads LOAD is the largest of them, as one r serves all
-partners a GPU with K slots that holds the largest share holds K - 1 other experts too (C2). With X slots beyond one for each
-expert these take at least (sum of the roots of the K - 1 smallest loads)^2 / (K - 1 + X), by Cauchy and Schwarz.
-Uniform split only
-Hall     two slots on every GPU: a share above T / 2 needs a partner of its own below T less it. If for some a in (T/2, T]
-every r has more shares of a or more than shares of T - a or less, no placement reaches T (Hall's condition). Over r that is a
-knapsack, relaxed by Lagrange. Uniform split only
+`lower_bound` is the largest of four:
+    mean      1: utilisations are over their mean
+    share     min over r of max_e LOAD[e] / r[e] / max SPEED: some replica of some expert takes that much, whatever is split; with
+              several workloads LOAD is the largest of them, as one r serves all
+    partners  a GPU with K slots that holds the largest share holds K - 1 other experts too (C2). With X slots beyond one for each
+              expert these take at least (sum of the roots of the K - 1 smallest loads)^2 / (K - 1 + X), by Cauchy and Schwarz.
+              Uniform split only
+    Hall      two slots on every GPU: a share above T / 2 needs a partner that is at most T less it, each another one. If for some a
+              in (T/2, T] every r has more shares of a or more than shares of T - a or less, no placement reaches T (Hall's
+              condition). Over r that is a knapsack, relaxed by Lagrange. Uniform split only
 
-Exact places for small cases, and bounds, by CP-SAT: layer by layer, the largest gap first.
+`solve_exactly` is CP-SAT, layer by layer, the largest gap first:
 
 Variables
     z[e,r]    1 if expert e has r replicas
@@ -32,12 +33,11 @@ import time
 
 import numpy as np
 
+from ...schema.arrays import BoolArray, FloatArray, IntArray
 from ..backend import Limits, new_constraint_program, solve_constraint_program
-from ..solution import Status
+from ..tolerances import ROUNDING, SUMMED
 from .instance import (
     ExpertInstance,
-    FloatArray,
-    IntArray,
     experts_on_gpus,
     replica_counts,
     select_layers,
@@ -46,23 +46,33 @@ from .instance import (
 from .packing import greedy_counts
 
 _LEVELS = np.concatenate([[0.5003, 0.501, 0.503, 0.51], np.linspace(0.53, 1.0, 10)])
-
+"""Levels a / T that Hall's condition is tried at: any of them proves, those just above a half are the strongest most often."""
 
 _PRICES = np.array([1.0, 1.2, 1.5, 2.0, 3.0, 5.0])
-
+"""Lagrangian prices of a slot: each gives a bound, the best of them counts."""
 
 _HALVINGS = 10
-
+"""Of the interval [T, 2 T], to a thousandth of T."""
 
 _MIN_GAP = 1.002
+"""Of an answer to the other bounds, from which on Hall's condition is tried."""
+
+_SCALE = 10**6
+"""Integer units of the mean load in CP-SAT."""
+
+_MAX_VARIABLES = 60_000
+"""With more CP-SAT does not get beyond its hint within seconds."""
+
+_PROVED = 1 + 1e-5
+"""(O) over a bound from which on nothing is proved: ten units of _SCALE."""
 
 
 def lower_bound(instance: ExpertInstance, *, weighted: bool, reached: FloatArray | None = None) -> FloatArray:
-    """The largest of the bounds [L].
+    """Return the largest of the bounds [L].
 
     Args:
         weighted: shares are free; else every replica of an expert takes as much as any other.
-        reached: objective of a known answer [L]: Hall's bound is looked for only where the others leave a gap to it.
+        reached: objective of a known answer [L]: Hall's bound is worked out only where the others leave a gap to it.
     """
     largest_load = instance.weight.max(axis=2)
     counts = greedy_counts(largest_load, instance.num_slots, instance.num_gpus)
@@ -75,13 +85,13 @@ def lower_bound(instance: ExpertInstance, *, weighted: bool, reached: FloatArray
     open_layers = np.ones(len(bound), dtype=bool) if reached is None else reached > bound * _MIN_GAP
     for d in range(len(instance.load)):
         if open_layers.any():
-            found = _hall_bound(instance.weight[open_layers, :, d], instance.num_gpus, bound[open_layers])
-            bound[open_layers] = np.maximum(bound[open_layers], found)
+            hall = _hall_bound(instance.weight[open_layers, :, d], instance.num_gpus, bound[open_layers])
+            bound[open_layers] = np.maximum(bound[open_layers], hall)
     return bound
 
 
 def _partner_bound(instance: ExpertInstance) -> FloatArray:
-    """Largest share plus the least that the other slots of its GPU can hold [L], the largest over workloads."""
+    """Return the largest share plus the least that the other slots of its GPU can hold [L], the largest over workloads."""
     others = int(instance.slots_per_gpu.min()) - 1
     extra = instance.num_slots - instance.num_experts
     bounds = []
@@ -97,7 +107,7 @@ def _partner_bound(instance: ExpertInstance) -> FloatArray:
 
 
 def _hall_bound(weight: FloatArray, num_gpus: int, low: FloatArray) -> FloatArray:
-    """The largest T [B] found impossible, from T = ``low`` upwards by halving, else ``low``."""
+    """Return the largest T [B] that is proved impossible, from T = ``low`` upwards by halving, else ``low``."""
     high = low * 2.0
     low = low.copy()
     for _ in range(_HALVINGS):
@@ -107,69 +117,62 @@ def _hall_bound(weight: FloatArray, num_gpus: int, low: FloatArray) -> FloatArra
     return low
 
 
-def _breaks_hall(weight: FloatArray, target: FloatArray, num_gpus: int) -> np.ndarray:
-    """Whether some level a leaves every r [B] with more big shares than small ones, by the Lagrangian bound of the knapsack.
+def _breaks_hall(weight: FloatArray, target: FloatArray, num_gpus: int) -> BoolArray:
+    """Return whether some level a leaves every r [B] with more big shares than small ones, by the Lagrangian bound of the knapsack.
 
     An expert with r replicas counts +r where LOAD / r <= T - a, -r where LOAD / r >= a; max over r of the sum, with sum r
-    = 2 G, is at most min over prices p >= 1 of 2 G p + sum_e max_r (count - p r). For p >= 1 the least r of each kind is
+    = 2 G, is at most min over prices p >= 1 of 2 G p + sum_e max_r (count - p r). For p >= 1 the lowest r of each kind is
     the best of it.
     """
     goal = target[:, None, None]
     load = weight[:, None, :]
     level = goal * _LEVELS[None, :, None]
-    least = np.maximum(np.ceil(load / goal * (1 - 1e-12)), 1)
-    small = np.ceil(load / np.maximum(goal - level, 1e-300) * (1 - 1e-12))
-    small = np.maximum(small, 1)
-    middle = np.maximum(np.floor(load / level * (1 + 1e-12)) + 1, 1)
+    min_r = np.maximum(np.ceil(load / goal * (1 - ROUNDING)), 1)
+    small_r = np.ceil(load / np.maximum(goal - level, 1e-300) * (1 - ROUNDING))
+    small_r = np.maximum(small_r, 1)
+    middle_r = np.maximum(np.floor(load / level * (1 + ROUNDING)) + 1, 1)
     best = np.full(level.shape[:2], np.inf)
     for price in _PRICES:
-        value = np.where(small <= num_gpus, (1 - price) * small, -np.inf)
-        value = np.maximum(value, np.where(middle <= num_gpus, -price * middle, -np.inf))
-        value = np.maximum(value, np.where(least <= num_gpus, -(1 + price) * least, -np.inf))
+        value = np.where(small_r <= num_gpus, (1 - price) * small_r, -np.inf)
+        value = np.maximum(value, np.where(middle_r <= num_gpus, -price * middle_r, -np.inf))
+        value = np.maximum(value, np.where(min_r <= num_gpus, -(1 + price) * min_r, -np.inf))
         best = np.minimum(best, 2 * num_gpus * price + value.sum(axis=2))
-    return np.asarray((best < -1e-9).any(axis=1))
-
-
-_SCALE = 10**6
-
-
-_MAX_VARIABLES = 60_000
-
-
-_PROVED = 1 + 1e-5
+    return np.asarray((best < -SUMMED).any(axis=1))
 
 
 def solve_exactly(
     instance: ExpertInstance, placed: IntArray, *, time_limit_s: float, seed: int
 ) -> tuple[IntArray, FloatArray]:
-    """Better places where there are, and bounds [L] that are equal to (O) where the answer is proved."""
+    """Return better slots where there are, and bounds [L] that are equal to (O) where the answer is proved."""
     deadline = time.perf_counter() + time_limit_s
     best, reached = placed.copy(), uniform_objective(instance, placed)
     bound = lower_bound(instance, weighted=False, reached=reached)
     order = np.argsort(-reached / bound)
     order = order[reached[order] > bound[order] * _PROVED]
     for done, layer in enumerate(order):
-        left = deadline - time.perf_counter()
-        if left <= 0:
+        remaining_s = deadline - time.perf_counter()
+        if remaining_s <= 0:
             break
         part = select_layers(instance, np.array([layer]))
-        found, proved = _solve_layer(part, best[layer], Limits(time_limit_s=left / (len(order) - done), seed=seed))
+        slots, proved = _solve_layer(
+            part, best[layer], Limits(time_limit_s=remaining_s / (len(order) - done), seed=seed)
+        )
         bound[layer] = max(bound[layer], proved)
-        if found is not None:
-            objective = uniform_objective(part, found[None])[0]
+        if slots is not None:
+            objective = uniform_objective(part, slots[None])[0]
             if objective < reached[layer]:
-                best[layer], reached[layer] = found, objective
+                best[layer], reached[layer] = slots, objective
     return best, np.minimum(bound, reached)
 
 
 def _solve_layer(instance: ExpertInstance, start: IntArray, limits: Limits) -> tuple[IntArray | None, float]:
-    """Places [S] of one layer, if any, and a bound on its level; 0 where the model would be too large to help."""
+    """Return the slots [S] of one layer, if any, and a bound on its level; 0 where the model would be too large to help."""
     num_experts, num_gpus = instance.num_experts, instance.num_gpus
-    most = min(num_gpus, 1 + instance.num_slots - num_experts)
-    if num_experts * num_gpus * most > _MAX_VARIABLES:
+    max_replicas = min(num_gpus, 1 + instance.num_slots - num_experts)
+    if num_experts * num_gpus * max_replicas > _MAX_VARIABLES:
         return None, 0.0
     model = new_constraint_program()
-    replicas = range(1, most + 1)
+    replicas = range(1, max_replicas + 1)
     z = {(e, r): model.new_bool_var(f"z_{e}_{r}") for e in range(num_experts) for r in replicas}
     y = {(e, r, g): model.new_bool_var(f"y_{e}_{r}_{g}") for e, r in z for g in range(num_gpus)}
     level = model.new_int_var(0, _SCALE * 1000, "level")
@@ -185,14 +188,14 @@ def _solve_layer(instance: ExpertInstance, start: IntArray, limits: Limits) -> t
             model.add(sum(terms) <= level)  # (C6)
     model.minimize(level)
     counts = replica_counts(start[None], num_experts)[0]
-    on = experts_on_gpus(start[None], instance.gpu_of_slot, num_experts)[0]
+    is_on_gpu = experts_on_gpus(start[None], instance.gpu_of_slot, num_experts)[0]
     for (e, r), variable in z.items():
         model.add_hint(variable, bool(counts[e] == r))
         for g in range(num_gpus):
-            model.add_hint(y[e, r, g], bool(counts[e] == r and on[g, e]))
+            model.add_hint(y[e, r, g], bool(counts[e] == r and is_on_gpu[g, e]))
     outcome, solver = solve_constraint_program(model, limits)
     bound = (outcome.bound or 0.0) / _SCALE
-    if outcome.status not in (Status.OPTIMAL, Status.FEASIBLE):
+    if not outcome.status.has_answer:
         return None, bound
-    places = [e for g in range(num_gpus) for e, r in z if solver.value(y[e, r, g])]
-    return np.array(places), bound
+    slots = [e for g in range(num_gpus) for e, r in z if solver.value(y[e, r, g])]
+    return np.array(slots), bound

@@ -11,15 +11,13 @@ Method: spectral bisection (the experts in the order of the second eigenvector o
 each part; then the best exchange of two experts, overload counting before (O), until none gains (Kernighan and Lin, Bell
 System Technical J. 49(2), 1970).
 
-Places for few visits: homes of experts on nodes, replicas that balance the nodes, and the GPUs of every node.
-
-1. homes: the groups of group-limited routing packed onto nodes, else experts that tokens use together (expert_homes.py);
-2. the slots beyond one home each go to replicas that balance the nodes without a visit more (expert_nodes.py);
-3. every node is the problem of expert_instance.py again, with the tokens that it serves as loads; slots that are left
-replicate its own.
-
-"traffic" lets the homes of a node have 2 % more than the mean before replicas; "pareto" tries several limits and
-takes, of those whose nodes end within 2 % (tokens not seen yet spread further), the one with fewest visits.
+`place_near_tokens` makes slots of it for few visits of tokens to nodes, in three steps:
+    1. homes: the groups of group-limited routing packed onto nodes, else experts that tokens use together, as above;
+    2. the slots beyond one home each go to replicas that balance the nodes without any more visit (experts/nodes.py);
+    3. every node is the problem of experts/instance.py again, with the tokens that it serves as loads; slots that remain replicate
+       its experts.
+"traffic" lets the homes of a node have 2 % more than the mean before replicas; "pareto" tries several limits and takes, of those
+whose nodes end within 2 % (tokens not seen yet spread further), the one with fewest visits.
 """
 
 from __future__ import annotations
@@ -29,19 +27,30 @@ from typing import Any
 
 import numpy as np
 
+from ...schema.arrays import FloatArray, IntArray
 from ...schema.errors import ConfigError
 from .balance import BalanceSearch, balance_gpus, nodes_of_groups, require_even
-from .instance import ExpertInstance, FloatArray, IntArray, SlotAssignment
+from .instance import ExpertInstance, SlotAssignment
 from .nodes import Routing, Served, replicate_on_nodes, serve
 
 _OVERLOAD_PRICE = 1e3
-
+"""Of a node's load over LIMIT, in parts of the mean, next to (O) in parts of its total, which is 1 at most: (C2) counts first."""
 
 _MIN_GAIN = 1e-9
+"""Of (O) in parts of its total: an exchange that gains less is rounding."""
+
+_LIMITS = {"traffic": (1.02,), "pareto": (1.02, 1.1, 1.3)}
+"""LIMITs that are tried, by objective."""
+
+_GOAL = 1.02
+"""Load of the fullest node over the mean up to which the fewest visits decide."""
+
+_MIN_TIME_S = 0.5
+"""Of the programs of a layer, however many layers share the time limit."""
 
 
 def pair_counts(tokens: IntArray, num_experts: int) -> FloatArray:
-    """TOGETHER [E, E] of the choices [T, k] of one layer, its diagonal 0."""
+    """Return TOGETHER [E, E] of the choices [T, k] of one layer, its diagonal 0."""
     pairs = tokens[:, :, None] * num_experts + tokens[:, None, :]
     counts = np.bincount(pairs.ravel(), minlength=num_experts**2).reshape(num_experts, num_experts).astype(np.float64)
     np.fill_diagonal(counts, 0.0)
@@ -49,14 +58,14 @@ def pair_counts(tokens: IntArray, num_experts: int) -> FloatArray:
 
 
 def assign_homes(pairs: FloatArray, load: FloatArray, num_nodes: int, limit: float) -> IntArray:
-    """Home [E]: the better of two starts after exchanges; E divides by ``num_nodes``."""
+    """Return home [E]: the better of two starts after exchanges; E divides by ``num_nodes``."""
     starts = (_bisect(pairs, num_nodes), _deal_by_load(load, num_nodes))
-    found = [_exchange_homes(start, pairs, load, num_nodes, limit) for start in starts]
-    return max(found, key=lambda home: _value(home, pairs, load, num_nodes, limit))
+    homes = [_exchange_homes(start, pairs, load, num_nodes, limit) for start in starts]
+    return max(homes, key=lambda home: _value(home, pairs, load, num_nodes, limit))
 
 
 def _deal_by_load(load: FloatArray, num_nodes: int) -> IntArray:
-    """Experts by load, dealt to and fro, as many to each node (C1)."""
+    """Deal the experts by load, to and fro, as many to each node (C1)."""
     home = np.empty(len(load), dtype=np.int64)
     turn = np.concatenate([np.arange(num_nodes), np.arange(num_nodes)[::-1]])
     home[np.argsort(-load, kind="stable")] = np.resize(turn, len(load))
@@ -64,6 +73,7 @@ def _deal_by_load(load: FloatArray, num_nodes: int) -> IntArray:
 
 
 def _bisect(pairs: FloatArray, num_nodes: int) -> IntArray:
+    """Cut the experts in two along the second eigenvector, and each half again, until a part is a node."""
     home = np.zeros(len(pairs), dtype=np.int64)
     parts = [(np.arange(len(pairs)), 0, num_nodes)]
     per_node = len(pairs) // num_nodes
@@ -83,7 +93,7 @@ def _bisect(pairs: FloatArray, num_nodes: int) -> IntArray:
 
 
 def _value(home: IntArray, pairs: FloatArray, load: FloatArray, num_nodes: int, limit: float) -> float:
-    """(O) over its total, less the price of overload (C2)."""
+    """Return (O) over its total, less the price of overload (C2)."""
     same = home[:, None] == home
     used = np.bincount(home, load, num_nodes) / load.sum() * num_nodes
     over = np.maximum(used - limit, 0).sum()
@@ -91,7 +101,7 @@ def _value(home: IntArray, pairs: FloatArray, load: FloatArray, num_nodes: int, 
 
 
 def _exchange_homes(home: IntArray, pairs: FloatArray, load: FloatArray, num_nodes: int, limit: float) -> IntArray:
-    """The best exchange of two experts at a time."""
+    """Make the best exchange of two experts at a time until none gains."""
     home = home.copy()
     weight = load / load.sum() * num_nodes
     scale = 2.0 / max(pairs.sum(), 1e-300)
@@ -103,9 +113,9 @@ def _exchange_homes(home: IntArray, pairs: FloatArray, load: FloatArray, num_nod
         other = with_node[:, home] - with_node[rows, home][:, None]
         gain = scale * (other + other.T - 2 * pairs)
         moved = weight[:, None] - weight
-        mine, theirs = used[home][:, None], used[home]
-        over = np.maximum(mine - limit, 0) + np.maximum(theirs - limit, 0)
-        after = np.maximum(mine - moved - limit, 0) + np.maximum(theirs + moved - limit, 0)
+        load_e, load_f = used[home][:, None], used[home]
+        over = np.maximum(load_e - limit, 0) + np.maximum(load_f - limit, 0)
+        after = np.maximum(load_e - moved - limit, 0) + np.maximum(load_f + moved - limit, 0)
         gain += _OVERLOAD_PRICE * (over - after)
         gain[home[:, None] == home] = -np.inf
         e, f = divmod(int(np.argmax(gain)), len(home))
@@ -118,20 +128,9 @@ def _exchange_homes(home: IntArray, pairs: FloatArray, load: FloatArray, num_nod
     return home
 
 
-_LIMITS = {"traffic": (1.02,), "pareto": (1.02, 1.1, 1.3)}
-
-
-_GOAL = 1.02
-
-
-_MIN_TIME_S = 0.5
-
-
 @dataclass(frozen=True)
 class HomePolicy:
-    """How homes are chosen: the groups of experts that stay together, if any, and the limits on the load of a node's
-    homes.
-    """
+    """How homes are chosen: by groups of experts that stay together, if any, else by the limits of an objective."""
 
     num_groups: int | None
     objective: str
@@ -149,7 +148,7 @@ class _ServedLayer:
 
 
 def validate_trace(trace: Any, num_layers: int, num_experts: int) -> IntArray:
-    """A validated trace [tokens, L, top_k].
+    """Return a validated trace [tokens, L, top_k].
 
     Raises:
         ConfigError: of another shape, or with experts that do not exist or twice for one token.
@@ -165,22 +164,22 @@ def validate_trace(trace: Any, num_layers: int, num_experts: int) -> IntArray:
 
 
 def place_near_tokens(
-    instance: ExpertInstance, trace: IntArray, how: HomePolicy, search: BalanceSearch
+    instance: ExpertInstance, trace: IntArray, policy: HomePolicy, search: BalanceSearch
 ) -> SlotAssignment:
-    """Places for a trace; `search.time_limit_s` is for the programs of all layers together.
+    """Return slots for a trace; `search.time_limit_s` is for the programs of all layers together.
 
     Raises:
         ConfigError: experts that do not divide among nodes, GPUs that differ.
     """
-    require_even(instance, how.num_groups or instance.num_nodes)
+    require_even(instance, policy.num_groups or instance.num_nodes)
     extra = (instance.num_slots - instance.num_experts) // instance.num_nodes
     limit_s = max(search.time_limit_s / instance.num_layers, _MIN_TIME_S)
-    fixed = None if how.num_groups is None else nodes_of_groups(instance, how.num_groups, search)
+    fixed = None if policy.num_groups is None else nodes_of_groups(instance, policy.num_groups, search)
     layers = []
     for layer in range(instance.num_layers):
         tokens = trace[:, layer]
         tried = []
-        for limit in _LIMITS[how.objective]:
+        for limit in _LIMITS[policy.objective]:
             home = fixed[layer] if fixed is not None else _assign_layer_homes(instance, tokens, limit)
             routing = replicate_on_nodes(
                 tokens,
@@ -188,13 +187,13 @@ def place_near_tokens(
                 instance.num_nodes,
                 extra,
                 instance.num_experts,
-                time_limit_s=limit_s / len(_LIMITS[how.objective]),
+                time_limit_s=limit_s / len(_LIMITS[policy.objective]),
                 seed=search.seed,
             )
             tried.append(_ServedLayer(routing, serve(tokens, routing, seed=search.seed)))
             if fixed is not None:
                 break
-        layers.append(min(tried, key=lambda one: (max(one.balance, _GOAL), one.served.visits)))
+        layers.append(min(tried, key=lambda layer: (max(layer.balance, _GOAL), layer.served.visits)))
     return _place_on_gpus(instance, layers, search)
 
 
@@ -204,7 +203,7 @@ def _assign_layer_homes(instance: ExpertInstance, tokens: IntArray, limit: float
 
 
 def _place_on_gpus(instance: ExpertInstance, layers: list[_ServedLayer], search: BalanceSearch) -> SlotAssignment:
-    """Slots of every node; nodes that hold as many different experts are solved together."""
+    """Return the slots of every node; nodes that hold as many different experts are solved together."""
     num_layers, num_nodes = instance.num_layers, instance.num_nodes
     slots, gpus = instance.num_slots // num_nodes, instance.num_gpus // num_nodes
     placed = np.zeros((num_layers, num_nodes, slots), dtype=np.int64)
@@ -213,16 +212,16 @@ def _place_on_gpus(instance: ExpertInstance, layers: list[_ServedLayer], search:
     for n, layer in enumerate(layers):
         at_home = layer.routing.home[:, None] == np.arange(num_nodes)
         for node in range(num_nodes):
-            held = np.flatnonzero(at_home[:, node] | (layer.routing.part[:, node] > 0))
-            by_count.setdefault(len(held), []).append((n, node, held))
+            resident = np.flatnonzero(at_home[:, node] | (layer.routing.part[:, node] > 0))
+            by_count.setdefault(len(resident), []).append((n, node, resident))
     for members in by_count.values():
-        local = np.array([layers[n].served.tokens[held, node] for n, node, held in members])
+        local = np.array([layers[n].served.tokens[resident, node] for n, node, resident in members])
         # A node that serves no token is placed as if all of its experts served the same.
         local = np.where(local.sum(axis=1, keepdims=True) > 0, local, 1.0)
         part = ExpertInstance(local[None], instance.slots_per_gpu[:gpus], instance.gpu_speed[:gpus])
         chosen = balance_gpus(part, BalanceSearch(seed=search.seed))
-        for (n, node, held), local_slots in zip(members, chosen, strict=True):
-            experts = held[local_slots]
+        for (n, node, resident), local_slots in zip(members, chosen, strict=True):
+            experts = resident[local_slots]
             replicas = np.bincount(experts, minlength=instance.num_experts)[experts]
             served = layers[n].served.tokens
             total = np.maximum(served.sum(axis=1), 1e-300)
@@ -239,7 +238,7 @@ def _place_on_gpus(instance: ExpertInstance, layers: list[_ServedLayer], search:
 
 
 def _share_unused_evenly(placed: IntArray, share: FloatArray, num_experts: int) -> None:
-    """Experts that no token of the trace used: even shares, in place."""
+    """Give experts that no token of the trace used even shares, in place."""
     for layer in range(len(placed)):
         total = np.bincount(placed[layer], share[layer], num_experts)
         unused = total[placed[layer]] <= 0

@@ -1,4 +1,4 @@
-"""Where the experts of a mixture-of-experts model live: the problem that the files `expert_*.py` solve together.
+"""Where the experts of a mixture-of-experts model live: the problem that the files of this folder solve together.
 
 Sets
     d = 0..D-1   workloads (scenarios) that one placement must serve
@@ -23,9 +23,17 @@ Constraints
     (C3) shares: y >= 0, and the shares of an expert sum to 1
     (C4) group: with groups of experts, an expert stays on the node of its group
 
-Methods: expert_replicas.py (how many), expert_packing.py and expert_exchange.py (where), expert_shares.py (shares),
-expert_moves.py (from a previous placement), expert_homes.py and expert_nodes.py (nodes), expert_exact.py (CP-SAT),
-expert_bounds.py (what none can beat), experts.py (the public functions).
+Read it in six steps, the first three of which are EPLB's (balance.py), each a pure function over all layers at once:
+
+    1. how many replicas each expert gets              packing.greedy_counts        loads -> r [L, E]
+    2. which GPU each replica goes to                  packing.largest_first        r -> grid of slots [L, G, K]
+    3. exchanges between pairs of GPUs                 packing.improve_grid         grid -> grid, the fullest GPU lower
+    4. other starts where a gap to the bound remains   balance.balance_gpus         instance -> x [L, S]
+    5. shares of the replicas, weighted split          shares.split_loads           x -> y [L, S]
+    6. from one placement to the next                  moves.rebalance_within_budget, moves.plan_transfers
+
+Around them: bounds.py (what no placement can beat, and CP-SAT on small cases), homes.py and nodes.py (experts near the tokens, on
+few nodes), placement.py (the public functions). Arrays of slots are x [L, S] or grids [L, G, K], K the slots of the largest GPU.
 """
 
 from __future__ import annotations
@@ -35,18 +43,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...schema.arrays import BoolArray, FloatArray, IntArray
 from ...schema.errors import ConfigError
-
-FloatArray = NDArray[np.float64]
-
-
-IntArray = NDArray[np.int64]
-
+from ..tolerances import SUMMED
 
 MAX_LOADS = 10**8
-"""Of an array of loads: a gigabyte, and more than any model has."""
+"""Entries of an array of loads: a gigabyte, and more than any model has."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class ExpertInstance:
 
 
 def validate_loads(load: Any) -> FloatArray:
-    """Finite, not negative loads [D, L, E] of an array [E], [L, E] or [D, L, E] (numpy, nested lists or a torch tensor).
+    """Return finite, not negative loads [D, L, E] of an array [E], [L, E] or [D, L, E] (numpy, nested lists or a torch tensor).
 
     Raises:
         ConfigError: not numbers, of another rank, empty, negative, NaN, or a layer without any load.
@@ -129,7 +132,7 @@ def validate_loads(load: Any) -> FloatArray:
 
 
 def _to_numpy(array: Any) -> Any:
-    """A torch tensor as numpy, without importing torch; anything else as it is."""
+    """Return a torch tensor as numpy, without importing torch; anything else as it is."""
     if hasattr(array, "detach"):
         return array.detach().cpu().double().numpy()
     return array
@@ -144,7 +147,7 @@ def make_instance(
     gpu_speed: Any = None,
     slots_per_gpu: Any = None,
 ) -> ExpertInstance:
-    """A validated instance.
+    """Return a validated instance.
 
     Args:
         load: as `validate_loads` takes it.
@@ -152,7 +155,7 @@ def make_instance(
         gpu_speed: [G] relative speeds.
 
     Raises:
-        ConfigError: what cannot be placed, with the numbers.
+        ConfigError: the experts cannot be placed; with the numbers.
     """
     loads = validate_loads(load)
     num_experts = loads.shape[2]
@@ -196,42 +199,42 @@ def _validate_slots(num_gpus: int, num_slots: int, slots_per_gpu: Any) -> IntArr
 
 
 def replica_counts(placed: IntArray, num_experts: int) -> IntArray:
-    """R [L, E] of x [L, S]."""
+    """Return r [L, E] of x [L, S]."""
     num_layers = len(placed)
     flat = placed + np.arange(num_layers)[:, None] * num_experts
     return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
 def uniform_shares(placed: IntArray, num_experts: int) -> FloatArray:
-    """Y [L, S] = 1 / r."""
+    """Return y [L, S] = 1 / r."""
     counts = replica_counts(placed, num_experts)
     return np.asarray(1.0 / np.take_along_axis(counts, placed, axis=1))
 
 
 def utilisation(instance: ExpertInstance, placed: IntArray, share: FloatArray) -> FloatArray:
-    """Load of each GPU over its mean [D, L, G]; its largest over g (and d) is (O)."""
+    """Return the load of each GPU over its mean [D, L, G]; its largest over g (and d) is (O)."""
     slots = np.take_along_axis(instance.weight, placed[:, :, None], axis=1) * share[:, :, None]
     starts = np.concatenate([[0], np.cumsum(instance.slots_per_gpu)[:-1]])
     return np.moveaxis(np.add.reduceat(slots, starts, axis=1), 2, 0) / instance.gpu_speed
 
 
 def check(instance: ExpertInstance, placed: IntArray, share: FloatArray) -> FloatArray:
-    """(O) of each layer [L], recomputed from the definition one slot at a time; knows nothing of the methods.
+    """Recompute (O) of each layer [L] from the definition, one slot at a time; layers are problems of their own.
 
     Raises:
         ValueError: the placement breaks (C1), (C2) or (C3), with the layer.
     """
     objective = np.zeros(instance.num_layers)
     for layer in range(instance.num_layers):
-        held = [[int(e) for e in placed[layer, instance.gpu_of_slot == gpu]] for gpu in range(instance.num_gpus)]
-        if {e for gpu in held for e in gpu} != set(range(instance.num_experts)):
+        on_gpus = [[int(e) for e in placed[layer, instance.gpu_of_slot == gpu]] for gpu in range(instance.num_gpus)]
+        if {e for gpu in on_gpus for e in gpu} != set(range(instance.num_experts)):
             raise ValueError(f"present (C1): layer {layer} lacks an expert or names one that does not exist")
-        if any(len(set(gpu)) < len(gpu) for gpu in held):
+        if any(len(set(gpu)) < len(gpu) for gpu in on_gpus):
             raise ValueError(f"distinct (C2): layer {layer} has an expert twice on one GPU")
         total = np.zeros(instance.num_experts)
         for slot in range(instance.num_slots):
             total[placed[layer, slot]] += share[layer, slot]
-        if np.any(share[layer] < -1e-9) or np.any(np.abs(total - 1) > 1e-9):
+        if np.any(share[layer] < -SUMMED) or np.any(np.abs(total - 1) > SUMMED):
             raise ValueError(f"shares (C3): in layer {layer} they do not sum to 1")
         for d in range(len(instance.load)):
             mean = sum(instance.load[d, layer]) / sum(instance.gpu_speed)
@@ -244,8 +247,12 @@ def check(instance: ExpertInstance, placed: IntArray, share: FloatArray) -> Floa
 
 @dataclass(frozen=True)
 class SlotAssignment:
-    """Places x [L, S], and what is known of them: shares, what a proof says, homes and parts of the tokens that a trace
-    gave.
+    """Slots x [L, S], and what a method knows of them.
+
+    Attributes:
+        share: y [L, S] where a trace gave it; proved: bounds [L] of a proof.
+        home: home node of each expert [L, E]; node_part: part of its tokens served on other nodes [L, E, N].
+        visits: nodes that all tokens of a trace together visit [L].
     """
 
     placed: IntArray
@@ -257,18 +264,18 @@ class SlotAssignment:
 
 
 def uniform_objective(instance: ExpertInstance, placed: IntArray) -> FloatArray:
-    """(O) [L] under the uniform split."""
+    """Return (O) [L] under the uniform split."""
     share = uniform_shares(placed, instance.num_experts)
     return np.asarray(utilisation(instance, placed, share).max(axis=(0, 2)))
 
 
-def select_layers(instance: ExpertInstance, layers: NDArray[np.int64]) -> ExpertInstance:
-    """The same problem for some layers."""
+def select_layers(instance: ExpertInstance, layers: IntArray) -> ExpertInstance:
+    """Return the same problem for a subset of the layers."""
     return replace(instance, load=instance.load[:, layers])
 
 
-def experts_on_gpus(placed: IntArray, gpu_of_slot: IntArray, num_experts: int) -> np.ndarray:
-    """Whether a GPU holds an expert [L, G, E]."""
+def experts_on_gpus(placed: IntArray, gpu_of_slot: IntArray, num_experts: int) -> BoolArray:
+    """Return whether a GPU holds an expert [L, G, E]."""
     has = np.zeros((len(placed), int(gpu_of_slot[-1]) + 1, num_experts), dtype=bool)
     has[np.arange(len(placed))[:, None], gpu_of_slot, placed] = True
     return has

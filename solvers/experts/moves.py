@@ -1,4 +1,4 @@
-"""From one placement to the next: few slots change, and the transfers that change them.
+"""Step 6, from one placement to the next: few slots change, and the transfers that change them.
 
 A move is an expert that a GPU must fetch: one that it holds in the new placement and not in the old one. Slots of a GPU
 are alike, so that experts which stay keep their slot (`align_slots`). Under a budget the placement changes step by step from
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...schema.arrays import IntArray
 from .instance import (
     ExpertInstance,
-    IntArray,
     experts_on_gpus,
     replica_counts,
     select_layers,
@@ -25,7 +25,10 @@ from .instance import (
 from .packing import SlotGrid, grid_from_slots, relieve_fullest, slots_from_grid
 
 _FAR = 1.03
+"""Load over the mean from which on a layer tries one replica more."""
+
 _MORE_REPLICAS = 2
+"""Replicas that are added at most, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,13 @@ class Transfer:
 
 
 def count_moves(old: IntArray, new: IntArray, gpu_of_slot: IntArray, num_experts: int) -> IntArray:
-    """Moves [L] between x [L, S] and another."""
+    """Return the moves [L] between x [L, S] and another."""
     before, after = (experts_on_gpus(placed, gpu_of_slot, num_experts) for placed in (old, new))
     return np.asarray((after & ~before).sum(axis=(1, 2)))
 
 
 def align_slots(old: IntArray, new: IntArray, gpu_of_slot: IntArray) -> IntArray:
-    """The new placement with every expert that stays on its GPU in its old slot [L, S]."""
+    """Return the new slots [L, S] with every expert that stays on its GPU in its old slot."""
     num_experts = int(max(old.max(), new.max())) + 1
     rows = np.arange(len(old))[:, None]
     stays = experts_on_gpus(new, gpu_of_slot, num_experts)[rows, gpu_of_slot, old]
@@ -60,7 +63,7 @@ def align_slots(old: IntArray, new: IntArray, gpu_of_slot: IntArray) -> IntArray
 
 
 def rebalance_within_budget(instance: ExpertInstance, previous: IntArray, budget: int) -> IntArray:
-    """X [L, S] at most ``budget`` moves from the previous one in every layer, under the uniform split."""
+    """Return x [L, S] at most ``budget`` moves from the previous one in every layer, under the uniform split."""
     if instance.num_gpus == 1 or budget < 1:
         return previous
     best = _exchange_within_budget(instance, previous, previous, budget)
@@ -79,7 +82,7 @@ def rebalance_within_budget(instance: ExpertInstance, previous: IntArray, budget
 
 
 def _exchange_within_budget(instance: ExpertInstance, previous: IntArray, start: IntArray, budget: int) -> IntArray:
-    """Exchanges of the fullest GPU from ``start``, at most one move from the previous placement, while the budget lasts."""
+    """Exchange slots of the fullest GPU, from ``start``, at most one move from the previous slots, while the budget lasts."""
     size = instance.weight / replica_counts(start, instance.num_experts)[:, :, None]
     state = SlotGrid(instance, grid_from_slots(start, instance.slots_per_gpu), size)
     num_others = max(4, instance.num_gpus // 4)
@@ -92,14 +95,14 @@ def _exchange_within_budget(instance: ExpertInstance, previous: IntArray, start:
         changed = relieve_fullest(state, num_others=num_others)
         placed = slots_from_grid(state.expert)
         cost = count_moves(previous[layers], placed, instance.gpu_of_slot, instance.num_experts)
-        kept = changed & (cost <= budget)
-        best[layers[kept]] = placed[kept]
-        layers, state = layers[kept], state.take(kept)
+        within = changed & (cost <= budget)
+        best[layers[within]] = placed[within]
+        layers, state = layers[within], state.take(within)
     return best
 
 
 def _add_replica(instance: ExpertInstance, previous: IntArray) -> IntArray:
-    """X [L, S] with one replica more of the expert with the largest share, where another has one to spare.
+    """Return x [L, S] with one replica more of the expert with the largest share, where another has one to spare.
 
     The emptier the GPU and the smaller the share of the replicas that stay, the better a replica to give up.
     """
@@ -114,15 +117,15 @@ def _add_replica(instance: ExpertInstance, previous: IntArray) -> IntArray:
         slots = slots[~has[layer, instance.gpu_of_slot[slots], hot]]
         if len(slots):
             experts = previous[layer, slots]
-            grown = weight[layer, experts] / (counts[layer, experts] - 1)
-            placed[layer, slots[np.argmin(grown + used[layer, instance.gpu_of_slot[slots]])]] = hot
+            share_after = weight[layer, experts] / (counts[layer, experts] - 1)
+            placed[layer, slots[np.argmin(share_after + used[layer, instance.gpu_of_slot[slots]])]] = hot
     return placed
 
 
 def plan_transfers(old: IntArray, new: IntArray, gpu_of_slot: IntArray, node_of_gpu: IntArray) -> tuple[Transfer, ...]:
-    """Transfers that turn x into its successor, in rounds that lose no weight.
+    """Return the transfers that turn x into its successor, in rounds that lose no weight.
 
-    In a round every GPU reads what others held when the round began, into memory of its own, and writes its slots at the
+    In a round every GPU reads what others held when the round began, into spare memory, and writes its slots at the
     end of it. A round has one fetch of each GPU, unless a cycle of experts without second copies needs more of them at
     once. A source on the same GPU is taken before one on the same node, that before others, and of these the GPU that has
     sent least.
@@ -159,7 +162,7 @@ def _layer_transfers(
 
 
 def _safe_slots(now: IntArray, new: IntArray, waiting: IntArray, gpu_of_slot: IntArray) -> IntArray:
-    """Slots that can be written in one round: a fetch for each GPU, without those that end a weight which others wait for."""
+    """Return the slots that can be written in one round: one a GPU, without those that end a weight which others wait for."""
     _, first = np.unique(gpu_of_slot[waiting], return_index=True)
     chosen = waiting[first]
     while len(chosen):

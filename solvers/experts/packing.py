@@ -1,23 +1,18 @@
-"""How many replicas each expert gets: the slots that are left go, one after the other, to the largest share.
+"""Steps 1 to 3: how many replicas each expert gets, which GPU each goes to, and exchanges between GPUs; all layers at once.
 
-With one workload this minimises max_e LOAD[e] / r[e] (each step lowers the only share that can be the largest), which is
-EPLB's rule; here no expert gets more replicas than there are GPUs (C2), and the share of an expert is its largest over the
-workloads.
+1. Replicas. The slots beyond one for each expert go, one after the other, to the expert with the largest share LOAD / r. With one
+   workload this minimises max_e LOAD[e] / r[e] (each step lowers the only share that can be the largest), which is EPLB's rule;
+   here no expert gets more replicas than there are GPUs (C2), and the load of an expert is its largest over the workloads.
+2. Packing. Largest share first onto the GPU that is least full with it, the classic list rule (Graham, SIAM J. Appl. Math. 17(2),
+   1969) with (C2): a GPU that holds the expert already is passed over. Where the last replicas find no such GPU, the layer is
+   packed anew by `spread_replicas`, which always ends.
+3. Exchanges. The GPUs of a layer, sorted by load, are paired: the fullest with the emptiest and so on inwards, in later rounds
+   shifted. Each pair makes the best exchange there is: of one slot against one, or, where a GPU has few slots, of any subset of
+   their slots (the pair is split anew, exactly). Every exchange lowers the fuller GPU of its pair, so rounds end; at last the
+   fullest GPU tries every other one. What would bring an expert to a GPU that has it is not considered (C2).
 
-Which GPU each replica goes to, for all layers at once: largest first onto the GPU with most room.
-
-The classic list rule (Graham, SIAM J. Appl. Math. 17(2), 1969) with (C2): a GPU that holds the expert already is passed over.
-Where the last replicas find no such GPU, the layer is packed anew by `spread_replicas`, which always ends. Arrays of places are
-[L, G, K], K the most slots of a GPU, -1 where a GPU has fewer.
-
-Better places by exchange between pairs of GPUs, for all layers at once.
-
-The GPUs of a layer, sorted by load, are paired: the fullest with the emptiest and so on inwards, in later rounds shifted.
-Each pair makes the best exchange there is: of one slot against one, or, where a GPU has few slots, of any subset of their
-slots (the pair is split anew, exactly). Every exchange lowers the fuller GPU of its pair, so rounds end; at last the
-fullest GPU tries every other one. (C2): what would bring an expert to a GPU that has it is not considered.
-
-With several workloads a pair's measure is the sum of a high power of its loads under each, which comes close to the largest.
+With several workloads the measure of a GPU is the sum of a high power of its loads under each, which comes close to the largest.
+Grids of slots are [L, G, K], K the slots of the largest GPU, NO_EXPERT where a GPU has fewer.
 """
 
 from __future__ import annotations
@@ -27,13 +22,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .instance import ExpertInstance, FloatArray, IntArray
+from ...schema.arrays import BoolArray, FloatArray, IntArray
+from .instance import ExpertInstance
 
 
 def greedy_counts(weight: FloatArray, num_slots: int, limit: int) -> IntArray:
-    """R [L, E] with sum ``num_slots`` and 1 <= r <= ``limit``, of weights [L, E]."""
+    """Return r [L, E] with sum ``num_slots`` and 1 <= r <= ``limit``, of weights [L, E]."""
     num_layers, num_experts = weight.shape
     counts = np.ones((num_layers, num_experts), dtype=np.int64)
     share = weight.copy()
@@ -49,25 +44,25 @@ def greedy_counts(weight: FloatArray, num_slots: int, limit: int) -> IntArray:
 
 
 def list_replicas(counts: IntArray, num_slots: int) -> IntArray:
-    """Experts of all replicas [L, S], each as often as its count."""
+    """Return the experts of all replicas [L, S], each as often as its count."""
     num_layers, num_experts = counts.shape
     experts = np.tile(np.arange(num_experts), num_layers)
     return np.repeat(experts, counts.ravel()).reshape(num_layers, num_slots)
 
 
 def counts_up_to_level(weight: FloatArray, level: FloatArray, num_slots: int, limit: int) -> IntArray:
-    """R [L, E] that brings every share to ``level`` [L] at most, as far as slots reach, what is left for the smallest loads.
+    """Return r [L, E] that brings every share to ``level`` [L] at most, as far as slots reach; the rest go to the smallest loads.
 
-    Small shares beside large ones fill GPUs better than many of middle size where GPUs have few slots or differ in speed.
+    Small shares next to large ones fill GPUs better than many of middle size where GPUs have few slots or differ in speed.
     """
     num_experts = weight.shape[1]
-    wanted = np.clip(np.ceil(weight / level[:, None]), 1, limit).astype(np.int64)
-    counts = np.minimum(wanted, greedy_counts(weight, num_slots, limit))
+    target = np.clip(np.ceil(weight / level[:, None]), 1, limit).astype(np.int64)
+    counts = np.minimum(target, greedy_counts(weight, num_slots, limit))
     order = np.argsort(weight, axis=1)
-    room = np.take_along_axis(limit - counts, order, axis=1)
-    before = np.cumsum(room, axis=1) - room
-    left = num_slots - counts.sum(axis=1, keepdims=True)
-    added = np.clip(left - before, 0, np.minimum(room, max(1, limit // 2)))
+    headroom = np.take_along_axis(limit - counts, order, axis=1)
+    before = np.cumsum(headroom, axis=1) - headroom
+    remaining = num_slots - counts.sum(axis=1, keepdims=True)
+    added = np.clip(remaining - before, 0, np.minimum(headroom, max(1, limit // 2)))
     np.put_along_axis(counts, order, np.take_along_axis(counts, order, axis=1) + added, axis=1)
     missing = num_slots - counts.sum(axis=1)
     for layer in np.flatnonzero(missing):
@@ -80,7 +75,7 @@ def counts_up_to_level(weight: FloatArray, level: FloatArray, num_slots: int, li
 
 
 def move_replicas_at_random(counts: IntArray, moves: IntArray, limit: int, rng: np.random.Generator) -> IntArray:
-    """R [L, E] after some ``moves`` [L] of a replica from one expert to another, at random."""
+    """Return r [L, E] after ``moves`` [L] of a replica from one expert to another, at random."""
     counts = counts.copy()
     rows = np.arange(len(counts))
     for turn in range(int(moves.max(initial=0))):
@@ -97,7 +92,8 @@ NO_EXPERT = -1
 
 
 def largest_first(instance: ExpertInstance, counts: IntArray, *, order_noise: FloatArray | None = None) -> IntArray:
-    """Places [L, G, K] of ``counts`` [L, E] replicas; a layer whose counts fit no such packing has others (see `spread_replicas`).
+    """Return a grid [L, G, K] of ``counts`` [L, E] replicas; a layer whose counts fit no packing has others (see
+    `spread_replicas`).
 
     Args:
         order_noise: [L, E] factors on the sizes that give the order, for other starts.
@@ -109,7 +105,7 @@ def largest_first(instance: ExpertInstance, counts: IntArray, *, order_noise: Fl
     experts = list_replicas(counts, instance.num_slots)
     rank = np.argsort(-np.take_along_axis(largest, experts, axis=1), axis=1, kind="stable")
     experts = np.take_along_axis(experts, rank, axis=1)
-    places = np.full((num_layers, num_gpus, int(slots.max())), NO_EXPERT)
+    grid = np.full((num_layers, num_gpus, int(slots.max())), NO_EXPERT)
     load = np.zeros((num_layers, num_gpus, size.shape[2]))
     filled = np.zeros((num_layers, num_gpus), dtype=np.int64)
     closed = np.zeros((num_layers, num_gpus))
@@ -119,81 +115,87 @@ def largest_first(instance: ExpertInstance, counts: IntArray, *, order_noise: Fl
     for s in range(instance.num_slots):
         expert = experts[:, s]
         added = size[rows, expert]
-        room = _fullness_with(load, added, speed) + closed
+        fullness = _fullness_with(load, added, speed) + closed
         # Replicas of an expert follow one another, so that a GPU that has it has it last.
-        room[last == expert[:, None]] = np.inf
-        gpu = np.argmin(room, axis=1)
-        stuck |= ~np.isfinite(room[rows, gpu])
+        fullness[last == expert[:, None]] = np.inf
+        gpu = np.argmin(fullness, axis=1)
+        stuck |= ~np.isfinite(fullness[rows, gpu])
         load[rows, gpu] += added
-        places[rows, gpu, np.minimum(filled[rows, gpu], slots[gpu] - 1)] = expert
+        grid[rows, gpu, np.minimum(filled[rows, gpu], slots[gpu] - 1)] = expert
         last[rows, gpu] = expert
         filled[rows, gpu] += 1
         closed[rows, gpu] = np.where(filled[rows, gpu] >= slots[gpu], np.inf, 0.0)
     for layer in np.flatnonzero(stuck):
-        places[layer] = spread_replicas(slots, counts[layer], largest[layer])
-    return places
+        grid[layer] = spread_replicas(slots, counts[layer], largest[layer])
+    return grid
 
 
 def _fullness_with(load: FloatArray, added: FloatArray, speed: FloatArray) -> FloatArray:
-    """How full each GPU [L, G] is with one item more: its utilisation, or with several workloads a high power's sum."""
+    """Return how full each GPU [L, G] is with one item more: its utilisation, or over several workloads the sum of a power."""
     if load.shape[2] == 1:
         return np.asarray((load[:, :, 0] + added) / speed)
-    return np.asarray((((load + added[:, None]) / speed[:, None]) ** 8).sum(axis=2))
+    return np.asarray((((load + added[:, None]) / speed[:, None]) ** _PACKING_POWER).sum(axis=2))
 
 
 def spread_replicas(slots: IntArray, counts: IntArray, size: FloatArray) -> IntArray:
-    """Places [G, K] of one layer: experts with most replicas first, each on the GPUs with most free slots.
+    """Return the grid [G, K] of one layer: experts with most replicas first, each on the GPUs with most free slots.
 
     With as many slots on every GPU this places any counts up to G (neighbours in a cyclic order). With other slots some
-    counts have no packing at all (Gale and Ryser's condition); then an expert gets fewer, and the slots left take the largest
-    shares that their GPU does not hold.
+    counts have no packing at all (Gale and Ryser's condition); then an expert gets fewer, and the remaining slots take the
+    largest shares that their GPU does not hold.
     """
-    places = np.full((len(slots), int(slots.max())), NO_EXPERT)
+    grid = np.full((len(slots), int(slots.max())), NO_EXPERT)
     free = slots.copy()
     placed = np.zeros_like(counts)
     for expert in np.lexsort((-size, -counts)):
         gpus = np.argsort(-free, kind="stable")[: counts[expert]]
         gpus = gpus[free[gpus] > 0]
-        places[gpus, slots[gpus] - free[gpus]] = expert
+        grid[gpus, slots[gpus] - free[gpus]] = expert
         free[gpus] -= 1
         placed[expert] = len(gpus)
     share = size * counts
     for gpu in np.flatnonzero(free):
         while free[gpu]:
-            held = np.isin(np.arange(len(counts)), places[gpu])
-            expert = int(np.argmax(np.where(held, -np.inf, share / np.maximum(placed, 1e-9))))
-            places[gpu, slots[gpu] - free[gpu]] = expert
+            is_on_gpu = np.isin(np.arange(len(counts)), grid[gpu])
+            expert = int(np.argmax(np.where(is_on_gpu, -np.inf, share / np.maximum(placed, 1e-9))))
+            grid[gpu, slots[gpu] - free[gpu]] = expert
             placed[expert] += 1
             free[gpu] -= 1
-    return places
+    return grid
 
 
-def slots_from_grid(places: IntArray) -> IntArray:
-    """Slots [L, S] of places [L, G, K]."""
-    num_layers = len(places)
-    return np.asarray(places[places != NO_EXPERT].reshape(num_layers, -1))
+def slots_from_grid(grid: IntArray) -> IntArray:
+    """Return the slots [L, S] of a grid [L, G, K]."""
+    num_layers = len(grid)
+    return np.asarray(grid[grid != NO_EXPERT].reshape(num_layers, -1))
 
 
 def grid_from_slots(placed: IntArray, slots: IntArray) -> IntArray:
-    """Places [L, G, K] of slots [L, S]."""
+    """Return the grid [L, G, K] of slots [L, S]."""
     used = np.arange(int(slots.max())) < slots[:, None]
-    places = np.full((len(placed), *used.shape), NO_EXPERT)
-    places[:, used] = placed
-    return places
+    grid = np.full((len(placed), *used.shape), NO_EXPERT)
+    grid[:, used] = placed
+    return grid
 
 
-_SPLIT_SLOTS = 4  # C(8, 4) / 2 = 35 splits of a pair; with more slots single exchanges are enough and quicker
+_SPLIT_SLOTS = 4
+"""Slots of a GPU up to which a pair is split anew: C(8, 4) / 2 = 35 splits; with more single exchanges are enough and quicker."""
 
 
 _POWER = 32
+"""Of a GPU's loads under several workloads, as squares of squares: 2 % more load count 1.9 times as much."""
+
+_PACKING_POWER = 8
+"""The same while packing, where loads are not final yet: 2 % more count 1.2 times as much."""
 
 
 _MIN_GAIN = 1e-9
+"""Relative: an exchange that lowers a load by less is rounding, and could be made for ever."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds over pairs, last exchanges of the fullest GPU, and the ratio to the bound at which a layer is done."""
+    """How long to exchange: rounds over pairs, last exchanges of the fullest GPU, ratio to the bound at which a layer is done."""
 
     rounds: int = 24
     last: int = 60
@@ -201,63 +203,63 @@ class Effort:
 
 
 class SlotGrid:
-    """Places [B, G, K] of some layers, the sizes that go with them and the loads, kept in step by `swap`."""
+    """A grid [B, G, K] of layers with the sizes [B, G, K, D] of its slots and the loads [B, G, D] of its GPUs, kept in step."""
 
-    def __init__(self, instance: ExpertInstance, places: IntArray, size: FloatArray) -> None:
-        """Args: size [B, E, D] of one replica of each expert, on GPUs of speed 1."""
-        self.expert = places
+    def __init__(self, instance: ExpertInstance, grid: IntArray, size: FloatArray) -> None:
+        """Lay out the grid; ``size`` [B, E, D] of one replica of each expert, on GPUs of speed 1."""
+        self.expert = grid
         self.speed = instance.gpu_speed
         self.even = bool(np.all(instance.slots_per_gpu == instance.slots_per_gpu[0]))
         padded = np.concatenate([size, np.zeros_like(size[:, :1])], axis=1)
-        self.size = padded[np.arange(len(places))[:, None, None], places]
+        self.size = padded[np.arange(len(grid))[:, None, None], grid]
         self.load = self.size.sum(axis=2)
 
     def fullest(self) -> FloatArray:
-        """Largest utilisation of each layer [B]."""
+        """Return the largest utilisation of each layer [B]."""
         return np.asarray((self.load.max(axis=2) / self.speed).max(axis=1))
 
-    def take(self, layers: NDArray[np.bool_]) -> SlotGrid:
-        """The same for some of the layers."""
-        some = object.__new__(SlotGrid)
-        some.speed, some.even = self.speed, self.even
-        some.expert, some.size, some.load = self.expert[layers], self.size[layers], self.load[layers]
-        return some
+    def take(self, layers: BoolArray) -> SlotGrid:
+        """Return the same for a subset of the layers."""
+        subset = object.__new__(SlotGrid)
+        subset.speed, subset.even = self.speed, self.even
+        subset.expert, subset.size, subset.load = self.expert[layers], self.size[layers], self.load[layers]
+        return subset
 
-    def put(self, layers: NDArray[np.bool_], some: SlotGrid) -> None:
+    def put(self, layers: BoolArray, subset: SlotGrid) -> None:
         """Write back what `take` took."""
-        self.expert[layers], self.size[layers], self.load[layers] = some.expert, some.size, some.load
+        self.expert[layers], self.size[layers], self.load[layers] = subset.expert, subset.size, subset.load
 
 
 def improve_grid(
-    instance: ExpertInstance, places: IntArray, size: FloatArray, bound: FloatArray, effort: Effort
+    instance: ExpertInstance, grid: IntArray, size: FloatArray, bound: FloatArray, effort: Effort
 ) -> IntArray:
-    """Places [L, G, K] with no layer's largest load higher, sizes [L, E, D] of one replica, bounds [L]."""
-    state = SlotGrid(instance, places.copy(), size)
+    """Return a grid [L, G, K] with no layer's largest load higher, for sizes [L, E, D] of one replica and bounds [L]."""
+    state = SlotGrid(instance, grid.copy(), size)
     if instance.num_gpus == 1:
         return state.expert
-    split = state.even and places.shape[2] <= _SPLIT_SLOTS
+    split = state.even and grid.shape[2] <= _SPLIT_SLOTS
     for turn in range(effort.rounds):
         active = state.fullest() > bound * effort.done_ratio
         if not active.any():
             return state.expert
-        some = state.take(active)
-        left, right = _pair_gpus(some, turn)
-        (_split_pairs if split else _swap_pairs)(some, left, right)
-        state.put(active, some)
+        subset = state.take(active)
+        first, second = _pair_gpus(subset, turn)
+        (_split_pairs if split else _swap_pairs)(subset, first, second)
+        state.put(active, subset)
     for _ in range(effort.last):
         active = state.fullest() > bound * effort.done_ratio
         if not active.any():
             break
-        some = state.take(active)
-        changed = relieve_fullest(some)
-        state.put(active, some)
+        subset = state.take(active)
+        changed = relieve_fullest(subset)
+        state.put(active, subset)
         bound = bound.copy()
         bound[np.flatnonzero(active)[~changed]] = np.inf
     return state.expert
 
 
 def _pair_gpus(state: SlotGrid, turn: int) -> tuple[IntArray, IntArray]:
-    """GPUs [B, G // 2] of the fuller half and their partners of the emptier one."""
+    """Return GPUs [B, G // 2] of the fuller half and their partners of the emptier one, shifted by ``turn``."""
     used = state.load.max(axis=2) / state.speed
     order = np.argsort(-used, axis=1)
     half = order.shape[1] // 2
@@ -265,7 +267,7 @@ def _pair_gpus(state: SlotGrid, turn: int) -> tuple[IntArray, IntArray]:
 
 
 def _measure(load: FloatArray, speed: FloatArray) -> FloatArray:
-    """How bad a GPU's loads [..., D] are."""
+    """Return how bad a GPU's loads [..., D] are: the utilisation, or the sum of its power over workloads."""
     if load.shape[-1] == 1:
         return np.asarray(load[..., 0] / speed)
     squared = load / speed[..., None]
@@ -275,19 +277,19 @@ def _measure(load: FloatArray, speed: FloatArray) -> FloatArray:
 
 
 def _pair_measure(first: FloatArray, second: FloatArray, num_workloads: int) -> FloatArray:
-    """Measure of a pair."""
+    """Return the measure of a pair."""
     return np.maximum(first, second) if num_workloads == 1 else first + second
 
 
-def _after_swap(state: SlotGrid, left: IntArray, right: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Measure of each pair now [B, P] and after each exchange [B, P, K, K], infinite where not allowed; what moves [B, P,
-    K, K, D].
+def _after_swap(state: SlotGrid, first: IntArray, second: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return each pair's measure now [B, P] and after each exchange of one slot against one [B, P, K, K], infinite where that is
+    not allowed; and the size that moves [B, P, K, K, D].
     """
-    rows = np.arange(len(left))[:, None]
-    one, other = state.expert[rows, left], state.expert[rows, right]
-    moved = state.size[rows, left][:, :, :, None] - state.size[rows, right][:, :, None]
-    load_one, load_other = state.load[rows, left], state.load[rows, right]
-    speed_one, speed_other = state.speed[left], state.speed[right]
+    rows = np.arange(len(first))[:, None]
+    one, other = state.expert[rows, first], state.expert[rows, second]
+    moved = state.size[rows, first][:, :, :, None] - state.size[rows, second][:, :, None]
+    load_one, load_other = state.load[rows, first], state.load[rows, second]
+    speed_one, speed_other = state.speed[first], state.speed[second]
     num = moved.shape[-1]
     now = _pair_measure(_measure(load_one, speed_one), _measure(load_other, speed_other), num)
     after = _pair_measure(
@@ -302,29 +304,29 @@ def _after_swap(state: SlotGrid, left: IntArray, right: IntArray) -> tuple[Float
     return now, after, moved
 
 
-def _exchange(state: SlotGrid, rows: IntArray, left: IntArray, i: IntArray, right: IntArray, j: IntArray) -> None:
-    """Exchange slot i of GPU left with slot j of GPU right, for each row."""
-    moved = state.size[rows, left, i] - state.size[rows, right, j]
-    np.subtract.at(state.load, (rows, left), moved)
-    np.add.at(state.load, (rows, right), moved)
+def _exchange(state: SlotGrid, rows: IntArray, first: IntArray, i: IntArray, second: IntArray, j: IntArray) -> None:
+    """Exchange slot i of GPU first with slot j of GPU second, for each row."""
+    moved = state.size[rows, first, i] - state.size[rows, second, j]
+    np.subtract.at(state.load, (rows, first), moved)
+    np.add.at(state.load, (rows, second), moved)
     for array in (state.expert, state.size):
-        array[rows, left, i], array[rows, right, j] = array[rows, right, j].copy(), array[rows, left, i].copy()
+        array[rows, first, i], array[rows, second, j] = array[rows, second, j].copy(), array[rows, first, i].copy()
 
 
-def _swap_pairs(state: SlotGrid, left: IntArray, right: IntArray) -> None:
-    """The best exchange of one slot against one in every pair that gains."""
-    now, after, _ = _after_swap(state, left, right)
+def _swap_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
+    """Make the best exchange of one slot against one in every pair that gains."""
+    now, after, _ = _after_swap(state, first, second)
     num_slots = after.shape[2]
     choices = after.reshape(*now.shape, -1)
     best = np.argmin(choices, axis=2)
     gains = np.take_along_axis(choices, best[:, :, None], axis=2)[:, :, 0] < now * (1 - _MIN_GAIN)
     rows, pair = np.nonzero(gains)
     chosen = best[rows, pair]
-    _exchange(state, rows, left[rows, pair], chosen // num_slots, right[rows, pair], chosen % num_slots)
+    _exchange(state, rows, first[rows, pair], chosen // num_slots, second[rows, pair], chosen % num_slots)
 
 
-def relieve_fullest(state: SlotGrid, *, num_others: int | None = None) -> NDArray[np.bool_]:
-    """The best exchange of the fullest GPU with one of the emptiest ``num_others`` (None: all); which layers changed."""
+def relieve_fullest(state: SlotGrid, *, num_others: int | None = None) -> BoolArray:
+    """Make the best exchange of the fullest GPU with one of the emptiest ``num_others`` (None: all); return the changed layers."""
     used = state.load.max(axis=2) / state.speed
     order = np.argsort(used, axis=1)
     fullest, others = order[:, -1], order[:, : num_others or order.shape[1] - 1]
@@ -341,49 +343,49 @@ def relieve_fullest(state: SlotGrid, *, num_others: int | None = None) -> NDArra
 
 
 @lru_cache(maxsize=8)
-def _splits(num_slots: int) -> tuple[NDArray[np.bool_], FloatArray]:
-    """Which of 2K slots the first GPU gets [C, 2K], and the same as numbers [2K, C]."""
+def _splits(num_slots: int) -> tuple[BoolArray, FloatArray]:
+    """Return which of 2K slots the first GPU gets [C, 2K], and the same as numbers [2K, C]."""
     chosen = [set(c) for c in itertools.combinations(range(2 * num_slots), num_slots)]
-    first = np.array([[i in c for i in range(2 * num_slots)] for c in chosen])
-    return first, np.ascontiguousarray(first.T.astype(np.float64))
+    is_first = np.array([[i in c for i in range(2 * num_slots)] for c in chosen])
+    return is_first, np.ascontiguousarray(is_first.T.astype(np.float64))
 
 
-def _split_pairs(state: SlotGrid, left: IntArray, right: IntArray) -> None:
-    """The best split of the slots of every pair, where it gains."""
-    rows = np.arange(len(left))[:, None]
-    expert = np.concatenate([state.expert[rows, left], state.expert[rows, right]], axis=2)
-    size = np.concatenate([state.size[rows, left], state.size[rows, right]], axis=2)
+def _split_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
+    """Make the best split of the slots of every pair, where it gains."""
+    rows = np.arange(len(first))[:, None]
+    expert = np.concatenate([state.expert[rows, first], state.expert[rows, second]], axis=2)
+    size = np.concatenate([state.size[rows, first], state.size[rows, second]], axis=2)
     num_slots = state.expert.shape[2]
-    first, numbers = _splits(num_slots)
-    total = state.load[rows, left] + state.load[rows, right]
+    is_first, numbers = _splits(num_slots)
+    total = state.load[rows, first] + state.load[rows, second]
     load = np.matmul(np.swapaxes(size, 2, 3), numbers)
     load = np.swapaxes(load, 2, 3)
-    speed_one, speed_other = state.speed[left], state.speed[right]
+    speed_one, speed_other = state.speed[first], state.speed[second]
     num = load.shape[-1]
     after = _pair_measure(
         _measure(load, speed_one[:, :, None]), _measure(total[:, :, None] - load, speed_other[:, :, None]), num
     )
-    _forbid_duplicates(after, expert, first)
+    _forbid_duplicates(after, expert, is_first)
     now = _pair_measure(
-        _measure(state.load[rows, left], speed_one), _measure(state.load[rows, right], speed_other), num
+        _measure(state.load[rows, first], speed_one), _measure(state.load[rows, second], speed_other), num
     )
     best = np.argmin(after, axis=2)
     gains = np.take_along_axis(after, best[:, :, None], axis=2)[:, :, 0] < now * (1 - _MIN_GAIN)
     row, pair = np.nonzero(gains)
     # Stable sort: the slots of the first GPU before those of the second.
-    order = np.argsort(~first[best[row, pair]], axis=1, kind="stable")
+    order = np.argsort(~is_first[best[row, pair]], axis=1, kind="stable")
     expert = np.take_along_axis(expert[row, pair], order, axis=1)
     size = np.take_along_axis(size[row, pair], order[:, :, None], axis=1)
-    for gpu, part in ((left[row, pair], slice(0, num_slots)), (right[row, pair], slice(num_slots, None))):
+    for gpu, part in ((first[row, pair], slice(0, num_slots)), (second[row, pair], slice(num_slots, None))):
         state.expert[row, gpu] = expert[:, part]
         state.size[row, gpu] = size[:, part]
         state.load[row, gpu] = size[:, part].sum(axis=1)
 
 
-def _forbid_duplicates(after: FloatArray, expert: IntArray, first: NDArray[np.bool_]) -> None:
-    """(C2): infinite where both slots of an expert would be on one GPU."""
+def _forbid_duplicates(after: FloatArray, expert: IntArray, is_first: BoolArray) -> None:
+    """Set the measure to infinite where both slots of an expert would be on one GPU (C2), in place."""
     num_slots = expert.shape[2] // 2
     same = expert[:, :, :num_slots, None] == expert[:, :, None, num_slots:]
     row, pair, i, j = np.nonzero(same)
-    together = first[:, i] == first[:, num_slots + j]
+    together = is_first[:, i] == is_first[:, num_slots + j]
     np.maximum.at(after, (row, pair), np.where(together.T, np.inf, 0.0))

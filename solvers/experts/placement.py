@@ -1,9 +1,8 @@
-"""The answer to a placement problem: where every expert is, how good that is, and what other loads or tokens make of it.
+"""The public functions of expert placement, and the placement with what other loads or tokens make of it.
 
-Experts where they belong: how many replicas each gets, on which GPU, and which share of its tokens each replica takes.
-
-`place_experts` answers for measured loads, `rebalance_experts` is the same behind EPLB's signature, `split_shares` gives the
-shares for the counts of a batch, `migrate` the transfers between two placements. The problem: solvers/experts/instance.py.
+`place_experts` answers for measured loads: how many replicas each expert gets, on which GPU, and which share of its tokens each
+replica takes. `rebalance_experts` is the same behind EPLB's signature, `split_shares` gives the shares for the counts of a batch,
+`migrate` the transfers between two placements. The problem: experts/instance.py.
 """
 
 from __future__ import annotations
@@ -14,17 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...schema.arrays import FloatArray, IntArray
 from ...schema.errors import ConfigError
-from . import moves, shares
-from . import moves as expert_moves
-from . import shares as expert_shares
 from .balance import BalanceSearch, balance_gpus, place_groups
 from .bounds import lower_bound, solve_exactly
 from .homes import HomePolicy, place_near_tokens, validate_trace
 from .instance import (
     ExpertInstance,
-    FloatArray,
-    IntArray,
     SlotAssignment,
     make_instance,
     replica_counts,
@@ -33,8 +28,9 @@ from .instance import (
     utilisation,
     validate_loads,
 )
-from .moves import Transfer
+from .moves import Transfer, align_slots, count_moves, plan_transfers, rebalance_within_budget
 from .nodes import Routing, Served, serve, serve_by_shares
+from .shares import split_loads
 
 Split = Literal["uniform", "weighted"]
 
@@ -60,9 +56,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TraceEvaluation:
-    """A placement under the choices of some tokens: largest node load over the mean [L], distinct nodes of a token on
-    average [L].
-    """
+    """A placement under the choices of tokens: largest node load over the mean [L], distinct nodes of a token on average [L]."""
 
     node_balance: FloatArray
     visits_per_token: FloatArray
@@ -81,7 +75,7 @@ class ExpertPlacement:
         balance: largest GPU load over the mean [L], of the workload that has the worst.
         lower_bound: what no placement is below [L]; gap: balance / lower_bound - 1 [L].
         moves: experts that GPUs must fetch, coming from the previous placement [L]; 0 without one.
-        off_node_tokens: tokens that leave the node they live on, as spread evenly over the nodes [L]: with a trace a token
+        off_node_tokens: tokens that leave the node they are on, spread evenly over the nodes [L]: with a trace a token
             counts once for each other node that it visits, without one once for each of its experts.
         solve_s: wall-clock seconds.
         home: node that is home of each expert [L, E], and node_part: part of an expert's tokens that visit another node
@@ -118,7 +112,7 @@ class ExpertPlacement:
         return len(self.slots_per_gpu)
 
     def evaluate(self, load: Any) -> Evaluation:
-        """The same placement under other loads [L, E] or [D, L, E].
+        """Return the same placement under other loads [L, E] or [D, L, E].
 
         Raises:
             ConfigError: loads of other layers or experts, or that are no loads.
@@ -130,7 +124,7 @@ class ExpertPlacement:
         node = tokens.reshape(*tokens.shape[:2], self.num_nodes, -1).sum(axis=3)
         speed = instance.gpu_speed.reshape(self.num_nodes, -1).sum(axis=1)
         single = [replace(instance, load=instance.load[d : d + 1]) for d in range(len(instance.load))]
-        weighted = [shares.split_loads(part, self.physical_to_logical).level for part in single]
+        weighted = [split_loads(part, self.physical_to_logical).level for part in single]
         return Evaluation(
             balance=used.max(axis=2),
             lower_bound=np.array([lower_bound(part, weighted=self.split == "weighted") for part in single]),
@@ -140,7 +134,7 @@ class ExpertPlacement:
         )
 
     def evaluate_trace(self, trace: IntArray, *, seed: int = 0) -> TraceEvaluation:
-        """What the choices [tokens, L, top_k] of some tokens make of the placement.
+        """Return the placement under the choices [tokens, L, top_k] of some tokens.
 
         A choice goes to a replica by its share, or, with homes, to its home or a replica on a node that the token visits
         anyway.
@@ -178,7 +172,7 @@ class ExpertPlacement:
 def finish_placement(
     instance: ExpertInstance, answer: SlotAssignment, split: Split, before: IntArray | None, start: float
 ) -> ExpertPlacement:
-    """The placement with its objective, bound, shares and moves; `start` as of time.perf_counter."""
+    """Return the placement with its objective, bound, shares and moves; `start` as of time.perf_counter."""
     placed = answer.placed
     total = replace(instance, load=instance.load.sum(axis=0, keepdims=True))
     share, balance = _shares(instance, total, answer, split)
@@ -190,7 +184,7 @@ def finish_placement(
     counts = replica_counts(placed, instance.num_experts)
     moves = np.zeros(len(placed), dtype=np.int64)
     if before is not None:
-        moves = expert_moves.count_moves(before, placed, instance.gpu_of_slot, instance.num_experts)
+        moves = count_moves(before, placed, instance.gpu_of_slot, instance.num_experts)
     tokens = total.load[0].sum(axis=1)
     used = utilisation(total, placed, share)[0] * instance.gpu_speed
     elsewhere = (instance.num_nodes - 1) / instance.num_nodes
@@ -219,20 +213,20 @@ def finish_placement(
 def _shares(
     instance: ExpertInstance, total: ExpertInstance, answer: SlotAssignment, split: Split
 ) -> tuple[FloatArray, FloatArray]:
-    """Shares [L, S] and (O) [L], of the worst workload; weighted shares suit each workload."""
+    """Return shares [L, S] and (O) [L] of the worst workload; weighted shares suit each workload."""
     if answer.share is not None:
         return answer.share, utilisation(instance, answer.placed, answer.share).max(axis=(0, 2))
     if split == "uniform":
         return uniform_shares(answer.placed, instance.num_experts), uniform_objective(instance, answer.placed)
-    whole = shares.split_loads(total, answer.placed)
+    total_split = split_loads(total, answer.placed)
     if len(instance.load) == 1:
-        return whole.share, whole.level
+        return total_split.share, total_split.level
     several = range(len(instance.load))
-    return whole.share, np.max([shares.split_loads(instance, answer.placed, d).level for d in several], axis=0)
+    return total_split.share, np.max([split_loads(instance, answer.placed, d).level for d in several], axis=0)
 
 
 def slots_of_experts(placed: IntArray, counts: IntArray) -> IntArray:
-    """Slots of each expert [L, E, R] in rising order, padded with -1."""
+    """Return the slots of each expert [L, E, R] in rising order, padded with -1."""
     num_layers, num_slots = placed.shape
     order = np.argsort(placed, axis=1, kind="stable")
     experts = np.take_along_axis(placed, order, axis=1)
@@ -268,21 +262,22 @@ def place_experts(
     time_limit_s: float = 10.0,
     seed: int = 0,
 ) -> ExpertPlacement:
-    """Where the experts go so that the fullest GPU has little more than the mean.
+    """Place the experts so that the fullest GPU has little more than the mean load.
 
     Args:
         load: tokens of each expert [L, E], or [T, L, E] in steps of time, which are summed; None: those of the trace.
         num_slots: experts that all GPUs hold together, replicas included.
         num_groups: experts are routed in this many groups, each of which stays on one node (where groups divide among nodes).
-        previous: placement to start from (or its physical_to_logical); slots of experts that stay on their GPU stay as
-        they are. move_budget: experts that GPUs may fetch, a layer: a number, or below 1 a part of the slots. Needs
-        `previous`. scenarios: loads [D, L, E] of workloads that the placement must serve; the worst of them counts, and
-        `load` is not used. trace: experts of each token [tokens, L, top_k]; for the objectives "traffic" and "pareto".
+        previous: placement to start from (or its physical_to_logical); slots of experts that stay on their GPU stay as they are.
+        move_budget: experts that GPUs may fetch, a layer: a number, or below 1 a part of the slots. Needs `previous`.
+        scenarios: loads [D, L, E] of workloads that the placement must serve; the worst of them counts, and `load` is not used.
+        trace: experts of each token [tokens, L, top_k]; for the objectives "traffic" and "pareto".
         gpu_speed, slots_per_gpu: [G], where GPUs differ.
         split: uniform: the replicas of an expert take equal parts; weighted: the parts that balance the loads best.
-        objective: balance: GPUs alone; traffic: few nodes for each token, nodes balanced, then GPUs; pareto: whichever of
-            a ladder of both visits fewest nodes at a load of at most 1.05.
-        effort: fast; search: further starts until the time limit; exact: CP-SAT too, which proves small cases.
+        objective: balance: GPUs only; traffic: few nodes for each token, nodes balanced, then GPUs; pareto: whichever of a ladder
+        of
+            both visits fewest nodes at a load of at most 1.05.
+        effort: fast; search: restarts until the time limit; exact: CP-SAT too, which proves small cases.
 
     Raises:
         ConfigError: loads, counts or a previous placement that cannot be meant.
@@ -307,26 +302,24 @@ def place_experts(
         "a move budget goes with the objective balance and without groups: its exchanges keep no group on its node",
     )
     before = None if previous is None else _validate_previous(previous, instance)
-    searching_s = (
-        time_limit_s if effort == "search" else time_limit_s / 5
-    )  # the rest of an exact answer's time is for proofs
+    # The rest of an exact answer's time is for proofs.
+    searching_s = time_limit_s if effort == "search" else time_limit_s / 5
     search = BalanceSearch(further=effort != "fast", time_limit_s=searching_s, seed=seed)
     if move_budget is not None:
         answer = SlotAssignment(_place_within_budget(instance, before, move_budget))
     elif objective != "balance":
-        answer = place_near_tokens(
-            instance, _required_trace(trace, instance), HomePolicy(num_groups, objective), search
-        )
+        policy = HomePolicy(num_groups, objective)
+        answer = place_near_tokens(instance, _required_trace(trace, instance), policy, search)
     elif num_groups is not None:
         answer = SlotAssignment(place_groups(instance, num_groups, search))
-    elif effort == "exact":
-        start_places = balance_gpus(instance, search)
-        placed, proved = solve_exactly(instance, start_places, time_limit_s=time_limit_s - searching_s, seed=seed)
-        answer = SlotAssignment(placed, proved=proved)
     else:
         answer = SlotAssignment(balance_gpus(instance, search))
+        if effort == "exact":
+            limit_s = time_limit_s - searching_s
+            placed, proved = solve_exactly(instance, answer.placed, time_limit_s=limit_s, seed=seed)
+            answer = SlotAssignment(placed, proved=proved)
     if before is not None and answer.share is None:
-        answer = replace(answer, placed=moves.align_slots(before, answer.placed, instance.gpu_of_slot))
+        answer = replace(answer, placed=align_slots(before, answer.placed, instance.gpu_of_slot))
     placement = finish_placement(instance, answer, split, before, start)
     if trace is not None and answer.visits is None:
         tokens = _required_trace(trace, instance)
@@ -336,7 +329,7 @@ def place_experts(
 
 
 def _load_of_inputs(load: Any, scenarios: Any, trace: Any) -> FloatArray:
-    """LOAD [D, L, E] of what was given."""
+    """Return LOAD [D, L, E] of scenarios, loads, or the counts of a trace."""
     if scenarios is not None:
         return validate_loads(scenarios)
     if load is None and trace is not None:
@@ -359,7 +352,8 @@ def _required_trace(trace: Any, instance: ExpertInstance) -> IntArray:
 def rebalance_experts(
     weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[Any, Any, Any]:
-    """EPLB's signature: (phy2log [L, R], log2phy [L, E, most replicas, padded with -1], logcnt [L, E]) of loads [L, E].
+    """Place experts behind EPLB's signature: (phy2log [L, R], log2phy [L, E, most replicas, padded with -1], logcnt [L, E]) of
+    loads [L, E].
 
     Where groups divide among nodes, the experts of a group stay on one node, as with EPLB. Torch tensors give torch tensors.
 
@@ -385,21 +379,18 @@ def rebalance_experts(
 
 
 def split_shares(placement: ExpertPlacement, counts: Any) -> FloatArray:
-    """Share of its expert's tokens for each slot, best for the token counts [L, E] (or [D, L, E]) of a batch: [L, S] ([D,
-    L, S]).
+    """Return the share of its expert's tokens for each slot, [L, S] or [D, L, S], best for the token counts [L, E] or [D, L, E].
 
     Raises:
         ConfigError: counts of other layers or experts, or that are no counts.
     """
     instance = placement._instance(counts)
-    shares = [
-        expert_shares.split_loads(instance, placement.physical_to_logical, d).share for d in range(len(instance.load))
-    ]
+    shares = [split_loads(instance, placement.physical_to_logical, d).share for d in range(len(instance.load))]
     return shares[0] if np.ndim(counts) < 3 else np.array(shares)
 
 
 def migrate(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...]:
-    """Transfers that turn one placement into the other; see `expert_moves.transfers` for what a round promises.
+    """Return the transfers that turn one placement into the other; see `moves.transfers` for what a round promises.
 
     Raises:
         ConfigError: placements of other layers, experts, GPUs or slots.
@@ -408,7 +399,7 @@ def migrate(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...]:
         raise ConfigError("the placements differ in layers, experts or slots; transfers need the same of each")
     node_of_gpu = np.arange(new.num_gpus) // (new.num_gpus // new.num_nodes)
     gpu_of_slot = np.repeat(np.arange(new.num_gpus), new.slots_per_gpu)
-    return moves.plan_transfers(old.physical_to_logical, new.physical_to_logical, gpu_of_slot, node_of_gpu)
+    return plan_transfers(old.physical_to_logical, new.physical_to_logical, gpu_of_slot, node_of_gpu)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -422,7 +413,7 @@ def _place_within_budget(instance: ExpertInstance, before: IntArray | None, move
     if not np.isfinite(move_budget) or move_budget < 0:
         raise ConfigError(f"move budget {move_budget}: a number of slots, or below 1 a part of them")
     budget = int(move_budget * instance.num_slots) if move_budget < 1 else int(move_budget)
-    placed = moves.rebalance_within_budget(instance, before, budget)
+    placed = rebalance_within_budget(instance, before, budget)
     if budget >= instance.num_slots:
         free = balance_gpus(instance, BalanceSearch())
         better = uniform_objective(instance, free) < uniform_objective(instance, placed)

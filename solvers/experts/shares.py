@@ -1,6 +1,6 @@
-"""Which share of an expert's tokens each of its replicas takes, for loads that are known: the weighted split, exactly.
+"""Step 5: which share of an expert's tokens each of its replicas takes, for known loads: the weighted split, exactly.
 
-Sets and Data: solvers/experts/instance.py; the places x[s] are given, one layer at a time.
+Sets and Data: experts/instance.py; the slots x[s] are given, one layer at a time.
 Variables
     f[e,g]  load of expert e that its replica on GPU g takes
 Objective
@@ -24,11 +24,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .instance import ExpertInstance, FloatArray, IntArray
+from ...schema.arrays import FloatArray, IntArray
+from ..tolerances import FLOW
+from .instance import ExpertInstance
 
 _SWEEPS = 1
-_TOLERANCE = 1e-10  # relative; sums of the same numbers in another order
+"""Of filling every expert's GPUs: the paths mend the rest faster than a second sweep."""
+
 _MAX_PATHS = 100_000
+"""Never reached with exact numbers: a guard against rounding in a circle."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class LoadSplit:
 
 
 def split_loads(instance: ExpertInstance, placed: IntArray, scenario: int = 0) -> LoadSplit:
-    """Shares of x [L, S] with the least (O) under the loads of one scenario."""
+    """Return the shares of x [L, S] with the lowest (O) under the loads of one scenario."""
     num_layers = len(placed)
     share = np.empty(placed.shape)
     level, bound = np.empty(num_layers), np.empty(num_layers)
@@ -71,7 +75,7 @@ class _LayerSplit:
                 self.shared_on[gpu[slot]].append(slot)
 
     def solve(self) -> tuple[list[float], float, float]:
-        """Shares of the slots, the level and its bound."""
+        """Return the shares of the slots, the level and its bound."""
         for _ in range(_SWEEPS):
             for expert in self.replicated:
                 self._fill(expert)
@@ -83,7 +87,7 @@ class _LayerSplit:
         return share, level, bound
 
     def _fill(self, expert: int) -> None:
-        """Its load, all of it (C1), on its GPUs anew, the emptiest first, up to one level."""
+        """Spread an expert's load, all of it (C1), over its GPUs anew, the emptiest first, up to one level."""
         load, gpu, speed, flow, slots = self.load, self.gpu, self.speed, self.flow, self.slots_of[expert]
         for slot in slots:
             load[gpu[slot]] -= flow[slot]
@@ -101,12 +105,12 @@ class _LayerSplit:
             load[g] += flow[slot]
 
     def _hand_on(self) -> tuple[float, float]:
-        """Paths from the fullest GPU, whose level is that of (C2), until it is its bound."""
+        """Push load along paths from the fullest GPU, whose level is that of (C2), until it is its bound."""
         bound = sum(self.load) / sum(self.speed)
         for _ in range(_MAX_PATHS):
             used = [load / speed for load, speed in zip(self.load, self.speed, strict=True)]
             fullest = max(range(len(used)), key=used.__getitem__)
-            if used[fullest] <= bound * (1 + _TOLERANCE):
+            if used[fullest] <= bound * (1 + FLOW):
                 break
             came_by, end = self._reach(fullest, bound)
             if end is None:
@@ -117,31 +121,31 @@ class _LayerSplit:
         return max(load / speed for load, speed in zip(self.load, self.speed, strict=True)), bound
 
     def _reach(self, start: int, bound: float) -> tuple[dict[int, tuple[int, int]], int | None]:
-        """GPUs that load of `start` can get to, with the (from slot, to slot) they were reached by; the first one below
-        the bound.
+        """Return the GPUs that load of `start` can get to, with the (from slot, to slot) they were reached by, and the first one
+        below the bound.
         """
         came_by: dict[int, tuple[int, int]] = {start: (-1, -1)}
         seen: set[int] = set()
         queue = deque([start])
-        least = self.weight[self.replicated[0]] * 1e-14 if self.replicated else 0.0
+        min_flow = self.weight[self.replicated[0]] * 1e-14 if self.replicated else 0.0  # less is rounding
         while queue:
-            here = queue.popleft()
-            for slot in self.shared_on[here]:
+            gpu = queue.popleft()
+            for slot in self.shared_on[gpu]:
                 expert = self.placed[slot]
-                if self.flow[slot] <= least or expert in seen:
+                if self.flow[slot] <= min_flow or expert in seen:
                     continue
                 seen.add(expert)
                 for other in self.slots_of[expert]:
                     g = self.gpu[other]
                     if g not in came_by:
                         came_by[g] = (slot, other)
-                        if self.load[g] < bound * self.speed[g] * (1 - _TOLERANCE):
+                        if self.load[g] < bound * self.speed[g] * (1 - FLOW):
                             return came_by, g
                         queue.append(g)
         return came_by, None
 
     def _push(self, start: int, end: int, came_by: dict[int, tuple[int, int]], bound: float) -> None:
-        """As much as path, excess and room allow."""
+        """Move as much load as path, excess and headroom allow."""
         amount = min(self.load[start] - bound * self.speed[start], bound * self.speed[end] - self.load[end])
         path = []
         g = end

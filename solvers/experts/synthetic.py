@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...schema.arrays import FloatArray, IntArray
 from ...schema.errors import ConfigError
-from .instance import FloatArray, IntArray
 
 _CHUNK = 4096
+"""Tokens drawn together, which bounds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Router:
 def synthetic_loads(
     num_layers: int, num_experts: int, *, sigma: float, steps: int = 1, drift: float = 0.0, seed: int = 0
 ) -> FloatArray:
-    """Loads [T, L, E], log-normal with `sigma`, each step drifted from the one before by `drift`."""
+    """Draw loads [T, L, E], log-normal with `sigma`, each step drifted from the one before by `drift`."""
     if min(num_layers, num_experts, steps) < 1 or not (0 <= sigma < 20 and 0 <= drift < 20):
         raise ConfigError("layers, experts and steps are 1 or more, sigma and drift between 0 and 20")
     rng = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ def synthetic_loads(
 def synthetic_trace(
     router: Router, num_tokens: int, *, seed: int = 0, topic_weight: FloatArray | None = None
 ) -> IntArray:
-    """Experts of each token [tokens, L, top_k]; `topic_weight` [topics] for another mix of topics than 1 / rank."""
+    """Draw the experts of each token [tokens, L, top_k]; `topic_weight` [topics] for another mix of topics than 1 / rank."""
     _require_possible(router, num_tokens)
     rng = np.random.default_rng(seed)
     shape = (router.num_layers, router.num_experts)
@@ -73,7 +74,7 @@ def synthetic_trace(
 
 
 def _within_groups(logits: FloatArray, router: Router) -> FloatArray:
-    """Logits [B, E], -inf outside the token's groups."""
+    """Return the logits [B, E], -inf outside the token's groups."""
     grouped = logits.reshape(len(logits), router.num_groups, -1)
     best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
     keep = np.argsort(-best, axis=1)[:, : router.top_groups]
