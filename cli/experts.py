@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import Field
 
+from ..schema.base import OptionSpec
+from ..schema.errors import ConfigError
 from .inputs import JsonOption
-from .terminal import exit_on_error
+from .options import Mode, OptionModel, command
 
 experts_app = typer.Typer(
     help="Where experts go: replicas, GPUs and shares from routing data, each with a bound on how far from optimal it is.",
@@ -16,241 +19,286 @@ experts_app = typer.Typer(
     rich_markup_mode=None,
 )
 
+FormatName = Literal["npz", "sglang", "vllm", "vllm-ascend", "tensorrt-llm"]
+
 LoadsArgument = Annotated[
     list[Path] | None,
     typer.Argument(metavar="LOAD...", help="Files of loads (docs/experts.md); each is a workload that must be served."),
 ]
-KeyOption = Annotated[
-    str,
-    typer.Option(metavar="NAME,...", help="Arrays of a file to read, globs allowed; several are several workloads."),
+PlacementArgument = Annotated[
+    Path, typer.Argument(metavar="PLACEMENT", help="A placement of any format that convert writes.")
 ]
-NodesOption = Annotated[int, typer.Option("--num-nodes", metavar="N", help="Nodes that the GPUs are divided among.")]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Experts of each token [tokens, layers, top_k]; visits are counted on it."),
-]
-FormatName = Literal["npz", "sglang", "vllm", "vllm-ascend", "tensorrt-llm"]
+
+
+class RoutingOptions(OptionModel):
+    """Routing data, and the nodes.
+
+    Attributes:
+        key: arrays of a file to read, globs allowed; several are several workloads.
+        trace: experts of each token [tokens, layers, top_k]; visits of tokens to nodes are counted on it.
+        num_nodes: nodes that the GPUs are divided among.
+    """
+
+    key: Annotated[str, OptionSpec(metavar="NAME,...")] = ""
+    trace: Path | None = None
+    num_nodes: int = 1
+
+
+class PlacementOptions(OptionModel):
+    """What a placement is to be.
+
+    Attributes:
+        num_gpus: GPUs that share the experts of a layer.
+        num_slots: experts that all GPUs hold. Default: no replicas.
+        num_groups: groups of experts that stay on one node each.
+        previous: placement to start from.
+        move_budget: experts GPUs may fetch, a layer; below 1 a part of the slots.
+        split: shares of the replicas of an expert.
+        objective: balance: GPUs only; traffic, pareto: few nodes for each token of --trace.
+        effort: exact proves small cases.
+        time_limit_s: for search, exact and traffic.
+        seed: of random choices.
+    """
+
+    num_gpus: Annotated[int, OptionSpec(metavar="G")] = 8
+    num_slots: Annotated[int | None, OptionSpec(metavar="S")] = None
+    num_groups: int | None = None
+    previous: Path | None = None
+    move_budget: Annotated[float | None, OptionSpec(metavar="M", needs=("previous",))] = None
+    split: Literal["uniform", "weighted"] = "uniform"
+    objective: Literal["balance", "traffic", "pareto"] = "balance"
+    effort: Annotated[Literal["fast", "search", "exact"], OptionSpec(barred_by=("move_budget",))] = "fast"
+    time_limit_s: Annotated[float, Field(ge=0), OptionSpec(metavar="S", needs=("effort", "objective"))] = 10.0
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class PlacementFiles(OptionModel):
+    """Where a placement goes.
+
+    Attributes:
+        out: where the placement is written.
+        to: format of --out.
+        plot: GPU loads before and after, as a picture.
+    """
+
+    out: Path | None = None
+    to: Annotated[FormatName, OptionSpec(needs=("out",))] = "npz"
+    plot: Annotated[Path | None, OptionSpec(metavar="FILE.svg")] = None
 
 
 @experts_app.command()
+@command()
 def place(
+    routing: RoutingOptions,
+    placement: PlacementOptions,
+    files: PlacementFiles,
     loads: LoadsArgument = None,
-    num_gpus: Annotated[
-        int, typer.Option("--num-gpus", metavar="G", help="GPUs that share the experts of a layer.")
-    ] = 8,
-    num_slots: Annotated[
-        int | None, typer.Option("--num-slots", metavar="S", help="Experts that all GPUs hold. Default: no replicas.")
-    ] = None,
-    num_nodes: NodesOption = 1,
-    num_groups: Annotated[
-        int | None, typer.Option("--num-groups", metavar="N", help="Groups of experts that stay on one node each.")
-    ] = None,
-    key: KeyOption = "",
-    previous: Annotated[Path | None, typer.Option(metavar="FILE", help="Placement to start from.")] = None,
-    move_budget: Annotated[
-        float | None, typer.Option(metavar="M", help="Experts GPUs may fetch, a layer; below 1 a part of the slots.")
-    ] = None,
-    trace: TraceOption = None,
-    split: Annotated[
-        Literal["uniform", "weighted"], typer.Option(help="Shares of the replicas of an expert.")
-    ] = "uniform",
-    objective: Annotated[
-        Literal["balance", "traffic", "pareto"],
-        typer.Option(help="balance: GPUs alone; traffic, pareto: few nodes for each token of --trace."),
-    ] = "balance",
-    effort: Annotated[Literal["fast", "search", "exact"], typer.Option(help="exact proves small cases.")] = "fast",
-    time_limit_s: Annotated[float, typer.Option(metavar="S", min=0.0, help="For search, exact and traffic.")] = 10.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of random choices.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the placement is written.")] = None,
-    to: Annotated[FormatName, typer.Option(help="Format of --out.")] = "npz",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="GPU loads before and after, as a picture.")
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Place the experts of every layer; balance, bound and gap of each."""
-    with exit_on_error():
-        from ..planner.expert_files import read_loads, read_trace
-        from ..planner.experts import read_placement, write_placement
-        from ..schema.errors import ConfigError
-        from ..solvers.experts.placement import place_experts
-        from .show.experts import as_json, placement_table, require_svg, save_heat_map
-        from .show.plan import show
+    from ..planner.expert_files import read_loads, read_trace
+    from ..planner.experts import read_placement, write_placement
+    from ..solvers.experts.placement import place_experts
+    from .show import show
+    from .show.experts import placement_json, placement_table, require_svg, save_heat_map
 
-        if not loads and trace is None:
-            raise ConfigError("nothing to place for: name a file of loads, or --trace")
-        if plot:
-            require_svg(plot)
-        scenarios = read_loads(loads, key) if loads else None
-        tokens = None if trace is None else read_trace(trace, "" if loads else key)
-        before = None if previous is None else read_placement(previous, num_gpus=num_gpus, num_nodes=num_nodes)
-        num_experts = scenarios.shape[2] if scenarios is not None else int(tokens.max()) + 1  # type: ignore[union-attr]
-        found = place_experts(
-            None,
-            scenarios=scenarios,
-            num_gpus=num_gpus,
-            num_nodes=num_nodes,
-            num_slots=num_slots or num_experts,
-            num_groups=num_groups,
-            previous=before,
-            move_budget=move_budget,
-            trace=tokens,
-            split=split,
-            objective=objective,
-            effort=effort,
-            time_limit_s=time_limit_s,
-            seed=seed,
-        )
-        if plot:
-            save_heat_map(plot, found, before)
-        if out is not None:
-            write_placement(found, out, to)
-        if json:
-            typer.echo(as_json(found))
-        else:
-            show(placement_table(found))
-        typer.echo(f"wrote {out}" if out else "add --out placement.npz to keep it", err=True)
+    if not loads and routing.trace is None:
+        raise ConfigError("nothing to place for: name a file of loads, or --trace")
+    if files.plot:
+        require_svg(files.plot)
+    scenarios = read_loads(loads, routing.key) if loads else None
+    trace = None if routing.trace is None else read_trace(routing.trace, "" if loads else routing.key)
+    before = None
+    if placement.previous is not None:
+        before = read_placement(placement.previous, num_gpus=placement.num_gpus, num_nodes=routing.num_nodes)
+    num_experts = scenarios.shape[2] if scenarios is not None else int(trace.max()) + 1  # type: ignore[union-attr]
+    typed = placement.model_dump(exclude={"previous", "num_slots"})
+    result = place_experts(
+        None, scenarios=scenarios, trace=trace, previous=before, num_nodes=routing.num_nodes,
+        num_slots=placement.num_slots or num_experts, **typed,
+    )  # fmt: skip
+    if files.plot:
+        save_heat_map(files.plot, result, before)
+    if files.out is not None:
+        write_placement(result, files.out, files.to)
+    if json:
+        typer.echo(placement_json(result))
+    else:
+        show(placement_table(result))
+    typer.echo(f"wrote {files.out}" if files.out else "add --out placement.npz to keep it", err=True)
 
 
 @experts_app.command()
+@command()
 def evaluate(
-    placement: Annotated[
-        Path, typer.Argument(metavar="PLACEMENT", help="A placement of any format that convert writes.")
-    ],
+    placement: PlacementArgument,
+    routing: RoutingOptions,
     loads: LoadsArgument = None,
     num_gpus: Annotated[
         int | None, typer.Option("--num-gpus", metavar="G", help="Where the file does not say.")
     ] = None,
-    num_nodes: NodesOption = 1,
-    key: KeyOption = "",
-    trace: TraceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """What other loads or tokens make of a placement, with uniform shares and with the shares that suit them best."""
-    with exit_on_error():
-        from ..planner.expert_files import counts_of, read_loads, read_trace
-        from ..planner.experts import read_placement
-        from ..schema.errors import ConfigError
-        from ..solvers.experts.homes import validate_trace
-        from ..solvers.experts.instance import validate_loads
-        from .show.experts import evaluation_json, evaluation_table
-        from .show.plan import show
+    """Say what other loads or tokens make of a placement, with uniform shares and with the shares that suit them best."""
+    from ..planner.expert_files import counts_of, read_loads, read_trace
+    from ..planner.experts import read_placement
+    from ..solvers.experts.homes import validate_trace
+    from ..solvers.experts.instance import validate_loads
+    from .show import show
+    from .show.experts import evaluation_json, evaluation_table
 
-        found = read_placement(placement, num_gpus=num_gpus, num_nodes=num_nodes)
-        if not loads and trace is None:
-            raise ConfigError("nothing to evaluate on: name a file of loads, or --trace")
-        tokens = None
-        if trace is not None:
-            tokens = validate_trace(read_trace(trace), len(found.physical_to_logical), found.num_experts)
-        measured = validate_loads(counts_of(tokens, found.num_experts)) if tokens is not None else None
-        result = found.evaluate(read_loads(loads, key) if loads else measured)
-        visits = None if tokens is None else found.evaluate_trace(tokens)
-        if json:
-            typer.echo(evaluation_json(result, visits))
-        else:
-            show(evaluation_table(result, visits))
+    placed = read_placement(placement, num_gpus=num_gpus, num_nodes=routing.num_nodes)
+    if not loads and routing.trace is None:
+        raise ConfigError("nothing to evaluate on: name a file of loads, or --trace")
+    trace = None
+    if routing.trace is not None:
+        trace = validate_trace(read_trace(routing.trace), len(placed.physical_to_logical), placed.num_experts)
+    counted = validate_loads(counts_of(trace, placed.num_experts)) if trace is not None else None
+    result = placed.evaluate(read_loads(loads, routing.key) if loads else counted)
+    visits = None if trace is None else placed.evaluate_trace(trace)
+    if json:
+        typer.echo(evaluation_json(result, visits))
+    else:
+        show(evaluation_table(result, visits))
 
 
 @experts_app.command()
+@command()
 def convert(
-    placement: Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement of any format.")],
+    placement: PlacementArgument,
     to: Annotated[FormatName, typer.Option(help="What to write.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where.")],
     num_gpus: Annotated[
         int | None, typer.Option("--num-gpus", metavar="G", help="Where the file does not say.")
     ] = None,
-    num_nodes: NodesOption = 1,
+    num_nodes: Annotated[int, typer.Option(metavar="N", help="Nodes that the GPUs are divided among.")] = 1,
     first_layer_idx: Annotated[
         int, typer.Option(metavar="N", min=0, help="Index in the model of the first layer with experts.")
     ] = 0,
 ) -> None:
     """Write a placement in the format of a serving engine, or one of theirs in ours."""
-    with exit_on_error():
-        from ..planner.experts import read_placement, write_placement
+    from ..planner.experts import read_placement, write_placement
 
-        found = read_placement(placement, num_gpus=num_gpus, num_nodes=num_nodes)
-        write_placement(found, out, to, first_layer_idx=first_layer_idx)
-        typer.echo(f"wrote {out}", err=True)
+    placed = read_placement(placement, num_gpus=num_gpus, num_nodes=num_nodes)
+    write_placement(placed, out, to, first_layer_idx=first_layer_idx)
+    typer.echo(f"wrote {out}", err=True)
+
+
+class RouterOptions(OptionModel):
+    """The router of a synthetic trace.
+
+    Attributes:
+        num_tokens: write a trace of so many tokens instead of loads.
+        top_k: experts of a token.
+        num_topics: topics of the tokens.
+        affinity: of topics to experts.
+        num_groups: group-limited routing.
+        top_groups: groups that a token keeps.
+    """
+
+    num_tokens: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=1), OptionSpec(metavar="K", needs=("num_tokens",))] = 8
+    num_topics: Annotated[int, Field(ge=1), OptionSpec(needs=("num_tokens",))] = 16
+    affinity: Annotated[float, OptionSpec(needs=("num_tokens",))] = 1.0
+    num_groups: Annotated[int, Field(ge=1), OptionSpec(needs=("num_tokens",))] = 1
+    top_groups: Annotated[int, Field(ge=1), OptionSpec(needs=("num_groups",))] = 1
+
+
+class LoadOptions(OptionModel):
+    """Synthetic loads.
+
+    Attributes:
+        num_layers: layers with experts.
+        num_experts: experts of a layer.
+        sigma: of the log-normal popularity.
+        steps: steps of time of the loads.
+        drift: log-normal change of every load at a step.
+        seed: of random choices.
+    """
+
+    num_layers: Annotated[int, Field(ge=1, le=1000), OptionSpec(metavar="L")] = 4
+    num_experts: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="E")] = 64
+    sigma: float = 0.9
+    steps: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="T", barred_by=("num_tokens",))] = 1
+    drift: Annotated[float, OptionSpec(needs=("steps",))] = 0.0
+    seed: Annotated[int, Field(ge=0)] = 0
 
 
 @experts_app.command()
+@command()
 def synth(
     out: Annotated[Path, typer.Option(metavar="FILE.npz", help="Where the data is written.")],
-    num_layers: Annotated[int, typer.Option("--num-layers", metavar="L", min=1, max=1000)] = 4,
-    num_experts: Annotated[int, typer.Option("--num-experts", metavar="E", min=1, max=10000)] = 64,
-    sigma: Annotated[float, typer.Option(metavar="X", help="Of the log-normal popularity.")] = 0.9,
-    steps: Annotated[int, typer.Option(metavar="T", min=1, max=10000, help="Steps of time of the loads.")] = 1,
-    drift: Annotated[float, typer.Option(metavar="X", help="Log-normal change of every load at a step.")] = 0.0,
-    num_tokens: Annotated[
-        int, typer.Option("--num-tokens", metavar="N", min=0, help="Write a trace of so many tokens instead of loads.")
-    ] = 0,
-    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1)] = 8,
-    num_topics: Annotated[int, typer.Option("--num-topics", metavar="N", min=1)] = 16,
-    affinity: Annotated[float, typer.Option(metavar="X", help="Of topics to experts.")] = 1.0,
-    num_groups: Annotated[int, typer.Option("--num-groups", metavar="N", min=1, help="Group-limited routing.")] = 1,
-    top_groups: Annotated[int, typer.Option("--top-groups", metavar="N", min=1)] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", min=0)] = 0,
+    loads: LoadOptions,
+    router: RouterOptions,
 ) -> None:
-    """Routing data with known structure (docs/experts.md has the formulas): loads, or with --num-tokens a trace."""
-    with exit_on_error():
-        import io
+    """Make routing data with known structure (docs/experts.md has the formulas): loads, or with --num-tokens a trace."""
+    import io
 
-        import numpy as np
+    import numpy as np
 
-        from ..schema.base import write_atomically
-        from ..schema.errors import ConfigError
-        from ..solvers.experts.synthetic import Router, synthetic_loads, synthetic_trace
+    from ..schema.base import write_atomically
+    from ..solvers.experts.synthetic import Router, synthetic_loads, synthetic_trace
 
-        if out.suffix != ".npz":
-            raise ConfigError(f"{out}: synthetic data is written as .npz")
-        if num_tokens:
-            router = Router(
-                num_layers=num_layers,
-                num_experts=num_experts,
-                top_k=top_k,
-                sigma=sigma,
-                num_topics=num_topics,
-                affinity=affinity,
-                num_groups=num_groups,
-                top_groups=top_groups,
-            )
-            name, array = "routed_experts", synthetic_trace(router, num_tokens, seed=seed)
-        else:
-            name = "load"
-            array = synthetic_loads(num_layers, num_experts, sigma=sigma, steps=steps, drift=drift, seed=seed)
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **{name: array})
-        write_atomically(out, buffer.getvalue())
-        typer.echo(f"wrote {out}: {name} {list(array.shape)}", err=True)
+    if out.suffix != ".npz":
+        raise ConfigError(f"{out}: synthetic data is written as .npz")
+    if router.num_tokens:
+        shape = loads.model_dump(include={"num_layers", "num_experts", "sigma"})
+        made = Router(**shape, **router.model_dump(exclude={"num_tokens"}))
+        name, array = "routed_experts", synthetic_trace(made, router.num_tokens, seed=loads.seed)
+    else:
+        name, array = "load", synthetic_loads(**loads.model_dump())
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: array})
+    write_atomically(out, buffer.getvalue())
+    typer.echo(f"wrote {out}: {name} {list(array.shape)}", err=True)
+
+
+class BenchOptions(OptionModel):
+    """The cases of a comparison.
+
+    Attributes:
+        num_gpus: GPUs that share the experts of a layer.
+        num_slots: experts that all GPUs hold. Default: 9 for every 8 experts.
+        key: arrays of a file to read, globs allowed; several are several workloads.
+        seed: of random choices.
+    """
+
+    num_gpus: Annotated[int, OptionSpec(metavar="G")] = 32
+    num_slots: Annotated[int | None, OptionSpec(metavar="S")] = None
+    key: Annotated[str, OptionSpec(metavar="NAME,...")] = ""
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+FILES = Mode(
+    name="files of loads",
+    when=lambda values: bool(values["loads"]),
+    takes=(BenchOptions,),
+    without=frozenset({"seed"}),
+    why="are not random",
+)
 
 
 @experts_app.command()
-def bench(
-    loads: LoadsArgument = None,
-    num_gpus: Annotated[int, typer.Option("--num-gpus", metavar="G")] = 32,
-    num_slots: Annotated[
-        int | None, typer.Option("--num-slots", metavar="S", help="Default: 9 for every 8 experts.")
-    ] = None,
-    key: KeyOption = "",
-    seed: Annotated[int, typer.Option(metavar="N", min=0)] = 0,
-    json: JsonOption = False,
-) -> None:
-    """Ours beside EPLB's algorithm on these loads, else on 58 layers of 256 experts with log-normal loads."""
-    with exit_on_error():
-        from ..planner.expert_files import read_loads
-        from ..solvers.experts.synthetic import synthetic_loads
-        from .show.experts import comparison, comparison_table
-        from .show.plan import show
+@command(FILES, Mode(takes=(BenchOptions,), without=frozenset({"key"}), name="no files of loads"))
+def bench(cases: BenchOptions, loads: LoadsArgument = None, json: JsonOption = False) -> None:
+    """Compare with EPLB's algorithm on these loads, else on 58 layers of 256 experts with log-normal loads."""
+    from ..planner.expert_files import read_loads
+    from ..solvers.experts.synthetic import synthetic_loads
+    from .show import show
+    from .show.experts import comparison, comparison_table
 
-        cases = (
-            {path.stem: read_loads([path], key) for path in loads}
-            if loads
-            else {f"log-normal {sigma}": synthetic_loads(58, 256, sigma=sigma, seed=seed) for sigma in (0.5, 0.9, 1.3)}
-        )
-        rows = [comparison(name, load, num_gpus=num_gpus, num_slots=num_slots) for name, load in cases.items()]
-        if json:
-            import json as json_module
+    loads_by_name = (
+        {path.stem: read_loads([path], cases.key) for path in loads}
+        if loads
+        else {
+            f"log-normal {sigma}": synthetic_loads(58, 256, sigma=sigma, seed=cases.seed) for sigma in (0.5, 0.9, 1.3)
+        }
+    )
+    sizes = {"num_gpus": cases.num_gpus, "num_slots": cases.num_slots}
+    rows = [comparison(name, load, **sizes) for name, load in loads_by_name.items()]
+    if json:
+        import json as json_module
 
-            typer.echo(json_module.dumps(rows, indent=1))
-        else:
-            show(comparison_table(rows))
+        typer.echo(json_module.dumps(rows, indent=1))
+    else:
+        show(comparison_table(rows))

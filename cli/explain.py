@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from .inputs import JsonOption
-from .show.report import write_report
-from .terminal import INTERRUPTED, exit_on_error
+from ..schema import Plan
+from ..schema.errors import ConfigError
+from .inputs import JsonOption, PlanArgument
+from .options import command
+from .terminal import INTERRUPTED
+
+if TYPE_CHECKING:
+    from ..engines import Imported
+    from ..schema import Estimate, Layout, OffloadSchedule
 
 
+@command()
 def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `meshwright plan` wrote.")],
+    plan: PlanArgument,
     why_not: Annotated[
         str,
         typer.Option(
@@ -32,54 +39,147 @@ def explain(
     them, this is the answer (exit code 0), with its numbers. Everything comes from the plan file, and every figure from estimating
     or searching again.
     """
-    with exit_on_error():
-        from ..planner import explain as make_explanation
-        from ..planner.deadline import Deadline
-        from ..schema import Plan
-        from ..schema.layout import parse_assignments
-        from .show.explain import explanation_tables
-        from .show.plan import show
-        from .terminal import searching_again, stopping_on_interrupt
+    from ..planner import explain as make_explanation
+    from ..planner.deadline import Deadline
+    from ..schema.layout import parse_assignments
+    from .show import show
+    from .show.explain import explanation_tables
+    from .terminal import searching_again, stopping_on_interrupt
 
-        wanted = parse_assignments(why_not)
-        given = Plan.load(plan)
-        deadline = Deadline(time_limit_s)
-        with searching_again(quiet=json), stopping_on_interrupt(deadline):
-            found = make_explanation(given, why_not=wanted, deadline=deadline)
-        if json:
-            typer.echo(found.model_dump_json(indent=2))
-        else:
-            for table in explanation_tables(given, found):
-                show(table)
-        if deadline.is_stopped:
-            raise typer.Exit(INTERRUPTED)
-        typer.echo(f"next: meshwright explain {plan} --why-not tp=2,... compares any other layout", err=True)
+    fields, given, deadline = parse_assignments(why_not), Plan.load(plan), Deadline(time_limit_s)
+    with searching_again(quiet=json), stopping_on_interrupt(deadline):
+        explanation = make_explanation(given, why_not=fields, deadline=deadline)
+    if json:
+        typer.echo(explanation.model_dump_json(indent=2))
+    else:
+        for table in explanation_tables(given, explanation):
+            show(table)
+    if deadline.is_stopped:
+        raise typer.Exit(INTERRUPTED)
+    typer.echo(f"next: meshwright explain {plan} --why-not tp=2,... compares any other layout", err=True)
 
 
-HtmlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--report", metavar="FILE.html", help="A self-contained page: where the step goes, timeline, memory, rank map."
-    ),
-]
-
-
-TraceOption = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE.json", help="The predicted step for chrome://tracing or ui.perfetto.dev."),
-]
-
-
+@command()
 def report(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `meshwright plan` wrote.")],
-    html: HtmlOption = None,
-    trace: TraceOption = None,
+    plan: PlanArgument,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE.html",
+            help="A self-contained page: where the step goes, timeline, memory, rank map.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE.json", help="The predicted step for chrome://tracing or ui.perfetto.dev."
+        ),
+    ] = None,
 ) -> None:
     """Draw a plan: a page that opens in any browser without a network, and the predicted step as a trace."""
-    with exit_on_error():
-        from ..schema import Plan
-        from ..schema.errors import ConfigError
+    from .show.report import write_report
 
-        if html is None and trace is None:
-            raise ConfigError("nothing to write", help="give --report report.html, --trace trace.json, or both")
-        write_report(Plan.load(plan), html, trace)
+    if html is None and trace is None:
+        raise ConfigError("nothing to write", help="give --report report.html, --trace trace.json, or both")
+    write_report(Plan.load(plan), html, trace)
+
+
+@command()
+def compare(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A configuration as `meshwright import` reads it, or another plan.json."),
+    ],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of the same model and cluster.")],
+    engine: Annotated[
+        str | None, typer.Option("--from", metavar="ENGINE", help="Whose it is, where its content leaves that open.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Set a present configuration, or another plan, next to a plan: what it costs with the plan's model, cluster and batch."""
+    from ..planner import compare as make_comparison
+    from .engines import tell_assumptions
+    from .show import show
+    from .show.explain import side_by_side
+
+    given = Plan.load(plan)
+    present = _other_plan(file, engine, given) if _is_plan(file) else _configuration(file, engine, given)
+    comparison = make_comparison(given, present.layout, present.estimate, schedule=present.schedule)
+    if json:
+        typer.echo(comparison.model_dump_json(indent=2))
+    else:
+        title, columns = f"{file} next to {plan}", [(present.name, comparison)]
+        show(side_by_side(title, given.layout, given.estimate.step_time_s, columns))
+    if present.imported is not None:
+        tell_assumptions(present.imported)
+    for line in present.notes:
+        typer.echo(f"note: {line}", err=True)
+    typer.echo(_verdict(present.estimate.step_time_s / given.estimate.step_time_s), err=True)
+
+
+class _Present(NamedTuple):
+    """What stands next to a plan: its name in the table, layout and costs, in what it differs otherwise, how it was read, and its
+    offload schedule.
+    """
+
+    name: str
+    layout: Layout
+    estimate: Estimate
+    notes: list[str]
+    imported: Imported | None = None
+    schedule: OffloadSchedule | None = None
+
+
+def _configuration(file: Path, engine: str | None, given: Plan) -> _Present:
+    from ..engines import read_configuration
+    from ..planner import estimate
+
+    imported = read_configuration(file, engine=engine, num_devices=given.cluster.num_devices, model=given.model)
+    costs = estimate(given.model, given.cluster, given.workload, imported.layout)
+    return _Present(imported.engine, imported.layout, costs, _other_workload(imported, given), imported)
+
+
+def _other_plan(file: Path, engine: str | None, given: Plan) -> _Present:
+    from ..planner.plan import estimate_with_schedule
+    from ..planner.request import OffloadRequest
+
+    if engine is not None:
+        raise ConfigError(f"--from {engine} with {file}, which is a plan of ours", help="leave out --from")
+    other = Plan.load(file)
+    differing = [name for name in ("model", "cluster", "workload") if getattr(other, name) != getattr(given, name)]
+    if not differing:
+        return _Present("the other plan", other.layout, other.estimate, [], schedule=other.offload)
+    costs, scheduled = estimate_with_schedule(
+        given.model, given.cluster, given.workload, other.layout, offload=OffloadRequest.of(other)
+    )
+    note = f"{file} is for another {' and '.join(differing)}; its layout is costed with the plan's"
+    schedule = None if scheduled is None else scheduled.schedule
+    return _Present("the other plan", other.layout, costs, [note], schedule=schedule)
+
+
+def _is_plan(file: Path) -> bool:
+    from ..schema.base import read_json
+
+    if file.suffix != ".json":
+        return False
+    content = read_json(file)
+    return isinstance(content, dict) and {"schema_version", "layout"} <= content.keys()
+
+
+def _other_workload(imported: Imported, plan: Plan) -> list[str]:
+    """Return where the configuration's own workload is another than the plan's."""
+    ours = plan.workload
+    return [
+        f"{name} is {value} in the configuration; both are costed with the plan's {getattr(ours, name)}"
+        for name in ("global_batch_size", "seq_len", "precision")
+        if (value := getattr(imported, name)) is not None and value != getattr(ours, name)
+    ]
+
+
+def _verdict(slower: float) -> str:
+    if slower == 1:
+        return "both take the same time"
+    if slower > 1:
+        return f"the plan takes {100 / slower:.1f} % of its time"
+    return f"it takes {100 * slower:.1f} % of the plan's time"

@@ -1,24 +1,43 @@
-"""Turn what the user typed into the objects that several commands start from: model, cluster, workload, offers, offload."""
+"""Option models that several commands share, and the objects they become: model, cluster, workload, offers, offload request."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from pydantic import Field
+
+from ..schema.base import OptionSpec
+from ..schema.errors import ConfigError
+from ..schema.task import Engine, Workload
+from ..schema.units import GIB
+from .options import OptionModel
 
 if TYPE_CHECKING:
     from ..planner.request import OffloadRequest
-    from ..planner.tasks.generation import GenerationRequest
-    from ..schema import ClusterSpec, ModelSpec, Offer, Workload
+    from ..schema import ClusterSpec, ModelSpec, Offer
+
+_PRECISIONS_BY_PREFERENCE = ("bf16-mixed", "fp16-mixed", "fp32")
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Models that begin so; where none does, the shell offers files."""
+    """Return the models of the catalogue that begin so; where none does, the shell offers files."""
     from ..schema.catalogue import model_names
 
     return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def complete_clusters(incomplete: str) -> list[str]:
+    """Return `local`, or devices behind a count: 64xH1 becomes 64xH100-SXM-80GB."""
+    from ..schema.catalogue import device_entries
+
+    count, times, begun = incomplete.rpartition("x")
+    if times and all(part.isdecimal() for part in count.split("x")):
+        return [f"{count}x{name}" for name in device_entries() if name.lower().startswith(begun.lower())]
+    return [name for name in ("local",) if name.startswith(incomplete)]
 
 
 ModelArgument = Annotated[
@@ -29,348 +48,222 @@ ModelArgument = Annotated[
         autocompletion=complete_models,
     ),
 ]
-
-
-CLUSTER_HELP = (
-    "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, "
-    "local (this machine, measured) or local:RANKS."
-)
-
-
-def complete_clusters(incomplete: str) -> list[str]:
-    """`local`, or devices behind a count: 64xH1 becomes 64xH100-SXM-80GB."""
-    from ..schema.catalogue import device_entries
-
-    count, times, begun = incomplete.rpartition("x")
-    if times and all(part.isdecimal() for part in count.split("x")):
-        return [f"{count}x{name}" for name in device_entries() if name.lower().startswith(begun.lower())]
-    return [name for name in ("local",) if name.startswith(incomplete)]
-
-
-ClusterOrProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="CLUSTER",
-        help=CLUSTER_HELP + " Needed unless --profile is given.",
-        autocompletion=complete_clusters,
-    ),
-]
-
-
-ClusterOrOffersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="CLUSTER",
-        help=CLUSTER_HELP + " Needed unless --offers or --profile is given.",
-        autocompletion=complete_clusters,
-    ),
-]
-
-
-BatchOption = Annotated[
-    int, typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster.")
-]
-
-
-SeqLenOption = Annotated[int, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence.")]
-
-
-OptionalBatchOption = Annotated[
-    int | None,
-    typer.Option("--global-batch-size", metavar="N", help="Sequences of one step over the whole cluster. Needed."),
-]
-
-
-OptionalSeqLenOption = Annotated[
-    int | None, typer.Option("--seq-len", metavar="N", help="Tokens of one sequence. Needed.")
-]
-
-
-PrecisionOption = Annotated[
-    str | None,
-    typer.Option(metavar="P", help="bf16-mixed, fp16-mixed, fp8 or fp32. Default: the best that the device trains in."),
-]
-
-
-OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help="adamw or sgd.")]
-
-
-AttentionOption = Annotated[str, typer.Option(metavar="KIND", help="flash (fused) or math (keeps the score matrix).")]
-
-
-EngineOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts."
-    ),
-]
-
-
-CalibrateOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="RUNS.csv",
-        help="Measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.",
-    ),
-]
-
-
-OffloadOption = Annotated[
-    Literal["none", "auto", "activations", "optimizer", "params"],
-    typer.Option(
-        help="What may lie on the host: nothing, whatever is fastest, or of one kind only (docs/offload.md). The default is none: "
-        "what the host has is not known of most clusters."
-    ),
-]
-
-
-HostMemoryOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="G",
-        min=0,
-        help="For --offload and --infer: memory of one node that may be used. Default: as the cluster says.",
-    ),
-]
-
-
-NvmeOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="A folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.",
-    ),
-]
-
-
-NvmeSizeOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="G", min=0, help="For --nvme: what may be written there. Default: what is free on this machine."
-    ),
-]
-
-
-TrainOption = Annotated[
-    str,
-    typer.Option(
-        metavar="HOW",
-        help="full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters beside a frozen model; zeroth-order: two "
-        "forward passes and no backward one.",
-    ),
-]
-
-
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="What `meshwright profile` measured: the cluster, or with --cluster its devices."
-    ),
-]
-
-
-ForeignOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-foreign-profile", help="Use a profile of other hardware or software, or one that was edited."
-    ),
-]
-
-
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `meshwright plan` wrote.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table.")]
 
 
-def read_cluster(cluster: str | None, profile: Path | None, *, allow_foreign: bool) -> str | ClusterSpec:
-    """The cluster that was typed, that a profile describes, or that was typed with devices as a profile measured them.
+class ProfileOptions(OptionModel):
+    """Measurements of the machines.
+
+    Attributes:
+        profile: what `meshwright profile` measured of this machine.
+        allow_foreign_profile: use a profile of other hardware or software, or one that was edited.
+    """
+
+    profile: Path | None = None
+    allow_foreign_profile: Annotated[bool, OptionSpec(needs=("profile",))] = False
+
+
+class ClusterOptions(ProfileOptions):
+    """The machines.
+
+    Attributes:
+        cluster: GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or
+            local:RANKS. Needed unless --profile (or, for cost, --offers) is given.
+        profile: what `meshwright profile` measured: the cluster, or with --cluster its devices.
+    """
+
+    cluster: Annotated[str | None, OptionSpec(metavar="CLUSTER", complete=complete_clusters)] = None
+
+    def read(self) -> ClusterSpec:
+        """Return the cluster that was named, that the profile describes, or that was named with devices as the profile has them.
+
+        Raises:
+            ConfigError: neither is given, or the name means nothing.
+            ProfileError: the profile is not of this machine or not of this cluster's devices.
+        """
+        from ..schema import ClusterSpec
+        from .terminal import reading_cluster
+
+        if self.profile is None:
+            if self.cluster is None:
+                raise ConfigError("no cluster is given", help="add --cluster or --profile")
+            with reading_cluster(self.cluster):
+                return ClusterSpec.parse(self.cluster)
+        from ..profilers.profiled_cluster import with_measured_devices
+
+        measured = read_profiled_cluster(self.profile, allow_foreign=self.allow_foreign_profile)
+        if self.cluster is None:
+            return measured
+        with reading_cluster(self.cluster):
+            return with_measured_devices(ClusterSpec.parse(self.cluster), measured)
+
+
+def read_profiled_cluster(path: Path, *, allow_foreign: bool) -> ClusterSpec:
+    """Return the cluster of a profile; what is foreign about an allowed one is said on stderr.
 
     Raises:
-        ConfigError: neither is given.
-        ProfileError: the profile is not of this machine or not of this cluster's devices.
+        ProfileError: it is not of this machine.
     """
-    from ..schema import ClusterSpec, ConfigError
-    from .terminal import reading_cluster
-
-    if profile is None:
-        if allow_foreign:
-            raise ConfigError("--allow-foreign-profile is for --profile")
-        if cluster is None:
-            raise ConfigError("no cluster is given", help="add --cluster or --profile")
-        return cluster
     from ..profilers.files import load_profile
-    from ..profilers.profiled_cluster import profiled_cluster, with_measured_devices
+    from ..profilers.profiled_cluster import profiled_cluster
 
-    found, problems = load_profile(profile, allow_foreign=allow_foreign)
+    profile, problems = load_profile(path, allow_foreign=allow_foreign)
     for problem in problems:
-        typer.echo(f"foreign profile {profile}: {problem}", err=True)
-    measured = profiled_cluster(found)
-    if cluster is None:
-        return measured
-    with reading_cluster(cluster):
-        return with_measured_devices(ClusterSpec.parse(cluster), measured)
+        typer.echo(f"foreign profile {path}: {problem}", err=True)
+    return profiled_cluster(profile)
 
 
-def read_inputs(
-    model: str,
-    cluster: str | ClusterSpec,
-    *,
-    global_batch_size: int,
-    seq_len: int,
-    precision: str | None,
-    optimizer: str,
-    attention: str,
-    engine: str = "fsdp2",
-    calibrate: Path | None = None,
-    train: str = "full",
-) -> tuple[ModelSpec, ClusterSpec, Workload]:
-    """Parse what the user typed.
+class TrainingOptions(OptionModel):
+    """One training step.
 
-    Raises:
-        ConfigError: a name, number or file does not mean anything, or the sequence is longer than the model allows.
+    Attributes:
+        engine: who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.
+        train: full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters next to a frozen model; zeroth-order: two
+            forward passes and no backward one.
+        calibrate: measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.
     """
-    from ..planner import default_precision
-    from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
-    from .terminal import reading_cluster
 
-    spec = ModelSpec.resolve(model)
-    if spec.embedding.num_positions and seq_len > spec.embedding.num_positions:
-        raise ConfigError(
-            f"seq_len {seq_len} exceeds the {spec.embedding.num_positions} learned positions of {spec.name}",
-            help=f"use --seq-len {spec.embedding.num_positions} or less",
-        )
-    if isinstance(cluster, str):
-        with reading_cluster(cluster):
-            machine = ClusterSpec.parse(cluster)
-    else:
-        machine = cluster
-    if calibrate is not None:
+    mirrors = Workload
+
+    global_batch_size: int
+    seq_len: int
+    optimizer: str
+    attention: str
+    engine: Annotated[Engine, OptionSpec(metavar="NAME")] = "fsdp2"
+    train: Annotated[str, OptionSpec(metavar="HOW")] = "full"
+    calibrate: Annotated[Path | None, OptionSpec(metavar="RUNS.csv")] = None
+
+    def calibrated(self, cluster: ClusterSpec) -> ClusterSpec:
+        """Return a cluster with the correction that the runs of --calibrate make of its device's rates."""
+        if self.calibrate is None:
+            return cluster
         from ..validation.table_calibration import calibration_from_table
 
-        machine = machine.replace(calibration=calibration_from_table(calibrate, machine))
-        typer.echo(f"calibration of {machine.weakest_device.name}: {machine.calibration}", err=True)
-    from ..schema.task import parse_training
+        cluster = cluster.replace(calibration=calibration_from_table(self.calibrate, cluster))
+        typer.echo(f"calibration of {cluster.weakest_device.name}: {cluster.calibration}", err=True)
+        return cluster
 
-    workload = Workload(
-        seq_len=seq_len,
-        global_batch_size=global_batch_size,
-        precision=precision or default_precision(machine),  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        attention=attention,  # type: ignore[arg-type]
-        engine=engine,  # type: ignore[arg-type]
-        **parse_training(train),
-    )
-    return spec, machine, workload
+    def workload(self, model: ModelSpec, cluster: ClusterSpec, precision: str | None) -> Workload:
+        """Return the workload; without a precision in the best one that the devices train in.
+
+        Raises:
+            ConfigError: a name or number means nothing, or the sequence is longer than the model allows.
+        """
+        from ..planner import default_precision
+        from ..schema.task import parse_training
+
+        if model.embedding.num_positions and self.seq_len > model.embedding.num_positions:
+            raise ConfigError(
+                f"seq_len {self.seq_len} exceeds the {model.embedding.num_positions} learned positions of {model.name}",
+                help=f"use --seq-len {model.embedding.num_positions} or less",
+            )
+        typed = self.model_dump(include={*Workload.model_fields})
+        return Workload(**typed, precision=precision or default_precision(cluster), **parse_training(self.train))
 
 
-def offload_request(
-    kinds: str, *, host_memory_gib: float | None, nvme: Path | None, nvme_gib: float | None
-) -> OffloadRequest | None:
-    """What the user lets leave the devices; None without --offload.
+class PrecisionOptions(OptionModel):
+    """The numbers.
 
-    Raises:
-        ConfigError: an option without the one that it belongs to, or a folder of unknown size.
+    Attributes:
+        precision: bf16-mixed, fp16-mixed, fp8 or fp32; with --infer bf16, fp16 or fp32. Default: the best that the device has.
     """
-    from ..schema import ConfigError
 
-    if kinds == "none":
-        given = {"--host-memory-gib": host_memory_gib, "--nvme": nvme, "--nvme-gib": nvme_gib}
-        alone = [name for name, value in given.items() if value is not None]
-        if alone:
-            raise ConfigError(f"{', '.join(alone)} without --offload", help="add --offload auto")
-        return None
-    if nvme is None and nvme_gib is not None:
-        raise ConfigError("--nvme-gib without --nvme", help="say which folder: --nvme PATH")
-    from ..planner.request import OffloadRequest
-
-    return OffloadRequest(
-        kinds=kinds,  # type: ignore[arg-type]
-        host_memory_bytes=None if host_memory_gib is None else host_memory_gib * 2**30,
-        storage_path=None if nvme is None else str(nvme),
-        storage_bytes=0.0 if nvme is None else _free_bytes(nvme, nvme_gib),
-    )
+    precision: Annotated[str | None, OptionSpec(metavar="P")] = None
 
 
-def inference_request(
-    *,
-    batch_size: int | None,
-    host_memory_gib: float | None,
-    nvme: Path | None,
-    nvme_gib: float | None,
-    host_attention_gb_per_s: float | None,
-    latency_limit_s: float | None,
-) -> GenerationRequest:
-    """What the user fixes of a plan for generation.
+class OffloadOptions(OptionModel):
+    """What may lie off the devices, and where.
 
-    Raises:
-        ConfigError: a folder of unknown size, or a size without a folder.
+    Attributes:
+        offload: what may lie on the host: nothing, whatever is fastest, or of one kind only (docs/offload.md). The default is none:
+            what the host has is not known of most clusters.
     """
-    from ..planner.tasks.generation import GenerationRequest
 
-    places = offload_request("auto", host_memory_gib=host_memory_gib, nvme=nvme, nvme_gib=nvme_gib)
-    assert places is not None
-    rate = host_attention_gb_per_s
-    return GenerationRequest(
-        batch_size=batch_size,
-        host_memory_bytes=places.host_memory_bytes,
-        storage_bytes=places.storage_bytes,
-        host_attention_bytes_per_s=None if rate is None else rate * 1e9,
-        latency_limit_s=latency_limit_s,
-    )
+    offload: Literal["none", "auto", "activations", "optimizer", "params"] = "none"
 
 
-def _free_bytes(path: Path, size_gib: float | None) -> float:
-    import shutil
+class HostOptions(OptionModel):
+    """The memory next to the devices.
 
-    from ..schema import ConfigError
+    Attributes:
+        host_memory_gib: memory of one node that may be used. Default: as the cluster says.
+        nvme: a folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.
+        nvme_gib: what may be written there. Default: what is free on this machine.
+    """
 
-    if size_gib is not None:
-        return size_gib * 2**30
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder of this machine", help="say what may be written there: --nvme-gib G")
-    return float(shutil.disk_usage(path).free)
+    host_memory_gib: Annotated[float | None, Field(ge=0), OptionSpec(metavar="G", needs=("offload",))] = None
+    nvme: Annotated[Path | None, OptionSpec(metavar="PATH", needs=("offload",))] = None
+    nvme_gib: Annotated[float | None, Field(ge=0), OptionSpec(metavar="G", needs=("nvme",))] = None
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Return the memory of a node that may be used; None: as the cluster says."""
+        return None if self.host_memory_gib is None else self.host_memory_gib * GIB
+
+    def storage_bytes(self) -> float:
+        """Return what may be written to the drives of a node; 0 without a folder.
+
+        Raises:
+            ConfigError: the folder is not one of this machine, so that its free space is unknown.
+        """
+        if self.nvme is None:
+            return 0.0
+        if self.nvme_gib is not None:
+            return self.nvme_gib * GIB
+        if not self.nvme.is_dir():
+            raise ConfigError(
+                f"{self.nvme} is not a folder of this machine", help="say what may be written there: --nvme-gib G"
+            )
+        return float(shutil.disk_usage(self.nvme).free)
+
+    def offload_request(self, kinds: str) -> OffloadRequest | None:
+        """Return what the planner may move off the devices; None: nothing.
+
+        Raises:
+            ConfigError: as for `storage_bytes`.
+        """
+        if kinds == "none":
+            return None
+        from ..planner.request import OffloadRequest
+
+        return OffloadRequest(
+            kinds=kinds,  # type: ignore[arg-type]
+            host_memory_bytes=self.memory_bytes,
+            storage_path=None if self.nvme is None else str(self.nvme),
+            storage_bytes=self.storage_bytes(),
+        )
 
 
-_PREFERENCE = ("bf16-mixed", "fp16-mixed", "fp32")
-
-
-def read_offers(cluster: str | None, offers: Path | None, *, calibrate: Path | None) -> tuple[Offer, ...]:
-    """The offers of a file; none where a cluster is given instead.
+def read_offers(cluster: ClusterOptions, step: TrainingOptions, offers: Path | None) -> tuple[Offer, ...]:
+    """Return the offers of a file; none where a cluster or a profile is given instead.
 
     Raises:
         ConfigError: neither or both are given, or the file does not hold offers with prices.
     """
-    from ..schema import ConfigError
     from ..schema.offers import offers_from_file
 
-    if (cluster is None) == (offers is None):
-        given = "neither is" if cluster is None else "both are"
-        raise ConfigError(
-            f"a plan needs --cluster, or --objective cost with --offers: {given} given",
-            help="for one kind of machine: --cluster 64xH100-SXM-80GB",
-        )
     if offers is None:
+        if cluster.cluster is None and cluster.profile is None:
+            raise ConfigError(
+                "--objective cost needs --cluster or --offers: neither is given",
+                help="for one kind of machine: --cluster 64xH100-SXM-80GB",
+            )
         return ()
-    if calibrate is not None:
+    if cluster.profile is not None:
+        raise ConfigError("--profile is of one machine, not of offers of several", help="use --cluster")
+    if cluster.cluster is not None:
+        raise ConfigError("--objective cost needs --cluster or --offers: both are given", help="leave out --cluster")
+    if step.calibrate is not None:
         raise ConfigError("--calibrate corrects one cluster, not offers of several", help="use --cluster")
     return offers_from_file(str(offers))
 
 
 def common_cluster(offers: Sequence[Offer]) -> ClusterSpec:
-    """The cluster that decides the precision: the first one whose best precision is the least of all, so that all have it."""
+    """Return the cluster that decides the precision: the first one whose best precision is one that all others have too."""
     from ..planner import default_precision
 
-    return max((offer.cluster for offer in offers), key=lambda cluster: _PREFERENCE.index(default_precision(cluster)))
-
-
-def require_cost(**options: object) -> None:
-    """Options that only mean something for --objective cost.
-
-    Raises:
-        ConfigError: one of them is given.
-    """
-    from ..schema import ConfigError
-
-    for name, value in options.items():
-        if value:
-            raise ConfigError(f"--{name.replace('_', '-')} is for --objective cost", help="add --objective cost")
+    return max(
+        (offer.cluster for offer in offers),
+        key=lambda cluster: _PRECISIONS_BY_PREFERENCE.index(default_precision(cluster)),
+    )

@@ -7,9 +7,9 @@ import typer
 from .apply import ApplyCommand, apply, tokens
 from .calibrate import calibrate
 from .catalogue import devices, doctor, models
-from .engines import compare, export, import_configuration
+from .engines import export, import_configuration
 from .experts import experts_app
-from .explain import explain, report
+from .explain import compare, explain, report
 from .plan import estimate, plan
 from .profile import profile_app
 from .validate import validate
@@ -29,7 +29,7 @@ app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your o
 app.command()(tokens)
 app.command()(export)
 app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)
-app.command(short_help="Set a present configuration beside a plan.")(compare)
+app.command(short_help="Set a present configuration next to a plan.")(compare)
 app.command(short_help="Correct a profile by what `apply` measured.")(calibrate)
 app.command(short_help="Score predictions against a table of measured runs.")(validate)
 app.command()(models)

@@ -36,7 +36,7 @@ def exit_on_error() -> Iterator[None]:
 
 @contextmanager
 def stopping_on_interrupt(deadline: Deadline) -> Iterator[None]:
-    """While open, Ctrl-C stops ``deadline``; once more, or where there is no answer yet, it is a KeyboardInterrupt."""
+    """Let Ctrl-C stop ``deadline``; once more, or where there is no answer yet, it is a KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

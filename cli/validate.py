@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..schema.base import OptionSpec
+from ..schema.errors import ConfigError
 from .inputs import JsonOption
-from .terminal import exit_on_error
+from .options import OptionModel, command
 
 if TYPE_CHECKING:
     from ..schema import Calibration
@@ -24,18 +26,28 @@ Part = Literal["fit", "held-out"]
 NOT_SELECTED = "not selected by --source, --split or --part"
 
 
+class RowOptions(OptionModel):
+    """Which rows are scored.
+
+    Attributes:
+        source: only this source_set; repeatable.
+        split: only rows of this split.
+        part: only the half that coefficients were chosen on (fit), or only the other (held-out).
+    """
+
+    source: Annotated[tuple[str, ...], OptionSpec(metavar="NAME")] = ()
+    split: Annotated[str | None, OptionSpec(metavar="NAME")] = None
+    part: Part | None = None
+
+
+@command()
 def validate(
     runs: Annotated[
         Path, typer.Argument(metavar="RUNS.csv", help="Measured runs, one a line (docs/accuracy.md has the columns).")
     ],
+    selection: RowOptions,
     groups: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Table with a column decision_group: score our choice in each.")
-    ] = None,
-    source: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this source_set; repeatable.")] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="Only rows of this split.")] = None,
-    part: Annotated[
-        Part | None,
-        typer.Option(help="Only the half that coefficients were chosen on (fit), or only the other (held-out)."),
     ] = None,
     calibrate: Annotated[
         Path | None,
@@ -56,61 +68,61 @@ def validate(
     json: JsonOption = False,
 ) -> None:
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
-    with exit_on_error():
-        from ..validation import predict, read_groups, read_runs, score_groups, score_sources
-        from ..validation.table_calibration import cross_validate
-        from .show.plan import show
-        from .show.validation import calibration_table, memory_table, notes_table, time_table
+    from ..validation import predict, read_groups, read_runs, score_groups, score_sources
+    from ..validation.table_calibration import cross_validate
+    from .show import show
+    from .show.validation import calibration_table, memory_table, notes_table, time_table
 
-        names = read_groups(groups) if groups else []
-        if plot:
-            _pyplot()
-        rows = read_runs(runs)
-        selected = _select(rows, source or [], split, part, runs)
-        calibrations, selected = _calibrations(calibrate, selected)
-        predictions = predict(selected, calibrations)
-        choices = score_groups(selected, predictions, names)
-        scores = score_sources(selected, predictions, choices)
-        crossed = cross_validate(selected, calibration_runs) if calibration_runs else {}
-        if plot:
-            _save_plot(plot, selected, predictions)
-        if json:
-            document = _document(rows, selected, predictions, scores, choices)
-            typer.echo(json_module.dumps(document | _calibration_document(calibrations, crossed), indent=1))
-            return
-        show(time_table(scores))
-        show(memory_table(scores))
-        if crossed:
-            show(calibration_table(crossed, calibration_runs or 0))
-        show(notes_table(scores))
-        typer.echo("next: meshwright validate with --json for every row", err=True)
+    names = read_groups(groups) if groups else []
+    if plot:
+        _pyplot()
+    rows = read_runs(runs)
+    calibrations, selected = _calibrations(calibrate, _select(rows, selection, runs))
+    predictions = predict(selected, calibrations)
+    choices = score_groups(selected, predictions, names)
+    scores = score_sources(selected, predictions, choices)
+    crossed = cross_validate(selected, calibration_runs) if calibration_runs else {}
+    if plot:
+        _save_plot(plot, selected, predictions)
+    if json:
+        document = _document(rows, selected, predictions, scores, choices)
+        typer.echo(json_module.dumps(document | _calibration_document(calibrations, crossed), indent=1))
+        return
+    show(time_table(scores))
+    show(memory_table(scores))
+    if crossed:
+        show(calibration_table(crossed, calibration_runs or 0))
+    show(notes_table(scores))
+    typer.echo("next: meshwright validate with --json for every row", err=True)
 
 
-def _select(rows: list[RunRow], sources: list[str], split: str | None, part: Part | None, path: Path) -> list[RunRow]:
-    """Rows of the wanted sources, split and part.
+def _select(rows: list[RunRow], selection: RowOptions, path: Path) -> list[RunRow]:
+    """Return the rows of the requested sources, split and part.
 
     Raises:
-        ConfigError: nothing is left, with what there is.
+        ConfigError: there are none, with what there is.
     """
-    from ..schema import ConfigError
-
-    for names, found, option in (
+    sources, split, part = selection.source, selection.split, selection.part
+    for names, known, option in (
         (sources, {row.source_set for row in rows}, "--source"),
-        ([split] if split else [], {row.split for row in rows}, "--split"),
+        ((split,) if split else (), {row.split for row in rows}, "--split"),
     ):
-        unknown = [name for name in names if name not in found]
+        unknown = [name for name in names if name not in known]
         if unknown:
-            known = ", ".join(sorted(name for name in found if name)) or "none"
-            raise ConfigError(f"{path} has no rows of {option} {unknown[0]}", help=f"it has: {known}")
-    wanted = [row for row in rows if (not sources or row.source_set in sources) and (not split or row.split == split)]
-    chosen = [row for row in wanted if part in (None, row.part)]
-    if not chosen:
+            listed = ", ".join(sorted(name for name in known if name)) or "none"
+            raise ConfigError(f"{path} has no rows of {option} {unknown[0]}", help=f"it has: {listed}")
+    selected = [
+        row
+        for row in rows
+        if (not sources or row.source_set in sources) and (not split or row.split == split) and part in (None, row.part)
+    ]
+    if not selected:
         raise ConfigError(f"{path} has no rows that are of that --source, --split and --part at once")
-    return chosen
+    return selected
 
 
 def _calibrations(path: Path | None, selected: list[RunRow]) -> tuple[dict[str, Calibration], list[RunRow]]:
-    """Calibrations by device, and the rows with those that were calibrated on marked, so that they are not scored."""
+    """Return calibrations by device, and the rows; those that were calibrated on are marked, so that they are not scored."""
     from dataclasses import replace
 
     from ..validation import read_runs
@@ -164,7 +176,7 @@ def _row(row: RunRow, prediction: Prediction | None) -> dict[str, Any]:
 
 
 def _pyplot() -> Any:
-    """matplotlib, drawing to files.
+    """Return matplotlib, drawing to files.
 
     Raises:
         ConfigError: it is not installed.
@@ -172,8 +184,6 @@ def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError:
-        from ..schema import ConfigError
-
         raise ConfigError(
             "--plot needs matplotlib, which is not installed", help="pip install 'meshwright[plot]'"
         ) from None
@@ -184,8 +194,7 @@ def _pyplot() -> Any:
 
 
 def _save_plot(path: Path, rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> None:
-    """One log-log panel per source: scored rows, the diagonal, and a factor of two either side."""
-    from ..schema import ConfigError
+    """Draw one log-log panel per source: scored rows, the diagonal, and a factor of two either side."""
     from ..schema.base import write_atomically
 
     points: dict[str, list[tuple[float, float]]] = {}

@@ -1,0 +1,71 @@
+"""Show answers on the terminal: plans, explanations, profiles, experts and scores as tables, a plan as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ...schema import ClusterSpec
+
+BAR_WIDTH = 20
+PIPE_WIDTH = 140
+
+
+def show(renderable: RenderableType) -> None:
+    """Print on stdout; a pipe or a narrow terminal still gets full columns."""
+    console = Console(soft_wrap=False)
+    console = console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+    console.print(renderable)
+
+
+def headed_table(title: str, *columns: str, text: Collection[str] = ("",), bold: bool = True) -> Table:
+    """Return an empty table with a line of column names, right-aligned but for those in ``text``."""
+    table = Table(
+        title=Text(title, style="bold" if bold else "") if title else None,
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for idx, name in enumerate(columns):
+        is_text = name in text
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text or idx == 0, overflow="fold")
+    return table
+
+
+def figures_table(title: str, num_figures: int = 2, *, has_text: bool = True) -> Table:
+    """Return an empty table of rows: what it is, some figures, and words about them."""
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False
+    )
+    table.add_column(min_width=26, overflow="fold")
+    for _ in range(num_figures):
+        table.add_column(justify="right", no_wrap=True)
+    if has_text:
+        table.add_column(overflow="fold")
+    return table
+
+
+def cluster_title(cluster: ClusterSpec) -> str:
+    """Return devices and links in a line."""
+    groups = ", ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
+    links = " + ".join(level.link.name for level in cluster.levels) if cluster.num_devices > 1 else ""
+    return f"{groups} ({links})" if links else groups
+
+
+def bar(share: float) -> str:
+    """Return a bar of BAR_WIDTH for all."""
+    return "[cyan]" + "#" * max(0, min(BAR_WIDTH, round(BAR_WIDTH * share))) + "[/]"
+
+
+def list_table(*columns: str, text: Collection[str] = ()) -> Table:
+    """Return an empty table without lines for a long list: a name, and right-aligned figures but for those in ``text``."""
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "left" if column.header in text else "right"
+    return table

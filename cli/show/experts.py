@@ -60,7 +60,7 @@ def placement_table(found: ExpertPlacement) -> Table:
     return table
 
 
-def as_json(found: ExpertPlacement) -> str:
+def placement_json(found: ExpertPlacement) -> str:
     """Every field."""
     fields = {name: getattr(found, name) for name in found.__dataclass_fields__}
     return json.dumps({name: _plain(value) for name, value in fields.items()})

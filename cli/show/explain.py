@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schema.units import format_bytes, format_count, format_seconds
-from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload, bar, cluster_title
+from . import bar, cluster_title
+from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload
 
 if TYPE_CHECKING:
     from ...planner.explain.explanation import Comparison, Explanation, StageHeadroom, WhyNot

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...schema.units import format_bytes, format_count, format_seconds
-from .plan import bar, cluster_title, figures_table
+from . import bar, cluster_title, figures_table
 
 if TYPE_CHECKING:
     from ...schema.generation import GenerationPlan, PhaseEstimate
@@ -24,7 +24,7 @@ CACHE_TITLES = {
 STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on storage"}
 
 
-def inference_table(plan: GenerationPlan) -> Table:
+def generation_table(plan: GenerationPlan) -> Table:
     """Batch, times with what binds them, places, memory, what more of each would be worth."""
     title = f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}: generation"
     table = figures_table(title)

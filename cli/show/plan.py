@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from rich import box
-from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +13,7 @@ from rich.text import Text
 from ...cost_models.pipeline.simulation import placement
 from ...schema.schedules import V_SCHEDULES
 from ...schema.units import format_bytes, format_count, format_seconds
+from . import bar, cluster_title, figures_table
 
 if TYPE_CHECKING:
     from ...schema import (
@@ -31,13 +31,7 @@ if TYPE_CHECKING:
     )
 
 
-BAR_WIDTH = 20
-
-
 MAX_STAGE_ROWS = 16
-
-
-PIPE_WIDTH = 140
 
 
 TIME_TITLES = {
@@ -52,13 +46,6 @@ TIME_TITLES = {
     "optimizer": "optimizer",
     "offload": "waiting for the host",
 }
-
-
-def show(renderable: RenderableType) -> None:
-    """Print on stdout; a pipe or a narrow terminal still gets whole columns."""
-    console = Console(soft_wrap=False)
-    console = console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
-    console.print(renderable)
 
 
 def plan_table(plan: Plan) -> Table:
@@ -102,25 +89,6 @@ def estimate_table(
     _add_time(table, estimate)
     _add_memory(table, cluster, estimate)
     return table
-
-
-def figures_table(title: str) -> Table:
-    """An empty table of rows: what it is, two figures, and words about them."""
-    table = Table(
-        title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False
-    )
-    table.add_column(min_width=26, overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
-def cluster_title(cluster: ClusterSpec) -> str:
-    """Devices and links in a line."""
-    groups = ", ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
-    links = " + ".join(level.link.name for level in cluster.levels) if cluster.num_devices > 1 else ""
-    return f"{groups} ({links})" if links else groups
 
 
 def _add_layout(table: Table, workload: Workload, layout: Layout) -> None:
@@ -257,11 +225,6 @@ def _stage_layers(stage: Stage, model: ModelSpec) -> str:
         parts.insert(0, "embedding")
     parts += [layers[idx].kind for idx in stage.layer_idxs if layers[idx].kind in ("head", "mtp")]
     return ", ".join(parts)
-
-
-def bar(share: float) -> str:
-    """A bar of BAR_WIDTH for the whole."""
-    return "[cyan]" + "#" * max(0, min(BAR_WIDTH, round(BAR_WIDTH * share))) + "[/]"
 
 
 _STYLES = {"chosen": "[bold green]", "on the front": "[bold]", "dearer": "", "not examined": "[yellow]"}

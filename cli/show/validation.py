@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
+from ...schema.units import format_seconds
+from . import headed_table
+
 if TYPE_CHECKING:
+    from ...schema import Calibration, ClusterSpec
+    from ...validation.run_calibration import PlanRun
     from ...validation.score import MemoryScore, SourceScore
     from ...validation.table_calibration import CalibrationScore
 
@@ -111,4 +117,17 @@ def calibration_table(scores: dict[str, CalibrationScore], num_runs: int) -> Tab
             source or "(none)", score.device, str(score.draws), str(score.rows), *times,
             _percent(score.bias_after, sign=True), *memory,
         )  # fmt: skip
+    return table
+
+
+def runs_table(runs: Sequence[PlanRun], cluster: ClusterSpec, calibration: Calibration) -> Table:
+    """Compare the step times of runs with their predictions, without a calibration and with this one."""
+    from ...schema import Calibration
+    from ...validation.run_calibration import reestimate
+
+    table = headed_table("step time of the runs", "layout", "measured", "predicted", "calibrated", text=("layout",))
+    clusters = [cluster.replace(calibration=ratios) for ratios in (Calibration(), calibration)]
+    for run in runs:
+        predicted = [reestimate(run.plan, changed).step_time_s for changed in clusters]
+        table.add_row(str(run.plan.layout), *map(format_seconds, (run.step_time_s, *predicted)))
     return table

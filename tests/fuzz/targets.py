@@ -20,7 +20,7 @@ import mutations
 import numpy as np
 import torch
 import yaml
-from meshwright.cli.show.generation import inference_table
+from meshwright.cli.show.generation import generation_table
 from meshwright.engines import export, read_configuration
 from meshwright.engines.documents import ENGINES
 from meshwright.planner import estimate
@@ -240,7 +240,7 @@ def small_generation() -> GenerationPlan:
 def _generation(path: Path) -> None:
     found = GenerationPlan.load(path)
     assert GenerationPlan.model_validate_json(found.model_dump_json()) == found
-    inference_table(found)
+    generation_table(found)
 
 
 def _layout_text(path: Path) -> None:

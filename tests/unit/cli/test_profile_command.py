@@ -19,7 +19,7 @@ def alone(monkeypatch, tmp_path):
     ("arguments", "said"),
     [
         (["--budget-s", "0"], "must be positive"),
-        (["--seq-len", "0"], "must be positive"),
+        (["--model", "smollm2-135m", "--seq-len", "0"], "--seq-len"),
         (["--parts", "compute,gpu"], "no part is called 'gpu'"),
         (["--out", "no/such/folder.json"], "no such folder"),
         (["--nvme", "no-such-folder"], "no such folder"),

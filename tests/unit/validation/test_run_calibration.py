@@ -121,9 +121,10 @@ def test_command_writes_a_sealed_profile(tmp_path: Path) -> None:
 def test_metrics_that_end_early_or_belong_to_another_plan_are_refused(tmp_path: Path) -> None:
     plan, metrics = saved_run(tmp_path, plans()[0])
     with pytest.raises(ConfigError, match="data sheets"):
-        from meshwright.cli.calibrate import _cluster
+        from meshwright.cli.calibrate import _profiled_cluster
+        from meshwright.cli.inputs import ProfileOptions
 
-        _cluster(read_run(plan, metrics).plan.cluster, None, allow_foreign=False)
+        _profiled_cluster(read_run(plan, metrics).plan.cluster, ProfileOptions())
     metrics.write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="does not end with a comparison"):
         read_run(plan, metrics)
