@@ -80,7 +80,12 @@ def as_measured(
 def _points_of(layer: Layer, setting: CostInputs) -> list[LayerPoint]:
     """Measured under this workload's sequence length and dtype, without recompute."""
     profile, workload = setting.cluster.profile, setting.workload
-    if profile is None or not profile.layers or workload.engine != "fsdp2" or workload.adapters is not None:
+    if (
+        profile is None
+        or not profile.layers
+        or not workload.engine_facts.is_own_runtime
+        or workload.adapters is not None
+    ):
         return []
     dtypes = _LAYER_DTYPES.get(workload.precision, ())
     return [

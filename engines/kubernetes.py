@@ -33,7 +33,7 @@ _FILE = "/tmp/plan.json"
 LIMITS = (
     Limit(
         "own_engine",
-        lambda p: p.workload.engine == "fsdp2",
+        lambda p: p.workload.engine_facts.is_own_runtime,
         lambda p: (
             f"the plan is for {p.workload.engine}: the pods run `meshwright apply`, which has an engine of its own"
         ),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ..schema.arrays import IntArray
-from ..schema.engine_facts import exchange_rules, sequence_rules
+from ..schema.engine_facts import ENGINES, exchange_rules, sequence_rules
 from ..schema.layout import LAYOUT_FIELDS, Layout
 from ..schema.layout_rules import ProblemFacts
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, LayoutTable, column_of
@@ -84,14 +84,6 @@ def always(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
     return np.ones_like(c["tp"], dtype=bool)
 
 
-ZERO_STAGES: dict[Engine, tuple[int, ...]] = {"megatron": (0, 1)}
-"""What is enumerated where an engine has not all of 0 to 3; asking for another one names the engine's rule."""
-
-
-_LEVELS_UNDER_ZERO_3: tuple[Engine, ...] = ("fsdp2", "deepspeed")
-"""Engines that keep parameters within fewer ranks than gradients and optimizer states (schema/runnable.py)."""
-
-
 def with_levels(
     c: Columns, engine: Engine, fixed: Mapping[str, Any], islands: Sequence[int], *, runnable: bool
 ) -> Columns:
@@ -100,7 +92,7 @@ def with_levels(
     widths = [np.ones_like(dp)]
     if given := [int(fixed[name]) for name in ("optimizer_shard", "gradient_shard") if name in fixed]:
         widths = [np.full_like(dp, given[0])]
-    elif not runnable and engine in _LEVELS_UNDER_ZERO_3:
+    elif not runnable and ENGINES[engine].keeps_parameters_closer:
         widths += [np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), dp) for size in islands] + [dp]
     rows = []
     for idx, width in enumerate(widths):
@@ -145,7 +137,7 @@ def with_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> C
     """The schedules that the micro-batches allow."""
     pp, microbatches = c["pp"], c["num_microbatches"]
     possible = np.ones_like(pp, dtype=bool)
-    fills = (microbatches >= pp) | (pp == 1) | (workload.engine != "fsdp2")
+    fills = (microbatches >= pp) | (pp == 1) | (not workload.engine_facts.is_own_runtime)
     schedule = np.where(fills, SCHEDULE_NAMES.index("1f1b"), SCHEDULE_NAMES.index("gpipe"))
     if "schedule" in fixed:
         schedule = np.full_like(schedule, SCHEDULE_NAMES.index(fixed["schedule"]))
@@ -154,7 +146,7 @@ def with_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> C
     if fixed.get("offload") == "parameters":
         possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
     c = c | {"schedule": schedule}
-    if "schedule" not in fixed and workload.engine == "fsdp2":
+    if "schedule" not in fixed and workload.engine_facts.is_own_runtime:
         return _with_split_backward(select(c, possible), microbatches[possible])
     return select(c, possible)
 
@@ -224,7 +216,7 @@ class Enumeration:
     @property
     def is_ours(self) -> bool:
         """Whether the plan is for our own runtime."""
-        return self.workload.engine == "fsdp2"
+        return self.workload.engine_facts.is_own_runtime
 
     @cached_property
     def problem(self) -> ProblemFacts:
@@ -361,7 +353,7 @@ class Enumeration:
             if "dp_replicate" in fixed
             else c | {"dp_replicate": self.left(c)}
         )
-        c = self.cross(c, "zero_stage", ZERO_STAGES.get(engine, (0, 1, 2, 3)), has_zero_stage)
+        c = self.cross(c, "zero_stage", ENGINES[engine].zero_stages, has_zero_stage)
         c = select(c, has_zero_stage(c))
         c = with_levels(c, engine, fixed, islands, runnable=runnable)
         return with_schedule(c, self.workload, fixed)

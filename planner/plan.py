@@ -24,7 +24,8 @@ from ..schema import (
     Stage,
     Workload,
 )
-from ..schema.engine_rules import RULES_OF_ENGINE, VERSION_RULES
+from ..schema.engine_facts import PLANNED_ENGINES
+from ..schema.engine_rules import VERSION_RULES
 from ..schema.layers import Block
 from ..schema.layout import Recompute, check_fields, format_assignments
 from ..schema.layout_rules import ENGINE_RULES
@@ -90,8 +91,8 @@ def plan(
         SolverLimitError: the time limit came before any layout that fits.
     """
     fixed = check_fields(fixed or {})
-    if workload.engine not in RULES_OF_ENGINE:
-        raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(RULES_OF_ENGINE))
+    if workload.engine_facts.rules is None:
+        raise ConfigError(f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(PLANNED_ENGINES))
     runnable = is_runnable(model, workload, runnable)
     deadline = deadline or Deadline(time_limit_s)
     if expert_load is not None:
@@ -285,9 +286,9 @@ def estimate_with_schedule(
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
     """Why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
     problem = problem_facts(model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
-    of_engine = RULES_OF_ENGINE.get(workload.engine, ())
-    broken = broken_rules(layout, problem, of_engine + (VERSION_RULES if workload.engine == "fsdp2" else ()))
-    return broken if workload.engine == "fsdp2" else (*broken, f"it is costed for {workload.engine}")
+    engine = workload.engine_facts
+    broken = broken_rules(layout, problem, (engine.rules or ()) + (VERSION_RULES if engine.is_own_runtime else ()))
+    return broken if engine.is_own_runtime else (*broken, f"it is costed for {workload.engine}")
 
 
 def default_precision(cluster: ClusterSpec) -> Precision:
@@ -324,7 +325,7 @@ def _stage(first: int, options: list[Recompute], is_block: list[bool]) -> Stage:
 def _notes(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, chosen: Candidate, fastest: Candidate
 ) -> tuple[str, ...]:
-    notes, is_ours = [], workload.engine == "fsdp2"
+    notes, is_ours = [], workload.engine_facts.is_own_runtime
     if not is_ours:
         notes.append(f"for {workload.engine}: `meshwright apply` does not execute this plan")
     if chosen.idx != fastest.idx:

@@ -38,7 +38,7 @@ def require_schedulable(workload: Workload, fixed: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: another engine, training without a backward pass, or a pipeline.
     """
-    if workload.engine != "fsdp2":
+    if not workload.engine_facts.is_own_runtime:
         raise ConfigError(
             f"offload schedules are planned for fsdp2, not for {workload.engine}",
             help="fix its own switches instead: --space full --fix offload=optimizer",
@@ -165,7 +165,7 @@ class PlanRequest:
 def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
     """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
     if runnable is None:
-        return workload.engine == "fsdp2" and not why_not_runnable(model, workload)
+        return workload.engine_facts.is_own_runtime and not why_not_runnable(model, workload)
     if runnable:
         require_our_engine(workload)
     return runnable

@@ -1,7 +1,7 @@
 """Stages of a mixed layout: which layers each holds and what every block of them recomputes (solvers/stages/stage_program.py).
 
 Where an engine recomputes any block, each stage fills its memory by itself. Where it recomputes the first blocks of every stage, as
-many on each (cost_models/layer/data.py: FIRST_BLOCKS), there is a program for each number of them, without choices of its own.
+many on each (EngineFacts.recomputes_first_blocks), there is a program for each number of them, without choices of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.hardware.kernels import FIRST_BLOCKS
 from ..cost_models.stage import memory
 from ..cost_models.stage.contents import contents_between
 from ..cost_models.stage.memory import stage_headroom_bytes, stage_memory_terms
@@ -304,7 +303,7 @@ def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bo
 
 def programs(layers: Layers, worth_s: list[float]) -> Iterator[Program]:
     """The programs of a layout one of whose answers may be faster than the last of ``worth_s``, which the caller adds to."""
-    if layers.costs.least.workload.engine not in FIRST_BLOCKS:
+    if not layers.costs.least.workload.engine_facts.recomputes_first_blocks:
         yield free_program(layers)
         return
     most = int(layers.first_blocks(np.ones(len(layers.kinds)), len(layers.kinds)).max(initial=0))

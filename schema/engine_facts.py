@@ -24,7 +24,7 @@ from .layout_rules import ENGINE_RULES, EXCHANGE_RULES, TOKENS_OF_EXPERTS, Rule
 from .units import MIB
 
 
-class Passes(NamedTuple):
+class KernelTraffic(NamedTuple):
     """Memory-bound kernels: elements read and written forward and backward, and kernels launched."""
 
     forward: float
@@ -49,14 +49,14 @@ class EngineKernels(NamedTuple):
         bias: the gradient of one bias, a sum over tokens, per element of the product's output; none where the product does it.
     """
 
-    norm: Passes
-    rotary: Passes
-    gated: Passes
-    plain: Passes
-    loss: Passes
-    residual: Passes
-    qkv: Passes
-    bias: Passes
+    norm: KernelTraffic
+    rotary: KernelTraffic
+    gated: KernelTraffic
+    plain: KernelTraffic
+    loss: KernelTraffic
+    residual: KernelTraffic
+    qkv: KernelTraffic
+    bias: KernelTraffic
 
 
 class DataParallelFacts(NamedTuple):
@@ -174,20 +174,22 @@ class EngineFacts:
 # loss's casts are kernels each. Loss: forward cast (1.5) and log-softmax; backward zeros of the picked ones (1), softmax, cast
 # back (1.5).
 TORCH_KERNELS = EngineKernels(
-    norm=Passes(2.2, 6.9, 1, 2),
-    rotary=Passes(9, 9, 8, 8),
-    gated=Passes(5, 9, 2, 3),
-    plain=Passes(2, 3, 1, 1),
-    loss=Passes(3.8, 8.6, 3, 3),
-    residual=Passes(6, 6, 2, 2),
-    qkv=Passes(0, 0, 0, 0),
-    bias=Passes(0, 1, 0, 1),
+    norm=KernelTraffic(2.2, 6.9, 1, 2),
+    rotary=KernelTraffic(9, 9, 8, 8),
+    gated=KernelTraffic(5, 9, 2, 3),
+    plain=KernelTraffic(2, 3, 1, 1),
+    loss=KernelTraffic(3.8, 8.6, 3, 3),
+    residual=KernelTraffic(6, 6, 2, 2),
+    qkv=KernelTraffic(0, 0, 0, 0),
+    bias=KernelTraffic(0, 1, 0, 1),
 )
-FUSED_NORM = Passes(2.2, 4.0, 1, 2)
-FUSED_ROTARY = Passes(2, 2, 2, 2)
-FUSED_GATED = Passes(3, 5, 1, 1)
-_STEPWISE_LOSS = Passes(9.5, 3.5, 7, 3)  # Megatron's vocab_parallel_cross_entropy, step by step
-_COPIED_CONTEXT = Passes(0.67, 2.67, 1, 2)  # the attended context is copied, the gradients of q, k and v concatenated
+FUSED_NORM = KernelTraffic(2.2, 4.0, 1, 2)
+FUSED_ROTARY = KernelTraffic(2, 2, 2, 2)
+FUSED_GATED = KernelTraffic(3, 5, 1, 1)
+_STEPWISE_LOSS = KernelTraffic(9.5, 3.5, 7, 3)  # Megatron's vocab_parallel_cross_entropy, step by step
+_COPIED_CONTEXT = KernelTraffic(
+    0.67, 2.67, 1, 2
+)  # the attended context is copied, the gradients of q, k and v concatenated
 
 _RECORDS = (
     EngineFacts(
@@ -220,9 +222,9 @@ _RECORDS = (
             norm=FUSED_NORM,
             rotary=FUSED_ROTARY,
             gated=FUSED_GATED,
-            loss=Passes(7.5, 3.5, 4, 2),
-            qkv=Passes(0, 2, 0, 1),
-            bias=Passes(0, 0, 0, 0),
+            loss=KernelTraffic(7.5, 3.5, 4, 2),
+            qkv=KernelTraffic(0, 2, 0, 1),
+            bias=KernelTraffic(0, 0, 0, 0),
         ),
         # Megatron-Core's recipes: overlap_grad_reduce during the last backward pass, overlap_param_gather during the first
         # forward pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
@@ -303,6 +305,7 @@ _RECORDS = (
 )
 
 ENGINES: dict[str, EngineFacts] = {engine.name: engine for engine in _RECORDS}
+PLANNED_ENGINES = tuple(name for name, engine in ENGINES.items() if engine.rules is not None)
 OWN_ENGINE = next(name for name, engine in ENGINES.items() if engine.is_own_runtime)
 
 if TYPE_CHECKING:

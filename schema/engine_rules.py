@@ -229,10 +229,3 @@ micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSp
 with sequence parallelism (--ds-sequence-parallel-size). In stage 3 mics_shard_size shards everything over islands and sums over
 them when the step ends; zero_hpz_partition_size keeps a second copy of the parameters within islands for the backward pass.
 """
-
-RULES_OF_ENGINE: dict[str, tuple[Rule, ...]] = {
-    "fsdp2": FSDP2_RULES,
-    "megatron": MEGATRON_RULES,
-    "deepspeed": DEEPSPEED_RULES,
-}
-"""What each engine that can be planned for needs besides ENGINE_RULES."""

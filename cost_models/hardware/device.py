@@ -112,7 +112,7 @@ def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
         full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points) if is_fp8 else gemm,
         gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
-        expert_by_expert=workload.engine != "fsdp2",  # Transformer Engine's GroupedLinear loops over streams
+        expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
         attention=None if is_cpu else _attention_rates(cluster, workload),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=elementwise * ratio.elementwise,

@@ -9,7 +9,6 @@ import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.arrays import FloatArray
-from ...schema.task import Engine
 from ..coefficients import coefficients
 from ..measured import copy_bytes_per_s, host_update_bytes_per_s, measured_interference
 from .overlap import STREAMS, Fabric, interference
@@ -33,7 +32,9 @@ def host_link_bytes_per_s(to_storage: Array, cluster: ClusterSpec) -> Array:
 def host_update_s_per_param(workload: Workload, cluster: ClusterSpec, to_storage: Array, update_bytes: float) -> Array:
     """Seconds per parameter of a rank's shard to update it on the host."""
     # Gradients go down in the compute dtype where the engine reduces them so (DeepSpeed), else as they were accumulated.
-    gradient_bytes = workload.compute_bytes if workload.engine == "deepspeed" else workload.master_bytes
+    gradient_bytes = (
+        workload.compute_bytes if workload.engine_facts.offloads_compute_gradients else workload.master_bytes
+    )
     link = host_link_bytes_per_s(np.zeros_like(to_storage), cluster)
     moved = (gradient_bytes + workload.compute_bytes) / link
     update = update_bytes * cluster.largest_node / host_update_bytes_per_s(cluster)
@@ -169,7 +170,7 @@ def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArr
 def update_bytes_per_param(workload: Workload) -> float:
     """Bytes read and written for one parameter by the optimizer step, all passes of the engine."""
     masters = (_STEP_BYTES[workload.optimizer] + _CLIP_BYTES) * workload.master_bytes / 4
-    return masters + (0.0 if workload.precision == "bf16" else _COPY_BYTES[workload.engine])
+    return masters + (0.0 if workload.precision == "bf16" else workload.engine_facts.update_copy_bytes)
 
 
 _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
@@ -178,13 +179,3 @@ _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 
 _CLIP_BYTES = 12.0
 """Gradient clipping: read for the norm; read and write for the scale."""
-
-
-_COPY_BYTES: dict[Engine, float] = {
-    "fsdp2": 0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
-    "megatron": 6.0,  # the compute dtype's copy is written; the gradient buffer is zeroed
-    "deepspeed": 24.0,  # the same; gradients cast to fp32, checked for overflow and unscaled
-    "nanotron": 10.0,  # the same as megatron's, the copy in a pass of its own
-    "internevo": 24.0,  # as deepspeed
-    "aceso": 6.0,  # as megatron
-}

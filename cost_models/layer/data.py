@@ -19,7 +19,6 @@ from ...schema.layout_table import OFFLOADS, LayoutTable
 from ..coefficients import coefficients
 from ..hardware.collectives import collective_s
 from ..hardware.host import host_link_bytes_per_s
-from ..hardware.kernels import DATA_PARALLEL
 from .operators import CostInputs
 
 
@@ -116,7 +115,7 @@ def _sharded_s(
     forward pass. What is whole (parameters below zero 3) is gathered over S.
     """
     workload, cluster, batch = setting.workload, setting.cluster, setting.batch
-    facts = DATA_PARALLEL[workload.engine]
+    facts = workload.engine_facts.data_parallel
     in_parts = batch.zero_stage == 3
     gathered = num_trained * workload.compute_bytes + frozen_bytes
     reduced = num_trained * float(workload.gradient_bytes)
@@ -129,8 +128,10 @@ def _sharded_s(
     levels = np.zeros(len(batch))
     if np.any(ranks.optimizer > ranks.parameters):
         from_owners = collective_s("all_gather", gathered, ranks.optimizer, ranks.stride, cluster)
-        gather = np.where(in_parts & (not facts.gathers_owned), regather, from_owners)
-        levels = levels + np.where(in_parts & (not facts.gathers_owned), _gather_once_s(gathered, ranks, cluster), 0.0)
+        gather = np.where(in_parts & (not facts.gathers_from_owners), regather, from_owners)
+        levels = levels + np.where(
+            in_parts & (not facts.gathers_from_owners), _gather_once_s(gathered, ranks, cluster), 0.0
+        )
         levels = levels + collective_s(
             "reduce_scatter",
             reduced / ranks.gradients,
@@ -178,12 +179,12 @@ def passes_bytes_per_param(batch: LayoutTable, workload: Workload) -> FloatArray
     pass of their own once micro-batches accumulate: autograd in the compute dtype, nanotron in fp32 (FP32GradientAccumulator). Runs
     of Megatron-Core on H100 and GB200 show 10 +- 1 bytes beyond their products, whatever the micro-batch.
     """
-    m, b = batch.num_microbatches, workload.compute_bytes
-    if workload.engine == "fsdp2":
+    m, b, summed_by = batch.num_microbatches, workload.compute_bytes, workload.engine_facts.sums_gradients
+    if summed_by == "shards":
         return _copied_bytes_per_param(batch, workload)
-    if workload.engine == "megatron":
+    if summed_by == "products":
         return np.asarray(m * 8.0, dtype=np.float64)
-    added = b + 8 if workload.engine == "nanotron" else 3 * b
+    added = b + 8 if summed_by == "fp32" else 3 * b
     return np.asarray(np.where(m > 1, m * added, 0), dtype=np.float64)
 
 
@@ -212,7 +213,7 @@ def _copied_bytes_per_param(batch: LayoutTable, workload: Workload) -> FloatArra
 
 def hides(batch: LayoutTable, workload: Workload) -> tuple[IntArray, IntArray]:
     """1 where gathers, and where reductions, run beside compute, 0 where after it [N]."""
-    facts = DATA_PARALLEL[workload.engine]
+    facts = workload.engine_facts.data_parallel
     return (
         np.asarray(workload.overlap & (batch.zero_stage >= facts.gather_hides_from), dtype=np.int64),
         np.asarray(workload.overlap & (batch.zero_stage >= facts.reduction_hides_from), dtype=np.int64),
@@ -221,18 +222,18 @@ def hides(batch: LayoutTable, workload: Workload) -> tuple[IntArray, IntArray]:
 
 def hides_in_chunks(workload: Workload) -> bool:
     """Whether communication of one model chunk runs beside the compute of others."""
-    return workload.overlap and DATA_PARALLEL[workload.engine].hides_in_chunks
+    return workload.overlap and workload.engine_facts.data_parallel.hides_in_chunks
 
 
 def num_buckets(batch: LayoutTable, workload: Workload, num_params: FloatArray) -> FloatArray:
     """All-reduces of a layer's whole gradients [N]; a share of a bucket is filled by its neighbours."""
-    buckets = num_params * workload.compute_bytes / DATA_PARALLEL[workload.engine].bucket_bytes
+    buckets = num_params * workload.compute_bytes / workload.engine_facts.data_parallel.bucket_bytes
     return np.asarray(np.where((batch.zero_stage == 0) & (buckets > 0), buckets, 1.0))
 
 
 def num_collectives(batch: LayoutTable, workload: Workload, num_tensors: int) -> IntArray:
     """Collectives of one layer's parameters under ZeRO-1 [N]: one bucket, or one a tensor."""
-    by_tensor = DATA_PARALLEL[workload.engine].zero1_by_tensor & (batch.zero_stage == 1)
+    by_tensor = workload.engine_facts.data_parallel.zero1_by_tensor & (batch.zero_stage == 1)
     return np.asarray(np.where(by_tensor, num_tensors, 1), dtype=np.int64)
 
 
@@ -244,4 +245,4 @@ def has_copies(layout: Any, workload: Workload) -> Array:
 
 def _is_whole(layout: Any, workload: Workload) -> Array:
     """Whether our runtime has whole fp32 replicas and nothing more: gradients are reduced in DDP's buckets, which stay."""
-    return layout.is_replicated & (workload.engine == "fsdp2") & (workload.precision == "fp32")
+    return layout.is_replicated & workload.engine_facts.is_own_runtime & (workload.precision == "fp32")

@@ -23,7 +23,7 @@ from ..hardware.device import device_rates
 from ..hardware.host import host_costs, host_link_bytes_per_s, waiting_s
 from ..measured import as_measured, with_measured_attention
 from .data import LayerParams, data_parallel_s, without_reductions
-from .operators import CostInputs, FusedAttention, Gemm, Layer, Operator, Softmax, is_megatron, layer_operators
+from .operators import CostInputs, FusedAttention, Gemm, Layer, Operator, Softmax, layer_operators
 from .parallel import (
     AddedTime,
     context_parallel,
@@ -251,7 +251,7 @@ def softmax_kernels(workload: Workload) -> Softmax | None:
     """
     if workload.attention == "flash":
         return None
-    return "fused" if is_megatron(workload) and workload.compute_bytes == 2 else "separate"
+    return "fused" if workload.engine_facts.is_eager_like_megatron and workload.compute_bytes == 2 else "separate"
 
 
 def _operator_times(operators: tuple[Operator, ...], setting: CostInputs) -> list[OperatorTime]:

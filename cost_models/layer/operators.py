@@ -19,11 +19,12 @@ import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
+from ...schema.engine_facts import OWN_ENGINE, EngineKernels, KernelTraffic
 from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention, Traced
 from ...schema.layout_table import LayoutTable
 from ...schema.task import Engine, Fusion
 from ..coefficients import coefficients, remembered
-from ..hardware.kernels import DROPOUT, EngineKernels, KernelTraffic, add_traffic, kernels_of_engine
+from ..hardware.kernels import DROPOUT, add_traffic, kernels_of_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ def layer_operators(
     seq_len: int,
     *,
     unfused: Softmax | None = None,
-    engine: Engine = "fsdp2",
+    engine: Engine = OWN_ENGINE,
     dropout: bool = False,
     fusion: Fusion = "engine",
     on_cpu: bool = False,
@@ -360,8 +361,3 @@ def model_flops_per_token(
             elif isinstance(op, FusedAttention):
                 total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
     return total
-
-
-def is_megatron(workload: Workload) -> bool:
-    """Whether the engine runs Megatron's layers and pipeline, or something as eager."""
-    return workload.engine in ("megatron", "deepspeed", "aceso", "internevo")

@@ -47,7 +47,7 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import OperatorTime
 from ..hardware.device import device_rates
-from .operators import CostInputs, Layer, Operator, is_megatron
+from .operators import CostInputs, Layer, Operator
 
 
 def tensor_parallel_s(layer: Layer, setting: CostInputs) -> tuple[FloatArray, FloatArray]:
@@ -111,7 +111,7 @@ def _overlapped_reduction_s(
     places of a block where a reduction is due.
     """
     hidden = np.zeros(len(setting.batch))
-    if setting.workload.engine != "megatron" or not setting.workload.overlap:
+    if not (setting.workload.overlap and setting.workload.engine_facts.hides_reduction_in_weight_gradient):
         return hidden
     one_s = _reduction_s(setting)
     for op, time in zip(operators, times, strict=True):
@@ -138,7 +138,7 @@ def _repeated_communication_s(
     the backward pass reads.
     """
     full = selective = pairs_s - last
-    if is_megatron(workload):
+    if workload.engine_facts.is_eager_like_megatron:
         full = pairs_s
         selective = np.zeros_like(pairs_s) if workload.attention == "math" else selective
     is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
@@ -295,7 +295,7 @@ def _exchange_s(token_bytes: FloatArray, moe: MoE, setting: CostInputs) -> Float
     """
     top_k, batch, cluster = moe.top_k, setting.batch, setting.cluster
     plain = collective_s("all_to_all", top_k * token_bytes, batch.ep, batch.expert_tp, cluster)
-    if setting.workload.engine != "megatron" or len(cluster.levels) == 1:
+    if not setting.workload.engine_facts.sends_tokens_once_per_node or len(cluster.levels) == 1:
         return plain
     inside = np.gcd(np.maximum(cluster.scaleup_domain // batch.expert_tp, 1), batch.ep)
     domains = batch.ep // inside

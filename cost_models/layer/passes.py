@@ -15,7 +15,7 @@ from ..hardware.compute import OperatorTime
 from ..hardware.device import device_rates
 from ..hardware.host import HostCosts, host_costs, waiting_s
 from .data import has_copies
-from .operators import CORE_ATTENTION, CostInputs, FusedAttention, Gemm, Layer, Operator, is_megatron
+from .operators import CORE_ATTENTION, CostInputs, FusedAttention, Gemm, Layer, Operator
 from .parallel import mixture_of
 
 
@@ -93,7 +93,7 @@ def recompute_s(
     (runtime/recompute.py). Megatron repeats the whole layer, and selective is the core of unfused attention: scores, softmax,
     dropout and both products (arXiv:2205.05198 section 5).
     """
-    if is_megatron(workload):
+    if workload.engine_facts.is_eager_like_megatron:
         full = times
         cheap = [time for op, time in zip(operators, times, strict=True) if _is_repeated_core(op, workload)]
     else:

@@ -17,13 +17,12 @@ import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.arrays import FloatArray
+from ...schema.engine_facts import MemoryFacts
 from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from ...schema.layout import Recompute
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.task import LowRank
-from ..hardware import kernels
-from ..hardware.kernels import MemoryFacts
-from .operators import Layer, is_megatron, layer_operators
+from .operators import Layer, layer_operators
 from .parallel import token_share
 from .parameters import adapted_products
 
@@ -277,16 +276,16 @@ def activation_bytes(
         compute_bytes=workload.compute_bytes,
         unfused_norm=cluster.weakest_device.backend.is_host,
         score_width=workload.seq_len if workload.attention == "math" else 0,
-        engine=kernels.MEMORY.get(workload.engine),
+        engine=workload.engine_facts.memory,
         every_second=workload.selective == "alternate_products",
-        saves_fp8=workload.precision in ("fp8", "nvfp4") and workload.engine == "megatron",
+        saves_fp8=workload.precision in ("fp8", "nvfp4") and workload.engine_facts.saves_fp8_inputs,
         eager=workload.fusion == "eager",
         frozen=workload.adapters is not None,
         dropout=workload.dropout,
         fp8_activation_input=workload.fp8_activation_input,
     )
     choices = [_elements_under_recompute(layer, hidden_dim, recompute, how, workload) for recompute in RECOMPUTES]
-    if is_megatron(workload) and workload.attention == "math":
+    if workload.engine_facts.is_eager_like_megatron and workload.attention == "math":
         # Selective drops what lies between query, key, value and the output of attention, and nothing else.
         choices[RECOMPUTES.index("selective")] = _elements_under_recompute(
             layer, hidden_dim, "none", replace(how, score_width=0), workload

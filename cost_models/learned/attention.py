@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema.arrays import FloatArray
+from ...schema.engine_facts import ENGINES
 from .trees import ResidualModel
 
 TERMS = ("launch_s", "product", "softmax", "tail", "traffic")
@@ -70,7 +71,7 @@ def kernel_name(architecture: str, engine: str) -> str:
     not use Hopper's matrix instructions. On Blackwell all of them take cuDNN or its like (torch ranks it first there).
     """
     if architecture == "hopper":
-        return "hopper" if engine == "megatron" else "hopper_fa2"
+        return "hopper" if ENGINES[engine].uses_hopper_attention else "hopper_fa2"
     return architecture if architecture in ("ampere", "ada", "blackwell") else "other"
 
 

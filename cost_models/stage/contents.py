@@ -156,7 +156,7 @@ def _neighbours_of_ranks(costs: CostTable, shape: PipelineShape) -> IntArray:
     """Stages that each rank [pp] receives from; torch's stages have receive buffers of their own."""
     stages = np.arange(shape.num_stages)
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
-    if costs.workload.engine == "fsdp2":
+    if costs.workload.engine_facts.receives_by_stage:
         return np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
     return neighbours[: shape.pp]
 

@@ -178,9 +178,7 @@ class _GenerationInputs:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, generation: Generation, tp: int) -> _GenerationInputs:
-        workload = Workload(
-            seq_len=generation.prompt_len, global_batch_size=1, precision=generation.training_precision, engine="fsdp2"
-        )
+        workload = Workload(seq_len=generation.prompt_len, global_batch_size=1, precision=generation.training_precision)
         return cls(cluster, workload, tp)
 
 

@@ -50,9 +50,9 @@ import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.arrays import Array, FloatArray, IntArray
+from ...schema.engine_facts import MemoryFacts
 from ...schema.plan import MemoryBreakdown
 from ..coefficients import coefficients
-from ..hardware.kernels import DATA_PARALLEL, MEMORY
 from ..layer.data import _is_whole, has_copies
 from ..pipeline.replay import peak_in_flight_by_chunk
 from .contents import (
@@ -82,7 +82,7 @@ LOSS_CHUNK_ELEMENTS = 2**24
 def stage_memory(stage: StageContents, step: StepShape, workload: Workload, cluster: ClusterSpec) -> dict[str, Array]:
     """Parts of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
     stage = replace(stage, activation_bytes=stage.activation_bytes * cluster.calibration.activations)
-    if workload.engine != "fsdp2":
+    if not workload.engine_facts.is_own_runtime:
         return _other_engine(stage, step, workload, cluster)
     if not workload.has_backward:
         return _zeroth_order(stage, step, workload, cluster)
@@ -323,7 +323,7 @@ def phases_of_other_engines(
     stage: StageContents, step: StepShape, workload: Workload
 ) -> tuple[dict[str, Array], list[dict[str, Array]]]:
     """Bytes that are there all the time, and those of each phase, under the names of MemoryBreakdown."""
-    engine, b = MEMORY[workload.engine], workload.compute_bytes
+    engine, b = _memory_facts(workload), workload.compute_bytes
     activations = step.in_flight * stage.activation_bytes
     gradients, final = _gradients_of_other_engines(stage, step, workload)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
@@ -363,11 +363,15 @@ def _reads_masters(workload: Workload) -> bool:
 
 def _copies_of_other_engines(stage: StageContents, step: StepShape, workload: Workload) -> Array:
     """Parameters in the compute dtype; under zero 3 this rank's shard of them and what is gathered at once."""
-    b, live = workload.compute_bytes, MEMORY[workload.engine].live_elements
+    b, live = workload.compute_bytes, _memory_facts(workload).live_elements
     units = np.maximum(stage.root_params + 2 * stage.block_params, np.minimum(live, stage.params))
     shard = np.where(_reads_masters(workload) & ~np.asarray(step.has_second_copy), 0.0, stage.kept(step))
     # The partition that the passes read, and where those stay within fewer ranks the one that the first gather reads.
-    primary = 0.0 if _reads_masters(workload) or not DATA_PARALLEL[workload.engine].gathers_owned else stage.owned(step)
+    primary = (
+        0.0
+        if _reads_masters(workload) or not workload.engine_facts.data_parallel.gathers_from_owners
+        else stage.owned(step)
+    )
     shard = np.where(step.offload == 2, 0.0, shard + np.where(step.has_second_copy, primary, 0.0))
     in_pieces = (step.zero_stage == 3) | (step.offload == 2)
     return b * np.where(in_pieces, units + shard, 0.0 if _reads_masters(workload) else stage.trained)
@@ -380,7 +384,7 @@ def _gradients_of_other_engines(stage: StageContents, step: StepShape, workload:
     each shard leaves for it as soon as it is reduced.
     """
     g, sharded = workload.gradient_bytes, stage.owned(step)
-    keeps = MEMORY[workload.engine].keeps_fp32_gradients
+    keeps = _memory_facts(workload).keeps_fp32_gradients
     if keeps and g == 4:
         g += workload.compute_bytes
     # With offloaded parameters every engine streams so.
@@ -441,3 +445,9 @@ def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, 
     whole, once = _of_ranks(costs, idx, contents), np.ones(shape.pp)
     step = step_shape(costs.batch, once, num_neighbours=_neighbours_of_ranks(costs, shape), at=idx)
     return np.asarray(activation_headroom_bytes(whole, step, costs.workload, costs.cluster, cap_bytes=cap_bytes))
+
+
+def _memory_facts(workload: Workload) -> MemoryFacts:
+    facts = workload.engine_facts.memory
+    assert facts is not None
+    return facts

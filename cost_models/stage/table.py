@@ -19,11 +19,10 @@ from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import elementwise_update_s
 from ..hardware.device import device_rates
 from ..hardware.host import host_update_s_per_param, update_bytes_per_param
-from ..hardware.kernels import DATA_PARALLEL
 from ..hardware.overlap import Pair, exposed_s, pair_slowdowns
 from ..layer.data import DIRECTION_ELEMENTS, ZEROTH_ORDER_ELEMENTS, hides, hides_in_chunks, passes_bytes_per_param
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
-from ..layer.operators import CostInputs, Layer, is_megatron
+from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import sharded_params
 from ..layer.vocabulary import VocabularyShare, vocabulary_share
 from ..pipeline.simulation import Order
@@ -235,7 +234,7 @@ class CostTable:
         """
         b = self.batch
         sent, gathered = self.boundary_bytes, np.zeros(len(b))
-        if is_megatron(self.workload):
+        if self.workload.engine_facts.is_eager_like_megatron:
             whole = np.where(b.sequence_parallel == 1, 0.0, sent)
             sent = sent / np.where(b.sequence_parallel == 1, 1, b.tp)
             gathered = collective_s(
@@ -295,7 +294,7 @@ class CostTable:
         backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
         gather_hides, reduction_hides = hides(b, self.workload)
         forward, backward = forward * gather_hides, backward * reduction_hides
-        if self.workload.engine == "fsdp2":
+        if self.workload.engine_facts.reduces_after_pipeline:
             # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
             backward = np.where(b.pp > 1, 0.0, backward)
         # The head stays gathered: its backward pass follows at once.
@@ -306,7 +305,7 @@ class CostTable:
         )
         # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
         parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
-        of_owners = DATA_PARALLEL[self.workload.engine].gathers_owned | (b.zero_stage < 3)
+        of_owners = self.workload.engine_facts.data_parallel.gathers_from_owners | (b.zero_stage < 3)
         gathers = np.where(of_owners, b.dp_shard * (b.num_optimizer_shards // b.num_shards), b.dp_shard)
         first = (gathers - 1) / gathers * gathered
         in_forward = self._beside(forward, cost.gather_s, pair_slowdowns(first, cost.gather_s, self.cluster))
@@ -331,7 +330,7 @@ class CostTable:
         backward pass, and torchtitan's reshard_after_forward is off there.
         """
         b = self.batch
-        once = (b.zero_stage < 2) | ((b.pp > 1) & (self.workload.engine == "fsdp2"))
+        once = (b.zero_stage < 2) | ((b.pp > 1) & self.workload.engine_facts.reduces_after_pipeline)
         return np.asarray(np.where(once, 1, b.num_microbatches))
 
     @cached_property

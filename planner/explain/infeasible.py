@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...schema import ConfigError, InfeasibleError, MeshwrightError, SolverLimitError, Workload
+from ...schema.engine_facts import OWN_ENGINE, PLANNED_ENGINES
 from ...schema.layout import format_assignments
 from ...schema.runnable import why_not_runnable
-from ...schema.task import Engine
 from ...schema.units import format_bytes, format_seconds
 from ..deadline import Deadline, no_incumbent
 from ..request import OffloadRequest, PlanRequest
@@ -110,7 +110,7 @@ class _Advisor:
         """The change, if something fits with it."""
         fit = fit or self.fit(request)
         if fit is not None:
-            executed = request.runnable or (self.request.workload.engine != "fsdp2" and kind != "offload")
+            executed = request.runnable or (not self.request.workload.engine_facts.is_own_runtime and kind != "offload")
             yield VerifiedChange(kind, text, request, fit, executed and _is_executed(request, fit))
 
 
@@ -137,7 +137,7 @@ def advise(request: PlanRequest, deadline: Deadline, *, num_layouts: int) -> Adv
 
 def _is_executed(request: PlanRequest, fit: Fit) -> bool:
     """Whether the runtime trains this workload; other engines are not run by `apply` anyway."""
-    return request.workload.engine != "fsdp2" or not why_not_runnable(request.model, request.workload)
+    return not request.workload.engine_facts.is_own_runtime or not why_not_runnable(request.model, request.workload)
 
 
 def _released(a: _Advisor) -> Iterator[VerifiedChange]:
@@ -198,9 +198,8 @@ def _spaces(a: _Advisor) -> Iterator[VerifiedChange]:
     request = a.request
     if request.runnable:
         yield from a.change("space", "search all of the engine (--space full)", replace(request, runnable=False))
-    engines: tuple[Engine, ...] = ("megatron", "deepspeed")
-    for engine in engines:
-        if engine != request.workload.engine:
+    for engine in PLANNED_ENGINES:
+        if engine not in (OWN_ENGINE, request.workload.engine):
             other = replace(request, workload=request.workload.replace(engine=engine), runnable=False)
             yield from a.change("engine", f"run it by {engine} (--engine {engine})", other)
 
@@ -209,7 +208,7 @@ def _scheduled(a: _Advisor) -> Iterator[VerifiedChange]:
     """As a schedule that `plan --offload auto` finds: a first one, which that may only improve on."""
     request = a.request
     names = ("offload", "offload_activations", "offload_fraction", "offload_to")
-    if request.workload.engine != "fsdp2" or request.cluster.is_mixed or request.fixed.get("pp", 1) != 1:
+    if not request.workload.engine_facts.is_own_runtime or request.cluster.is_mixed or request.fixed.get("pp", 1) != 1:
         return
     if any(name in request.fixed for name in names):
         return
@@ -274,7 +273,7 @@ def _precisions(a: _Advisor) -> Iterator[VerifiedChange]:
     workload = a.request.workload
     has_bf16 = a.request.cluster.weakest_device.peak_flops_per_s.bf16 is not None
     changes: list[tuple[str, dict[str, str]]] = []
-    if workload.engine != "fsdp2" and workload.gradients == "fp32" and workload.precision != "fp32":
+    if not workload.engine_facts.is_own_runtime and workload.gradients == "fp32" and workload.precision != "fp32":
         changes.append(("accumulate gradients in the dtype of the products", {"gradients": "compute"}))
     if has_bf16 and workload.precision == "fp32":
         changes.append(("train in mixed precision (--precision bf16-mixed)", {"precision": "bf16-mixed"}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.hardware.kernels import MEMORY
 from meshwright.cost_models.layer.saved import SavedElements, SavedTensorRules, saved_elements
 from meshwright.cost_models.stage.bounds import lower_bounds
 from meshwright.cost_models.stage.step import estimate_step
@@ -13,6 +12,7 @@ from meshwright.planner import estimate
 from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema.engine_facts import ENGINES
 from meshwright.schema.layers import Block, DenseMLP, SoftmaxAttention
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.units import GIB
@@ -29,7 +29,7 @@ GPT_BLOCK = Block(
 
 def kernels(engine: str = "megatron", *, score_width: int = S, saves_fp8: bool = False) -> SavedTensorRules:
     how = {"score_width": score_width, "saves_fp8": saves_fp8}
-    return SavedTensorRules(2, unfused_norm=False, engine=MEMORY[engine], dropout=True, **how)
+    return SavedTensorRules(2, unfused_norm=False, engine=ENGINES[engine].memory, dropout=True, **how)
 
 
 def bytes_per_token(saved: SavedElements, tp: int, *, sequence_parallel: bool) -> float:
@@ -110,7 +110,7 @@ def test_megatron_peaks_as_measured(layout: Layout, measured_gib: float) -> None
     assert found.peak_allocated_bytes / GIB == pytest.approx(measured_gib, rel=0.01)
 
 
-@pytest.mark.parametrize("engine", sorted(MEMORY))
+@pytest.mark.parametrize("engine", sorted(name for name, facts in ENGINES.items() if facts.memory))
 def test_bounds_never_exceed_the_expanded_memory(engine: str) -> None:
     spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("16xH100-SXM-80GB")
     workload = Workload(seq_len=4096, global_batch_size=64, engine=engine)  # type: ignore[arg-type]

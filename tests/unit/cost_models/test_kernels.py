@@ -7,9 +7,9 @@ import pytest
 from meshwright.cost_models.coefficients import coefficients
 from meshwright.cost_models.hardware.compute import gemm_s, grouped_gemm_s, operator_time
 from meshwright.cost_models.hardware.device import device_rates
-from meshwright.cost_models.hardware.kernels import ENGINE_KERNELS
 from meshwright.cost_models.layer.operators import Elementwise, Gemm, layer_operators
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.schema.engine_facts import ENGINES
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=8, engine="megatron")
 H100 = ClusterSpec.parse("8xH100-SXM-80GB")
@@ -53,9 +53,9 @@ def test_dropout_adds_to_the_residuals_only() -> None:
     assert [one.name for one, other in zip(plain, dropped, strict=True) if one != other] == ["residual_adds"]
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINE_KERNELS))
+@pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_every_engine_reads_and_writes_each_norm_at_least_once(engine) -> None:
-    norm = ENGINE_KERNELS[engine].norm
+    norm = ENGINES[engine].kernels.norm
     assert norm.forward >= 2  # the input and the output
     assert norm.backward >= 3  # the input, both gradients
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from meshwright.cost_models.hardware.kernels import MEMORY
 from meshwright.cost_models.layer.saved import SavedTensorRules, saved_elements
 from meshwright.cost_models.stage import memory
 from meshwright.planner.plan import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema.engine_facts import ENGINES
 from meshwright.schema.task import LowRank
 
 MACHINE = ClusterSpec.parse("8xH100-SXM-80GB")
@@ -41,7 +41,7 @@ def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:
 
 def test_dropout_and_wide_activation_inputs_keep_more() -> None:
     block = MODEL.block_runs[-1][0]
-    plain = SavedTensorRules(compute_bytes=2, unfused_norm=False, score_width=0, engine=MEMORY["megatron"])
+    plain = SavedTensorRules(compute_bytes=2, unfused_norm=False, score_width=0, engine=ENGINES["megatron"].memory)
     kept = saved_elements(block, MODEL.hidden_dim, "none", plain)
     dropped = saved_elements(block, MODEL.hidden_dim, "none", SavedTensorRules(**{**vars(plain), "dropout": True}))
     thin = saved_elements(

@@ -12,7 +12,7 @@ from meshwright.planner import estimate, not_executed
 from meshwright.planner.expand import expand
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.engine_rules import RULES_OF_ENGINE
+from meshwright.schema.engine_facts import PLANNED_ENGINES
 from meshwright.schema.layout_table import LayoutTable
 
 GEMMA, QWEN = ModelSpec.named("gemma-2-9b"), ModelSpec.named("qwen2.5-7b")
@@ -87,7 +87,7 @@ def split_layouts(draw: st.DrawFn) -> Layout:
 
 
 @settings(max_examples=30, deadline=None)
-@given(split_layouts(), st.sampled_from([*RULES_OF_ENGINE, "nanotron"]), st.sampled_from([GEMMA, QWEN]))
+@given(split_layouts(), st.sampled_from([*PLANNED_ENGINES, "nanotron"]), st.sampled_from([GEMMA, QWEN]))
 def test_bounds_hold_where_the_vocabulary_is_split(layout: Layout, engine: str, spec: ModelSpec) -> None:
     costs = costs_of(spec, layout, engine=engine)
     bound_s, bound_bytes = lower_bounds(costs)
@@ -98,7 +98,7 @@ def test_bounds_hold_where_the_vocabulary_is_split(layout: Layout, engine: str, 
     assert bound_bytes[0] <= found.peak_allocated_bytes + 16  # parts are whole bytes
 
 
-@pytest.mark.parametrize("engine", RULES_OF_ENGINE)
+@pytest.mark.parametrize("engine", PLANNED_ENGINES)
 def test_no_engine_executes_it_and_says_so(engine: str) -> None:
     workload = WORKLOAD.replace(engine=engine)
     assert any("[vocabulary_at_ends]" in reason for reason in not_executed(GEMMA, NODES, workload, SPLIT))

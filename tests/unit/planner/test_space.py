@@ -12,8 +12,7 @@ from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.engine_facts import rules_of
-from meshwright.schema.engine_rules import RULES_OF_ENGINE
+from meshwright.schema.engine_facts import PLANNED_ENGINES, rules_of
 from meshwright.schema.layout_table import MIXED, RECOMPUTES, LayoutTable, distinct_rows
 from meshwright.schema.runnable import broken_rules, problem_facts, require_our_engine
 from meshwright.schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES
@@ -36,7 +35,7 @@ def test_megatron_space_has_every_axis() -> None:
     assert np.all((batch.recompute == MIXED) == (batch.num_model_chunks == 1))
 
 
-@pytest.mark.parametrize("engine", RULES_OF_ENGINE)
+@pytest.mark.parametrize("engine", PLANNED_ENGINES)
 @pytest.mark.parametrize("spec", [LLAMA, MIXTRAL], ids=lambda spec: spec.name)
 def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec, engine: str) -> None:
     wanted = workload(engine)
@@ -226,7 +225,7 @@ def _neighbours(layout: Layout) -> list[Layout]:
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: "-".join(changes) or "plain")
-@pytest.mark.parametrize("engine", [*RULES_OF_ENGINE, "nanotron"])
+@pytest.mark.parametrize("engine", [*PLANNED_ENGINES, "nanotron"])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2"])
 def test_costs_shared_between_layouts_are_those_of_each_alone(
     model: str, engine: str, changes: dict[str, object]
