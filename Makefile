@@ -1,7 +1,7 @@
 # make demo   plan a small published model for this machine and train it with that plan
 # make test   run the short tier of the test suite, in about five minutes on two cores
 # make test-all   run all of it
-# make check  lint and types
+# make check  lint, types, and words that the glossary replaces
 # make docs   write the pages, the picture and the table that are made from the code
 # Each works by itself from a clean checkout. Python 3.11 or newer is all it needs.
 
@@ -34,6 +34,7 @@ test-all: $(VENV)/installed-test
 check: $(VENV)/installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/glossary_count.py
 	$(BIN)/mypy $(foreach folder,schema cost_models solvers planner engines,-p meshwright.$(folder))
 
 docs: $(VENV)/installed

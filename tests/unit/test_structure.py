@@ -1,12 +1,13 @@
-"""The repository's structure: imports point one way, nothing heavy at import, no print outside cli/."""
+"""The repository's structure: imports point one way and never in circles, nothing heavy at import, no print outside cli/."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,44 +28,102 @@ MAY_IMPORT = {
 }
 
 FILES = [path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
+MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__") for path in FILES}
 
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+    """Return all nodes of a file but those that only type checkers read."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+                yield from walk(child)
+
+    return list(walk(ast.parse(path.read_text())))
 
 
-def folders_imported(path: Path) -> set[str]:
-    """Top-level folders of ours that a file imports, wherever in the file."""
+@functools.cache
+def modules_imported(path: Path) -> frozenset[str]:
+    """Return the modules of ours that a file imports, wherever in the file, as paths without suffix."""
     package = path.relative_to(ROOT).parent.parts
-    found = set()
+    modules = set()
     for node in nodes(path):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = ("meshwright", *package)[: len(package) + 2 - node.level]
-            target = (*base, *(node.module or "").split("."))
-            found.add(target[1] if len(target) > 1 else "")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright"):
-            pytest.fail(f"{path}: siblings are imported relatively, not as {node.module}")
-    return found & MAY_IMPORT.keys()
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        # A file of a top-level folder reaches the others through `..`, which is the package meshwright.
+        base = "/".join((*package[: len(package) + 1 - node.level], *(node.module or "").split("."))).strip("/")
+        for name in node.names:
+            submodule = f"{base}/{name.name}".strip("/")
+            modules.add(submodule if submodule in MODULES else base)
+    return frozenset(modules)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    folder = path.relative_to(ROOT).parts[0]
-    assert folders_imported(path) <= MAY_IMPORT[folder] | {folder}
+def own_name(path: Path) -> str:
+    """Return a file as `modules_imported` names it."""
+    return path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_cli_prints(path: Path) -> None:
-    if path.relative_to(ROOT).parts[0] == "cli":
-        return
-    calls = [n.func.id for n in nodes(path) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    assert "print" not in calls
+def test_siblings_are_imported_relatively() -> None:
+    absolute = [
+        f"{own_name(path)}: {node.module}"
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("meshwright")
+    ]
+    assert not absolute
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{own_name(path)} imports {module}"
+        for path in FILES
+        for module in modules_imported(path)
+        if module.split("/")[0] not in MAY_IMPORT[own_name(path).split("/")[0]] | {own_name(path).split("/")[0]}
+    ]
+    assert not wrong
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    graph = {own_name(path): set(modules_imported(path)) - {own_name(path)} for path in FILES}
+    circles = []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+            break
+        except CycleError as error:
+            circle = error.args[1]  # each imports, or is imported by, the next one
+            circles.append(" - ".join(circle))
+            graph[circle[1]].discard(circle[0])
+    assert not circles
+
+
+def test_only_cli_prints() -> None:
+    prints = [
+        own_name(path)
+        for path in FILES
+        if own_name(path).split("/")[0] != "cli"
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not prints
 
 
 def test_every_folder_is_installed() -> None:
     """A folder that pyproject.toml forgets would be missing from the wheel."""
     text = (ROOT / "pyproject.toml").read_text()
-    packages = {p.parent.relative_to(ROOT).as_posix() for p in FILES if p.name == "__init__.py"}
+    packages = {own_name(path) for path in FILES if path.name == "__init__.py"}
     missing = {folder for folder in packages if f'"meshwright.{folder.replace("/", ".")}" = "{folder}"' not in text}
+    assert not missing
+
+
+def test_names_in_the_glossary_exist() -> None:
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \|$", (ROOT / "docs/glossary.md").read_text(), flags=re.MULTILINE)
+    names = {
+        name for row in rows for code in re.findall(r"`([^`]+)`", row) for name in re.findall(r"[A-Za-z_]{2,}", code)
+    }
+    words = {word for path in FILES for word in re.findall(r"\w+", path.read_text())}
+    missing = {name for name in names if not any(name in word if "_" in name else name == word for word in words)}
+    assert names
     assert not missing
