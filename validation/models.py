@@ -1,4 +1,7 @@
-"""A row's model: the published one where its shape is in the catalogue, else a plain decoder from the row's own columns."""
+"""A row's model: the published one where its shape is in the catalogue, else a plain decoder from the row's columns.
+
+What columns do not say follows from the name: a published shape, kinds of blocks, latent attention, shared experts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,20 @@ from typing import NamedTuple
 
 from ..schema import ConfigError, ModelSpec
 from ..schema.catalogue import model_names
-from ..schema.layers import Block, DenseMLP, Embedding, FeedForward, Head, LayerRun, MoE, Rope, SoftmaxAttention
-from .families import Traits, has_latent_attention, traits_of, with_known_experts, with_latent_attention
+from ..schema.layers import (
+    Block,
+    DenseMLP,
+    Embedding,
+    FeedForward,
+    Head,
+    LatentAttention,
+    LayerRun,
+    MoE,
+    Rope,
+    SoftmaxAttention,
+)
+from .lookups import read_table
 from .rows import RunRow
-from .shapes import SIZES, Shape, canonical, shape_named, shape_of_size
 
 PARAMS_TOLERANCE = 0.05
 """Stated and counted parameters may differ by this before a row says so: tables round, and leave out embeddings or biases."""
@@ -32,36 +45,86 @@ _NOT_DECODERS = (
 )
 """State-space, recurrent, encoder, diffusion and recommendation models: not blocks of attention and feed-forward."""
 
+_LATENT = r"deepseek.*(v[23]|r1)|kimi|moonlight"
+"""Families with DeepSeek-V2's latent attention."""
+
+_HIDDEN_OF_LITE = 2048
+"""Width up to which queries are not compressed and tokens visit any group of experts (DeepSeek-V2-Lite, Moonlight)."""
+
+_EXPERTS_OF_V3 = 256
+"""Lowest number of routed experts of DeepSeek-V3 and what descends from it."""
+
+_QWEN2_MOE = re.compile(r"qwen(1\.5|2)\b.*(moe|-a\d)")
+"""Qwen's mixtures with shared experts; those of Qwen3 have none."""
+
+
+class Shape(NamedTuple):
+    """Numbers that a decoder is built from; None where a table does not say. ``ffn`` is the width of one matrix (of one expert)."""
+
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    kv_heads: int | None
+    ffn: int | None
+    vocab: int | None
+    experts: int | None = None
+    top_k: int | None = None
+    head_dim: int | None = None
+
+
+class Traits(NamedTuple):
+    """What a family's name says: gated feed-forward, learned positions, LayerNorm with biases."""
+
+    gated: bool
+    learned_positions: bool
+    biases: bool
+
+
+_GPT2 = Traits(gated=False, learned_positions=True, biases=True)
+
 
 class RowModel(NamedTuple):
     """A row's model, what had to be assumed about it and where it only comes close."""
 
     spec: ModelSpec
-    assumed: tuple[str, ...]
-    approximated: tuple[str, ...]
+    assumed: tuple[str, ...] = ()
+    approximated: tuple[str, ...] = ()
 
 
 def model_of(row: RunRow) -> RowModel | str:
-    """The model of a row, or why it cannot be built."""
+    """Return the model of a row, or why it cannot be built."""
     kind = f"{row.model_family} {row.model}" if "gpt" not in row.model.lower() else row.model
     if re.search(_NOT_DECODERS, kind.lower()):
         return "model: not a plain decoder"
     if (row.layers or 0) > MAX_LAYERS:
         return f"model: {row.layers} layers are more than any model has"
     if row.layers is None or row.hidden is None:
-        return _named(row)
-    shape = (row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
+        return _model_named(row)
+    shape = Shape(row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
     return _model(row.model, row.model_family, shape, row.params_b, row.seq_len or 0)
 
 
+def _model_named(row: RunRow) -> RowModel | str:
+    """Return a model known by name, else one of the stated size."""
+    for name in (row.model.lower().strip(), canonical(row.model)):
+        if name in model_names():
+            return RowModel(ModelSpec.named(name))
+    if known := shape_named(row.model):
+        return _model(row.model, row.model_family, known[0], row.params_b or known[1], row.seq_len or 0)
+    if not row.params_b or row.experts:
+        return "model: shape not stated"
+    shape = shape_of_size(row.params_b * 1e9, row.vocab or DEFAULT_VOCAB)
+    model = _model(row.model, row.model_family, shape, row.params_b, row.seq_len or 0)
+    return model if isinstance(model, str) else model._replace(approximated=(*model.approximated, "shape"))
+
+
 @cache
-def _model(
-    name: str, family: str, shape: tuple[int | None, ...], params_b: float | None, seq_len: int
-) -> RowModel | str:
+def _model(name: str, family: str, shape: Shape, params_b: float | None, seq_len: int) -> RowModel | str:
+    """Return one object for the same arguments, so that its rows are estimated together."""
     published = _published(shape)
     if published is not None:
-        return RowModel(published, (), ())
-    assumed = ("vocab",) if shape[5] is None else ()
+        return RowModel(published)
+    assumed = ("vocab",) if shape.vocab is None else ()
     try:
         candidates = list(_candidates(name, traits_of(name, family), shape, seq_len))
     except ConfigError as error:
@@ -76,51 +139,45 @@ def _model(
     return RowModel(best, assumed, (*stands_in, "parameters") if off > PARAMS_TOLERANCE else stands_in)
 
 
-def _candidates(name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int) -> Iterator[ModelSpec]:
-    """Both ways of a head, the family's usual one first, and experts that every token visits beside the routed ones.
+def _candidates(name: str, traits: Traits, shape: Shape, seq_len: int) -> Iterator[ModelSpec]:
+    """Yield decoders with a head tied or not, the family's usual way first, and with experts that every token visits.
 
-    The stated parameter count decides which it is.
+    The stated parameter count decides between them.
     """
     plain = [_decoder(name, traits, shape, seq_len, tied=tied) for tied in (not traits.gated, traits.gated)]
     known = [with_known_experts(spec) for spec in plain]
     yield from known
-    if shape[6] and known == plain:
+    if shape.experts and known == plain:
         for shared, tied in itertools.product((1, 2, 4, 8), (not traits.gated, traits.gated)):
             yield _decoder(name, traits, shape, seq_len, tied=tied, num_shared=shared)
 
 
-def _decoder(
-    name: str, traits: Traits, shape: tuple[int | None, ...], seq_len: int, *, tied: bool, num_shared: int = 0
-) -> ModelSpec:
-    layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k = shape
-    assert layers is not None
-    assert hidden is not None
-    heads = heads or _usual_heads(hidden)
-    kv_heads = kv_heads or heads
-    ffn = ffn or (4 * hidden)
-    vocab = vocab or DEFAULT_VOCAB
+def _decoder(name: str, traits: Traits, shape: Shape, seq_len: int, *, tied: bool, num_shared: int = 0) -> ModelSpec:
+    assert shape.layers is not None
+    assert shape.hidden is not None
+    heads = shape.heads or _usual_heads(shape.hidden)
+    kv_heads = shape.kv_heads or heads
+    vocab = shape.vocab or DEFAULT_VOCAB
     attention = SoftmaxAttention(
         kind="mha" if heads == kv_heads else "gqa",
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=hidden // heads,
+        head_dim=shape.head_dim or shape.hidden // heads,
         qkv_bias=traits.biases,
         out_bias=traits.biases,
         rope_fraction=0.0 if traits.learned_positions else 1.0,
     )
     norm = {"norm": "layernorm" if not traits.gated else "rmsnorm", "norm_bias": traits.biases}
-    mlp = _feed_forward(traits, ffn, experts, top_k)
-    if isinstance(mlp, MoE) and num_shared:
-        mlp = mlp.replace(shared_ffn_dim=num_shared * ffn)
+    mlp = _feed_forward(traits, shape, num_shared)
     block = Block(attention=attention, mlp=mlp, **norm)  # type: ignore[arg-type]
     positions = seq_len if traits.learned_positions else 0
     return ModelSpec(
         name=name or "unnamed",
         architecture="decoder",
-        hidden_dim=hidden,
+        hidden_dim=shape.hidden,
         layers=(
             LayerRun(layer=Embedding(vocab_size=vocab, num_positions=positions)),
-            LayerRun(layer=block, count=layers),
+            LayerRun(layer=block, count=shape.layers),
             LayerRun(layer=Head(vocab_size=vocab, tied=tied, **norm)),  # type: ignore[arg-type]
         ),
         tie_embeddings=tied,
@@ -130,85 +187,169 @@ def _decoder(
 
 
 def _usual_heads(hidden: int) -> int:
-    """As many heads as 128 wide ones; where those do not divide the width, the most below that do and that eight ranks share."""
-    most = max(1, hidden // 128)
-    shared = (heads for heads in range(most - most % 8, 0, -8) if hidden % heads == 0)
-    return most if hidden % most == 0 else next(shared, most)
+    """Return the heads of 128; where those do not divide the width, the highest number below that eight ranks can share."""
+    upper = max(1, hidden // 128)
+    shareable = (heads for heads in range(upper - upper % 8, 0, -8) if hidden % heads == 0)
+    return upper if hidden % upper == 0 else next(shareable, upper)
 
 
-def _feed_forward(traits: Traits, ffn: int, experts: int | None, top_k: int | None) -> FeedForward:
-    activation = "silu" if traits.gated else "gelu"
-    if experts:
-        return MoE(num_experts=experts, top_k=top_k or 1, ffn_dim=ffn, gated=traits.gated, activation=activation)  # type: ignore[arg-type]
-    return DenseMLP(ffn_dim=ffn, gated=traits.gated, activation=activation, bias=traits.biases)  # type: ignore[arg-type]
-
-
-def _named(row: RunRow) -> RowModel | str:
-    """A model known by name, else one of the stated size."""
-    for wanted in (row.model.lower().strip(), canonical(row.model)):
-        if wanted in model_names():
-            return RowModel(ModelSpec.named(wanted), (), ())
-    approximated: tuple[str, ...] = ()
-    shape = shape_named(row.model)
-    if shape is None:
-        if not row.params_b or row.experts:
-            return "model: shape not stated"
-        shape, approximated = shape_of_size(row.params_b * 1e9, row.vocab or DEFAULT_VOCAB), ("shape",)
-    params_b = row.params_b or SIZES.get(canonical(row.model))
-    return _of_shape(row.model, row.model_family, shape, params_b, row.seq_len or 0, approximated)
+def _feed_forward(traits: Traits, shape: Shape, num_shared: int) -> FeedForward:
+    ffn = shape.ffn or 4 * (shape.hidden or 0)
+    kind = {"ffn_dim": ffn, "gated": traits.gated, "activation": "silu" if traits.gated else "gelu"}
+    if not shape.experts:
+        return DenseMLP(**kind, bias=traits.biases)  # type: ignore[arg-type]
+    shared = {"shared_ffn_dim": num_shared * ffn} if num_shared else {}
+    return MoE(num_experts=shape.experts, top_k=shape.top_k or 1, **kind, **shared)  # type: ignore[arg-type]
 
 
 @cache
-def _of_shape(
-    name: str, family: str, shape: Shape, params_b: float | None, seq_len: int, approximated: tuple[str, ...]
-) -> RowModel | str:
-    *sizes, head_dim = shape
-    found = _model(name, family, tuple(sizes), params_b, seq_len)
-    if isinstance(found, str) or not head_dim or approximated:
-        return found if isinstance(found, str) else found._replace(approximated=found.approximated + approximated)
-    return found._replace(spec=_with_head_dim(found.spec, head_dim))
-
-
-def _with_head_dim(spec: ModelSpec, head_dim: int) -> ModelSpec:
-    """Heads of a width of their own, instead of hidden / heads."""
-    runs = []
-    for run in spec.layers:
-        layer = run.layer
-        if isinstance(layer, Block) and isinstance(layer.attention, SoftmaxAttention):
-            layer = layer.replace(attention=layer.attention.replace(head_dim=head_dim))
-        runs.append(run.replace(layer=layer))
-    return spec.replace(layers=tuple(runs))
-
-
-@cache
-def _published_shapes() -> tuple[tuple[tuple[int, ...], ModelSpec], ...]:
+def _catalogue_shapes() -> tuple[tuple[int, tuple[int, ...], ModelSpec], ...]:
+    """Return number of blocks, all other columns of a shape, and the model."""
     shapes = []
     for name in model_names():
         spec = ModelSpec.named(name)
         block = spec.block_runs[-1][0]
         experts = (block.mlp.num_experts, block.mlp.top_k) if isinstance(block.mlp, MoE) else (0, 0)
-        attention = block.attention
-        heads = (attention.num_heads, attention.num_kv_heads, block.mlp.ffn_dim)
-        shapes.append(((spec.num_blocks, spec.hidden_dim, *heads, spec.vocab_size, *experts), spec))
+        heads = (block.attention.num_heads, block.attention.num_kv_heads)
+        shapes.append((spec.num_blocks, (spec.hidden_dim, *heads, block.mlp.ffn_dim, spec.vocab_size, *experts), spec))
     return tuple(shapes)
 
 
-def _published(shape: tuple[int | None, ...]) -> ModelSpec | None:
-    """The catalogue's model of exactly this shape; of all but the layer count, with its last blocks left out."""
-    layers, *widths = (value or 0 for value in shape)
-    for (published_layers, *published_widths), spec in _published_shapes():
-        if widths == published_widths and layers <= published_layers:
-            return spec if layers == published_layers else _truncated(spec, layers)
+def _published(shape: Shape) -> ModelSpec | None:
+    """Return the catalogue's model of exactly this shape; of all but the layer count, with its last blocks left out."""
+    num_blocks, *columns = (value or 0 for value in shape[:-1])
+    for known_blocks, known_columns, spec in _catalogue_shapes():
+        if tuple(columns) == known_columns and num_blocks <= known_blocks:
+            return spec if num_blocks == known_blocks else _truncated(spec, num_blocks)
     return None
 
 
 def _truncated(spec: ModelSpec, num_blocks: int) -> ModelSpec:
-    """The first ``num_blocks`` blocks of a model."""
-    runs, left = [], num_blocks
+    """Return the model with its first ``num_blocks`` blocks only."""
+    runs, remaining = [], num_blocks
     for run in spec.layers:
         if not isinstance(run.layer, Block):
             runs.append(run)
-        elif left > 0:
-            runs.append(LayerRun(layer=run.layer, count=min(run.count, left)))
-            left -= run.count
+        elif remaining > 0:
+            runs.append(LayerRun(layer=run.layer, count=min(run.count, remaining)))
+            remaining -= run.count
     return spec.replace(layers=tuple(runs), name=f"{spec.name}-{num_blocks}-blocks")
+
+
+def canonical(name: str) -> str:
+    """Return a name in the tables' spelling: lower case, words joined by hyphens, without what does not change the shape."""
+    key = re.sub(r"[\s_/]+", "-", name.strip().lower().split("/")[-1])
+    key = re.sub(r"(\d)-b\b", r"\1b", key)
+    for line in read_table("spellings"):
+        key = re.sub(line["pattern"], line["replacement"], key)
+    return key.strip("-")
+
+
+@cache
+def published_shapes() -> dict[str, tuple[Shape, float | None]]:
+    """Return shapes of published models outside the catalogue, and their size in billions of parameters.
+
+    The size is there where the shape alone leaves open what else is counted.
+    """
+    return {
+        line["name"]: (
+            Shape(*(int(line[column]) if line[column] else None for column in Shape._fields)),
+            float(line["params_b"]) if line["params_b"] else None,
+        )
+        for line in read_table("shapes")
+    }
+
+
+def shape_named(name: str) -> tuple[Shape, float | None] | None:
+    """Return the published shape and size that a table's spelling of a model's name means."""
+    key, shapes = canonical(name), published_shapes()
+    if key in shapes:
+        return shapes[key]
+    sized = shapes.get(re.sub(r"-\d+(\.\d+)?b$", "", key))
+    return sized and (sized[0], None)
+
+
+def shape_of_size(params: float, vocab: int) -> Shape:
+    """Return a GPT of ``params`` parameters: 12 L h^2 + V h with h = 128 L, rounded to multiples of 128.
+
+    The GPTs of arXiv:2104.04473 are 128 times as wide as deep within a factor of two.
+    """
+    hidden = max(128, 128 * round((128 * params / 12) ** (1 / 3) / 128))
+    layers = max(1, round((params - vocab * hidden) / (12 * hidden**2)))
+    heads = hidden // 128
+    return Shape(layers, hidden, heads, heads, 4 * hidden, vocab)
+
+
+def traits_of(name: str, family: str) -> Traits:
+    """Return the traits of the first family whose name starts the model's or the family's; those of GPT-2 where none does."""
+    texts = (name.lower(), canonical(name), family.lower())
+    for line in read_table("families"):
+        if any(re.match(line["pattern"], text) for text in texts):
+            return Traits(*(line[column] == "1" for column in Traits._fields))
+    return _GPT2
+
+
+def has_latent_attention(name: str, family: str) -> bool:
+    """Return whether the family has DeepSeek-V2's latent attention."""
+    return re.search(_LATENT, f"{name} {family}".lower()) is not None
+
+
+def with_latent_attention(spec: ModelSpec) -> ModelSpec:
+    """Return the model with the latent attention that DeepSeek-V2, V3 and Kimi-K2 share; the small ones do not compress queries."""
+    runs = []
+    for run in spec.layers:
+        layer = run.layer
+        if isinstance(layer, Block):
+            layer = layer.replace(attention=_latent_attention(layer.attention.num_heads, spec.hidden_dim))
+        runs.append(run.replace(layer=layer))
+    return spec.replace(layers=tuple(runs))
+
+
+def _latent_attention(num_heads: int, hidden_dim: int) -> LatentAttention:
+    """Return the widths that all published ones share (arXiv:2405.04434 section 3.1.2, arXiv:2412.19437 section 4.2)."""
+    return LatentAttention(
+        num_heads=num_heads,
+        q_lora_rank=None if hidden_dim <= _HIDDEN_OF_LITE else 1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+
+
+def with_known_experts(plain: ModelSpec) -> ModelSpec:
+    """Add what families of experts have besides the routed ones, which columns do not say."""
+    block, count = plain.block_runs[0]
+    if not isinstance(block.mlp, MoE):
+        return plain
+    if "deepseek" in plain.name.lower():
+        return _deepseek(plain)
+    if not _QWEN2_MOE.search(plain.name.lower()):
+        return plain
+    # Gated, and as wide as the routed experts one token visits (config.json of Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B).
+    shared = block.mlp.replace(shared_ffn_dim=block.mlp.top_k * block.mlp.ffn_dim, shared_gate=True)
+    experts = LayerRun(layer=block.replace(mlp=shared), count=count)
+    return plain.replace(layers=(plain.layers[0], experts, plain.layers[-1]))
+
+
+def _deepseek(plain: ModelSpec) -> ModelSpec:
+    """Add DeepSeek's experts (arXiv:2401.06066), and from V2 on its latent attention, to a decoder of the same columns.
+
+    V3 has one shared expert and three dense blocks, those before it two and one; a dense block is as wide as the experts one token
+    visits. But in Lite, a token visits at most four (V3) or three of eight groups of experts.
+    """
+    (block, count), hidden = plain.block_runs[0], plain.hidden_dim
+    assert isinstance(block.mlp, MoE)
+    is_v3 = block.mlp.num_experts >= _EXPERTS_OF_V3
+    num_shared, num_dense, top_groups = (1, 3, 4) if is_v3 else (2, 1, 3)
+    groups = {} if hidden <= _HIDDEN_OF_LITE else {"num_groups": 8, "top_groups": top_groups}
+    num_dense = min(num_dense, count - 1) or 1
+    is_first = re.search(r"deepseek-?moe", plain.name.lower())
+    attention = block.attention if is_first else _latent_attention(block.attention.num_heads, hidden)
+    experts = block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim, **groups)
+    dense = DenseMLP(ffn_dim=(block.mlp.top_k + num_shared) * block.mlp.ffn_dim)
+    blocks = [LayerRun(layer=block.replace(attention=attention, mlp=dense), count=num_dense)]
+    if count > num_dense:
+        routed = block.replace(attention=attention, mlp=experts)
+        blocks.append(LayerRun(layer=routed, count=count - num_dense))
+    return plain.replace(layers=(plain.layers[0], *blocks, plain.layers[-1]))

@@ -1,40 +1,41 @@
-"""A row's workload: batch, precision, optimizer and kernels, as stated or as its framework does unless told otherwise."""
+"""A row's workload: batch, precision, optimizer, adapters and kernels, as stated or as its framework does unless told otherwise."""
 
 from __future__ import annotations
 
 import re
 
 from ..schema import Layout, ModelSpec, Workload
-from ..schema.task import Fusion, Gradients, Optimizer
-from .defaults import (
-    COMPILED,
-    DROPOUT,
-    ENGINE,
-    FLASH_GENERATION,
-    FP8_ACTIVATION_INPUT,
-    FUSION,
-    GRADIENTS,
-    OVERLAP,
-    PACKED_DOCUMENT,
-    PRECISION,
-    PRECISIONS,
-    TP_OVERLAP,
-    UNFUSED_ATTENTION,
-    Assumed,
-    default_of,
-)
-from .features import adapters_of, base_precision, is_pure_bf16
+from ..schema.task import Fusion, Gradients, LowRank, Optimizer, Precision
+from .lookups import FrameworkDefaults
 from .rows import RunRow
 
+PRECISIONS: dict[str, Precision] = {
+    "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32", "nvfp4": "nvfp4",
+}  # fmt: skip
 
-def workload_of(row: RunRow, model: ModelSpec, layout: Layout, assumed: Assumed, *, has_bf16: bool) -> Workload:
-    """The workload of a row.
+_SPELLINGS = {
+    "mxfp4": "nvfp4",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "tf32": "fp32",
+    "float32": "fp32",
+}
+
+_PREFIX_TUNING = LowRank(rank=1, targets=("qkv", "out", "mlp"), dropout=False)
+"""Prefix vectors, or a scale and a bias on every product: a rank-1 adapter has as many parameters and kernels."""
+
+
+def workload_of(
+    row: RunRow, model: ModelSpec, layout: Layout, defaults: FrameworkDefaults, *, has_bf16: bool
+) -> Workload:
+    """Return the workload of a row.
 
     Args:
         row: the measured run.
         model: tells whether its time had fused attention.
         layout: says how many sequences one pass takes, where the row states no batch.
-        assumed: collects what the row does not state.
+        defaults: the framework's choices; records those that the row does not state.
         has_bf16: the device has bf16 units.
 
     Raises:
@@ -43,43 +44,75 @@ def workload_of(row: RunRow, model: ModelSpec, layout: Layout, assumed: Assumed,
     batch = row.global_batch
     if batch is None:
         batch = layout.dp * layout.micro_batch_size * (row.grad_accum or 1)
-        assumed.taken.append("global_batch=one pass")
+        defaults.assumed.append("global_batch=one pass")
     precision = base_precision(row)
     if precision in ("", "unknown"):
-        precision = assumed.default("precision", PRECISION)
+        precision = defaults.assume("precision")
         if precision == "bf16" and not has_bf16:
-            precision = "fp16"  # the device has no bf16 units
-    found = adapters_of(row)
-    assumed.taken.extend(found[1] if found else ())
+            precision = "fp16"
+    adapters = adapters_of(row, defaults)
+    trained = "adapters" if adapters else "all"
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
-        precision="bf16" if precision == "bf16" and is_pure_bf16(row) else PRECISIONS[precision],
+        precision="bf16" if precision == "bf16" and _is_pure_bf16(row) else PRECISIONS[precision],
         optimizer=_optimizer(row),
-        document_len=default_of(row.framework, PACKED_DOCUMENT) if row.task in ("sft", "lora") else None,
-        adapters=found[0] if found else None,
-        engine=default_of(row.framework, ENGINE),
-        flash_generation=default_of(row.framework, FLASH_GENERATION),
-        gradients=_gradients(row, precision),
-        overlap=default_of(row.framework, OVERLAP) and "overlap disabled" not in row.notes.lower(),
-        tp_overlap=layout.sequence_parallel and default_of(row.framework, TP_OVERLAP),
+        document_len=defaults.value("packed_document") if row.task in ("sft", "lora") else None,
+        adapters=adapters,
+        engine=defaults.value("engine"),
+        flash_generation=defaults.value("flash_generation"),
+        gradients=_gradients(row, precision, defaults),
+        overlap=defaults.value("overlap") and "overlap disabled" not in row.notes.lower(),
+        tp_overlap=layout.sequence_parallel and defaults.value("tp_overlap"),
         selective="alternate_products" if _is_per_operator(row) else "products",
-        dropout=default_of(row.framework, DROPOUT),
-        fusion=_fusion(row),
-        fp8_activation_input=default_of(
-            f"{row.framework}: {'adapters' if found else 'all'}, cp {layout.cp}", FP8_ACTIVATION_INPUT
-        ),
-        attention="math" if keeps_scores(row, model) else "flash",
+        dropout=defaults.value("dropout"),
+        fusion=_fusion(row, defaults),
+        fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
+        attention="math" if keeps_scores(row, model, defaults) else "flash",
     )
 
 
-def keeps_scores(row: RunRow, model: ModelSpec) -> bool:
-    """Whether attention ran without a fused kernel: as the row says, else none for Volta and none in engines of its time."""
+def base_precision(row: RunRow) -> str:
+    """Return the class of the precision that products run in: of a quantised frozen model, what it is dequantised to."""
+    name = row.precision_class.lower()
+    if re.search(r"nf4|int4|int8|bit", name):
+        return "fp16" if "fp16" in row.precision.lower() else "bf16"
+    if name in ("", "unknown"):
+        return name
+    known = re.search(r"nvfp4|mxfp4|mxfp8|fp8|bf16|bfloat16|fp16|float16|half|tf32|fp32|float32", name)
+    if known:
+        return _SPELLINGS.get(known[0], known[0])
+    return "unknown" if "lora" in name else name
+
+
+def _is_pure_bf16(row: RunRow) -> bool:
+    """Return whether parameters, gradients and states are bf16 without fp32 copies."""
+    return bool(re.search(r"bf16-true|pure.?bf16", row.precision.lower())) or "PURE" in row.sharding
+
+
+def adapters_of(row: RunRow, defaults: FrameworkDefaults) -> LowRank | None:
+    """Return the adapters that a row trains next to a frozen model, recorded as assumed; None where all parameters are trained."""
+    words = " ".join((row.task, row.sharding_class, row.precision_class, row.precision, row.optimizer)).lower()
+    if not re.search(r"lora|adapter|peft|prefix", words):
+        return None
+    is_prefix = re.search(r"adapter|prefix", row.task.lower())
+    adapters = _PREFIX_TUNING if is_prefix else LowRank(**defaults.value("adapters"))
+    stored = f"{row.precision} {row.precision_class} {row.task}".lower()
+    if re.search(r"nf4|int4|4.?bit|qlora", stored):
+        adapters = adapters.replace(frozen="nf4")
+    elif re.search(r"int8|8.?bit", stored) or row.precision_class in ("fp8", "mxfp8", "nvfp4"):
+        adapters = adapters.replace(frozen="8-bit")
+    defaults.assumed.append(f"adapters=rank {adapters.rank} on {'+'.join(adapters.targets)}")
+    return adapters
+
+
+def keeps_scores(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> bool:
+    """Return whether attention ran without a fused kernel: as the row says, else on Volta and in engines of its time."""
     if stated := re.search(r"flash_attn=(true|false)", row.notes.lower()):
         return stated[1] == "false"
     # Gated feed-forward layers came after FlashAttention, and the scripts for such models turn it on where it runs.
     is_recent = model.block_runs[-1][0].norm == "rmsnorm"
-    unfused = bool(default_of(row.framework, UNFUSED_ATTENTION)) and not is_recent
+    unfused = bool(defaults.value("unfused_attention")) and not is_recent
     return unfused or row.gpu_type.startswith("V100")
 
 
@@ -88,12 +121,12 @@ def _is_per_operator(row: RunRow) -> bool:
     return row.framework.startswith("torchtitan") and "layer" not in row.recompute
 
 
-def _gradients(row: RunRow, precision: str) -> Gradients:
+def _gradients(row: RunRow, precision: str, defaults: FrameworkDefaults) -> Gradients:
     if re.search(r"fp32 (main )?grad", row.precision.lower()):
         return "fp32"
     if precision == "fp16":
         return "compute"  # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only
-    choice: Gradients = default_of(row.framework, GRADIENTS)
+    choice: Gradients = defaults.value("gradients")
     return choice
 
 
@@ -103,16 +136,13 @@ def _optimizer(row: RunRow) -> Optimizer:
     return "muon" if "muon" in name else "sgd" if re.match(r"sgd\b", name) else "adamw"
 
 
-def _fusion(row: RunRow) -> Fusion:
-    """Whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels.
+def _fusion(row: RunRow, defaults: FrameworkDefaults) -> Fusion:
+    """Return whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels.
 
     torchtitan's pages on quantised training compile every run of their tables, those in bf16 too (components/quantization).
     """
-    quantised = row.precision_class in ("fp8", "mxfp8", "nvfp4") or "components/quantization" in row.source
-    stated = re.search(r"\bcompile\b", row.notes)
-    choice: Fusion = default_of(row.framework, FUSION)
-    if (row.framework.startswith("torchtitan") and quantised) or (
-        stated and not re.search(r"\bNo torch\.compile", row.notes)
-    ):
-        choice = default_of(f"{row.framework}: {row.source}", COMPILED)
+    is_quantised = row.precision_class in ("fp8", "mxfp8", "nvfp4") or "components/quantization" in row.source
+    is_stated = re.search(r"\bcompile\b", row.notes) and not re.search(r"\bNo torch\.compile", row.notes)
+    is_compiled = is_stated or (row.framework.startswith("torchtitan") and is_quantised)
+    choice: Fusion = defaults.value("compiled", f": {row.source}") if is_compiled else defaults.value("fusion")
     return choice

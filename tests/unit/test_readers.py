@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from meshwright.planner.experts import read_placement
 from meshwright.schema import ConfigError, MeshwrightError
 from meshwright.schema.base import read_text, shown
-from meshwright.validation.features import _list_of_parts
+from meshwright.validation.layouts import listed_fractions
 from mutations import mutated
 from targets import (
     LLAMA,
@@ -238,6 +238,6 @@ def test_any_value_is_shown_in_a_few_words(value: Any) -> None:
 
 
 def test_a_list_that_never_closes_takes_no_time() -> None:
-    assert _list_of_parts("[" + "1" * 100_000) == ()
-    assert _list_of_parts("[0.5, 0.25 1,]") == (0.5, 0.25, 1.0)
-    assert _list_of_parts("[.5]") == ()
+    assert listed_fractions("[" + "1" * 100_000) == ()
+    assert listed_fractions("[0.5, 0.25 1,]") == (0.5, 0.25, 1.0)
+    assert listed_fractions("[.5]") == ()

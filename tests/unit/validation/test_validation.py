@@ -23,7 +23,7 @@ from meshwright.validation import (
     score_groups,
     score_sources,
 )
-from meshwright.validation.clusters import network
+from meshwright.validation.clusters import network_link
 from meshwright.validation.predict import boundaries
 from meshwright.validation.rows import RunRow
 from meshwright.validation.score import log_bias, memory_kind, rank_correlation, regret, relative_error
@@ -246,7 +246,7 @@ def test_sharding_inside_a_group_is_hybrid() -> None:
     ],
 )
 def test_network_text_gives_a_link_and_the_rate_of_one_device(text, link, gbit) -> None:
-    found = network(text, devices_per_node=8, default="ib400")
+    found = network_link(text, devices_per_node=8, default="ib400")
     assert found.name == link
     assert found.bandwidth_bytes_per_s * 8 / 1e9 == pytest.approx(gbit)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from meshwright.schema.catalogue import device_entries
+from meshwright.schema.catalogue import device_entries, link_entries
 from meshwright.schema.layout import Layout
 from meshwright.validation import RunInputs, predict, read_runs, run_inputs
-from meshwright.validation.device_names import PATTERNS, device_named
-from meshwright.validation.features import stage_parts
+from meshwright.validation.clusters import device_named
+from meshwright.validation.layouts import stage_fractions
+from meshwright.validation.lookups import FrameworkDefaults, framework_choices, read_table
+from meshwright.validation.models import published_shapes, shape_named, shape_of_size
 from meshwright.validation.rows import RunRow
-from meshwright.validation.shapes import SHAPES, SIZES, shape_named, shape_of_size
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/measured_runs"
 
@@ -88,7 +89,7 @@ def test_a_printed_plan_fills_the_mapping_and_each_stage() -> None:
         layers=12, n_gpus=4, pp=2, tp=None, dp=None, micro_batch=None, sharding_class="unknown", offload="Mist mixed",
         recompute="Mist per-stage", recompute_class="custom", notes=MIST,
     )  # fmt: skip
-    assert stage_parts(row) == ((0.75, 0.0), (0.25, 0.75))
+    assert stage_fractions(row) == ((0.75, 0.0), (0.25, 0.75))
     found = run_inputs(row)
     assert isinstance(found, RunInputs)
     assert (found.layout.dp_shard, found.layout.zero_stage, found.layout.micro_batch_size) == (2, 1, 2)
@@ -115,7 +116,7 @@ def test_stages_without_layers_are_predicted() -> None:
 def test_published_names_have_their_published_size() -> None:
     published = {
         "GPT3-20B": 20.2, "Nemotron-22B": 21.3, "Llama-3.2-3b": 3.2, "phi-2": 2.8, "gemma-2b": 2.5, "falcon-7b": 6.9,
-        "Yi-34B": 34.4, "DeepSeek-V2": 235.7, "bloom-176b": 176.2, "opt-66b": 65.7,
+        "Yi-34B": 34.4, "DeepSeek-V2": 235.7, "bloom-176b": 176.2, "opt-66b": 65.7, "qwen3-0.6b": 0.596, "qwen3-4b": 4.02,
     }  # fmt: skip
     for name, size in published.items():
         blank = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"))
@@ -124,9 +125,8 @@ def test_published_names_have_their_published_size() -> None:
 
 
 def test_shapes_are_whole_heads_and_a_size_alone_gives_its_parameters() -> None:
-    assert set(SIZES) <= set(SHAPES)
     assert shape_named("meta-llama/Llama-2-7b-hf") is None  # of the catalogue
-    assert all(shape.heads % shape.kv_heads == 0 for shape in SHAPES.values())
+    assert all(shape.heads % shape.kv_heads == 0 for shape, _ in published_shapes().values())
     for params in (1e9, 24e9, 175e9):
         shape = shape_of_size(params, 51200)
         assert 12 * shape.layers * shape.hidden**2 + 51200 * shape.hidden == pytest.approx(params, rel=0.15)
@@ -145,8 +145,22 @@ def test_device_spellings(text: str, name: str | None) -> None:
     assert device_named(text) == name
 
 
-def test_device_patterns_name_catalogue_devices() -> None:
-    assert {name for _, name in PATTERNS} <= set(device_entries())
+def test_tables_name_what_the_catalogue_has_and_state_their_sources() -> None:
+    assert {line["device"] for line in read_table("devices")} <= set(device_entries())
+    links = {name for line in read_table("networks") for name in line["links"].split()}
+    assert links | {line["scaleup"] for line in read_table("devices")} - {""} <= set(link_entries())
+    for name in ("devices", "networks", "families", "shapes"):
+        assert all(line["source"] for line in read_table(name)), name
+
+
+def test_every_choice_of_a_framework_has_a_last_resort_and_sources() -> None:
+    for choice, lines in framework_choices().items():
+        assert lines[-1]["framework"] == "", choice
+        assert all(line["source"] for line in lines), choice
+    defaults = FrameworkDefaults("nobody's engine")
+    assert defaults.assume("precision") == "bf16"
+    assert defaults.value("packed_document") is None
+    assert defaults.assumed == ["precision=bf16"]
 
 
 @pytest.mark.skipif(not (SHARED / "training_runs.csv").exists(), reason="needs the measured runs")
