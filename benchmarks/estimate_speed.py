@@ -22,6 +22,7 @@ from typing import NamedTuple
 from meshwright.cost_models.stage.bounds import lower_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 
@@ -60,7 +61,7 @@ def measure(case: Case) -> dict[str, object]:
     """Layouts per second of one case."""
     model, cluster = ModelSpec.named(case.model), ClusterSpec.parse(case.cluster)
     workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size)
-    batch = build_space(model, workload, cluster, {}).batch
+    batch = build_space(PlanRequest(model, cluster, workload)).batch
     bound_s = best_of(lambda: lower_bounds(CostTable.of(model, workload, cluster, batch)))
     costs = CostTable.of(model, workload, cluster, batch)
     sample = range(0, len(batch), max(1, len(batch) // SAMPLE))

@@ -40,7 +40,7 @@ def explain(
     or searching again.
     """
     from ..planner import explain as make_explanation
-    from ..planner.deadline import Deadline
+    from ..planner.request import Deadline
     from ..schema.layout import parse_assignments
     from .show import show
     from .show.explain import explanation_tables
@@ -142,7 +142,7 @@ def _configuration(file: Path, engine: str | None, given: Plan) -> _Present:
 
 def _other_plan(file: Path, engine: str | None, given: Plan) -> _Present:
     from ..planner.plan import estimate_with_schedule
-    from ..planner.request import OffloadRequest
+    from ..planner.request import OffloadRequest, PlanRequest
 
     if engine is not None:
         raise ConfigError(f"--from {engine} with {file}, which is a plan of ours", help="leave out --from")
@@ -150,9 +150,8 @@ def _other_plan(file: Path, engine: str | None, given: Plan) -> _Present:
     differing = [name for name in ("model", "cluster", "workload") if getattr(other, name) != getattr(given, name)]
     if not differing:
         return _Present("the other plan", other.layout, other.estimate, [], schedule=other.offload)
-    costs, scheduled = estimate_with_schedule(
-        given.model, given.cluster, given.workload, other.layout, offload=OffloadRequest.of(other)
-    )
+    request = PlanRequest(given.model, given.cluster, given.workload, offload=OffloadRequest.from_plan(other))
+    costs, scheduled = estimate_with_schedule(request, other.layout)
     note = f"{file} is for another {' and '.join(differing)}; its layout is costed with the plan's"
     schedule = None if scheduled is None else scheduled.schedule
     return _Present("the other plan", other.layout, costs, [note], schedule=schedule)

@@ -27,7 +27,7 @@ from .options import Mode, OptionModel, command
 from .terminal import INTERRUPTED
 
 if TYPE_CHECKING:
-    from ..planner.deadline import Deadline
+    from ..planner.request import Deadline
     from ..schema import Plan
 
 
@@ -152,7 +152,7 @@ def plan(
         _plan_generation(model, cluster, generation, host, output)
         return
     assert step is not None and search is not None
-    from ..planner.deadline import Deadline
+    from ..planner.request import Deadline
     from .show import show
     from .show.plan import cost_table, pareto_table, plan_table
     from .show.report import write_report
@@ -277,17 +277,18 @@ def estimate(
     """Predict step time and memory of one layout, whether it fits or not; with --offload, of its best offload schedule."""
     from ..planner import not_executed
     from ..planner.plan import estimate_with_schedule
+    from ..planner.request import PlanRequest
     from ..schema import Layout, ModelSpec
     from .show import show
     from .show.plan import add_offload, estimate_table
 
     given = Layout.parse(layout)
-    request = host.offload_request(offload.offload)
-    if request is not None:
+    allowed = host.offload_request(offload.offload)
+    if allowed is not None:
         given = given.replace(offload="scheduled")
     spec, machine = ModelSpec.resolve(model), step.calibrated(cluster.read())
     workload = step.workload(spec, machine, precision.precision)
-    costs, scheduled = estimate_with_schedule(spec, machine, workload, given, offload=request)
+    costs, scheduled = estimate_with_schedule(PlanRequest(spec, machine, workload, offload=allowed), given)
     if json:
         typer.echo(costs.model_dump_json(indent=2))
     else:

@@ -121,7 +121,7 @@ def replanned(plan: Plan, path: Path, *, nnodes: int) -> tuple[Plan, Path]:
     from ..schema.layout import parse_assignments
 
     fixed = {name: value for name, value in parse_assignments(plan.provenance.fixed).items() if name in KEPT_FIELDS}
-    offload = OffloadRequest.of(plan)
+    offload = OffloadRequest.from_plan(plan)
     try:
         found = make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
     except (InfeasibleError, ConfigError):

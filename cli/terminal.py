@@ -14,7 +14,7 @@ import typer
 from ..schema.errors import MeshwrightError
 
 if TYPE_CHECKING:
-    from ..planner.deadline import Deadline
+    from ..planner.request import Deadline
 
 
 INTERRUPTED = 130

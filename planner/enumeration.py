@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
+from ..schema import ConfigError, Workload
 from ..schema.arrays import IntArray
 from ..schema.engine_facts import ENGINES, exchange_rules, sequence_rules
 from ..schema.layout import LAYOUT_FIELDS, Layout
@@ -26,8 +26,8 @@ from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, LayoutTable, column_
 from ..schema.runnable import problem_facts
 from ..schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES, ScheduleName
 from ..schema.task import Engine
-from .deadline import Deadline
 from .dominance import exchanges_worth_trying, worth_whole_sequence
+from .request import PlanRequest
 
 Columns = dict[str, IntArray]
 
@@ -204,26 +204,24 @@ Admitted = Callable[[Columns], Columns]
 
 @dataclass(frozen=True)
 class Enumeration:
-    """Choices for one request: fields in ``fixed`` have their value; ``runnable`` as in `space.build_space`."""
+    """Choices for one request: fields that it fixes have their value."""
 
-    model: ModelSpec
-    workload: Workload
-    cluster: ClusterSpec
-    fixed: Mapping[str, Any]
-    runnable: bool
-    deadline: Deadline
+    request: PlanRequest
 
     @property
     def is_ours(self) -> bool:
         """Whether the plan is for our own runtime."""
-        return self.workload.engine_facts.is_own_runtime
+        return self.request.workload.engine_facts.is_own_runtime
 
     @cached_property
     def problem(self) -> ProblemFacts:
         """The numbers of model, workload and cluster that rules look at."""
-        cluster = self.cluster
+        cluster = self.request.cluster
         return problem_facts(
-            self.model, self.workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
+            self.request.model,
+            self.request.workload,
+            world_size=cluster.num_devices,
+            scaleup_domain=cluster.scaleup_domain,
         )
 
     def constants(self, size: int) -> dict[str, NDArray[Any]]:
@@ -231,7 +229,7 @@ class Enumeration:
         return {name: self._constant(name, size) for name in CONSTANT}
 
     def _constant(self, name: str, size: int) -> NDArray[Any]:
-        return column_of(name, self.fixed.get(name, Layout.model_fields[name].default), size)
+        return column_of(name, self.request.fixed.get(name, Layout.model_fields[name].default), size)
 
     def table(self, c: Mapping[str, IntArray]) -> LayoutTable:
         """Return the rows as rules look at them: a field without a column is not chosen yet.
@@ -249,7 +247,7 @@ class Enumeration:
         taken = np.ones_like(c["tp"])
         for name in _LEFT:
             taken = taken * c.get(name, 1)
-        return np.maximum(self.cluster.num_devices // taken, 1)
+        return np.maximum(self.request.cluster.num_devices // taken, 1)
 
     def cross(
         self,
@@ -259,8 +257,12 @@ class Enumeration:
         allowed: Callable[[Mapping[str, IntArray]], NDArray[np.bool_]],
     ) -> Columns:
         """Every row with every option that is allowed, or with the one that is asked for."""
-        self.deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
-        return cross(c, name, [int(self.fixed[name])]) if name in self.fixed else cross(c, name, options, allowed)
+        self.request.deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
+        return (
+            cross(c, name, [int(self.request.fixed[name])])
+            if name in self.request.fixed
+            else cross(c, name, options, allowed)
+        )
 
     def degrees(self, admitted: Admitted, *, only_worth: bool = True) -> Columns:
         """Every combination of degrees: what layers and stages are, and ``dp``, the ranks that see different sequences.
@@ -268,8 +270,12 @@ class Enumeration:
         ``admitted`` says which rows are worth going on with, of columns that are there already. Without ``only_worth`` none of them
         is costed to see what sequence parallelism is worth.
         """
-        fixed, num_blocks, batch_size = self.fixed, self.model.num_blocks, self.workload.global_batch_size
-        all_of, in_domain = divisors(self.cluster.num_devices), divisors(self.cluster.scaleup_domain)
+        fixed, num_blocks, batch_size = (
+            self.request.fixed,
+            self.request.model.num_blocks,
+            self.request.workload.global_batch_size,
+        )
+        all_of, in_domain = divisors(self.request.cluster.num_devices), divisors(self.request.cluster.scaleup_domain)
         sizes = [d for d in divisors(batch_size) if d <= MAX_MICRO_BATCH_SIZE]
         sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
         c, worth = self._splits(all_of if self.is_ours else in_domain, all_of, sizes)
@@ -295,21 +301,21 @@ class Enumeration:
         self, tps: Sequence[int], cps: Sequence[int], sizes: Sequence[int]
     ) -> tuple[Columns, NDArray[np.bool_]]:
         """tp, cp and cp_ulysses, and whether a split of cp is worth trying with a micro-batch [N, sizes]."""
-        world = self.cluster.num_devices
+        world = self.request.cluster.num_devices
         c = self.cross({}, "tp", tps, lambda c: world % c["tp"] == 0)
         c = self.cross(c, "cp", cps, lambda c: _divides(c, "cp", self.left))
         c = self.cross(c, "cp_ulysses", cps, always)
-        if "cp_ulysses" in self.fixed:
+        if "cp_ulysses" in self.request.fixed:
             return c, np.ones((len(c["tp"]), len(sizes)), dtype=bool)
         c = select(c, self._can_exchange(c))
-        worth = exchanges_worth_trying(c, sizes, self.model, self.workload, self.cluster)
+        worth = exchanges_worth_trying(c, sizes, self.request.model, self.request.workload, self.request.cluster)
         ever = np.flatnonzero(worth.any(axis=1))
         return {name: column[ever] for name, column in c.items()}, worth[ever]
 
     def _can_exchange(self, c: Columns) -> NDArray[np.bool_]:
         """Splits of cp that the engine takes; a cp that it does not take at all is left to the rules, which say so."""
         ones = np.ones_like(c["tp"])
-        table, rules = self.table(c), exchange_rules(self.workload.engine)
+        table, rules = self.table(c), exchange_rules(self.request.workload.engine)
         holds = np.all([np.broadcast_to(rule.holds(table, self.problem), ones.shape) for rule in rules], axis=0)
         group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
         is_taken = np.bincount(group, weights=holds)[group] > 0
@@ -318,14 +324,14 @@ class Enumeration:
     def _with_sequence(self, c: Columns, *, only_worth: bool) -> Columns:
         """Sequence parallelism wherever it is possible, and beside it the same without where that may be faster."""
         tp = c["tp"]
-        if "sequence_parallel" in self.fixed:
-            given = np.full_like(tp, self.fixed["sequence_parallel"])
+        if "sequence_parallel" in self.request.fixed:
+            given = np.full_like(tp, self.request.fixed["sequence_parallel"])
             return select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
-        split = (tp > 1) & (self.workload.seq_len % (c["cp"] * tp) == 0)
+        split = (tp > 1) & (self.request.workload.seq_len % (c["cp"] * tp) == 0)
         choice = np.flatnonzero(split & self._takes_whole_sequence(c))
-        if len(choice) and only_worth and not self.fixed.keys() & _IN_LAYERS:
+        if len(choice) and only_worth and not self.request.fixed.keys() & _IN_LAYERS:
             some = {name: column[choice] for name, column in c.items()}
-            choice = choice[worth_whole_sequence(some, self.model, self.workload, self.cluster)]
+            choice = choice[worth_whole_sequence(some, self.request.model, self.request.workload, self.request.cluster)]
         rows = np.concatenate([np.arange(len(tp)), choice])
         has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
         return {name: column[rows] for name, column in c.items()} | {"sequence_parallel": has_it}
@@ -333,19 +339,19 @@ class Enumeration:
     def _takes_whole_sequence(self, c: Columns) -> NDArray[np.bool_]:
         """Whether the engine runs these degrees without sequence parallelism."""
         table = self.table(c | {"sequence_parallel": np.zeros_like(c["tp"])})
-        rules = sequence_rules(self.workload.engine)
+        rules = sequence_rules(self.request.workload.engine)
         holds = np.all([np.broadcast_to(rule.holds(table, self.problem), c["tp"].shape) for rule in rules], axis=0)
         # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
-        return np.asarray(holds & (not self.workload.tp_overlap))
+        return np.asarray(holds & (not self.request.workload.tp_overlap))
 
     def options(self, c: Columns) -> Columns:
         """Every row of degrees with what does not change its layers: how states are sharded, and the schedule."""
-        fixed, engine, runnable = self.fixed, self.workload.engine, self.runnable
-        islands = [level.domain_size for level in self.cluster.levels]
+        fixed, engine, runnable = self.request.fixed, self.request.workload.engine, self.request.runnable
+        islands = [level.domain_size for level in self.request.cluster.levels]
         c = self.cross(
             c,
             "dp_shard",
-            divisors(self.cluster.num_devices),
+            divisors(self.request.cluster.num_devices),
             lambda c: _divides(c, "dp_shard", self.left) & (runnable | _fills(c, islands, self.left)),
         )
         c = (
@@ -356,11 +362,11 @@ class Enumeration:
         c = self.cross(c, "zero_stage", ENGINES[engine].zero_stages, has_zero_stage)
         c = select(c, has_zero_stage(c))
         c = with_levels(c, engine, fixed, islands, runnable=runnable)
-        return with_schedule(c, self.workload, fixed)
+        return with_schedule(c, self.request.workload, fixed)
 
     def recomputes(self, c: Columns) -> Columns:
         """Every row of options with what is recomputed."""
-        c = with_recompute(c, self.fixed, mixes=not self.cluster.parts)
+        c = with_recompute(c, self.request.fixed, mixes=not self.request.cluster.parts)
         if self.is_ours:  # as the rule split_backward_keeps_activations, which saw what is asked for only
             c = select(c, ~splits_backward(c) | (c["recompute"] == 0))
         return c

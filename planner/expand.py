@@ -34,6 +34,7 @@ from ..solvers.solution import Status
 from ..solvers.stages import chunk_split, split_bound, stage_split
 from .mixed_clusters import expand_on_parts, nodes_of
 from .rank_map import in_order, node_order
+from .request import PlanRequest
 from .stage_choice import Layers, Stages, choose_stages
 from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
 
@@ -187,6 +188,12 @@ class Candidate:
         if self.order:
             layout = layout.replace(schedule="synthesised")
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
+
+
+def expand_layout(request: PlanRequest, layout: Layout) -> Candidate:
+    """`expand` one given layout; without memory limits where no split is within them."""
+    batch = LayoutTable.from_layouts([layout], request.workload.global_batch_size)
+    return expand(CostTable.of(request.model, request.workload, request.cluster, batch), 0)
 
 
 def expand_row(costs: CostTable, row: int, *, bound_s: float = 0.0) -> Candidate:

@@ -1,55 +1,74 @@
-"""What a user lets leave the devices.
+"""What is asked of the planner: PlanRequest, what may leave the devices (OffloadRequest), and until when (Deadline).
 
-Request: what was asked of `plan`, so that it can be asked again with something changed.
+Every search of the planner takes one PlanRequest, so that it can be asked again with something changed (`dataclasses.replace`):
+another cluster, other fixed fields, a smaller workload.
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..cost_models.hardware.host import HostRates, host_rates
-from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, Plan, Workload
+from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, Plan, SolverLimitError, Workload
+from ..schema.engine_facts import PLANNED_ENGINES
 from ..schema.engine_rules import VERSION_RULES
-from ..schema.layout import parse_assignments
+from ..schema.layout import check_fields, parse_assignments
 from ..schema.runnable import broken_rules, problem_facts, require_our_engine, why_not_runnable
-from .deadline import Deadline
-from .search import OnProgress, SearchResult, search
-from .space import Space, build_space
-from .tasks.training import add_synthesised_orders
+from ..solvers.branch_and_bound import OnProgress
 
 OffloadKinds = Literal["none", "auto", "activations", "optimizer", "params"]
 
 
-def split_offload_request(
-    fixed: Mapping[str, Any], offload: OffloadRequest | None
-) -> tuple[dict[str, Any], OffloadRequest | None]:
-    """Fields to keep without ``offload=scheduled``, which asks for schedules as a request does; None: no schedules."""
-    if fixed.get("offload") != "scheduled":
-        return dict(fixed), None if offload is None or offload.kinds == "none" else offload
-    return {name: value for name, value in fixed.items() if name != "offload"}, offload or OffloadRequest()
+class Deadline:
+    """The end of a time limit that began when this was made, or of the user's patience (`stop`), whichever comes first.
 
-
-def require_schedulable(workload: Workload, fixed: Mapping[str, Any]) -> None:
-    """Refuse what no offload schedule is planned for.
-
-    Raises:
-        ConfigError: another engine, training without a backward pass, or a pipeline.
+    Long array passes look at it between their pieces (`require`); searches look at it before every node (`is_over`).
     """
-    if not workload.engine_facts.is_own_runtime:
-        raise ConfigError(
-            f"offload schedules are planned for fsdp2, not for {workload.engine}",
-            help="fix its own switches instead: --space full --fix offload=optimizer",
+
+    def __init__(self, limit_s: float = float("inf"), *, within: Deadline | None = None) -> None:
+        """Start the clock; a stop of the deadline that this one is ``within`` ends it too."""
+        self.limit_s = limit_s
+        self._within = within
+        self._end_s = time.perf_counter() + limit_s
+        self.is_stopped = False
+        """Somebody asked to stop."""
+
+    @property
+    def is_over(self) -> bool:
+        """Stop now, with what there is."""
+        if self._within is not None and self._within.is_stopped:
+            return True
+        return self.is_stopped or time.perf_counter() >= self._end_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds, at least 0."""
+        return 0.0 if self.is_stopped else max(0.0, self._end_s - time.perf_counter())
+
+    def stop(self) -> None:
+        """Ask for an early end; safe in a signal handler."""
+        self.is_stopped = True
+
+    def require(self, doing: str) -> None:
+        """Go on only while there is time: without bounds on the full space nothing can be certified.
+
+        Raises:
+            SolverLimitError: time is over; the message names what was being done.
+        """
+        if self.is_over:
+            raise self.error(f"while {doing}")
+
+    def error(self, when: str, *details: str) -> SolverLimitError:
+        """Return the error for a search that ended before it had any layout that fits."""
+        ended = "was stopped" if self.is_stopped else f"ran into its time limit of {self.limit_s:g} s"
+        return SolverLimitError(
+            f"the search {ended} {when}, before any layout that fits was found",
+            details=details,
+            help="raise --time-limit-s, or fix some degrees with --fix so that fewer layouts are to be compared",
         )
-    if not workload.has_backward:
-        raise ConfigError(
-            "zeroth-order training has no gradients, states or activations that could be offloaded",
-            help="plan without --offload",
-        )
-    if fixed.get("pp", 1) != 1:
-        raise ConfigError(f"offload schedules have one pipeline stage; pp={fixed['pp']} is fixed", help="do not fix pp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +87,8 @@ class OffloadRequest:
     storage_bytes: float = 0.0
 
     @classmethod
-    def of(cls, plan: Plan) -> OffloadRequest | None:
-        """What a plan's search was let move; of a plan that does not say so, everything within what its schedule was given."""
+    def from_plan(cls, plan: Plan) -> OffloadRequest | None:
+        """Return what a plan's search was allowed to move; of a plan that does not say so, what its schedule was given."""
         allowed, schedule = plan.provenance.offload, plan.offload
         if allowed is not None:
             return cls(**allowed.model_dump())
@@ -82,8 +101,8 @@ class OffloadRequest:
         )
 
     @property
-    def allowed(self) -> OffloadLimits | None:
-        """As a plan says it; None: nothing."""
+    def limits(self) -> OffloadLimits | None:
+        """As a plan says it; None: nothing may leave."""
         if self.kinds == "none":
             return None
         return OffloadLimits(
@@ -94,14 +113,21 @@ class OffloadRequest:
         )
 
     def rates(self, workload: Workload, cluster: ClusterSpec) -> HostRates:
-        """Of one rank."""
+        """Return the rates of one rank's host."""
         return host_rates(workload, cluster, memory_bytes=self.host_memory_bytes)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Inputs of a search; ``fixed``, ``runnable`` and ``offload`` as in `planner.plan`. ``space`` and ``search`` are of layouts
-    without an offload schedule; planner/tasks/offload.py searches those with one.
+    """Inputs of a search of layouts for one cluster.
+
+    Attributes:
+        model, cluster, workload: what to train, where, and how.
+        fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``.
+        runnable: only layouts that `meshwright apply` of this version executes.
+        offload: what may leave the devices (docs/offload.md); None: layouts without an offload schedule only.
+        deadline: of everything that is done for this request.
+        on_progress: called after every expansion.
     """
 
     model: ModelSpec
@@ -110,10 +136,53 @@ class PlanRequest:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     runnable: bool = False
     offload: OffloadRequest | None = None
+    deadline: Deadline = field(default_factory=Deadline, compare=False)
+    on_progress: OnProgress | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, plan: Plan) -> PlanRequest:
-        """What a plan answers; of a plan that does not say its space, the smallest one that has its layout."""
+    def create(
+        cls,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        workload: Workload,
+        *,
+        fixed: Mapping[str, Any] | None = None,
+        runnable: bool | None = None,
+        offload: OffloadRequest | None = None,
+        deadline: Deadline | None = None,
+        time_limit_s: float = 60.0,
+        on_progress: OnProgress | None = None,
+    ) -> PlanRequest:
+        """Check what a user asks for and fill in what was left open.
+
+        Args:
+            fixed: ``offload=scheduled`` among the fields asks for offload schedules, as ``offload`` does.
+            runnable: None: where `meshwright apply` trains the model, and all of the engine where it does not.
+            deadline: stands in for ``time_limit_s`` where somebody may end the search earlier (`Deadline.stop`).
+
+        Raises:
+            ConfigError: a field is unknown or out of range, no plan is made for the engine, or offload schedules are not.
+        """
+        kept = dict(check_fields(fixed or {}))
+        if workload.engine_facts.rules is None:
+            raise ConfigError(
+                f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(PLANNED_ENGINES)
+            )
+        if kept.get("offload") == "scheduled":
+            del kept["offload"]
+            offload = offload or OffloadRequest()
+        elif offload is not None and offload.kinds == "none":
+            offload = None
+        if runnable is None:
+            runnable = is_trained_by_apply(model, workload)
+        elif runnable:
+            require_our_engine(workload)
+        deadline = deadline or Deadline(time_limit_s)
+        return cls(model, cluster, workload, kept, runnable, offload, deadline, on_progress)
+
+    @classmethod
+    def from_plan(cls, plan: Plan, deadline: Deadline | None = None) -> PlanRequest:
+        """Return what a plan answers; of a plan that does not say its space, the smallest one that has its layout."""
         runnable = plan.provenance.space == "runnable"
         if plan.provenance.space is None:
             problem = problem_facts(
@@ -123,49 +192,14 @@ class PlanRequest:
                 scaleup_domain=plan.cluster.scaleup_domain,
             )
             broken = broken_rules(plan.layout, problem, VERSION_RULES)
-            runnable = is_runnable(plan.model, plan.workload, None) and not broken
+            runnable = is_trained_by_apply(plan.model, plan.workload) and not broken
         fixed = parse_assignments(plan.provenance.fixed)
         if fixed.get("offload") == "scheduled":
             del fixed["offload"]
-        return cls(plan.model, plan.cluster, plan.workload, fixed, runnable, OffloadRequest.of(plan))
-
-    def space(self, deadline: Deadline) -> Space:
-        """The layouts to choose from.
-
-        Raises:
-            ConfigError: there are none; the message names the rules.
-            SolverLimitError: the deadline came first.
-        """
-        return build_space(
-            self.model, self.workload, self.cluster, self.fixed, runnable=self.runnable, deadline=deadline
-        )
-
-    def search(
-        self,
-        deadline: Deadline,
-        *,
-        space: Space | None = None,
-        worse_than_s: float = math.inf,
-        on_progress: OnProgress | None = None,
-    ) -> SearchResult:
-        """Expand the layouts best first, as far as they may be faster than ``worse_than_s``; raises like `space`."""
-        result = search(
-            self.model,
-            self.workload,
-            self.cluster,
-            space or self.space(deadline),
-            time_limit_s=deadline.limit_s,
-            worse_than_s=worse_than_s,
-            deadline=deadline,
-            on_progress=on_progress,
-        )
-        return result if "schedule" in self.fixed else add_synthesised_orders(result, deadline)
+        offload = OffloadRequest.from_plan(plan)
+        return cls(plan.model, plan.cluster, plan.workload, fixed, runnable, offload, deadline or Deadline())
 
 
-def is_runnable(model: ModelSpec, workload: Workload, runnable: bool | None) -> bool:
-    """Whether only what `apply` executes is searched: as asked for, and unless asked where it trains the model."""
-    if runnable is None:
-        return workload.engine_facts.is_own_runtime and not why_not_runnable(model, workload)
-    if runnable:
-        require_our_engine(workload)
-    return runnable
+def is_trained_by_apply(model: ModelSpec, workload: Workload) -> bool:
+    """Return whether `meshwright apply` of this version trains a model."""
+    return workload.engine_facts.is_own_runtime and not why_not_runnable(model, workload)

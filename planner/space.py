@@ -1,10 +1,4 @@
-"""Combinations of degrees, each with the layouts that differ in sharding, schedule and recompute alone.
-
-Most layouts of a large space differ in what no degree depends on: how states are sharded over the same ranks, in which order passes
-run, what is recomputed. Such a group has one bound (planner/search.py), and its layouts are made only where that is below the
-incumbent. A layout's place in the space is its group's and its own within the group, whether it was made or not.
-
-The search space: every combination of degrees and choices that the rules allow, as arrays.
+"""The search space: every combination of degrees and choices that the rules allow, as arrays, by groups of degrees.
 
 What an engine executes is in schema/runnable.py. Of that, some combinations are never enumerated unless they are asked for:
 
@@ -20,38 +14,31 @@ What an engine executes is in schema/runnable.py. Of that, some combinations are
     cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
     sequence       tp without sequence parallelism, where no stage has 1 % less work by it (dominance.py)
 
-The first two and cp_ulysses lose nothing; the others are restrictions of the space, and a certificate speaks of the space that is
-left.
+The first two and cp_ulysses lose nothing; the others are restrictions of the space, and a certificate speaks of the space that
+remains.
+
+Most layouts of a large space differ in what no degree depends on: how states are sharded over the same ranks, in which order passes
+run, what is recomputed. Such a group has one bound (search.py), and its layouts are made only where that is below the incumbent. A
+layout's position in the space is its group's and its position within the group, whether it was made or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema import ClusterSpec, ConfigError, ModelSpec, Workload
+from ..schema import ConfigError
 from ..schema.arrays import IntArray
 from ..schema.engine_facts import rules_of
 from ..schema.layout_rules import Rule
 from ..schema.layout_table import LayoutTable, distinct_rows
-from .deadline import Deadline
-from .enumeration import Columns, Enumeration, divisors
-
-__all__ = [
-    "DegreeColumns",
-    "DegreeGroups",
-    "Space",
-    "build_space",
-    "divisors",
-]
-
-
-DegreeColumns = dict[str, IntArray]
+from .enumeration import Columns, Enumeration
+from .request import PlanRequest
 
 
 @dataclass(frozen=True)
@@ -65,8 +52,8 @@ class DegreeGroups:
         constants: columns of a batch that are the same in the whole space.
     """
 
-    degrees: DegreeColumns
-    options: DegreeColumns
+    degrees: Columns
+    options: Columns
     first: IntArray
     count: IntArray
     constants: Mapping[str, Any]
@@ -110,7 +97,7 @@ class DegreeGroups:
     def _dp(self) -> IntArray:
         return self.options["dp_replicate"][self.first] * self.options["dp_shard"][self.first]
 
-    def _batch(self, columns: DegreeColumns) -> LayoutTable:
+    def _batch(self, columns: Columns) -> LayoutTable:
         size = len(columns["tp"])
         arrays: dict[str, Any] = columns | {name: np.full(size, value) for name, value in self.constants.items()}
         return LayoutTable(**arrays)
@@ -153,39 +140,24 @@ class Space:
         return whole - len(self.without)
 
 
-def build_space(
-    model: ModelSpec,
-    workload: Workload,
-    cluster: ClusterSpec,
-    fixed: Mapping[str, Any],
-    *,
-    runnable: bool = False,
-    deadline: Deadline | None = None,
-) -> Space:
-    """Enumerate, then keep what satisfies ``fixed`` and every rule of schema/runnable.py for the workload's engine.
+def build_space(request: PlanRequest) -> Space:
+    """Enumerate, then select what satisfies the fixed fields and every rule of schema/runnable.py for the workload's engine.
 
     Rules are asked as soon as the fields that they look at are chosen, and count combinations of what is chosen by then.
 
-    Args:
-        model, workload, cluster: what to train, how and where.
-        fixed: fields of a layout to keep.
-        runnable: only what our own runtime executes in this version.
-        deadline: unset, the enumeration takes the time it takes.
-
     Raises:
         ConfigError: nothing is left; the message names the rules that excluded the most.
-        SolverLimitError: the deadline came first.
+        SolverLimitError: the request's deadline came first.
     """
-    if fixed.get("offload") == "scheduled":
+    if request.fixed.get("offload") == "scheduled":
         raise ConfigError("this command does not search offload schedules", help="plan --offload auto does")
-    deadline = deadline or Deadline(float("inf"))
-    if not workload.has_backward:  # nothing is kept that could be recomputed
-        fixed = {"recompute": "none", **fixed}
-    choices = Enumeration(model, workload, cluster, fixed, runnable, deadline)
-    sieve = _Sieve(choices, rules_of(workload.engine, runnable=runnable))
+    if not request.workload.has_backward:  # nothing is kept that could be recomputed
+        request = replace(request, fixed={"recompute": "none", **request.fixed})
+    choices = Enumeration(request)
+    sieve = _Sieve(choices, rules_of(request.workload.engine, runnable=request.runnable))
     groups = _grouped(choices, sieve)
     if groups is None:
-        raise _nothing_left(model, workload, cluster, fixed, _reasons(choices, sieve.rules))
+        raise _nothing_left(request, _reasons(choices, sieve.rules))
     return Space(None, sieve.excluded, groups)
 
 
@@ -200,7 +172,7 @@ class _Sieve:
     def __call__(self, c: Columns) -> Columns:
         table, keep = self.choices.table(c), np.ones(len(c["tp"]), dtype=bool)
         for rule in self.rules:
-            self.choices.deadline.require(f"checking {len(keep)} layouts against the rules")
+            self.choices.request.deadline.require(f"checking {len(keep)} layouts against the rules")
             if not rule.is_decided(table.known):
                 continue
             holds = np.broadcast_to(np.asarray(rule.holds(table, self.choices.problem), dtype=bool), keep.shape)
@@ -251,25 +223,18 @@ def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str
     return decisive or reasons
 
 
-def _nothing_left(
-    model: ModelSpec, workload: Workload, cluster: ClusterSpec, fixed: Mapping[str, Any], reasons: list[tuple[int, str]]
-) -> ConfigError:
-    wanted = ", ".join(f"{name}={value}" for name, value in fixed.items())
+def _nothing_left(request: PlanRequest, reasons: list[tuple[int, str]]) -> ConfigError:
+    """Return the error with the rules that excluded the most."""
+    size, num_devices = request.workload.global_batch_size, request.cluster.num_devices
+    fixed = ", ".join(f"{name}={value}" for name, value in request.fixed.items())
     if not reasons:
-        reasons = [
-            (
-                1,
-                "zero_stage above 0 needs dp_shard > 1 and dp_shard > 1 needs it; sequence_parallel needs tp > 1   [layout]",
-            )
-        ]
-    if wanted:
-        help_ = "loosen --fix"
-    else:
-        help_ = f"use a global batch size that divides over {cluster.num_devices} devices or a divisor of them"
+        of_layout = "zero_stage above 0 needs dp_shard > 1 and dp_shard > 1 needs it; sequence_parallel needs tp > 1"
+        reasons = [(1, f"{of_layout}   [layout]")]
+    of_batch = f"use a global batch size that divides over {num_devices} devices or a divisor of them"
     return ConfigError(
-        f"no layout of {model.name} on {cluster.num_devices} devices with global batch size {workload.global_batch_size}"
-        + (f" and {wanted}" if wanted else "")
+        f"no layout of {request.model.name} on {num_devices} devices with global batch size {size}"
+        + (f" and {fixed}" if fixed else "")
         + " can be executed",
         details=tuple(reason for _, reason in sorted(reasons, reverse=True)[:4]),
-        help=help_,
+        help="loosen --fix" if fixed else of_batch,
     )

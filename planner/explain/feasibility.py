@@ -1,16 +1,14 @@
-"""Of the layouts that do not fit, the one that lacks the least, and what of it binds.
+"""What fits and what does not: the demand of each stage, the layout that lacks the least, whether any layout of a request fits.
 
-Whether some layout of a request fits, and how fast it is at most, without searching all of its space.
-
-Of the bounded layouts those with the least memory are expanded, and of those with room to spare the fastest by their bounds: a
-layout that is found fits for certain, one that is not found may still exist.
+`find_fit` does not search all of a space: of the bounded layouts those with the least memory are expanded, and of those with memory
+to spare the fastest by their bounds. A layout that it returns fits for certain; where it returns none, one may still exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,29 +17,28 @@ from ...cost_models.stage.bounds import budget_bytes, memory_bounds, uniform_tim
 from ...cost_models.stage.table import CostTable
 from ...schema import ClusterSpec, ConfigError, Estimate, Layout, Workload
 from ...schema.cluster import part_label
-from ...schema.layout_table import LayoutTable
 from ...schema.plan import MemoryBreakdown
 from ...schema.units import format_bytes
-from ..deadline import Deadline
-from ..expand import Candidate, expand, expand_fitting, expand_row
+from ..expand import Candidate, expand_fitting, expand_row
 from ..request import PlanRequest
 from ..search import SearchResult
+from ..space import build_space
 
 CLOSEST_TRIES = 20
 """Layouts with the least bounds on memory that are cut into stages."""
 
+FIT_TRIES = 6
+"""Layouts expanded for each of the two orders."""
 
-def closest_to_fitting(result: SearchResult) -> Candidate:
-    """The layout of a search without an answer that lacks the least, its stages as even as can be."""
-    rows = np.argsort(result.bound_bytes, kind="stable")[:CLOSEST_TRIES]
-    tried = (expand_row(result.costs, int(row)) for row in rows)
-    return min(
-        tried, key=lambda c: (c.estimate.required_bytes - c.estimate.budget_bytes, c.estimate.step_time_s, c.idx)
-    )
+ROOMY_FRACTION = 0.9
+"""Bounds take stages as balanced; layouts below this part of the budget mostly fit with real ones."""
+
+LEAN: dict[str, Any] = {"micro_batch_size": 1, "recompute": "full", "num_model_chunks": 1, "etp": 1}
+"""What a layout with the least memory mostly has; where these are fixed, a space is some hundred times smaller."""
 
 
 class StageDemand(NamedTuple):
-    """What must be within the budget on one stage, and the budget of its devices; of mixed clusters also their memory."""
+    """What must be within the budget on one stage, and the budget and the memory of its devices."""
 
     required_bytes: int
     budget_bytes: int
@@ -49,28 +46,28 @@ class StageDemand(NamedTuple):
 
     @property
     def free_bytes(self) -> int:
-        """What is left; below zero where it does not fit."""
+        """What remains; below zero where it does not fit."""
         return self.budget_bytes - self.required_bytes
 
 
 def stage_demands(estimate: Estimate, workload: Workload, cluster: ClusterSpec) -> list[StageDemand]:
-    """Required and allowed bytes of each stage, on the part of a mixed cluster that it lies on."""
-    of_part = {part_label(cluster.parts, g): part.cluster for g, part in enumerate(cluster.parts)}
+    """Return required and allowed bytes of each stage, on the device pool of a mixed cluster that it lies on."""
+    pools = {part_label(cluster.parts, g): part.cluster for g, part in enumerate(cluster.parts)}
     demands = []
     for stage in estimate.stages:
-        own, parts = of_part.get(stage.device, cluster), stage.memory_bytes
-        required = int(memory.required_bytes(parts.total, parts.parameters, workload, own))
-        demands.append(StageDemand(required, own.memory_budget_bytes, own.weakest_device.memory_bytes))
+        pool, terms = pools.get(stage.device, cluster), stage.memory_bytes
+        required = int(memory.required_bytes(terms.total, terms.parameters, workload, pool))
+        demands.append(StageDemand(required, pool.memory_budget_bytes, pool.weakest_device.memory_bytes))
     return demands
 
 
 def tightest_stage(demands: Sequence[StageDemand]) -> int:
-    """The stage with the least left."""
+    """Return the index of the stage with the least memory to spare."""
     return min(range(len(demands)), key=lambda s: (demands[s].free_bytes, s))
 
 
 def shortfall(layout: Layout, estimate: Estimate, workload: Workload, cluster: ClusterSpec) -> tuple[str, str]:
-    """Which stage needs how much more than there is, and what its memory is made of."""
+    """Say which stage needs how much more than it may have, and what its memory is made of."""
     demands = stage_demands(estimate, workload, cluster)
     fullest = tightest_stage(demands)
     required, budget, total = demands[fullest]
@@ -83,28 +80,19 @@ def shortfall(layout: Layout, estimate: Estimate, workload: Workload, cluster: C
     )
 
 
-def largest_memory_terms(parts: MemoryBreakdown, wanted: int = 3) -> str:
-    """The largest parts of a device's memory in words."""
-    largest = sorted(parts.model_dump().items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest[:wanted])
+def largest_memory_terms(terms: MemoryBreakdown, count: int = 3) -> str:
+    """Return the largest terms of a device's memory in words."""
+    largest = sorted(terms.model_dump().items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest[:count])
 
 
-FIT_TRIES = 6
-"""Layouts expanded for each of the two orders."""
-
-
-ROOMY_FRACTION = 0.9
-"""Bounds take stages as balanced; layouts below this part of the budget mostly fit with real ones."""
-
-
-LEAN: dict[str, Any] = {"micro_batch_size": 1, "recompute": "full", "num_model_chunks": 1, "etp": 1}
-"""What a layout with the least memory mostly has; where these are fixed, a space is some hundred times smaller."""
-
-
-def estimate_layout(request: PlanRequest, layout: Layout) -> Estimate:
-    """What one layout of a request costs, whether it fits or not."""
-    batch = LayoutTable.from_layouts([layout], request.workload.global_batch_size)
-    return expand(CostTable.of(request.model, request.workload, request.cluster, batch), 0).estimate
+def closest_to_fitting(result: SearchResult) -> Candidate:
+    """Return the layout of a search without an answer that lacks the least, its stages as even as can be."""
+    rows = np.argsort(result.problem.frontier.bound_bytes, kind="stable")[:CLOSEST_TRIES]
+    candidates = (expand_row(result.costs, int(row)) for row in rows)
+    return min(
+        candidates, key=lambda c: (c.estimate.required_bytes - c.estimate.budget_bytes, c.estimate.step_time_s, c.idx)
+    )
 
 
 @dataclass(frozen=True)
@@ -115,43 +103,45 @@ class Fit:
     estimate: Estimate
 
 
-def find_fit(request: PlanRequest, deadline: Deadline, *, lean: bool = False, first: bool = False) -> Fit | None:
-    """A layout that fits, or None where none of those tried does.
+def find_fit(
+    request: PlanRequest, *, among: Literal["all", "lean"] = "all", which: Literal["fastest", "first"] = "fastest"
+) -> Fit | None:
+    """Return a layout that fits, or None where none of those tried does.
 
     Args:
-        lean: only among layouts that are `LEAN` in what is not fixed.
-        first: the first that is found instead of the fastest of those tried.
+        among: all layouts, or those that are `LEAN` in what is not fixed.
+        which: of those tried.
 
     Raises:
         SolverLimitError: the deadline came first.
     """
-    if lean:
+    if among == "lean":
         request = replace(request, fixed={**LEAN, **request.fixed})
     try:
-        space = request.space(deadline)
+        space = build_space(request)
     except ConfigError:
         return None
 
     def checkpoint() -> None:
-        deadline.require("verifying a change")
+        request.deadline.require("verifying a change")
 
     costs = CostTable.of(request.model, request.workload, request.cluster, space.batch, checkpoint=checkpoint)
-    least = memory.lower_bound_required_bytes(memory_bounds(costs), request.workload, request.cluster)
+    required = memory.lower_bound_required_bytes(memory_bounds(costs), request.workload, request.cluster)
     budget = budget_bytes(costs)
-    smallest = np.argsort(least, kind="stable")[:FIT_TRIES]
-    roomy = np.flatnonzero(least <= ROOMY_FRACTION * budget)
+    smallest = np.argsort(required, kind="stable")[:FIT_TRIES]
+    roomy = np.flatnonzero(required <= ROOMY_FRACTION * budget)
     fastest = roomy[np.argsort(uniform_time_bounds(costs.select(roomy)), kind="stable")[:FIT_TRIES]]
-    rows = np.array(list(dict.fromkeys([*smallest[(least <= budget)[smallest]], *fastest])), dtype=np.int64)
+    rows = np.array(list(dict.fromkeys([*smallest[(required <= budget)[smallest]], *fastest])), dtype=np.int64)
     if not len(rows):
         return None
-    some, found = costs.select(rows).compacted(), list[Candidate]()
+    subset, feasible = costs.select(rows).compacted(), list[Candidate]()
     for idx in range(len(rows)):
         checkpoint()
-        if (candidate := expand_fitting(some, idx)) is not None:
-            found.append(candidate)
-            if first:
+        if (candidate := expand_fitting(subset, idx)) is not None:
+            feasible.append(candidate)
+            if which == "first":
                 break
-    if not found:
+    if not feasible:
         return None
-    best = min(found, key=lambda c: (c.estimate.step_time_s, rows[c.idx]))
-    return Fit(best.layout(some.batch), best.estimate)
+    best = min(feasible, key=lambda c: (c.estimate.step_time_s, rows[c.idx]))
+    return Fit(best.layout(subset.batch), best.estimate)

@@ -9,18 +9,16 @@
 | elementwise | 10 % more bandwidth of memory-bound kernels and the optimizer | Calibration.elementwise |
 | host | dispatch 20 times as fast, as good as none | Calibration.host |
 
-What a little more of each resource is worth to a plan with an offload schedule.
-
-Figures are differences of the count form's optimum (solvers/offload/bound.py), a bound on every schedule that is monotone in every
-resource and has no rounding in it: of the plan's layout, and of the layout where it is least. Against the duals of the linear
-program layer by layer, which the plan has too, these are whole steps and not margins.
+For a plan with an offload schedule figures are differences of the count form's optimum (solvers/offload/bound.py), a bound on every
+schedule that is monotone in every resource and has no rounding in it: of the plan's layout, and of the layout where it is lowest.
+Against the duals of the linear program layer by layer, which the plan has too, these are full steps and not margins.
 
 | resource | change | how the problem says it |
 |---|---|---|
-| host memory | 1 GiB more on every node | Instance.host_cap_bytes |
+| host memory | 1 GiB more on every node | OffloadInstance.host_cap_bytes |
 | host link | 1 GB/s more each way for every rank | Links |
-| host update | processors of the host 10 % faster | Instance.host_update_s |
-| the others | worth.changes | the cluster |
+| host update | processors of the host 10 % faster | OffloadInstance.host_update_s |
+| the others | as above | the cluster |
 """
 
 from __future__ import annotations
@@ -28,31 +26,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from ...schema import ClusterSpec, Layout, MeshwrightError, Plan
 from ...schema.units import GB, GIB, format_bytes
-from ...solvers.offload import bound
+from ...solvers.offload.bound import lower_bound_s
 from ...solvers.offload.instance import OffloadInstance
-from ..deadline import Deadline
 from ..plan import estimate
 from ..rank_map import place_as_planned
 from ..request import PlanRequest
 from ..search import REL_GAP
-from ..space import Space
+from ..space import Space, build_space
 from ..tasks.offload import UNIFORM, OffloadSpace
-from ..tasks.offload_problem import build_instances, constant_s, option_costs_of_plan, problem_of_plan, without_schedule
+from ..tasks.offload_problem import (
+    build_instances,
+    choice_of_plan,
+    constant_s,
+    option_costs_of_plan,
+    without_schedule,
+)
+from ..tasks.training import search_layouts
 from .cluster_changes import LARGEST_RATIO, twice_as_fast, with_bandwidth, with_memory, with_ratios
 from .explanation import Binding, LinkUse, MarginalValue, Resource
 
 MORE_COMPUTE = 1.1
 
-
-MORE_MEMORY_BYTES = GIB
-
-
 MORE_BANDWIDTH_BYTES_PER_S = float(GB)
+
+MIN_DIFFERENCE = 1e-6
+"""Of a step: below it a difference of two linear programs is their tolerance."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,14 @@ class ClusterChange:
     cluster: ClusterSpec
     searched: bool = True
 
+    @property
+    def adds_memory(self) -> bool:
+        """Nothing is faster or slower, more fits."""
+        return self.resource in ("memory", "unlimited_memory")
+
 
 def resource_changes(cluster: ClusterSpec) -> tuple[ClusterChange, ...]:
-    """The changes that `explain` tries, in the order in which it searches them."""
+    """Return the changes that `explain` tries, in the order in which it searches them."""
     links = tuple(
         ClusterChange(
             "link",
@@ -95,45 +104,46 @@ def resource_changes(cluster: ClusterSpec) -> tuple[ClusterChange, ...]:
     )
 
 
-def marginal_values(
-    plan: Plan, request: PlanRequest, deadline: Deadline
-) -> tuple[float | None, tuple[MarginalValue, ...]]:
-    """Seconds of the fastest layout, and what each change gains for the plan's layout and for the fastest one."""
-    kept_s = _kept_s(plan, plan.cluster)
-    fastest = _fastest(request, deadline)
-    found = []
+def marginal_values(plan: Plan, request: PlanRequest) -> tuple[float | None, tuple[MarginalValue, ...]]:
+    """Return seconds of the fastest layout, and what each change gains for the plan's layout and for the fastest one."""
+    planned_s = _planned_s(plan, plan.cluster)
+    fastest = _fastest(request)
+    values = []
     for change in resource_changes(plan.cluster):
-        changed_s = _kept_s(plan, change.cluster)
-        if kept_s is None or changed_s is None:
+        changed_s = _planned_s(plan, change.cluster)
+        if planned_s is None or changed_s is None:
             continue
-        best = _fastest_with(request, change, fastest, deadline) if fastest and change.searched else None
-        found.append(
-            MarginalValue(
-                resource=change.resource,
-                change=change.text,
-                kept_s=_kept_gain(change, kept_s - changed_s),
-                best_s=None if fastest is None or best is None else _beyond_gap(fastest.step_time_s - best[1], best[1]),
-                best=best[0] if best and fastest and best[0] != fastest.layout else None,
-            )
+        gain_s = planned_s - changed_s
+        if change.adds_memory:  # the old stages still fit, even where the heuristic for uneven ones finds others
+            gain_s = max(0.0, gain_s)
+        best_s, best = None, None
+        if fastest is not None and change.searched:
+            layout, seconds = _fastest_with(request, change, fastest) or (None, None)
+            if seconds is not None:
+                best_s = fastest.step_time_s - seconds
+                best_s = best_s if abs(best_s) > REL_GAP * seconds else 0.0  # a search does not look for less
+                best = layout if layout != fastest.layout else None
+        values.append(
+            MarginalValue(resource=change.resource, change=change.text, kept_s=gain_s, best_s=best_s, best=best)
         )
-    return fastest.step_time_s if fastest else None, tuple(found)
+    return None if fastest is None else fastest.step_time_s, tuple(values)
 
 
-def link_uses(plan: Plan, kept: Callable[[ClusterSpec], float | None] | None = None) -> tuple[LinkUse, ...]:
-    """Each link level, the axes that reach it, and what the plan's layout gains where it is twice as fast.
+def link_uses(plan: Plan, seconds_on: Callable[[ClusterSpec], float | None] | None = None) -> tuple[LinkUse, ...]:
+    """Return each link level, the axes that reach it, and what the plan's layout gains where it is twice as fast.
 
-    A link that takes no time is beyond what the model of overlap describes: its traffic would slow down all compute beside it.
-    Seconds of the layout on a cluster are ``kept``'s, unset those of its estimate.
+    A link that takes no time is beyond what the model of overlap describes: its traffic would slow down all compute next to it.
+
+    Args:
+        seconds_on: of a step of the layout on a cluster; None: those of its estimate.
     """
-
-    def seconds_of(cluster: ClusterSpec) -> float | None:
-        return _kept_s(plan, cluster) if kept is None else kept(cluster)
-
-    cluster, base_s, uses = plan.cluster, seconds_of(plan.cluster), []
+    cluster, uses = plan.cluster, []
+    seconds_on = seconds_on or partial(_planned_s, plan)
+    base_s = seconds_on(cluster)
     for idx, level in enumerate(cluster.levels):
         if level.domain_size == 1:
             continue
-        faster_s = seconds_of(twice_as_fast(cluster, idx))
+        faster_s = seconds_on(twice_as_fast(cluster, idx))
         uses.append(
             LinkUse(
                 level_idx=idx,
@@ -147,22 +157,17 @@ def link_uses(plan: Plan, kept: Callable[[ClusterSpec], float | None] | None = N
     return tuple(uses)
 
 
-def _kept_s(plan: Plan, cluster: ClusterSpec) -> float | None:
-    """Step time of the plan's layout; None where this version cannot estimate it."""
+def _planned_s(plan: Plan, cluster: ClusterSpec) -> float | None:
+    """Return the step time of the plan's layout on a cluster; None where this version cannot estimate it."""
     try:
         return estimate(plan.model, place_as_planned(plan, cluster), plan.workload, plan.layout).step_time_s
     except MeshwrightError:
         return None
 
 
-def _kept_gain(change: ClusterChange, gain_s: float) -> float:
-    """With more memory the old stages still fit, even where the heuristic for uneven ones finds others."""
-    return max(0.0, gain_s) if change.resource in ("memory", "unlimited_memory") else gain_s
-
-
 @dataclass(frozen=True)
 class _Fastest:
-    """The fastest layout of the unchanged cluster, the whole space, and what of it has a split that fits, as far as known."""
+    """The fastest layout of the unchanged cluster, the entire space, and what of it has a split that fits, as far as known."""
 
     layout: Layout
     step_time_s: float
@@ -170,47 +175,39 @@ class _Fastest:
     may_fit: Space
 
 
-def _fastest(request: PlanRequest, deadline: Deadline) -> _Fastest | None:
-    """None unless the whole search ended in time and something fits."""
+def _fastest(request: PlanRequest) -> _Fastest | None:
+    """Search the unchanged cluster; None unless the search ended in time and something fits."""
     try:
-        space = request.space(deadline)
-        result = request.search(deadline, space=space)
+        space = build_space(request)
+        result = search_layouts(request, space)
     except MeshwrightError:
         return None
-    if result.stopped_early or not result.fitting:
+    if result.stopped_early or not result.feasible:
         return None
-    best = result.fitting[0]
-    fitting = replace(space, without=np.sort(result.pool.places[np.array(result.rejected, dtype=np.int64)]))
-    return _Fastest(best.layout(result.costs.batch), best.estimate.step_time_s, space, fitting)
+    best, problem = result.feasible[0], result.problem
+    rejected = problem.pool.positions[np.array(problem.rejected, dtype=np.int64)]
+    may_fit = replace(space, without=np.sort(rejected))
+    return _Fastest(best.layout(result.costs.batch), best.estimate.step_time_s, space, may_fit)
 
 
-def _fastest_with(
-    request: PlanRequest, change: ClusterChange, fastest: _Fastest, deadline: Deadline
-) -> tuple[Layout, float] | None:
-    """The fastest layout of a changed cluster and its seconds; None unless the search ended in time.
+def _fastest_with(request: PlanRequest, change: ClusterChange, fastest: _Fastest) -> tuple[Layout, float] | None:
+    """Return the fastest layout of a changed cluster and its seconds; None unless the search ended in time.
 
     It is at least as good as the old one is there, and where memory stays as it is, so does what fits.
     """
-    changed = replace(request, cluster=change.cluster)
-    more_memory = change.resource in ("memory", "unlimited_memory")
     try:
         old_s = estimate(request.model, change.cluster, request.workload, fastest.layout).step_time_s
-        known_s = min(old_s, fastest.step_time_s) if more_memory else old_s
-        space = fastest.space if more_memory else fastest.may_fit
-        result = changed.search(deadline, space=space, worse_than_s=known_s)
+        known_s = min(old_s, fastest.step_time_s) if change.adds_memory else old_s
+        space = fastest.space if change.adds_memory else fastest.may_fit
+        result = search_layouts(replace(request, cluster=change.cluster), space, worse_than_s=known_s)
     except MeshwrightError:
         return None
     if result.stopped_early:
         return None
-    best = result.fitting[0] if result.fitting else None
+    best = result.feasible[0] if result.feasible else None
     if best is None or best.estimate.step_time_s >= known_s:
         return fastest.layout, known_s
     return best.layout(result.costs.batch), best.estimate.step_time_s
-
-
-def _beyond_gap(gain_s: float, base_s: float) -> float:
-    """Zero for differences that a search does not look for."""
-    return gain_s if abs(gain_s) > REL_GAP * base_s else 0.0
 
 
 def _axes_on(layout: Layout, cluster: ClusterSpec, level_idx: int) -> tuple[str, ...]:
@@ -227,7 +224,7 @@ def _axes_on(layout: Layout, cluster: ClusterSpec, level_idx: int) -> tuple[str,
     return tuple(name for name, size in spans.items() if inner < size <= outer)
 
 
-_Changed = Callable[[OffloadInstance], OffloadInstance]
+Changed = Callable[[OffloadInstance], OffloadInstance]
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ class _Case:
     resource: Resource
     text: str
     cluster: ClusterSpec
-    problem: _Changed
+    change: Changed
     searched: bool = True
 
 
@@ -245,29 +242,34 @@ class ScheduleMarginalValues:
     """What changes are worth to one plan with a schedule."""
 
     def __init__(self, plan: Plan, request: PlanRequest) -> None:
+        """Bound the plan's layout as it is."""
         assert request.offload is not None
         self._plan, self._request, self._offload = plan, request, request.offload
-        self._base_s = self._bound_s(plan.cluster, _same)
+        self._base_s = self._bound_s(plan.cluster)
 
-    def kept_s(self, cluster: ClusterSpec) -> float | None:
-        """Bound of the plan's layout on a cluster; None where nothing of it fits."""
-        bound_s = self._bound_s(cluster, _same)
+    def seconds_on(self, cluster: ClusterSpec) -> float | None:
+        """Return the bound of the plan's layout on a cluster; None where nothing of it fits."""
+        bound_s = self._bound_s(cluster)
         return bound_s if math.isfinite(bound_s) else None
 
-    def _bound_s(self, cluster: ClusterSpec, change: _Changed) -> float:
+    def _bound_s(self, cluster: ClusterSpec, change: Changed | None = None) -> float:
         options = option_costs_of_plan(self._plan, place_as_planned(self._plan, cluster))
         fixed = self._request.fixed.get("recompute")
         problems = build_instances(options, 0, self._offload, fixed if fixed in UNIFORM else None)
-        return min(bound.lower_bound_s(change(problem)) for problem in problems) + constant_s(options, 0)
+        changed = [change(problem) if change else problem for problem in problems]
+        return min(lower_bound_s(problem) for problem in changed) + constant_s(options, 0)
 
-    def worth(self, deadline: Deadline) -> tuple[MarginalValue, ...]:
-        """What each change gains for the plan's layout, and for the one where the bound is then least."""
-        least = self._least(_Case("memory", "", self._plan.cluster, _same), deadline)
-        return tuple(self._of(case, least, deadline) for case in self._cases())
+    def marginal_values(self) -> tuple[MarginalValue, ...]:
+        """Return what each change gains for the plan's layout, and for the one where the bound is then lowest."""
+        lowest = self._lowest(_Case("memory", "", self._plan.cluster, _unchanged))
+        return tuple(self._value(case, lowest) for case in self._cases())
 
     def _cases(self) -> Sequence[_Case]:
         cluster = self._plan.cluster
-        cases = [_of_cluster(change) for change in resource_changes(cluster)]
+        cases = [
+            _Case(change.resource, change.text, change.cluster, _unchanged, change.searched)
+            for change in resource_changes(cluster)
+        ]
         rates = self._offload.rates(self._plan.workload, cluster)
         ranks = cluster.largest_node
         if math.isfinite(rates.memory_bytes):
@@ -280,108 +282,94 @@ class ScheduleMarginalValues:
         cases.insert(-2, _Case("host_update", text, cluster, _with_updates(MORE_COMPUTE), searched=False))
         return cases
 
-    def _of(self, case: _Case, least: tuple[Layout, float] | None, deadline: Deadline) -> MarginalValue:
-        kept = self._base_s - self._bound_s(case.cluster, case.problem)
-        best = None
-        if case.searched and least is not None:
-            best = self._least(case, deadline)
+    def _value(self, case: _Case, lowest: tuple[Layout, float] | None) -> MarginalValue:
+        planned = self._base_s - self._bound_s(case.cluster, case.change)
+        best = self._lowest(case) if case.searched and lowest is not None else None
         gained, layout = None, None
-        if best is not None and least is not None:
-            gained, layout = least[1] - best[1], best[0] if best[0] != least[0] else None
-            plain = self._without_schedule(case, deadline)
-            if plain is not None and self._plan.estimate.step_time_s - plain[1] > max(gained, 0.0):
-                gained, layout = self._plan.estimate.step_time_s - plain[1], plain[0]
+        if best is not None and lowest is not None:
+            gained, layout = lowest[1] - best[1], best[0] if best[0] != lowest[0] else None
+            plain, step_s = self._without_schedule(case), self._plan.estimate.step_time_s
+            if plain is not None and step_s - plain[1] > max(gained, 0.0):
+                gained, layout = step_s - plain[1], plain[0]
         return MarginalValue(
             resource=case.resource,
             change=case.text,
-            kept_s=_visible(kept, self._base_s),
-            best_s=None if gained is None else _visible(gained, self._base_s),
+            kept_s=self._visible(planned),
+            best_s=None if gained is None else self._visible(gained),
             best=layout,
         )
 
-    def _least(self, case: _Case, deadline: Deadline) -> tuple[Layout, float] | None:
-        """The layout whose bound is least, without its schedule, and the bound; None where time is over or nothing fits."""
-        request = self._request
+    def _lowest(self, case: _Case) -> tuple[Layout, float] | None:
+        """Return the layout whose bound is lowest, without its schedule, and the bound; None where time is over or nothing fits."""
+        request = replace(self._request, cluster=case.cluster)
         try:
-            space = OffloadSpace(
-                request.model,
-                case.cluster,
-                request.workload,
-                request.fixed,
-                request=self._offload,
-                runnable=request.runnable,
-                deadline=deadline,
-                change=case.problem,
-            )
+            space = OffloadSpace(request, case.change)
         except MeshwrightError:
             return None
-        found = space.least(deadline)
-        return None if found is None else (without_schedule(space.options.least.batch.layout(found[0])), found[1])
+        lowest = space.lowest_bound()
+        return None if lowest is None else (without_schedule(space.options.least.batch.layout(lowest[0])), lowest[1])
 
-    def _without_schedule(self, case: _Case, deadline: Deadline) -> tuple[Layout, float] | None:
-        """The fastest layout of the changed cluster that needs no offload, where it is faster than the plan."""
+    def _without_schedule(self, case: _Case) -> tuple[Layout, float] | None:
+        """Return the fastest layout of the changed cluster that needs no offload, where it is faster than the plan."""
         if case.cluster == self._plan.cluster:
             return None
-        changed = replace(self._request, cluster=case.cluster)
+        request = replace(self._request, cluster=case.cluster)
         try:
-            result = changed.search(deadline, worse_than_s=self._plan.estimate.step_time_s)
+            result = search_layouts(request, worse_than_s=self._plan.estimate.step_time_s)
         except MeshwrightError:
             return None
-        if not result.fitting:
+        if not result.feasible:
             return None
-        return result.fitting[0].layout(result.costs.batch), result.fitting[0].estimate.step_time_s
+        return result.feasible[0].layout(result.costs.batch), result.feasible[0].estimate.step_time_s
+
+    def _visible(self, gain_s: float) -> float:
+        return gain_s if abs(gain_s) > MIN_DIFFERENCE * self._base_s else 0.0
 
     def bindings(self) -> tuple[Binding, ...]:
-        """What of the host binds: its memory, the link to it, its processors."""
-        return (self._host_memory(), *self._rates())
+        """Return what of the host binds: its memory, the link to it, its processors."""
+        return (self._host_memory(), *self._host_rates())
 
     def _host_memory(self) -> Binding:
         schedule = self._plan.offload
         assert schedule is not None
-        held = f"{format_bytes(schedule.host_bytes)} of a node's host memory"
+        stored = f"{format_bytes(schedule.host_bytes)} of a node's host memory"
         if schedule.host_budget_bytes is None:
-            return Binding(
-                resource="host_memory", seconds=None, text=f"{held}; how much there is, is not known   [(C7)]"
-            )
-        of = f"{held}, {format_bytes(schedule.host_budget_bytes)} allowed"
-        free = self._base_s - self._bound_s(self._plan.cluster, _with_host_memory(math.inf))
-        does = "more of it is faster" if _visible(free, self._base_s) > 0 else "it does not bind"
-        return Binding(resource="host_memory", seconds=_visible(free, self._base_s), text=f"{of}; {does}   [(C7)]")
+            text = f"{stored}; how much there is, is not known   [(C7)]"
+            return Binding(resource="host_memory", seconds=None, text=text)
+        gain_s = self._visible(self._base_s - self._bound_s(self._plan.cluster, _with_host_memory(math.inf)))
+        does = "more of it is faster" if gain_s > 0 else "it does not bind"
+        text = f"{stored}, {format_bytes(schedule.host_budget_bytes)} allowed; {does}   [(C7)]"
+        return Binding(resource="host_memory", seconds=gain_s, text=text)
 
-    def _rates(self) -> tuple[Binding, ...]:
-        """What twice the rate saves."""
+    def _host_rates(self) -> tuple[Binding, ...]:
+        """Return what twice the rate saves."""
         schedule, cluster = self._plan.offload, self._plan.cluster
         assert schedule is not None
         rates = self._offload.rates(self._plan.workload, cluster)
-        link = self._base_s - self._bound_s(cluster, _with_links(0.0, times=2.0))
+        link_s = self._base_s - self._bound_s(cluster, _with_links(0.0, times=2.0))
         moved = (
             f"{format_bytes(schedule.to_host_bytes)} down, {format_bytes(schedule.to_device_bytes)} up a step and rank"
         )
         lines = f"{rates.to_host_bytes_per_s / GB:.3g} and {rates.to_device_bytes_per_s / GB:.3g} GB/s"
         text = f"twice as fast: copies to and from the host at {lines} ({moved})   [(C3)]"
-        bindings = [Binding(resource="host_link", seconds=max(0.0, link), text=text)]
-        choice = problem_of_plan(self._plan).choice
-        if (choice.host_optimizer | choice.parameters).any():
-            updates = self._base_s - self._bound_s(cluster, _with_updates(2.0))
-            count = int((choice.host_optimizer | choice.parameters).sum())
+        bindings = [Binding(resource="host_link", seconds=max(0.0, link_s), text=text)]
+        choice = choice_of_plan(self._plan)
+        if count := int((choice.host_optimizer | choice.parameters).sum()):
+            updates_s = self._base_s - self._bound_s(cluster, _with_updates(2.0))
             text = f"twice as fast: updates by the host's processors ({count} layers)   [(C9)]"
-            bindings.append(Binding(resource="host_update", seconds=max(0.0, updates), text=text))
+            bindings.append(Binding(resource="host_update", seconds=max(0.0, updates_s), text=text))
         return tuple(bindings)
 
 
-def _of_cluster(change: ClusterChange) -> _Case:
-    return _Case(change.resource, change.text, change.cluster, _same, change.searched)
-
-
-def _same(problem: OffloadInstance) -> OffloadInstance:
+def _unchanged(problem: OffloadInstance) -> OffloadInstance:
     return problem
 
 
-def _with_host_memory(more_bytes: float) -> _Changed:
+def _with_host_memory(more_bytes: float) -> Changed:
     return lambda problem: replace(problem, host_cap_bytes=problem.host_cap_bytes + more_bytes)
 
 
-def _with_links(more_bytes_per_s: float, *, times: float = 1.0) -> _Changed:
+def _with_links(more_bytes_per_s: float, *, times: float = 1.0) -> Changed:
     def changed(problem: OffloadInstance) -> OffloadInstance:
         links = problem.links
         down, up = (
@@ -392,13 +380,5 @@ def _with_links(more_bytes_per_s: float, *, times: float = 1.0) -> _Changed:
     return changed
 
 
-def _with_updates(times: float) -> _Changed:
+def _with_updates(times: float) -> Changed:
     return lambda problem: replace(problem, host_update_s=problem.host_update_s / times)
-
-
-LEAST_DIFFERENCE = 1e-6
-"""Of a step: below it a difference of two linear programs is their tolerance."""
-
-
-def _visible(gain_s: float, of_s: float) -> float:
-    return gain_s if abs(gain_s) > LEAST_DIFFERENCE * of_s else 0.0

@@ -303,7 +303,7 @@ class PlanProblem:
 
 def problem_of_plan(plan: Plan) -> PlanProblem:
     """The schedule of a plan that has one."""
-    schedule, request = plan.offload, OffloadRequest.of(plan)
+    schedule, request = plan.offload, OffloadRequest.from_plan(plan)
     assert schedule is not None and request is not None
     options, choice = option_costs_of_plan(plan, plan.cluster), choice_of_plan(plan)
     problems = build_instances(options, 0, request)

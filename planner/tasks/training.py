@@ -1,35 +1,46 @@
-"""From expanded layouts to one choice and its runner-ups, each with the reason why it lost.
-
-What is tried for the last few layouts of a search, those whose own bound is below the best that was found.
-"""
+"""Training: the layouts of a request searched, the simplest of the fastest chosen, and written as a Plan with its runner-ups."""
 
 from __future__ import annotations
 
+import datetime as dt
+import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 
 import numpy as np
 
+from ...cost_models.hardware.device import is_measured
+from ...cost_models.measured import measured_terms
+from ...cost_models.pipeline.simulation import Order
 from ...cost_models.stage.table import CostTable
-from ...schema import Alternative, Estimate, Layout
-from ...schema.layout_table import LAYOUT_RECOMPUTES, LayoutTable
-from ...schema.plan import TimeBreakdown
+from ...schema import Alternative, Certificate, Estimate, Layout, ModelSpec, OffloadSchedule, Plan, Stage
+from ...schema.layers import Block
+from ...schema.layout import format_assignments
+from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
+from ...schema.plan import PlanProvenance
+from ...schema.runnable import why_not_runnable
 from ...schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES
 from ...schema.units import format_bytes
-from ..deadline import Deadline
+from ...solvers.pipeline.torch_csv import to_torch_csv
 from ..expand import Candidate, expand_fitting
-from ..search import REL_GAP, SearchResult
+from ..rank_map import device_of_rank
+from ..request import Deadline, PlanRequest
+from ..search import REL_GAP, SearchResult, search
+from ..space import Space, build_space
 from ..synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
+
+WORTH_MOVING = 1e-4
+"""The share of a step that an offload schedule saves at least, where the model fits without."""
 
 SAME_TIME_FRACTION = 0.01
 """Plans this close are equal within any model's error and any machine's noise; the simpler one is taken."""
 
-
 TOO_LARGE = "does not fit"
 
-
-_PART_TITLES = {
+TIME_TITLES = {
     "compute": "compute of the busiest rank",
     "recompute": "recompute",
     "tp": "tensor-parallel communication",
@@ -42,18 +53,119 @@ _PART_TITLES = {
     "offload": "waiting for the host",
 }
 
+MAX_ORDERS = 4
+"""Orders that are made for the front of time and memory."""
+
+MAX_ORDERED, MAX_TRIES, FASTEST_FIRST = 2, 12, 2
+"""Layouts that get orders of their own after a search, those whose stages are cut for that, and those taken by their named time."""
+
+_OVER_A_V = frozenset(SCHEDULE_NAMES.index(name) for name in V_SCHEDULES)
+
+
+def search_layouts(
+    request: PlanRequest, space: Space | None = None, *, runner_ups: int = 0, worse_than_s: float = math.inf
+) -> SearchResult:
+    """Search the layouts of a request (`search`), then try orders of passes made for the best ones.
+
+    Raises:
+        ConfigError: there are no layouts; the message names the rules.
+        SolverLimitError: the deadline came before every layout had a bound.
+    """
+    result = search(request, space or build_space(request), runner_ups=runner_ups, worse_than_s=worse_than_s)
+    if "schedule" not in request.fixed:
+        add_synthesised_orders(result, request.deadline)
+    return result
+
+
+def build_plan(
+    request: PlanRequest,
+    layout: Layout,
+    stages: tuple[Stage, ...],
+    estimate: Estimate,
+    certificate: Certificate,
+    *,
+    nodes: Sequence[int] = (),
+    order: Order = (),
+    alternatives: tuple[Alternative, ...] = (),
+    offload: OffloadSchedule | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Write the answer to a request; ``nodes`` hold the ranks in this order (empty: as listed)."""
+    model, cluster, workload = request.model, request.cluster, request.workload
+    inputs = [
+        model.model_dump_json(),
+        cluster.model_dump_json(),
+        workload.model_dump_json(),
+        repr(sorted(request.fixed.items())),
+    ]
+    return Plan(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        layout=layout,
+        stages=stages,
+        pipeline_order=tuple(to_torch_csv(order).splitlines()),
+        rank_map=device_of_rank(cluster, nodes),
+        estimate=estimate,
+        search=certificate,
+        alternatives=alternatives,
+        offload=offload,
+        notes=tuple(notes),
+        provenance=PlanProvenance(
+            meshwright=version("meshwright"),
+            created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
+            fixed=format_assignments(request.fixed),
+            space="runnable" if request.runnable else "full",
+            offload=None if request.offload is None else request.offload.limits,
+        ),
+    )
+
+
+def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> Plan:
+    """Return the plan of the simplest of the fastest layouts that a search found, none slower than ``slowest_s``."""
+    chosen, batch = choose_simplest(result, slowest_s=slowest_s), result.costs.batch
+    return build_plan(
+        request,
+        chosen.layout(batch),
+        _stages(request.model, chosen),
+        chosen.estimate,
+        result.certificate(),
+        nodes=chosen.nodes,
+        order=chosen.order,
+        alternatives=build_alternatives(result, chosen, top),
+        notes=_notes(request, chosen, result.feasible[0]),
+    )
+
+
+def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
+    """Return the layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
+    is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
+    recomputes = [RECOMPUTES[option] for option in chosen.options]
+
+    def stage(first: int, end: int) -> Stage:
+        local = tuple(recomputes[first:end])
+        used = {recompute for recompute, block in zip(local, is_block[first:end], strict=True) if block}
+        return Stage(
+            first_layer_idx=first,
+            num_layers=end - first,
+            recompute=max(used, key=RECOMPUTES.index),
+            layer_recompute=local if len(used) > 1 else (),
+        )
+
+    return tuple(stage(first, end) for first, end in itertools.pairwise(chosen.boundaries))
+
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """Order of simplicity: fewer axes, backward passes in one, no recompute, a lower ZeRO stage, smaller degrees of the axes that
-    cost the most care, less memory where only sequence parallelism is left out.
+    """Return what orders layouts by simplicity: fewer axes, backward passes in one, no recompute, a lower ZeRO stage, smaller
+    degrees of the axes that cost the most care, less memory where only sequence parallelism is left out.
     """
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
     levels = (layout.gradient_shard, layout.optimizer_shard)
     axes = sum(degree > 1 for degree in (*degrees, *levels, layout.num_model_chunks)) + (
         1 < layout.cp_ulysses < layout.cp
     )
-    recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
-    further = (
+    others = (
         layout.cp,
         layout.ep,
         layout.etp,
@@ -61,61 +173,56 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         int(layout.tp > 1 and not layout.sequence_parallel),
     )
     splits = int(layout.schedule in SPLIT_SCHEDULES)
-    return (axes, splits, recompute, layout.zero_stage, layout.pp, layout.tp, *further, layout.micro_batch_size)
+    recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
+    return (axes, splits, recompute, layout.zero_stage, layout.pp, layout.tp, *others, layout.micro_batch_size)
 
 
-def choose_simplest(result: SearchResult, batch: LayoutTable, *, slowest_s: float = math.inf) -> Candidate:
-    """The simplest of the layouts whose predicted time is within SAME_TIME_FRACTION of the best, and within ``slowest_s``."""
-    best = result.fitting[0].estimate.step_time_s
+def choose_simplest(result: SearchResult, *, slowest_s: float = math.inf) -> Candidate:
+    """Return the simplest of the layouts whose time is within SAME_TIME_FRACTION of the best, and within ``slowest_s``."""
+    best = result.feasible[0].estimate.step_time_s
     slowest = max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
-    close = [c for c in result.fitting if c.estimate.step_time_s <= slowest]
-    return min(close, key=lambda c: (complexity(c.layout(batch)), c.estimate.step_time_s, c.idx))
+    close = [c for c in result.feasible if c.estimate.step_time_s <= slowest]
+    return min(close, key=lambda c: (complexity(c.layout(result.costs.batch)), c.estimate.step_time_s, c.idx))
 
 
-def build_alternatives(
-    result: SearchResult, batch: LayoutTable, chosen: Candidate, top: int
-) -> tuple[Alternative, ...]:
-    """The best of every other combination of degrees, and those faster ones that lack the least memory."""
+def build_alternatives(result: SearchResult, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
+    """Return the best of every other combination of degrees, and those faster ones that lack the least memory."""
+    batch = result.costs.batch
     seen = {batch.degrees(chosen.idx)}
-    slower: list[Alternative] = []
-    for candidate in result.fitting:
-        if batch.degrees(candidate.idx) in seen or len(slower) == top:
-            continue
-        seen.add(batch.degrees(candidate.idx))
-        layout = candidate.layout(batch)
-        slower.append(build_alternative(layout, candidate.estimate, chosen.estimate))
-    too_large: list[Alternative] = []
-    for candidate in sorted(result.too_large, key=lambda c: c.estimate.peak_allocated_bytes):
-        if candidate.estimate.step_time_s >= chosen.estimate.step_time_s:
-            continue
-        if batch.degrees(candidate.idx) in seen or len(too_large) == min(top, 2):
-            continue
-        seen.add(batch.degrees(candidate.idx))
-        layout = candidate.layout(batch)
-        too_large.append(build_alternative(layout, candidate.estimate, chosen.estimate))
-    return (*slower, *too_large)
+
+    def different(candidates: Iterable[Candidate], count: int) -> Iterator[Alternative]:
+        for candidate in candidates:
+            if count == 0:
+                return
+            if (degrees := batch.degrees(candidate.idx)) not in seen:
+                seen.add(degrees)
+                count -= 1
+                yield build_alternative(candidate.layout(batch), candidate.estimate, chosen.estimate)
+
+    by_bytes = sorted(result.too_large, key=lambda c: c.estimate.peak_allocated_bytes)
+    faster = (c for c in by_bytes if c.estimate.step_time_s < chosen.estimate.step_time_s)
+    return (*different(result.feasible, top), *different(faster, min(top, 2)))
 
 
 def alternatives_with_schedules(
-    scheduled: Sequence[Alternative], beside: SearchResult | None, chosen: Estimate, top: int
+    scheduled: Sequence[Alternative], result: SearchResult | None, chosen: Estimate, top: int
 ) -> tuple[Alternative, ...]:
-    """Runner-ups of a plan with an offload schedule: the fastest of others with one, and of layouts ``beside`` without any."""
+    """Return the runner-ups of a plan with an offload schedule: the fastest of others with one, and of ``result`` without any."""
     plain: list[Alternative] = []
-    if beside is not None:
-        batch = beside.costs.batch
-        best = choose_simplest(beside, batch)
-        first = build_alternative(best.layout(batch), best.estimate, chosen)
-        plain = [first, *build_alternatives(beside, batch, replace(best, estimate=chosen), top)]
-    fitting = sorted((a for a in (*scheduled, *plain) if not _lacks(a)), key=lambda a: a.step_time_s)
-    return (*fitting[:top], *(a for a in plain if _lacks(a)))
+    if result is not None:
+        best = choose_simplest(result)
+        first = build_alternative(best.layout(result.costs.batch), best.estimate, chosen)
+        plain = [first, *build_alternatives(result, replace(best, estimate=chosen), top)]
+    feasible = sorted((a for a in (*scheduled, *plain) if not _is_too_large(a)), key=lambda a: a.step_time_s)
+    return (*feasible[:top], *(a for a in plain if _is_too_large(a)))
 
 
-def _lacks(other: Alternative) -> bool:
+def _is_too_large(other: Alternative) -> bool:
     return other.reason.startswith(TOO_LARGE)
 
 
 def build_alternative(layout: Layout, estimate: Estimate, chosen: Estimate) -> Alternative:
-    """A layout that was not chosen, and why."""
+    """Return a layout that was not chosen, with the reason."""
     return Alternative(
         layout=layout,
         step_time_s=estimate.step_time_s,
@@ -125,113 +232,158 @@ def build_alternative(layout: Layout, estimate: Estimate, chosen: Estimate) -> A
 
 
 def why_slower(other: Estimate, chosen: Estimate) -> str:
-    """The part of the step that costs the loser the most, as a share of the winner's step."""
-    parts = {name: _part(other.breakdown_s, name) - _part(chosen.breakdown_s, name) for name in _PART_TITLES}
-    worst = max(parts, key=lambda name: parts[name])
+    """Return the term of the step that costs the loser the most, as a share of the winner's step."""
+    lost = {name: getattr(other.breakdown_s, name) - getattr(chosen.breakdown_s, name) for name in TIME_TITLES}
+    worst = max(lost, key=lost.__getitem__)
     slower = other.step_time_s / chosen.step_time_s - 1
     if slower < SAME_TIME_FRACTION:
-        return f"{100 * slower:+.1f} %: as fast within the model's error, not simpler"
-    return f"{100 * slower:+.1f} %: {_PART_TITLES[worst]} {100 * parts[worst] / chosen.step_time_s:+.1f} %"
+        return f"{percent(slower)}: as fast within the model's error, not simpler"
+    return f"{percent(slower)}: {TIME_TITLES[worst]} {percent(lost[worst] / chosen.step_time_s)}"
 
 
 def why_too_large(estimate: Estimate) -> str:
-    """The bytes a layout would need against the budget, and its largest part."""
-    parts = estimate.memory_bytes.model_dump()
-    largest = max(parts, key=lambda name: parts[name])
+    """Return the bytes a layout would need against the budget, and its largest term."""
+    terms = estimate.memory_bytes.model_dump()
+    largest = max(terms, key=terms.__getitem__)
     return (
         f"{TOO_LARGE}: needs up to {format_bytes(estimate.required_bytes)} of "
-        f"{format_bytes(estimate.budget_bytes)}; {largest} {format_bytes(parts[largest])}"
+        f"{format_bytes(estimate.budget_bytes)}; {largest} {format_bytes(terms[largest])}"
     )
 
 
-def _part(breakdown: TimeBreakdown, name: str) -> float:
-    return float(getattr(breakdown, name))
+def percent(fraction: float) -> str:
+    """Return a signed percentage with one digit; what rounds to nothing has no sign."""
+    text = f"{100 * fraction:+.1f}"
+    return "0.0 %" if text in ("+0.0", "-0.0") else f"{text} %"
 
 
-MAX_ORDERS = 4
-"""Orders that are made for the front of time and memory."""
+def _notes(request: PlanRequest, chosen: Candidate, fastest: Candidate) -> list[str]:
+    """Say what was assumed, and what the reader should know of the plan."""
+    model, cluster, workload = request.model, request.cluster, request.workload
+    notes, is_ours = [], workload.engine_facts.is_own_runtime
+    if not is_ours:
+        notes.append(f"for {workload.engine}: `meshwright apply` does not execute this plan")
+    if chosen.idx != fastest.idx:
+        slower = chosen.estimate.step_time_s / fastest.estimate.step_time_s - 1
+        notes.append(
+            f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler"
+            if round(100 * slower, 1) > 0
+            else "as fast as the fastest layout found, and simpler"
+        )
+    if chosen.order:
+        notes.append("the order of passes was made for these stages and this memory (pipeline_order); it has no name")
+    if cluster.is_mixed:
+        notes.append(_note_on_pools(chosen))
+    if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:
+        load = 100 * cluster.profile.foreign_load_fraction
+        notes.append(
+            f"other work used {load:.0f} % of the cores while this machine was measured: its figures are too low"
+        )
+    notes += notes_on_measured(request)
+    if model.is_moe and workload.engine == "deepspeed":
+        notes.append(
+            "experts are split over tp only: DeepSpeed is planned without expert parallelism; fsdp2 and megatron have it"
+        )
+    if workload.seq_len > model.max_seq_len:
+        notes.append(
+            f"sequences of {workload.seq_len} are longer than the {model.max_seq_len} of the published configuration"
+        )
+    if not is_measured(cluster.weakest_device):
+        notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
+    return notes + (notes_on_runtime(request) if is_ours else [])
 
 
-MAX_ORDERED, MAX_TRIES, FASTEST_FIRST = 2, 12, 2
-"""Layouts that get orders of their own after a search, those whose stages are cut for that, and those taken by their named time."""
+def notes_on_measured(request: PlanRequest) -> list[str]:
+    """Say what of the estimate comes from the profile besides products, attention, layers and collectives."""
+    terms = measured_terms(request.cluster, request.workload)
+    return [f"from the profile: {'; '.join(terms)}"] if terms else []
 
 
-_OVER_A_V = frozenset(SCHEDULE_NAMES.index(name) for name in V_SCHEDULES)
+def notes_on_runtime(request: PlanRequest) -> list[str]:
+    """Say why `apply` cannot train the model, where it cannot."""
+    lacking = why_not_runnable(request.model, request.workload)
+    return ["`meshwright apply` cannot train this model yet: " + "; ".join(lacking)] if lacking else []
 
 
-def add_synthesised_orders(result: SearchResult, deadline: Deadline) -> SearchResult:
-    """The result with an order of its own (planner/synthesis.py) where that makes a layout over a V the fastest.
+def _note_on_pools(chosen: Candidate) -> str:
+    """Say which stages lie on which nodes of a mixed cluster."""
+    if not chosen.part_of_stage:
+        return "mixed cluster: the stages do not each lie on nodes of one kind; every rank is planned as the slowest and smallest"
+    runs = itertools.groupby(enumerate(chosen.estimate.stages), key=lambda item: item[1].device)
+    stages_of = [(device, [s for s, _ in stages]) for device, stages in runs]
+    placed = ", ".join(
+        f"{s[0]} to {s[-1]} on {device}" if len(s) > 1 else f"{s[0]} on {device}" for device, s in stages_of
+    )
+    return f"mixed cluster: stages {placed}; each stage is planned for its own devices and links"
 
-    Layouts over a V are tried whose bound under any order (cost_models/pipeline/lower_bounds.py) is below the best.
-    The result's bound is about
+
+def add_synthesised_orders(result: SearchResult, deadline: Deadline) -> None:
+    """Add layouts with orders of passes made for them (planner/synthesis.py) where that makes a layout over a V the fastest.
+
+    Layouts over a V are tried whose bound under any order (cost_models/pipeline) is below the best. The result's bound is about
     named schedules: an order that is faster than that takes the bound along.
     """
-    if not result.fitting or result.stopped_early:
-        return result
-    best_s = result.fitting[0].estimate.step_time_s
-    found: list[Candidate] = []
-    tried = 0
-    for any_order_s, row in _over_a_v(result, best_s)[:MAX_TRIES]:
-        if deadline.is_over or tried == MAX_ORDERED:
+    if not result.feasible or result.stopped_early:
+        return
+    best_s = result.feasible[0].estimate.step_time_s
+    ordered: list[Candidate] = []
+    num_fitting = 0
+    for any_order_s, row in _rows_over_a_v(result, best_s)[:MAX_TRIES]:
+        if deadline.is_over or num_fitting == MAX_ORDERED:
             break
         if any_order_s >= best_s * (1 - REL_GAP):
             continue
-        alone = with_schedule(result.costs.select(np.array([row])).compacted(), SYNTHESISED)
-        candidate = expand_fitting(alone, 0, bound_s=any_order_s)
-        tried += candidate is not None
+        only = with_schedule(result.costs.select(np.array([row])).compacted(), SYNTHESISED)
+        candidate = expand_fitting(only, 0, bound_s=any_order_s)
+        num_fitting += candidate is not None
         if candidate is not None and candidate.estimate.step_time_s < best_s * (1 - REL_GAP):
-            found.append(replace(candidate, idx=row, any_order_s=any_order_s))
+            ordered.append(replace(candidate, idx=row, any_order_s=any_order_s))
             best_s = candidate.estimate.step_time_s
-    result.fitting = sorted([*result.fitting, *found], key=lambda c: (c.estimate.step_time_s, c.idx))
-    result.bound_s = min(result.bound_s, result.fitting[0].estimate.step_time_s)
-    return result
+    result.feasible = sorted([*result.feasible, *ordered], key=lambda c: (c.estimate.step_time_s, c.idx))
+    result.bound_s = min(result.bound_s, result.feasible[0].estimate.step_time_s)
 
 
-def _over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, int]]:
-    """Layouts over a V and their bounds under any order, if these are below ``below_s``; of those that differ in the schedule one.
+def _rows_over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, int]]:
+    """Return layouts over a V and their bounds under any order, if below ``below_s``; of those that differ in the schedule one.
 
     First the fastest under named schedules, then by their bounds. Where not even the named order that holds least has stages that
     fit, none is tried.
     """
     batch = result.costs.batch
-    too_large = {_but_schedule(batch, row) for row in result.rejected if batch.schedule[row] == LEANEST}
-    least: dict[tuple[float, ...], tuple[float, int]] = {}
-    for row, any_order_s in result.any_order_s.items():
+    too_large = {_all_but_schedule(batch, row) for row in result.problem.rejected if batch.schedule[row] == LEANEST}
+    lowest: dict[tuple[float, ...], tuple[float, int]] = {}
+    for row, any_order_s in result.problem.any_order_s.items():
         if int(batch.schedule[row]) in _OVER_A_V and any_order_s < below_s:
-            key = _but_schedule(batch, row)
-            least[key] = min(least.get(key, (any_order_s, row)), (any_order_s, row))
-    fastest = [_but_schedule(batch, c.idx) for c in result.fitting if int(batch.schedule[c.idx]) in _OVER_A_V]
-    by_bound = sorted((key for key in least if key not in too_large), key=lambda key: least[key])
-    known = [key for key in dict.fromkeys(fastest) if key in least][:FASTEST_FIRST]
-    return [least[key] for key in dict.fromkeys([*known, *by_bound])]
+            key = _all_but_schedule(batch, row)
+            lowest[key] = min(lowest.get(key, (any_order_s, row)), (any_order_s, row))
+    fastest = [_all_but_schedule(batch, c.idx) for c in result.feasible if int(batch.schedule[c.idx]) in _OVER_A_V]
+    by_bound = sorted((key for key in lowest if key not in too_large), key=lambda key: lowest[key])
+    known = [key for key in dict.fromkeys(fastest) if key in lowest][:FASTEST_FIRST]
+    return [lowest[key] for key in dict.fromkeys([*known, *by_bound])]
 
 
 def synthesise_orders(
-    costs: CostTable, fitting: Iterable[Candidate], best_s: float, deadline: Deadline
+    costs: CostTable, feasible: Iterable[Candidate], best_s: float, deadline: Deadline
 ) -> list[Candidate]:
-    """Candidates with orders of their own, each faster than ``best_s`` and the one before."""
-    finalists = [c for group in _groups(costs.batch, fitting) for c in {c.boundaries: c for c in group}.values()]
-    found: list[Candidate] = []
+    """Return candidates with orders of their own, each faster than ``best_s`` and the one before."""
+    groups = dict[tuple[float, ...], list[Candidate]]()
+    for candidate in feasible:
+        is_mapped = candidate.nodes or candidate.part_of_stage
+        if int(costs.batch.schedule[candidate.idx]) in _OVER_A_V and not is_mapped:
+            groups.setdefault(_all_but_schedule(costs.batch, candidate.idx), []).append(candidate)
+    by_bound = [sorted(group, key=lambda c: c.any_order_s) for group in groups.values()]
+    by_bound.sort(key=lambda group: (group[0].any_order_s, group[0].idx))
+    finalists = [c for group in by_bound for c in {c.boundaries: c for c in group}.values()]
+    ordered: list[Candidate] = []
     for candidate in finalists[:MAX_ORDERS]:
         if deadline.is_over or candidate.any_order_s >= best_s * (1 - REL_GAP):
             break
         made = synthesise(costs, candidate.idx, candidate.boundaries)
         if made is not None and made.estimate.step_time_s < best_s * (1 - REL_GAP):
-            found.append(replace(candidate, estimate=made.estimate, order=made.order))
+            ordered.append(replace(candidate, estimate=made.estimate, order=made.order))
             best_s = made.estimate.step_time_s
-    return found
+    return ordered
 
 
-def _groups(batch: LayoutTable, fitting: Iterable[Candidate]) -> list[list[Candidate]]:
-    """Candidates over a V that differ in the schedule alone, by their least bound."""
-    groups = dict[tuple[float, ...], list[Candidate]]()
-    for candidate in fitting:
-        placed = candidate.nodes or candidate.part_of_stage
-        if int(batch.schedule[candidate.idx]) in _OVER_A_V and not placed:
-            groups.setdefault(_but_schedule(batch, candidate.idx), []).append(candidate)
-    found = [sorted(group, key=lambda c: c.any_order_s) for group in groups.values()]
-    return sorted(found, key=lambda group: (group[0].any_order_s, group[0].idx))
-
-
-def _but_schedule(batch: LayoutTable, idx: int) -> tuple[float, ...]:
+def _all_but_schedule(batch: LayoutTable, idx: int) -> tuple[float, ...]:
     return tuple(float(column[idx]) for name, column in batch.columns.items() if name != "schedule")

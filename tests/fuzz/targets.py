@@ -224,7 +224,7 @@ def _plan(path: Path) -> None:
     if plan.cluster.num_devices > MOST_DEVICES or plan.num_microbatches > 100:
         return
     engines = [lambda engine=engine: export(plan, engine) for engine in ENGINES]
-    refusals(lambda: timeline(plan), lambda: pipeline_order(plan), lambda: PlanRequest.of(plan), *engines)
+    refusals(lambda: timeline(plan), lambda: pipeline_order(plan), lambda: PlanRequest.from_plan(plan), *engines)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 from meshwright.schema.layout_table import LayoutTable
@@ -31,7 +32,7 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     batch_size = cluster.num_devices * int(rng.choice([1, 2, 6, 16]))
     engine = str(rng.choice(["fsdp2", "megatron", "megatron", "deepspeed"]))
     workload = Workload(seq_len=int(rng.choice([512, 1024])), global_batch_size=batch_size, engine=engine)
-    space = build_space(spec, workload, cluster, {})
+    space = build_space(PlanRequest(spec, cluster, workload))
     rows = _different_rows(space.batch, rng)
     return spec, workload, cluster, Space(space.batch.select(rows), space.excluded)
 

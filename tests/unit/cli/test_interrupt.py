@@ -10,7 +10,7 @@ import pytest
 from meshwright.cli import terminal
 from meshwright.cli.main import app
 from meshwright.cli.terminal import stopping_on_interrupt
-from meshwright.planner.deadline import Deadline
+from meshwright.planner.request import Deadline
 from meshwright.schema import Plan
 from typer.testing import CliRunner
 

@@ -10,6 +10,7 @@ from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.engine_facts import ENGINES
@@ -114,7 +115,7 @@ def test_megatron_peaks_as_measured(layout: Layout, measured_gib: float) -> None
 def test_bounds_never_exceed_the_expanded_memory(engine: str) -> None:
     spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("16xH100-SXM-80GB")
     workload = Workload(seq_len=4096, global_batch_size=64, engine=engine)  # type: ignore[arg-type]
-    space = build_space(spec, workload, machine, {})
+    space = build_space(PlanRequest(spec, machine, workload))
     costs = CostTable.of(spec, workload, machine, space.batch)
     _, bound_bytes = lower_bounds(costs)
     for idx in np.random.default_rng(0).choice(len(space.batch), size=40, replace=False):

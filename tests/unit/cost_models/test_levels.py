@@ -12,6 +12,7 @@ from meshwright.cost_models.stage.bounds import lower_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_rules import FSDP2_RULES
@@ -195,7 +196,9 @@ def test_levels_of_experts_nest_and_fill_their_copies(layout: Layout) -> None:
 
 def test_the_space_has_levels_where_an_engine_runs_them() -> None:
     for engine in ("fsdp2", "deepspeed"):
-        batch = build_space(LLAMA, WORKLOAD.replace(engine=engine), NODES, {"tp": 1, "cp": 1, "pp": 1}).batch
+        batch = build_space(
+            PlanRequest(LLAMA, NODES, WORKLOAD.replace(engine=engine), {"tp": 1, "cp": 1, "pp": 1})
+        ).batch
         columns = np.stack([batch.dp_shard, batch.gradient_shard, batch.optimizer_shard], axis=1)
         levels = {tuple(row) for row in columns.tolist()}
         assert (8, 64, 64) in levels
@@ -203,7 +206,7 @@ def test_the_space_has_levels_where_an_engine_runs_them() -> None:
         assert all(g == o for _, g, o in levels)
     for changes in ({"engine": "megatron"}, {"engine": "fsdp2", "runnable": True}):
         runnable = bool(changes.pop("runnable", False))
-        batch = build_space(LLAMA, WORKLOAD.replace(**changes), NODES, {}, runnable=runnable).batch
+        batch = build_space(PlanRequest(LLAMA, NODES, WORKLOAD.replace(**changes), runnable=runnable)).batch
         assert set(batch.optimizer_shard) == set(batch.gradient_shard) == {1}
 
 
@@ -217,8 +220,8 @@ def test_what_torch_and_this_version_lack_is_named() -> None:
 
 def test_given_levels_are_kept() -> None:
     fixed = {"dp_shard": 8, "optimizer_shard": 64, "tp": 1, "pp": 1, "cp": 1}
-    batch = build_space(LLAMA, WORKLOAD, NODES, fixed).batch
+    batch = build_space(PlanRequest(LLAMA, NODES, WORKLOAD, fixed)).batch
     assert {(int(batch.gradient_shard[i]), int(batch.optimizer_shard[i])) for i in range(len(batch))} == {(64, 64)}
     with pytest.raises(ConfigError) as error:
-        build_space(LLAMA, WORKLOAD.replace(engine="megatron"), NODES, fixed)
+        build_space(PlanRequest(LLAMA, NODES, WORKLOAD.replace(engine="megatron"), fixed))
     assert "[nested_shards]" in str(error.value)

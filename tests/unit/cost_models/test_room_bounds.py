@@ -8,6 +8,7 @@ from meshwright.cost_models.stage.bounds import slowest_stage_s, uniform_time_bo
 from meshwright.cost_models.stage.recompute import lower_bound_slowest_s
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Workload
 from meshwright.schema.layout_table import MIXED
@@ -21,7 +22,7 @@ def mixed_costs(engine: str, memory_ratio: float) -> CostTable:
     device = group.device.replace(memory_bytes=int(group.device.memory_bytes * memory_ratio))
     cluster = cluster.replace(groups=(group.replace(device=device),))
     workload = Workload(seq_len=16384, global_batch_size=32, engine=engine)
-    batch = build_space(spec, workload, cluster, {"cp": 1, "tp": 1, "pp": 8, "micro_batch_size": 1}).batch
+    batch = build_space(PlanRequest(spec, cluster, workload, {"cp": 1, "tp": 1, "pp": 8, "micro_batch_size": 1})).batch
     rows = np.flatnonzero(batch.recompute == MIXED)
     return CostTable.of(spec, workload, cluster, batch.select(rows))
 

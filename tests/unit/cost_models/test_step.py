@@ -13,6 +13,7 @@ from meshwright.cost_models.stage.bounds import lower_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.layout_table import LayoutTable
@@ -35,7 +36,7 @@ def test_bounds_never_exceed_the_expanded_cost(
     spec, machine = ModelSpec.named(model), ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
     fixed = {"recompute": recompute} if recompute else {}
-    space = build_space(spec, workload, machine, fixed)
+    space = build_space(PlanRequest(spec, machine, workload, fixed))
     costs = CostTable.of(spec, workload, machine, space.batch)
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in np.random.default_rng(0).choice(len(space.batch), size=min(30, len(space.batch)), replace=False):

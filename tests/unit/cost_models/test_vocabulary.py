@@ -10,6 +10,7 @@ from meshwright.cost_models.stage.bounds import lower_bounds, uniform_quick_time
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_facts import PLANNED_ENGINES
@@ -103,9 +104,9 @@ def test_no_engine_executes_it_and_says_so(engine: str) -> None:
     workload = WORKLOAD.replace(engine=engine)
     assert any("[vocabulary_at_ends]" in reason for reason in not_executed(GEMMA, NODES, workload, SPLIT))
     with pytest.raises(ConfigError) as error:
-        build_space(GEMMA, workload, NODES, {"vocabulary": "split"})
+        build_space(PlanRequest(GEMMA, NODES, workload, {"vocabulary": "split"}))
     assert "[vocabulary_at_ends]" in str(error.value)
-    assert set(build_space(GEMMA, workload, NODES, {}).batch.vocabulary) == {0}
+    assert set(build_space(PlanRequest(GEMMA, NODES, workload)).batch.vocabulary) == {0}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 from meshwright.planner import cheapest, plan
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.search import REL_GAP, search
 from meshwright.planner.space import build_space
 from meshwright.planner.tasks.training import SAME_TIME_FRACTION
@@ -38,12 +39,12 @@ def every_size(workload: Workload) -> Answers:
         for nodes in offer.sizes:
             cluster = offer.of_size(nodes)
             try:
-                space = build_space(MODEL, workload, cluster, {}, runnable=workload.engine == "fsdp2")
+                space = build_space(PlanRequest(MODEL, cluster, workload, runnable=workload.engine == "fsdp2"))
             except ConfigError:
                 continue
-            found = search(MODEL, workload, cluster, space, time_limit_s=600)
-            if found.fitting:
-                times[offer.name, nodes] = found.fitting[0].estimate.step_time_s
+            found = search(PlanRequest(MODEL, cluster, workload), space)
+            if found.feasible:
+                times[offer.name, nodes] = found.feasible[0].estimate.step_time_s
     return times
 
 

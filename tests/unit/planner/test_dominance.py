@@ -9,6 +9,7 @@ from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import enumeration, plan, search
 from meshwright.planner.dominance import SAME_SECONDS_FRACTION
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.layout_table import LayoutTable
@@ -27,11 +28,11 @@ def test_splits_of_cp_left_out_are_no_faster(
 ) -> None:
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=8, engine=engine)
-    kept = build_space(spec, workload, machine, NO_RECOMPUTE).batch
+    kept = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
     monkeypatch.setattr(
         enumeration, "exchanges_worth_trying", lambda c, sizes, *_: np.ones((len(c["tp"]), len(sizes)), dtype=bool)
     )
-    whole = build_space(spec, workload, machine, NO_RECOMPUTE).batch
+    whole = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
     assert len(kept) < len(whole)
     layouts = [kept.layout(idx) for idx in range(len(kept))]
     left_out = sorted(
@@ -59,7 +60,9 @@ def _step_times(layouts: list[Layout], spec: ModelSpec, cluster: ClusterSpec, wo
 def test_every_degree_that_the_engine_takes_stays_reachable() -> None:
     """DeepSpeed has no ring: a split that only the ring would beat stays."""
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("8xH100-SXM-80GB")
-    batch = build_space(spec, Workload(seq_len=2048, global_batch_size=8, engine="deepspeed"), machine, {}).batch
+    batch = build_space(
+        PlanRequest(spec, machine, Workload(seq_len=2048, global_batch_size=8, engine="deepspeed"))
+    ).batch
     assert set(batch.cp) == {1, 2, 4, 8}
     assert np.array_equal(batch.cp, batch.cp_ulysses)
 
@@ -81,9 +84,9 @@ def test_whole_sequences_left_out_gain_no_more_than_is_said(
 ) -> None:
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=16, engine=engine)
-    kept = build_space(spec, workload, machine, NO_RECOMPUTE).batch
+    kept = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
     keep_every_sequence(monkeypatch)
-    whole = build_space(spec, workload, machine, NO_RECOMPUTE).batch
+    whole = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
     left_out = sorted(
         {whole.layout(idx) for idx in range(len(whole))} - {kept.layout(idx) for idx in range(len(kept))},
         key=lambda layout: layout.model_dump_json(),
@@ -105,20 +108,22 @@ def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_
     workload, fixed = Workload(seq_len=1024, global_batch_size=8, engine=engine), {"micro_batch_size": 2}
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     monkeypatch.setattr(search, "BLOCK", 16)
-    found = search.search(spec, workload, machine, build_space(spec, workload, machine, fixed), time_limit_s=600)
+    found = search.search(
+        PlanRequest(spec, machine, workload), build_space(PlanRequest(spec, machine, workload, fixed))
+    )
     keep_every_sequence(monkeypatch)
-    batch = build_space(spec, workload, machine, fixed).batch
+    batch = build_space(PlanRequest(spec, machine, workload, fixed)).batch
     assert np.array_equal(np.unique(batch.sequence_parallel[batch.tp > 1]), [0, 1])
     costs = CostTable.of(spec, workload, machine, batch)
     times = np.array(
         [e.step_time_s if (e := expand(costs, idx).estimate).fits else np.inf for idx in range(len(batch))]
     )
-    best_s = found.fitting[0].estimate.step_time_s
+    best_s = found.feasible[0].estimate.step_time_s
     assert times.min() * (1 - 1e-9) <= best_s <= times.min() * (1 + SAME_SECONDS_FRACTION)
     assert found.bound_s <= times.min() * (1 + SAME_SECONDS_FRACTION)
     split = (batch.tp == 1) | (batch.sequence_parallel == 1)
-    alone = search.search(spec, workload, machine, Space(batch.select(split), {}), time_limit_s=600)
-    assert best_s <= alone.fitting[0].estimate.step_time_s * (1 + 1e-9)
+    alone = search.search(PlanRequest(spec, machine, workload), Space(batch.select(split), {}))
+    assert best_s <= alone.feasible[0].estimate.step_time_s * (1 + 1e-9)
 
 
 def test_tensor_parallelism_does_without_where_that_is_faster_and_with_where_memory_is_short() -> None:
@@ -138,17 +143,19 @@ def test_what_the_engine_takes_with_sequence_parallelism_only_is_never_enumerate
     spec, machine = ModelSpec.named("mixtral-8x7b"), ClusterSpec.parse("8xA100-PCIE-80GB")
     for engine, changes in {"megatron": {}, "fsdp2": {"tp_overlap": True}}.items():
         workload = Workload(seq_len=4096, global_batch_size=8, engine=engine, **changes)
-        batch = build_space(spec, workload, machine, {}).batch
+        batch = build_space(PlanRequest(spec, machine, workload)).batch
         assert np.array_equal(batch.sequence_parallel == 1, batch.tp > 1)
     with pytest.raises(ConfigError) as error:
         build_space(
-            spec,
-            Workload(seq_len=4096, global_batch_size=8, engine="megatron"),
-            machine,
-            {"tp": 2, "sequence_parallel": False},
+            PlanRequest(
+                spec,
+                machine,
+                Workload(seq_len=4096, global_batch_size=8, engine="megatron"),
+                {"tp": 2, "sequence_parallel": False},
+            )
         )
     assert "[megatron_experts_split_sequence]" in str(error.value)
-    batch = build_space(spec, Workload(seq_len=4096, global_batch_size=8), machine, {}).batch
+    batch = build_space(PlanRequest(spec, machine, Workload(seq_len=4096, global_batch_size=8))).batch
     without = (batch.tp > 1) & (batch.sequence_parallel == 0)
     assert without.any()
     assert np.all(batch.experts_follow_tp[without])

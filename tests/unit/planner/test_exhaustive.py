@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from meshwright.cost_models.stage.bounds import lower_bounds, uniform_quick_time_bounds
 from meshwright.planner import expand, search
+from meshwright.planner.request import PlanRequest
 from small_spaces import random_instance
 
 NUM_INSTANCES, NUM_GROUPS = 208, 8
@@ -21,14 +22,14 @@ def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, mo
     solved = 0
     for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
         spec, workload, cluster, space = random_instance(seed)
-        found = search.search(spec, workload, cluster, space, time_limit_s=600)
+        found = search.search(PlanRequest(spec, cluster, workload), space)
         costs = found.costs
         everything = [expand.expand(costs, idx) for idx in range(len(space.batch))]
         times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
-        assert bool(found.fitting) == bool(times), seed
+        assert bool(found.feasible) == bool(times), seed
         if times:
             solved += 1
-            assert found.fitting[0].estimate.step_time_s == pytest.approx(min(times), rel=ROUNDING), seed
+            assert found.feasible[0].estimate.step_time_s == pytest.approx(min(times), rel=ROUNDING), seed
             assert found.bound_s <= min(times) * (1 + ROUNDING), seed
         bound_s, bound_bytes = lower_bounds(costs)
         quick_s = uniform_quick_time_bounds(costs)
@@ -45,15 +46,15 @@ def test_what_is_no_faster_than_asked_for_is_not_searched(monkeypatch: pytest.Mo
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     for seed in range(0, NUM_INSTANCES, 24):
         spec, workload, cluster, space = random_instance(seed)
-        whole = search.search(spec, workload, cluster, space, time_limit_s=600)
-        if not whole.fitting:
+        whole = search.search(PlanRequest(spec, cluster, workload), space)
+        if not whole.feasible:
             continue
-        best_s = whole.fitting[0].estimate.step_time_s
+        best_s = whole.feasible[0].estimate.step_time_s
         for limit_s in (0.5 * best_s, 2.0 * best_s):
-            part = search.search(spec, workload, cluster, space, time_limit_s=600, worse_than_s=limit_s)
+            part = search.search(PlanRequest(spec, cluster, workload), space, worse_than_s=limit_s)
             assert part.evaluated <= whole.evaluated, seed
             if limit_s > best_s:
-                assert part.fitting[0].estimate == whole.fitting[0].estimate, seed
+                assert part.feasible[0].estimate == whole.feasible[0].estimate, seed
             else:
                 assert min(part.bound_s, best_s) >= min(limit_s, whole.bound_s) * (1 - ROUNDING), seed
 

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 from meshwright.planner import estimate, explain, plan
-from meshwright.planner.deadline import Deadline
 from meshwright.planner.explain.cluster_changes import twice_as_fast, with_bandwidth, with_memory
 from meshwright.planner.explain.explanation import Explanation
-from meshwright.planner.request import PlanRequest
+from meshwright.planner.request import Deadline, PlanRequest
+from meshwright.planner.tasks.training import search_layouts
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
 from meshwright.schema.layout import format_assignments, parse_assignments
 from meshwright.schema.units import GB, GIB
@@ -30,9 +30,9 @@ def explained() -> Explanation:
 
 
 def fastest_s(cluster: ClusterSpec, fixed: str = "") -> float:
-    request = PlanRequest.of(made(fixed))
+    request = PlanRequest.from_plan(made(fixed))
     changed = PlanRequest(request.model, cluster, request.workload, request.fixed, request.runnable)
-    return changed.search(Deadline(600)).fitting[0].estimate.step_time_s
+    return search_layouts(changed).feasible[0].estimate.step_time_s
 
 
 def test_lines_of_every_runner_up_add_up() -> None:
@@ -185,10 +185,10 @@ def test_time_that_is_over_leaves_searches_out_and_says_so() -> None:
 def test_plans_of_older_versions_are_explained_in_the_smallest_space_that_has_them() -> None:
     given = made()
     old = given.replace(provenance=given.provenance.replace(space=None, fixed=""))
-    assert PlanRequest.of(old).runnable
-    assert PlanRequest.of(given) == PlanRequest.of(old)
+    assert PlanRequest.from_plan(old).runnable
+    assert PlanRequest.from_plan(given) == PlanRequest.from_plan(old)
     elsewhere = old.replace(workload=WORKLOAD.replace(engine="megatron"))
-    assert not PlanRequest.of(elsewhere).runnable
+    assert not PlanRequest.from_plan(elsewhere).runnable
     found = explain(old, why_not={"tp": 2})
     assert any("does not say in which space" in note for note in found.notes)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.stage.bounds import lower_bounds
 from meshwright.planner import expand, plan, search
-from meshwright.planner.request import OffloadRequest
+from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ConfigError, Layout, Workload
 from meshwright.schema.runnable import require_valid
@@ -18,11 +18,11 @@ WORKLOAD = Workload(seq_len=64, global_batch_size=8, precision="fp32", **parse_t
 
 def test_the_plan_is_the_best_of_all_layouts_and_none_has_gradients() -> None:
     model, cluster = tiny_model(num_blocks=4), cpu_cluster(4)
-    space = build_space(model, WORKLOAD, cluster, {}, runnable=True)
-    found = search.search(model, WORKLOAD, cluster, space, time_limit_s=60)
+    space = build_space(PlanRequest(model, cluster, WORKLOAD, runnable=True))
+    found = search.search(PlanRequest(model, cluster, WORKLOAD), space)
     everything = [expand.expand(found.costs, idx).estimate for idx in range(len(space.batch))]
     assert len(everything) > 10
-    assert found.fitting[0].estimate.step_time_s == pytest.approx(min(e.step_time_s for e in everything), rel=0.01)
+    assert found.feasible[0].estimate.step_time_s == pytest.approx(min(e.step_time_s for e in everything), rel=0.01)
     bound_s, bound_bytes = lower_bounds(found.costs)
     for estimate, seconds, size in zip(everything, bound_s, bound_bytes, strict=True):
         memory = estimate.memory_bytes
@@ -39,8 +39,12 @@ def test_two_forward_passes_take_less_time_and_memory_than_forward_and_backward(
         without, with_backward = (
             expand.expand(found.costs, 0).estimate
             for workload in (WORKLOAD, WORKLOAD.replace(passes="backward"))
-            if (space := build_space(model, workload, cluster, fixed | {"recompute": "none"}, runnable=True))
-            if (found := search.search(model, workload, cluster, space, time_limit_s=60))
+            if (
+                space := build_space(
+                    PlanRequest(model, cluster, workload, fixed | {"recompute": "none"}, runnable=True)
+                )
+            )
+            if (found := search.search(PlanRequest(model, cluster, workload), space))
         )
         assert without.breakdown_s.compute < with_backward.breakdown_s.compute
         assert without.peak_allocated_bytes < with_backward.peak_allocated_bytes

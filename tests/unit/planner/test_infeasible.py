@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner import estimate, plan
-from meshwright.planner.deadline import Deadline
 from meshwright.planner.explain import infeasible
 from meshwright.planner.explain.cluster_changes import grow_cluster, larger_sizes
 from meshwright.planner.explain.infeasible import Advice, _first_that_holds, advise
-from meshwright.planner.request import PlanRequest
+from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Workload
 
 REQUESTS = {
@@ -49,14 +49,14 @@ def without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def advised(name: str) -> Advice:
-    return advise(REQUESTS[name], Deadline(600), num_layouts=1)
+    return advise(REQUESTS[name], num_layouts=1)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_change_fits_and_the_smallest_comes_first(name: str) -> None:
     request, found = REQUESTS[name], advised(name)
     assert found.changes
-    assert advise(request, Deadline(600), num_layouts=1) == found
+    assert advise(request, num_layouts=1) == found
     executed = [change.executed for change in found.changes]
     assert executed == sorted(executed, reverse=True)
     for change in found.changes:
@@ -97,7 +97,7 @@ def test_number_of_devices_need_not_be_a_power_of_two() -> None:
 def test_advice_that_is_stopped_says_so() -> None:
     over = Deadline(600)
     over.stop()
-    found = advise(REQUESTS["too few devices"], over, num_layouts=1)
+    found = advise(replace(REQUESTS["too few devices"], deadline=over), num_layouts=1)
     assert found.changes == ()
     assert not found.complete
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshwright.cost_models.coefficients import coefficients, overridden
 from meshwright.cost_models.hardware import collectives
 from meshwright.planner import cheapest, expand, search
-from meshwright.planner.deadline import Deadline
+from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Offer, SolverLimitError, Workload
@@ -42,18 +42,18 @@ def no_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(model: ModelSpec, workload: Workload, cluster: ClusterSpec, space: Space) -> SearchResult:
-    return search.search(model, workload, cluster, space, time_limit_s=600)
+    return search.search(PlanRequest(model, cluster, workload), space)
 
 
 def seconds(result: SearchResult) -> float:
-    return result.fitting[0].estimate.step_time_s if result.fitting else float("inf")
+    return result.feasible[0].estimate.step_time_s if result.feasible else float("inf")
 
 
 def assert_no_worse(first: SearchResult, second: SearchResult) -> None:
     """The first search cannot have a worse answer than the second, but for what its certificate leaves open."""
-    if not second.fitting:
+    if not second.feasible:
         return
-    assert first.fitting
+    assert first.feasible
     assert first.bound_s <= seconds(second) * (1 + ROUNDING)
     assert seconds(first) * (1 - first.certificate().gap) <= seconds(second) * (1 + ROUNDING)
 
@@ -186,8 +186,8 @@ def test_other_units_of_time_scale_the_answer(seed: int, factor: float) -> None:
     with overridden(units), pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "IN_NODE_RING_STEP_S", step_s * factor)
         after = found(model, workload, in_other_seconds(cluster, factor), space)
-    assert bool(after.fitting) == bool(before.fitting)
-    if before.fitting:
+    assert bool(after.feasible) == bool(before.feasible)
+    if before.feasible:
         assert seconds(after) == pytest.approx(factor * seconds(before), rel=1e-9)
         assert after.bound_s == pytest.approx(factor * before.bound_s, rel=1e-9)
 
@@ -204,7 +204,7 @@ def test_names_change_nothing(seed: int) -> None:
     after = found(model.replace(name="m", source="s"), workload, renamed, space)
     before = found(model, workload, unknown, space)
     assert seconds(after) == seconds(before)
-    assert [c.idx for c in after.fitting] == [c.idx for c in before.fitting]
+    assert [c.idx for c in after.feasible] == [c.idx for c in before.feasible]
     assert after.bound_s == before.bound_s
 
 
@@ -227,7 +227,7 @@ def test_the_order_in_which_nodes_are_listed_does_not_matter(seed: int, num_node
     model = shortened(str(rng.choice(["gpt2", "llama-3.2-1b", "olmoe-1b-7b"])), 4)
     cluster = measured(ClusterSpec.parse(f"{num_nodes}x2xA100-SXM-40GB/ib200"), rng)
     workload = Workload(seq_len=512, global_batch_size=24)
-    space = build_space(model, workload, cluster, {"micro_batch_size": 1, "recompute": "none"})
+    space = build_space(PlanRequest(model, cluster, workload, {"micro_batch_size": 1, "recompute": "none"}))
     some = Space(space.batch.select(np.sort(rng.permutation(len(space.batch))[:6])), {})
     other = listed_as(cluster, [int(node) for node in rng.permutation(num_nodes)])
     assert_equal(found(model, workload, other, some), found(model, workload, cluster, some))
@@ -256,7 +256,7 @@ def test_a_longer_time_limit_never_gives_a_worse_incumbent(seed: int) -> None:
     last, bound_s = float("inf"), 0.0
     for looks in (0, 3, 6, 9, 13, 18, 25, 40):
         try:
-            result = search.search(model, workload, cluster, space, time_limit_s=1, deadline=Ticks(looks))
+            result = search.search(PlanRequest(model, cluster, workload, deadline=Ticks(looks)), space)
         except SolverLimitError:
             assert last == float("inf")
             continue
@@ -272,7 +272,7 @@ def test_a_fixed_field_never_gives_a_better_plan(seed: int, data: st.DataObject)
     model, workload, cluster, _ = random_instance(seed)
     small = {"recompute": "none", "cp": 1}
     try:
-        free = build_space(model, workload, cluster, small)
+        free = build_space(PlanRequest(model, cluster, workload, small))
     except ConfigError:
         return
     layout = free.batch.layout(data.draw(st.integers(0, len(free.batch) - 1)))
@@ -280,7 +280,7 @@ def test_a_fixed_field_never_gives_a_better_plan(seed: int, data: st.DataObject)
         st.sets(st.sampled_from(["tp", "pp", "dp_shard", "zero_stage", "micro_batch_size"]), min_size=1, max_size=2)
     )
     fixed = small | {name: getattr(layout, name) for name in sorted(names)}
-    kept = build_space(model, workload, cluster, fixed)
+    kept = build_space(PlanRequest(model, cluster, workload, fixed))
     assert len(kept.batch) <= len(free.batch)
     assert_no_worse(found(model, workload, cluster, free), found(model, workload, cluster, kept))
 
@@ -347,7 +347,7 @@ def joined(groups: list[NodeGroup], network: str = "ib200") -> ClusterSpec:
 
 def some_layouts(model: ModelSpec, workload: Workload, cluster: ClusterSpec, rng: np.random.Generator) -> Space:
     fixed = {"cp": 1, "num_model_chunks": 1, "micro_batch_size": 1, "recompute": "none"}
-    space = build_space(model, workload, cluster, fixed)
+    space = build_space(PlanRequest(model, cluster, workload, fixed))
     return Space(space.batch.select(np.sort(rng.permutation(len(space.batch))[:8])), {})
 
 
@@ -407,6 +407,6 @@ def test_expanding_is_what_searching_finds() -> None:
     """The laws above are about searches; with one layout they are about `expand`."""
     model, workload, cluster, space = random_instance(3)
     result = found(model, workload, cluster, space)
-    for candidate in result.fitting:
+    for candidate in result.feasible:
         alone = expand.expand(result.costs, candidate.idx)
         assert alone.estimate.step_time_s == pytest.approx(candidate.estimate.step_time_s, rel=ROUNDING)

@@ -11,6 +11,7 @@ from meshwright.cost_models.stage.step import estimate_on_pools
 from meshwright.cost_models.stage.table import CostTable, is_aligned
 from meshwright.planner import estimate, expand, plan, search
 from meshwright.planner.mixed_clusters import orders
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 from meshwright.schema.devices import NodeGroup
@@ -57,7 +58,7 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     batch_size = cluster.num_devices * int(rng.choice([2, 4, 6]))
     workload = Workload(seq_len=512, global_batch_size=batch_size, engine=engine, precision=precision)
     fixed = {"cp": 1, "ep": 1, "etp": 1, "num_model_chunks": 1, "micro_batch_size": int(rng.choice([1, 2]))}
-    batch = build_space(spec, workload, cluster, fixed).batch
+    batch = build_space(PlanRequest(spec, cluster, workload, fixed)).batch
     fills = np.all([part.cluster.num_devices % batch.stage_ranks == 0 for part in cluster.parts], axis=0)
     rows = [rng.permutation(np.flatnonzero(some))[:n] for some, n in ((fills, 3), (~fills, 1))]
     return spec, workload, cluster, Space(batch.select(np.sort(np.concatenate(rows))), {})
@@ -72,15 +73,15 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     solved = on_parts = 0
     for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
         spec, workload, cluster, space = random_instance(seed)
-        found = search.search(spec, workload, cluster, space, time_limit_s=600)
+        found = search.search(PlanRequest(spec, cluster, workload), space)
         costs = found.costs
         everything = [expand.expand(costs, idx) for idx in range(len(space.batch))]
         times = [c.estimate.step_time_s for c in everything if c.estimate.fits]
-        assert bool(found.fitting) == bool(times), seed
+        assert bool(found.feasible) == bool(times), seed
         if times:
             solved += 1
-            on_parts += bool(found.fitting[0].part_of_stage)
-            assert found.fitting[0].estimate.step_time_s == pytest.approx(min(times), rel=1e-9), seed
+            on_parts += bool(found.feasible[0].part_of_stage)
+            assert found.feasible[0].estimate.step_time_s == pytest.approx(min(times), rel=1e-9), seed
             assert found.bound_s <= min(times) * (1 + 1e-9), seed
         bound_s, quick_s = time_bounds(costs), quick_time_bounds(costs)
         for idx, candidate in enumerate(everything):
@@ -120,7 +121,9 @@ def test_no_order_and_no_split_beats_the_bound_and_the_best_one_is_found(seed: i
     cluster = joined([group_of(DEVICES[0], 2, memory_ratio=ratio), group_of(DEVICES[1 + seed % 2], 1)])
     spec = shortened("llama-3.2-1b", 6)
     workload = Workload(seq_len=1024, global_batch_size=48, engine="megatron" if seed % 2 else "fsdp2")
-    batch = build_space(spec, workload, cluster, {"pp": 3, "num_model_chunks": 1, "schedule": "1f1b"}).batch
+    batch = build_space(
+        PlanRequest(spec, cluster, workload, {"pp": 3, "num_model_chunks": 1, "schedule": "1f1b"})
+    ).batch
     on_parts = np.flatnonzero(is_aligned(CostTable.of(spec, workload, cluster, batch)))
     batch = batch.select(np.sort(rng.choice(on_parts, size=2, replace=False)))
     costs = CostTable.of(spec, workload, cluster, batch)
@@ -157,7 +160,7 @@ def test_parts_that_cost_the_same_have_the_split_of_one(engine: str) -> None:
     two = one.replace(groups=tuple(group.replace(num_nodes=n, host_memory_bytes=host) for host, n in sizes))
     assert len(two.parts) == 2
     workload, spec = Workload(seq_len=2048, global_batch_size=64, engine=engine), shortened("llama-3.2-1b", 13)
-    batch = build_space(spec, workload, one, {"pp": 4, "num_model_chunks": 1}).batch
+    batch = build_space(PlanRequest(spec, one, workload, {"pp": 4, "num_model_chunks": 1})).batch
     alike, mixed = (CostTable.of(spec, workload, cluster, batch) for cluster in (one, two))
     for idx in range(0, len(batch), max(len(batch) // 12, 1)):
         plain, on_parts = expand.expand(alike, idx), expand.expand(mixed, idx)
@@ -221,7 +224,7 @@ def test_layouts_that_do_not_fill_the_parts_are_costed_as_the_weakest() -> None:
     weakest = cluster.replace(groups=(alike,))
     assert weakest.parts == ()
     spec, workload = ModelSpec.named("llama-3.2-1b"), Workload(seq_len=2048, global_batch_size=24)
-    layout = build_space(spec, workload, cluster, {"pp": 2, "dp_shard": 6, "tp": 1}).batch.layout(0)
+    layout = build_space(PlanRequest(spec, cluster, workload, {"pp": 2, "dp_shard": 6, "tp": 1})).batch.layout(0)
     assert (
         estimate(spec, cluster, workload, layout).step_time_s == estimate(spec, weakest, workload, layout).step_time_s
     )

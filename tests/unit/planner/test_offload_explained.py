@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 from meshwright.cli.show.figures import figures
 from meshwright.planner import compare, explain, plan
-from meshwright.planner.deadline import Deadline
 from meshwright.planner.explain.explanation import Explanation, WhyNot
 from meshwright.planner.explain.report import NO_OFFLOAD, POLICIES
-from meshwright.planner.request import OffloadRequest, PlanRequest
+from meshwright.planner.request import Deadline, OffloadRequest, PlanRequest
 from meshwright.planner.tasks.offload import search_offload
 from meshwright.planner.tasks.offload_problem import choice_of_plan, problem_of_plan
 from meshwright.planner.timeline import timeline
@@ -116,15 +115,8 @@ def test_why_not_completes_with_and_without_a_schedule() -> None:
     other = {1: 2, 2: 1}[made().layout.micro_batch_size]
     answer = why_not(micro_batch_size=other)
     assert answer.status == "slower" and answer.best is not None
-    alone = search_offload(
-        MODEL,
-        TIGHT,
-        STEP,
-        request=HOST,
-        fixed={"micro_batch_size": other},
-        runnable=PlanRequest.of(made()).runnable,
-        deadline=Deadline(60),
-    )
+    runnable = PlanRequest.from_plan(made()).runnable
+    alone = search_offload(PlanRequest(MODEL, TIGHT, STEP, {"micro_batch_size": other}, runnable, HOST))
     assert alone is not None and answer.best.step_time_s == pytest.approx(alone.estimate.step_time_s)
     nothing = why_not(offload="none")
     assert nothing.status == "too_large" and nothing.best is not None and not nothing.best.fits
@@ -141,7 +133,7 @@ def test_why_not_of_a_schedule_beside_a_plan_that_needs_none() -> None:
 def test_plans_of_older_versions_are_explained_within_what_their_schedule_was_given() -> None:
     fixed = "offload=scheduled"
     old = made().replace(provenance=made().provenance.replace(offload=None, fixed=fixed))
-    request = PlanRequest.of(old)
+    request = PlanRequest.from_plan(old)
     assert request.fixed == {} and request.offload is not None
     assert request.offload.host_memory_bytes == pytest.approx(100 * GIB, rel=1e-6)
     assert explain(old, why_not={"offload": "none"}).why_not is not None

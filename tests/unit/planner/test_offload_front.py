@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import pytest
 from meshwright.planner import cheapest, pareto, plan
-from meshwright.planner.deadline import Deadline
 from meshwright.planner.pareto import SCHEDULE_STEP_FRACTION
-from meshwright.planner.request import OffloadRequest
+from meshwright.planner.request import Deadline, OffloadRequest, PlanRequest
 from meshwright.planner.tasks.offload import search_offload
 from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Offer, ParetoPoint, Workload
 from meshwright.schema.units import GIB
@@ -51,28 +51,12 @@ def test_no_layout_without_a_schedule_beats_the_front_and_schedules_reach_below_
 
 def test_a_point_with_a_schedule_is_what_that_much_memory_gives() -> None:
     point = front(offload=True)[-1]
-    again = search_offload(
-        MODEL,
-        TIGHT.with_budget(point.cap_bytes),
-        STEP,
-        request=HOST,
-        fixed={},
-        runnable=True,
-        deadline=Deadline(60),
-        exactly=False,
-    )
+    capped = PlanRequest(MODEL, TIGHT.with_budget(point.cap_bytes), STEP, runnable=True, offload=HOST)
+    again = search_offload(capped, effort="rounded")
     assert again is not None and again.estimate.step_time_s == pytest.approx(point.step_time_s)
     lower = point.required_bytes - 1.01 * SCHEDULE_STEP_FRACTION * TIGHT.memory_budget_bytes
     with pytest.raises(InfeasibleError):
-        search_offload(
-            MODEL,
-            TIGHT.with_budget(int(lower)),
-            STEP,
-            request=HOST,
-            fixed={},
-            runnable=True,
-            deadline=Deadline(60),
-        )
+        search_offload(replace(capped, cluster=TIGHT.with_budget(int(lower))))
 
 
 def test_time_that_is_over_leaves_the_front_without_schedules() -> None:

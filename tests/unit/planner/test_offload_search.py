@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from meshwright.cli.main import app
 from meshwright.planner import estimate, plan
-from meshwright.planner.deadline import Deadline
 from meshwright.planner.request import OffloadRequest, PlanRequest
+from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
 from meshwright.schema.task import parse_training
 from meshwright.schema.units import GIB
@@ -53,7 +53,7 @@ def test_states_on_the_host_are_what_the_devices_lack(offloaded: Plan) -> None:
 
 def test_a_space_of_plain_layouts_refuses_schedules() -> None:
     with pytest.raises(ConfigError, match="does not search offload schedules"):
-        PlanRequest(MODEL, ONE, STEP, {"offload": "scheduled"}).space(Deadline(10))
+        build_space(PlanRequest(MODEL, ONE, STEP, {"offload": "scheduled"}))
 
 
 def test_a_small_host_is_named_with_what_it_lacks() -> None:

@@ -9,7 +9,7 @@ import pytest
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import pareto, plan
 from meshwright.planner.expand import expand_fitting
-from meshwright.planner.pareto import work_out
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.search import REL_GAP
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
@@ -29,9 +29,8 @@ def test_points_are_the_fastest_layouts_under_their_caps(case: tuple[str, str, i
     runnable = engine == "fsdp2"
     fixed = {"micro_batch_size": 2} if runnable else {"micro_batch_size": 2, "cp": 1}
     points = pareto(spec, machine, workload, fixed=fixed, runnable=runnable, step_fraction=0.04)
-    space = build_space(spec, workload, machine, fixed, runnable=runnable)
+    space = build_space(PlanRequest(spec, machine, workload, fixed, runnable=runnable))
     costs = CostTable.of(spec, workload, machine, space.batch)
-    work_out(costs)
     assert len(points) >= 2
     assert points[0].cap_bytes == machine.memory_budget_bytes
     for faster, slower in itertools.pairwise(points):
@@ -74,7 +73,7 @@ def test_nothing_that_fits_has_no_front() -> None:
 def test_smaller_budget_changes_only_what_fits() -> None:
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("4xH100-SXM-80GB")
     workload = Workload(seq_len=4096, global_batch_size=8)
-    costs = CostTable.of(spec, workload, machine, build_space(spec, workload, machine, {}).batch)
+    costs = CostTable.of(spec, workload, machine, build_space(PlanRequest(spec, machine, workload)).batch)
     assert np.isfinite(costs.total("busy_s")).all()
     half = costs.with_budget(machine.memory_budget_bytes // 2)
     assert half.cluster.memory_budget_bytes == machine.memory_budget_bytes // 2

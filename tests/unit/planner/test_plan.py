@@ -11,6 +11,7 @@ from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import default_precision, estimate, plan
 from meshwright.planner.enumeration import divisors
 from meshwright.planner.expand import expand
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.planner.tasks.training import SAME_TIME_FRACTION
 from meshwright.schema import (
@@ -87,7 +88,7 @@ def made(case: tuple[str, str, int, int]) -> Plan:
 def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -> None:
     part = PARTS.get(case[0], {})
     found = make(*case, runnable=True, fixed=part)
-    space = build_space(found.model, found.workload, found.cluster, part, runnable=True)
+    space = build_space(PlanRequest(found.model, found.cluster, found.workload, part, runnable=True))
     costs = CostTable.of(found.model, found.workload, found.cluster, space.batch)
     everything = [expand(costs, idx).estimate for idx in range(len(space.batch))]
     best = min(e.step_time_s for e in everything if e.fits)
@@ -108,7 +109,7 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
 
 def test_space_counts_what_rules_of_the_runtime_exclude() -> None:
     workload = Workload(seq_len=2048, global_batch_size=8)
-    space = build_space(ModelSpec.named("llama-3.2-1b"), workload, ClusterSpec.parse("2x4xA100-SXM-80GB"), {})
+    space = build_space(PlanRequest(ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("2x4xA100-SXM-80GB"), workload))
     assert space.excluded["tp_in_scaleup_domain"] > 0
     assert space.excluded["zero_under_pipeline"] > 0
 
@@ -119,7 +120,7 @@ def test_bound_holds_for_every_split_into_stages() -> None:
     workload = Workload(seq_len=2048, global_batch_size=8)
     fixed = {"pp": 2, "dp_replicate": 2, "num_model_chunks": 1, "schedule": "1f1b"}
     found = plan(spec, machine, workload, fixed=fixed)
-    space = build_space(spec, workload, machine, fixed | {"recompute_fraction": 1.0})
+    space = build_space(PlanRequest(spec, machine, workload, fixed | {"recompute_fraction": 1.0}))
     assert set(space.batch.recompute) == {0, 1, 2}
     costs = CostTable.of(spec, workload, machine, space.batch)
     splits = [

@@ -9,6 +9,7 @@ import pytest
 from meshwright.cost_models.stage.bounds import uniform_quick_time_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import search
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, Workload
 from small_spaces import shortened
@@ -34,8 +35,12 @@ def in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def instance(engine: str, model: str, fixed: dict) -> tuple[search.Pool, CostTable, Space]:
     """A pool with nothing but its first layouts in, the costs of the whole space at once, and the space."""
     spec, workload = shortened(model, 5), Workload(seq_len=512, global_batch_size=16, engine=engine)
-    space = build_space(spec, workload, CLUSTER, fixed)
-    return search.Pool(spec, workload, CLUSTER, space), CostTable.of(spec, workload, CLUSTER, space.batch), space
+    space = build_space(PlanRequest(spec, CLUSTER, workload, fixed))
+    return (
+        search.Pool(PlanRequest(spec, CLUSTER, workload), space),
+        CostTable.of(spec, workload, CLUSTER, space.batch),
+        space,
+    )
 
 
 @pytest.mark.parametrize(("engine", "model", "fixed"), CASES)
@@ -52,8 +57,8 @@ def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, m
         assert np.all(uniform_quick_time_bounds(came) >= waiting_s * (1 - 1e-9))
         assert some.bound_s >= waiting_s
     assert steps > 3
-    assert np.array_equal(np.sort(some.places), np.arange(len(space)))
-    there = whole.select(some.places)
+    assert np.array_equal(np.sort(some.positions), np.arange(len(space)))
+    there = whole.select(some.positions)
     for name, column in there.batch.columns.items():
         assert np.array_equal(some.costs.batch.columns[name], column), name
     np.testing.assert_allclose(uniform_time_bounds(some.costs), uniform_time_bounds(there), rtol=1e-12)
@@ -65,12 +70,12 @@ def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, m
 def test_a_search_by_groups_finds_what_one_over_all_layouts_finds(engine: str, model: str, fixed: dict) -> None:
     _, whole, space = instance(engine, model, fixed)
     spec, workload = whole.model, whole.workload
-    by_groups = search.search(spec, workload, CLUSTER, space, time_limit_s=600, runner_ups=2)
-    at_once = search.search(spec, workload, CLUSTER, Space(space.batch, {}), time_limit_s=600, runner_ups=2)
+    by_groups = search.search(PlanRequest(spec, CLUSTER, workload), space, runner_ups=2)
+    at_once = search.search(PlanRequest(spec, CLUSTER, workload), Space(space.batch, {}), runner_ups=2)
     found, wanted = by_groups.certificate(), at_once.certificate()
     assert found.objective_s == pytest.approx(wanted.objective_s, rel=2 * search.REL_GAP)
     assert found.evaluated + found.pruned == len(space) == wanted.evaluated + wanted.pruned
-    assert found.pruned_in_groups == len(space) - len(by_groups.pool) > 0 == wanted.pruned_in_groups
+    assert found.pruned_in_groups == len(space) - len(by_groups.problem.pool) > 0 == wanted.pruned_in_groups
     assert found.bound_s <= wanted.objective_s
 
 
@@ -78,10 +83,10 @@ def test_layouts_that_are_left_out_do_not_come_in() -> None:
     _, whole, space = instance(*CASES[0])
     left_out = np.arange(0, len(space), 3)
     fewer = replace(space, without=left_out)
-    some = search.Pool(whole.model, whole.workload, CLUSTER, fewer)
+    some = search.Pool(PlanRequest(whole.model, CLUSTER, whole.workload), fewer)
     while np.isfinite(some.bound_s):
         some.grow()
     kept = np.setdiff1d(np.arange(len(space)), left_out)
-    assert np.array_equal(np.sort(some.places), kept)
+    assert np.array_equal(np.sort(some.positions), kept)
     assert len(fewer) == len(fewer.batch) == len(kept)
     assert len(replace(fewer, given=space.batch, groups=None).batch) == len(kept)

@@ -12,6 +12,7 @@ from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import expand, plan, search
 from meshwright.planner.rank_map import best_case, device_of_rank, in_order, node_order
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.runtime.mesh import require_ascending
 from meshwright.schema import ClusterSpec, Estimate, ModelSpec, Workload
@@ -37,7 +38,10 @@ def test_replicas_are_gathered_in_racks() -> None:
     found = plan(SPEC, cluster, workload, fixed={"pp": 2, "dp_shard": 4})
     assert [device // 2 for device in found.rank_map[::2]] in ([0, 2, 1, 3], [1, 3, 0, 2])
     listed = expand.expand(
-        CostTable.of(SPEC, workload, cluster, build_space(SPEC, workload, cluster, {"pp": 2, "dp_shard": 4}).batch), 0
+        CostTable.of(
+            SPEC, workload, cluster, build_space(PlanRequest(SPEC, cluster, workload, {"pp": 2, "dp_shard": 4})).batch
+        ),
+        0,
     )
     assert found.estimate.step_time_s <= listed.estimate.step_time_s
     assert not any("bandwidth matrix" in note for note in found.notes)
@@ -52,7 +56,9 @@ def test_no_map_beats_the_bound_and_the_found_one_is_never_worse_than_as_listed(
     cluster = with_matrix(f"{num_nodes}x2xA100-SXM-80GB/ib200", rates)
     engine = "fsdp2" if seed % 2 else "megatron"
     workload = Workload(seq_len=2048, global_batch_size=num_nodes * 12, engine=engine)
-    batch = build_space(SPEC, workload, cluster, {"recompute": ("none", "selective", "full")[seed % 3]}).batch
+    batch = build_space(
+        PlanRequest(SPEC, cluster, workload, {"recompute": ("none", "selective", "full")[seed % 3]})
+    ).batch
     rows = rng.choice(len(batch), size=5, replace=False)
     batch = batch.select(np.sort(rows))
     spec = SPEC if seed % 3 else ModelSpec.named("qwen2.5-7b")
@@ -80,12 +86,12 @@ def test_search_equals_expanding_every_layout(monkeypatch: pytest.MonkeyPatch) -
     cluster = with_matrix("4x2xA100-SXM-80GB/ib200", alternating(4))
     workload = Workload(seq_len=1024, global_batch_size=16)
     part = {"micro_batch_size": 2, "recompute": "none", "cp": 1, "num_model_chunks": 1}
-    space = build_space(SPEC, workload, cluster, part, runnable=True)
+    space = build_space(PlanRequest(SPEC, cluster, workload, part, runnable=True))
     costs = CostTable.of(SPEC, workload, cluster, space.batch)
     times = [expand.expand(costs, idx).estimate for idx in range(len(space.batch))]
-    found = search.search(SPEC, workload, cluster, space, time_limit_s=600)
-    assert found.fitting[0].estimate.step_time_s == min(e.step_time_s for e in times if e.fits)
-    assert found.bound_s <= found.fitting[0].estimate.step_time_s
+    found = search.search(PlanRequest(SPEC, cluster, workload), space)
+    assert found.feasible[0].estimate.step_time_s == min(e.step_time_s for e in times if e.fits)
+    assert found.bound_s <= found.feasible[0].estimate.step_time_s
 
 
 def test_maps_are_those_that_the_runtime_executes() -> None:
@@ -95,7 +101,9 @@ def test_maps_are_those_that_the_runtime_executes() -> None:
     for _ in range(6):
         cluster = with_matrix("8x2xA100-SXM-80GB/ib200", rng.choice([1e9, 5e9, 20e9], (8, 8)))
         workload = Workload(seq_len=1024, global_batch_size=64)
-        batch = build_space(SPEC, workload, cluster, {"micro_batch_size": 1, "recompute": "none"}, runnable=True).batch
+        batch = build_space(
+            PlanRequest(SPEC, cluster, workload, {"micro_batch_size": 1, "recompute": "none"}, runnable=True)
+        ).batch
         costs = CostTable.of(SPEC, workload, cluster, batch)
         for idx in rng.choice(len(batch), size=4, replace=False):
             nodes = node_order(costs, int(idx), expand.expand(costs, int(idx)).boundaries)
@@ -110,6 +118,6 @@ def test_nodes_that_ranks_do_not_fill_stay_as_listed() -> None:
     """Three ranks of a replica on nodes of two: some replica lies on two nodes, and moving nodes would tear it apart."""
     cluster = with_matrix("6x2xA100-SXM-80GB/ib200", alternating(6))
     workload = Workload(seq_len=1024, global_batch_size=12)
-    batch = build_space(SPEC, workload, cluster, {"dp_shard": 3, "tp": 1, "pp": 1}, runnable=True).batch
+    batch = build_space(PlanRequest(SPEC, cluster, workload, {"dp_shard": 3, "tp": 1, "pp": 1}, runnable=True)).batch
     costs = CostTable.of(SPEC, workload, cluster, batch)
     assert node_order(costs, 0, expand.expand(costs, 0).boundaries) == ()

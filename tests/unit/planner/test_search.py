@@ -13,7 +13,7 @@ from meshwright.cost_models.stage.memory import stage_memory_terms
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import expand, plan, search
-from meshwright.planner.deadline import Deadline
+from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
 from meshwright.schema.layers import Block
@@ -24,7 +24,7 @@ from small_spaces import random_instance, shortened
 def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
     spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("4xL40S")
     workload = Workload(seq_len=2048, global_batch_size=16, engine=engine)
-    batch = build_space(spec, workload, cluster, {"pp": 4, "recompute": "none"}).batch
+    batch = build_space(PlanRequest(spec, cluster, workload, {"pp": 4, "recompute": "none"})).batch
     costs = CostTable.of(spec, workload, cluster, batch)
     layers = list(spec.iter_layers())
     for idx in range(min(len(batch), 3)):
@@ -41,9 +41,9 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
 def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
     spec, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
     workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
-    space = build_space(spec, workload, cluster, {})
-    whole = search.search(spec, workload, cluster, space, time_limit_s=600)
-    best_s = whole.fitting[0].estimate.step_time_s
+    space = build_space(PlanRequest(spec, cluster, workload))
+    whole = search.search(PlanRequest(spec, cluster, workload), space)
+    best_s = whole.feasible[0].estimate.step_time_s
     for wants_incumbent in (False, True):
         deadline = Deadline(600)
 
@@ -58,10 +58,10 @@ def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
                 deadline.stop()
 
         stopped = search.search(
-            spec, workload, cluster, space, time_limit_s=600, on_progress=stop, deadline=deadline, runner_ups=4
+            PlanRequest(spec, cluster, workload, deadline=deadline, on_progress=stop), space, runner_ups=4
         )
         assert stopped.stopped_early
-        assert len(stopped.fitting) == wants_incumbent
+        assert len(stopped.feasible) == wants_incumbent
         assert 0 < stopped.bound_s <= best_s
     certificate = stopped.certificate()
     assert certificate.status == "feasible"
@@ -92,7 +92,7 @@ def test_layouts_come_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(search, "MIN_GROWTH", 7)
     monkeypatch.setattr(search, "GROWTH_FRACTION", 0.1)
     monkeypatch.setattr(search, "BLOCK", 5)
-    layouts = search.Pool(spec, workload, cluster, build_space(spec, workload, cluster, {}))
+    layouts = search.Pool(PlanRequest(spec, cluster, workload), build_space(PlanRequest(spec, cluster, workload)))
     waiting, order = search.Frontier(layouts), []
     while np.isfinite(bound := waiting.bound_s):
         if waiting.is_ready:
@@ -138,7 +138,7 @@ def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
     """Slow links, so that what a stage adds once counts; brute force over all cuts whose chunks are alike."""
     spec, cluster = shortened("deepseek-v2-lite", 7), ClusterSpec.parse("6x1xA100-SXM-80GB/eth10")
     workload = Workload(seq_len=1024, global_batch_size=24, engine=engine)
-    batch = build_space(spec, workload, cluster, {"pp": 3, "recompute": "selective"}).batch
+    batch = build_space(PlanRequest(spec, cluster, workload, {"pp": 3, "recompute": "selective"})).batch
     costs = CostTable.of(spec, workload, cluster, batch)
     for idx in range(0, len(batch), max(len(batch) // 8, 1)):
         candidate = expand.expand(costs, idx)

@@ -10,6 +10,7 @@ import pytest
 from meshwright.cost_models.layer.layer import LayerCost
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
+from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_facts import PLANNED_ENGINES, rules_of
@@ -27,7 +28,7 @@ def workload(engine: str, **changes: object) -> Workload:
 
 
 def test_megatron_space_has_every_axis() -> None:
-    batch = build_space(MIXTRAL, workload("megatron"), NODES, {}).batch
+    batch = build_space(PlanRequest(MIXTRAL, NODES, workload("megatron"))).batch
     for axis, largest in {"tp": 8, "cp": 16, "pp": 16, "ep": 8, "etp": 8, "num_model_chunks": 16}.items():
         assert set(getattr(batch, axis)) >= {1, 2, largest}, axis
     assert set(batch.zero_stage) == {0, 1}
@@ -39,7 +40,7 @@ def test_megatron_space_has_every_axis() -> None:
 @pytest.mark.parametrize("spec", [LLAMA, MIXTRAL], ids=lambda spec: spec.name)
 def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec, engine: str) -> None:
     wanted = workload(engine)
-    batch = build_space(spec, wanted, NODES, {}).batch
+    batch = build_space(PlanRequest(spec, NODES, wanted)).batch
     layouts = [batch.layout(idx) for idx in range(0, len(batch), max(len(batch) // 150, 1))]
     for layout in layouts:
         problem = problem_facts(spec, wanted, world_size=16, scaleup_domain=NODES.scaleup_domain)
@@ -50,7 +51,7 @@ def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec,
 
 def test_degrees_need_not_be_powers_of_two() -> None:
     batch = build_space(
-        LLAMA, workload("megatron", global_batch_size=60), ClusterSpec.parse("3x4xA100-SXM-80GB"), {}
+        PlanRequest(LLAMA, ClusterSpec.parse("3x4xA100-SXM-80GB"), workload("megatron", global_batch_size=60))
     ).batch
     assert {3, 6, 12} <= set(batch.pp)  # 32 blocks do not divide by any of them
     assert {1, 3, 12} <= set(batch.dp_shard)
@@ -58,7 +59,7 @@ def test_degrees_need_not_be_powers_of_two() -> None:
 
 
 def test_chunks_divide_the_blocks_of_a_stage_and_fill_the_pipeline() -> None:
-    batch = build_space(LLAMA, workload("megatron"), NODES, {}).batch
+    batch = build_space(PlanRequest(LLAMA, NODES, workload("megatron"))).batch
     chunked = batch.num_model_chunks > 1
     assert np.all(-(-32 // batch.pp[chunked]) % batch.num_model_chunks[chunked] == 0)
     assert np.all(batch.num_microbatches[chunked] % batch.pp[chunked] == 0)
@@ -75,29 +76,31 @@ SCHEDULE_RULES = [
 @pytest.mark.parametrize(("fixed", "rule"), SCHEDULE_RULES, ids=[rule for _, rule in SCHEDULE_RULES])
 def test_schedules_that_are_asked_for_have_their_rules(fixed: dict, rule: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_space(LLAMA, workload("fsdp2"), NODES, fixed)
+        build_space(PlanRequest(LLAMA, NODES, workload("fsdp2"), fixed))
     assert f"[{rule}]" in str(error.value)
 
 
 def test_torch_has_every_named_schedule_and_other_engines_one() -> None:
-    found = build_space(LLAMA, workload("fsdp2"), ClusterSpec.parse("3x8xH100-SXM-80GB/ib400"), {"pp": 3}).batch
+    found = build_space(
+        PlanRequest(LLAMA, ClusterSpec.parse("3x8xH100-SXM-80GB/ib400"), workload("fsdp2"), {"pp": 3})
+    ).batch
     split = np.isin(found.schedule, [SCHEDULE_NAMES.index(name) for name in SPLIT_SCHEDULES])
     assert {SCHEDULE_NAMES[idx] for idx in found.schedule} >= {"1f1b", *SPLIT_SCHEDULES} - {"synthesised"}
     assert np.all((found.recompute[split] == 0) & (found.zero_stage[split] <= 1) & (found.pp[split] > 1))
     folded = np.isin(found.schedule, [SCHEDULE_NAMES.index(name) for name in V_SCHEDULES])
     assert np.all(found.num_model_chunks[folded] == 2)
     assert np.any(found.num_microbatches[folded] % 3)  # a V needs no rounds
-    assert {SCHEDULE_NAMES[idx] for idx in build_space(LLAMA, workload("megatron"), NODES, {}).batch.schedule} == {
-        "1f1b"
-    }
-    runnable = build_space(LLAMA, workload("fsdp2"), NODES, {}, runnable=True).batch
+    assert {
+        SCHEDULE_NAMES[idx] for idx in build_space(PlanRequest(LLAMA, NODES, workload("megatron"))).batch.schedule
+    } == {"1f1b"}
+    runnable = build_space(PlanRequest(LLAMA, NODES, workload("fsdp2"), runnable=True)).batch
     assert {SCHEDULE_NAMES[idx] for idx in runnable.schedule} >= {"1f1b", "zb-h1", "zb-v", "v-half", "v-min"}
 
 
 def test_shards_of_other_engines_fill_islands() -> None:
-    batch = build_space(LLAMA, workload("megatron"), NODES, {"tp": 1, "pp": 1, "cp": 1}).batch
+    batch = build_space(PlanRequest(LLAMA, NODES, workload("megatron"), {"tp": 1, "pp": 1, "cp": 1})).batch
     assert set(batch.dp_shard) == {1, 8, 16}
-    runnable = build_space(LLAMA, workload("fsdp2"), NODES, {"tp": 1, "pp": 1}, runnable=True).batch
+    runnable = build_space(PlanRequest(LLAMA, NODES, workload("fsdp2"), {"tp": 1, "pp": 1}, runnable=True)).batch
     assert set(runnable.dp_shard) == {1, 2, 4, 8, 16}
 
 
@@ -129,25 +132,31 @@ def test_shards_of_other_engines_fill_islands() -> None:
 )
 def test_excluded_requests_name_the_rule(engine: str, spec: ModelSpec, fixed: dict, rule: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_space(spec, workload(engine), NODES, fixed, runnable=engine == "fsdp2")
+        build_space(PlanRequest(spec, NODES, workload(engine), fixed, runnable=engine == "fsdp2"))
     assert f"[{rule}]" in str(error.value)
 
 
 def test_split_backward_is_enumerated_without_recomputation_only() -> None:
-    batch = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "zb-h1", "pp": 2}, runnable=True).batch
+    batch = build_space(
+        PlanRequest(LLAMA, NODES, workload("fsdp2"), {"schedule": "zb-h1", "pp": 2}, runnable=True)
+    ).batch
     assert set(batch.recompute) == {RECOMPUTES.index("none")}
-    other = build_space(LLAMA, workload("fsdp2"), NODES, {"schedule": "1f1b", "pp": 2}, runnable=True).batch
+    other = build_space(
+        PlanRequest(LLAMA, NODES, workload("fsdp2"), {"schedule": "1f1b", "pp": 2}, runnable=True)
+    ).batch
     assert set(other.recompute) >= set(range(len(RECOMPUTES)))
 
 
 def test_rules_count_what_they_exclude() -> None:
-    excluded = build_space(LLAMA, workload("deepspeed"), NODES, {}).excluded
+    excluded = build_space(PlanRequest(LLAMA, NODES, workload("deepspeed"))).excluded
     assert excluded["deepspeed_zero_under_pipeline"] > 0
     assert excluded.keys() == {rule.name for rule in rules_of("deepspeed")}
 
 
 def test_given_offloading_is_in_every_layout() -> None:
-    batch = build_space(LLAMA, workload("deepspeed"), NODES, {"offload": "optimizer", "offload_fraction": 0.5}).batch
+    batch = build_space(
+        PlanRequest(LLAMA, NODES, workload("deepspeed"), {"offload": "optimizer", "offload_fraction": 0.5})
+    ).batch
     layout = batch.layout(len(batch) // 2)
     assert (layout.offload, layout.offload_fraction) == ("optimizer", 0.5)
 
@@ -183,11 +192,11 @@ def test_distinct_rows_of_large_values_do_not_collide() -> None:
 
 
 def test_context_parallelism_needs_fused_attention() -> None:
-    space = build_space(LLAMA, workload("megatron", attention="math"), NODES, {})
+    space = build_space(PlanRequest(LLAMA, NODES, workload("megatron", attention="math")))
     assert set(space.batch.cp) == {1}
     assert space.excluded["attention_per_cp"] > 0
     with pytest.raises(ConfigError, match="cp") as error:
-        build_space(LLAMA, workload("megatron", attention="math"), NODES, {"cp": 2})
+        build_space(PlanRequest(LLAMA, NODES, workload("megatron", attention="math"), {"cp": 2}))
     assert any("attention_per_cp" in detail for detail in error.value.details)
 
 
@@ -233,7 +242,7 @@ def test_costs_shared_between_layouts_are_those_of_each_alone(
     """What distinct cases leave out of their key must not matter."""
     spec = ModelSpec.named(model)
     wanted = workload(engine if engine != "nanotron" else "megatron", seq_len=1024, **changes)
-    batch = build_space(spec, wanted, NODES, {}).batch
+    batch = build_space(PlanRequest(spec, NODES, wanted)).batch
     rows = np.random.default_rng(0).choice(len(batch), size=min(6, len(batch)), replace=False)
     layouts = [batch.layout(int(row)) for row in rows]
     layouts += [neighbour for layout in layouts[:2] for neighbour in _neighbours(layout)]
@@ -250,7 +259,7 @@ def test_costs_shared_between_layouts_are_those_of_each_alone(
 
 
 def test_layout_of_a_megatron_space_reads_back() -> None:
-    batch = build_space(MIXTRAL, workload("megatron"), NODES, {"ep": 4, "etp": 2, "pp": 2}).batch
+    batch = build_space(PlanRequest(MIXTRAL, NODES, workload("megatron"), {"ep": 4, "etp": 2, "pp": 2})).batch
     layout = batch.layout(0)
     assert isinstance(layout, Layout)
     assert (layout.ep, layout.etp, layout.pp, layout.world_size) == (4, 2, 2, 16)
