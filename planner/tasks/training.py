@@ -236,9 +236,11 @@ def why_slower(other: Estimate, chosen: Estimate) -> str:
     lost = {name: getattr(other.breakdown_s, name) - getattr(chosen.breakdown_s, name) for name in TIME_TITLES}
     worst = max(lost, key=lost.__getitem__)
     slower = other.step_time_s / chosen.step_time_s - 1
+    if round(100 * slower, 1) == 0:
+        return "as fast, not simpler"
     if slower < SAME_TIME_FRACTION:
-        return f"{percent(slower)}: as fast within the model's error, not simpler"
-    return f"{percent(slower)}: {TIME_TITLES[worst]} {percent(lost[worst] / chosen.step_time_s)}"
+        return f"{100 * slower:+.1f} %: as fast within the model's error, not simpler"
+    return f"{100 * slower:+.1f} %: {TIME_TITLES[worst]} {100 * lost[worst] / chosen.step_time_s:+.1f} %"
 
 
 def why_too_large(estimate: Estimate) -> str:
@@ -249,12 +251,6 @@ def why_too_large(estimate: Estimate) -> str:
         f"{TOO_LARGE}: needs up to {format_bytes(estimate.required_bytes)} of "
         f"{format_bytes(estimate.budget_bytes)}; {largest} {format_bytes(terms[largest])}"
     )
-
-
-def percent(fraction: float) -> str:
-    """Return a signed percentage with one digit; what rounds to nothing has no sign."""
-    text = f"{100 * fraction:+.1f}"
-    return "0.0 %" if text in ("+0.0", "-0.0") else f"{text} %"
 
 
 def _notes(request: PlanRequest, chosen: Candidate, fastest: Candidate) -> list[str]:
