@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engines import TARGETS
 from .inputs import JsonOption, PlanArgument
 from .options import command
 
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 @command()
 def export(
     plan: PlanArgument,
-    to: Annotated[
-        str, typer.Option(metavar="ENGINE", help="torchtitan, megatron, nemo, deepspeed, accelerate or kubernetes.")
-    ],
+    to: Annotated[str, typer.Option(metavar="ENGINE", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder named as the engine.")
     ] = None,

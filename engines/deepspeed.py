@@ -8,29 +8,29 @@ from itertools import groupby
 from typing import Any
 
 from ..schema.base import shown
-from ..schema.engine_rules import DEEPSPEED_RULES
 from ..schema.errors import ConfigError
 from ..schema.layers import Block
 from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.plan import Plan
 from . import limits
-from .documents import Exported, Imported, positive_integer, remaining_devices
-from .limits import (
-    Limit,
-    devices_per_node,
-    num_nodes,
-    placement_not_expressed,
-    require_expressible,
-    stages_not_expressed,
+from .documents import (
+    Adapter,
+    Exported,
+    Imported,
+    Table,
+    positive_integer,
+    remaining_devices,
+    require_num_devices,
+    tables_in,
 )
+from .limits import Limit, devices_per_node, placement_not_expressed
 
 VERSION = "0.19"
 CONFIG = "ds_config.json"
 
-
 LIMITS = (
-    limits.rules_of("deepspeed", DEEPSPEED_RULES),
+    limits.rules_of("deepspeed"),
     Limit(
         "no_islands",
         lambda p: p.layout.zero_stage != 3 or p.layout.dp_replicate == 1 or p.layout.optimizer_shard > 1,
@@ -46,31 +46,17 @@ LIMITS = (
         lambda p: f"recompute_fraction {p.layout.recompute_fraction:g}: the plan does not say of which blocks",
         "plan again with --fix recompute=full",
     ),
-    Limit(
-        "deepspeed_offload",
-        lambda p: p.layout.offload in ("none", "optimizer", "parameters") and not p.layout.offload_activations,
-        lambda p: (
-            f"offload={p.layout.offload} offload_activations={p.layout.offload_activations:g}: DeepSpeed moves optimizer "
-            "states and parameters"
-        ),
-        "--fix offload=none",
+    limits.offload_of(
+        "deepspeed", ("none", "optimizer", "parameters"), "DeepSpeed moves optimizer states and parameters"
     ),
-    Limit(
-        "deepspeed_precision",
-        lambda p: p.workload.precision in ("bf16-mixed", "fp16-mixed", "fp32"),
-        lambda p: f"precision {p.workload.precision} is not in DeepSpeed's configuration",
-        "plan again with --precision bf16-mixed",
+    limits.precisions_of(
+        "deepspeed", ("bf16-mixed", "fp16-mixed", "fp32"), "DeepSpeed's configuration has bf16, fp16 and fp32"
     ),
 )
 
 
-def export(plan: Plan) -> Exported:
-    """The plan as a configuration file.
-
-    Raises:
-        ConfigError: DeepSpeed cannot run it as it is.
-    """
-    require_expressible(plan, "deepspeed", VERSION, LIMITS)
+def write(plan: Plan) -> Exported:
+    """Return the plan as a configuration file."""
     layout, work = plan.layout, plan.workload
     content: dict[str, Any] = {
         "train_batch_size": work.global_batch_size,
@@ -82,7 +68,7 @@ def export(plan: Plan) -> Exported:
         **({"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}),
         **({"sequence_parallel_size": layout.cp, "data_parallel_size": layout.dp} if layout.cp > 1 else {}),
     }
-    nodes = num_nodes(plan)
+    nodes = plan.cluster.num_nodes
     hosts = f" --num_nodes {nodes} --hostfile hostfile" if nodes > 1 else ""
     return Exported(
         engine="deepspeed",
@@ -95,12 +81,15 @@ def export(plan: Plan) -> Exported:
 
 
 def _of_model_code(plan: Plan) -> tuple[str, ...]:
-    """What DeepSpeed takes from the training script."""
+    """Say what DeepSpeed takes from the training script."""
     layout, layers = plan.layout, tuple(plan.model.iter_layers())
     lines = []
     if layout.pp > 1:
         blocks = [sum(isinstance(layers[idx], Block) for idx in stage.layer_idxs) for stage in plan.stages]
-        lines += [f"pp: PipelineModule(layers, num_stages={layout.pp})", *stages_not_expressed(plan, blocks)]
+        lines += [
+            f"pp: PipelineModule(layers, num_stages={layout.pp})",
+            f"stages: blocks of each stage {blocks}: say so where the training script cuts the model",
+        ]
     if layout.recompute == "mixed":
         lines.append(f"recompute of {_recomputed(plan)}: deepspeed.checkpointing.checkpoint around these blocks only")
     elif layout.recompute != "none":
@@ -109,7 +98,7 @@ def _of_model_code(plan: Plan) -> tuple[str, ...]:
 
 
 def _recomputed(plan: Plan) -> str:
-    """Runs of blocks that recompute alike, counted from 0: ``blocks 0-3 (full), blocks 4-4 (selective)``."""
+    """Return the runs of blocks that recompute alike, counted from 0: ``blocks 0-3 (full), blocks 4-4 (selective)``."""
     layers = tuple(plan.model.iter_layers())
     choices = [
         stage.recompute_of(idx) for stage in plan.stages for idx in stage.layer_idxs if isinstance(layers[idx], Block)
@@ -137,17 +126,14 @@ def _zero(plan: Plan) -> dict[str, Any]:
     return zero
 
 
-def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec | None) -> Imported:
-    """A configuration file of DeepSpeed.
+def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Imported:
+    """Read a configuration file.
 
     Raises:
         ConfigError: the number of devices is unknown, or the numbers do not fit together.
     """
-    if num_devices is None:
-        raise ConfigError("the number of devices is not in the configuration", help="give --num-devices")
-    zero, tensor = (content.get(name) or {} for name in ("zero_optimization", "tensor_parallel"))
-    if not isinstance(zero, Mapping) or not isinstance(tensor, Mapping):
-        raise ConfigError("zero_optimization and tensor_parallel must be tables")
+    num_devices = require_num_devices(num_devices)
+    zero, tensor = tables_in(content, "zero_optimization", "tensor_parallel")
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage = {shown(stage)}: must be 0, 1, 2 or 3")
@@ -174,7 +160,7 @@ def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec |
     )
 
 
-def _sharding(zero: Mapping[str, Any], stage: int, dp: int, cp: int) -> dict[str, Any]:
+def _sharding(zero: Table, stage: int, dp: int, cp: int) -> dict[str, Any]:
     shard, fields = dp if stage else 1, {}
     if island := zero.get("mics_shard_size", -1):
         shard = positive_integer(island, "mics_shard_size") if island != -1 else shard
@@ -190,8 +176,8 @@ def _sharding(zero: Mapping[str, Any], stage: int, dp: int, cp: int) -> dict[str
     }
 
 
-def _batch(content: Mapping[str, Any], dp: int) -> tuple[int, int | None, int | None]:
-    """Micro-batch, accumulated micro-batches and global batch: any two of DeepSpeed's three settings give the third."""
+def _batch(content: Table, dp: int) -> tuple[int, int | None, int | None]:
+    """Return micro-batch, accumulated micro-batches and global batch: any two of DeepSpeed's three settings give the third."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, steps, batch = (
         positive_integer(content[name], name) if content.get(name) not in (None, "auto") else None for name in names
@@ -205,7 +191,7 @@ def _batch(content: Mapping[str, Any], dp: int) -> tuple[int, int | None, int | 
     return micro or 1, steps, batch
 
 
-def _precision(content: Mapping[str, Any]) -> str:
+def _precision(content: Table) -> str:
     def enabled(name: str) -> bool:
         section = content.get(name)
         return isinstance(section, Mapping) and section.get("enabled") in (True, "auto")
@@ -213,7 +199,7 @@ def _precision(content: Mapping[str, Any]) -> str:
     return "bf16-mixed" if enabled("bf16") else "fp16-mixed" if enabled("fp16") else "fp32"
 
 
-def _offload(zero: Mapping[str, Any]) -> dict[str, Any]:
+def _offload(zero: Table) -> dict[str, Any]:
     sections = {name: zero.get(f"offload_{name}") for name in ("param", "optimizer")}
     used = {
         name: section
@@ -227,3 +213,15 @@ def _offload(zero: Mapping[str, Any]) -> dict[str, Any]:
     if "param" in used:
         return fields | {"offload": "parameters"}
     return fields | {"offload": "optimizer", "offload_fraction": float(section.get("ratio", 1.0))}
+
+
+ADAPTER = Adapter(
+    name="deepspeed",
+    version=VERSION,
+    limits=LIMITS,
+    write=write,
+    is_own_table=lambda content: bool(
+        {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"} & content.keys()
+    ),
+    read_table=read,
+)

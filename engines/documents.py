@@ -1,19 +1,21 @@
-"""What export makes and import finds."""
+"""What export makes, what import finds, and the form of a file of this folder: one adapter an engine."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from ..schema.base import Count, Frozen, shown, write_atomically
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
+from ..schema.model import ModelSpec
+from ..schema.plan import Plan
 
-EngineName = Literal["torchtitan", "megatron", "nemo", "deepspeed", "accelerate"]
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-TargetName = EngineName | Literal["kubernetes"]
-TARGETS: tuple[TargetName, ...] = (*ENGINES, "kubernetes")
-"""What a plan can be written for: engines, and what starts our own one."""
+if TYPE_CHECKING:
+    from .limits import Limit
 
 
 class Exported(Frozen):
@@ -28,7 +30,7 @@ class Exported(Frozen):
         command: starts the job in the folder of the files.
     """
 
-    engine: TargetName
+    engine: str
     version: str
     files: tuple[tuple[str, str], ...]
     not_expressed: tuple[str, ...] = ()
@@ -36,7 +38,7 @@ class Exported(Frozen):
     command: str
 
     def write(self, folder: str | Path) -> tuple[Path, ...]:
-        """Write the files, each whole or not at all.
+        """Write the files, each in full or not at all.
 
         Raises:
             ConfigError: the folder cannot be made or written.
@@ -46,10 +48,9 @@ class Exported(Frozen):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
-        paths = tuple(folder / name for name, _ in self.files)
-        for path, (_, text) in zip(paths, self.files, strict=True):
-            write_atomically(path, text)
-        return paths
+        for name, text in self.files:
+            write_atomically(folder / name, text)
+        return tuple(folder / name for name, _ in self.files)
 
 
 class Imported(Frozen):
@@ -62,7 +63,7 @@ class Imported(Frozen):
         assumed: what the configuration leaves open, and what was taken for it.
     """
 
-    engine: EngineName
+    engine: str
     layout: Layout
     num_devices: Count
     global_batch_size: Count | None = None
@@ -72,23 +73,59 @@ class Imported(Frozen):
     assumed: tuple[str, ...] = ()
 
 
+Table = Mapping[str, Any]
+"""The settings of a TOML, JSON or YAML file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An engine whose configuration is written, and mostly read: ``ADAPTER`` of its file. Registered in registry.py.
+
+    Attributes:
+        version: of the engine whose options these are.
+        limits: what it cannot do; `write` is called for plans within them only.
+        write: a plan in the engine's form.
+        is_own_table: say whether a table of settings is this engine's; None: it has no such files.
+        read_table: the layout of one, given the ranks of the job and the model where they are known.
+        read_text: the same for a script; ``suffixes`` are those of its files, empty: any.
+    """
+
+    name: str
+    version: str
+    limits: tuple[Limit, ...]
+    write: Callable[[Plan], Exported]
+    is_own_table: Callable[[Table], bool] | None = None
+    read_table: Callable[[Table, int | None, ModelSpec | None], Imported] | None = None
+    read_text: Callable[[str, int | None, ModelSpec | None], Imported] | None = None
+    suffixes: tuple[str, ...] = ()
+
+
+def require_num_devices(num_devices: int | None) -> int:
+    """Return the ranks of a job whose configuration does not say them.
+
+    Raises:
+        ConfigError: the user did not either.
+    """
+    if num_devices is None:
+        raise ConfigError("the number of devices is not in the configuration", help="give --num-devices")
+    return num_devices
+
+
 def remaining_devices(num_devices: int, **degrees: int) -> int:
-    """What is left of the devices for data parallelism.
+    """Return the devices that remain for data parallelism.
 
     Raises:
         ConfigError: the other degrees do not divide the devices.
     """
-    product = 1
-    for degree in degrees.values():
-        product *= degree
+    product = math.prod(degrees.values())
     if num_devices % product:
-        shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-        raise ConfigError(f"{shown} = {product} does not divide {num_devices} devices", help="give --num-devices")
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+        raise ConfigError(f"{text} = {product} does not divide {num_devices} devices", help="give --num-devices")
     return num_devices // product
 
 
 def positive_integer(value: Any, name: str) -> int:
-    """A positive whole number of a configuration.
+    """Return a positive whole number of a configuration.
 
     Raises:
         ConfigError: it is something else.
@@ -98,3 +135,21 @@ def positive_integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
         raise ConfigError(f"{name} = {shown(value)}: must be a whole number above 0")
     return value
+
+
+def optional_integer(table: Table, name: str) -> int | None:
+    """Return a positive whole number of a table; None where it has none of that name."""
+    return positive_integer(table[name], name) if name in table else None
+
+
+def tables_in(content: Table, *names: str) -> list[Table]:
+    """Return the tables of these names in a table; an absent one is empty.
+
+    Raises:
+        ConfigError: one of them is no table.
+    """
+    tables = [content.get(name) or {} for name in names]
+    for name, table in zip(names, tables, strict=True):
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{name} must be a table")
+    return tables

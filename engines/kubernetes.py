@@ -1,8 +1,8 @@
 """Kubernetes: jobs of Kubeflow whose pods run `meshwright apply` on the plan, one pod a node.
 
-Two manifests for the two generations of the operator, each with the plan as a ConfigMap beside it: a PyTorchJob, whose operator
-tells every pod its place in RANK, MASTER_ADDR and MASTER_PORT (of pods, not of processes), and a TrainJob, whose operator has them
-as PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
+Two manifests for the two generations of the operator, each with the plan as a ConfigMap next to it: a PyTorchJob, whose operator
+tells every pod its position in RANK, MASTER_ADDR and MASTER_PORT (of pods, not of processes), and a TrainJob, whose operator has
+them as PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
 
 Source: kubeflow/training-operator v1.9 (pkg/controller.v1/pytorch/envvar.go, pkg/webhooks/pytorch/pytorchjob_webhook.go);
 kubeflow/trainer v2 (pkg/apis/trainer/v1alpha1/trainjob_types.go, pkg/runtime/framework/plugins/torch/torch.go).
@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from ..schema.plan import Plan
-from .documents import Exported
-from .limits import Limit, devices_per_node, num_nodes, require_expressible
+from .documents import Adapter, Exported
+from .limits import Limit, devices_per_node
 
 VERSION = "v1.9 (PyTorchJob), v2 (TrainJob)"
 PYTORCH_JOB, TRAIN_JOB = "pytorchjob.yaml", "trainjob.yaml"
@@ -60,13 +60,8 @@ LIMITS = (
 )
 
 
-def export(plan: Plan) -> Exported:
-    """The plan as two manifests; one of them is to be applied.
-
-    Raises:
-        ConfigError: its nodes differ, or it is for another engine.
-    """
-    require_expressible(plan, "kubernetes", VERSION, LIMITS)
+def write(plan: Plan) -> Exported:
+    """Return the plan as two manifests; one of them is to be applied."""
     name = _name(plan)
     head = f"# {plan.model.name} on {plan.layout.world_size} devices, {plan.layout}\n"
     files = tuple(
@@ -88,13 +83,13 @@ def export(plan: Plan) -> Exported:
 
 
 def _name(plan: Plan) -> str:
-    """A name by RFC 1035, short enough for the names of pods to be made of it."""
+    """Return a name by RFC 1035, short enough for the names of pods to be made of it."""
     words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
     return f"meshwright-{words}"[:40].rstrip("-")
 
 
 def _text(plan: Plan) -> str:
-    """What `apply` needs of the plan."""
+    """Return what `apply` needs of the plan."""
     return plan.replace(alternatives=(), pareto=()).model_dump_json()
 
 
@@ -103,13 +98,13 @@ def _config_map(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _script(plan: Plan, name: str, *, rank: str, address: str, port: str) -> str:
-    nodes = num_nodes(plan)
+    nodes = plan.cluster.num_nodes
     meet = f' --nnodes {nodes} --node-rank "${rank}" --rdzv-endpoint "${address}:${port}" --rdzv-id {name}'
     return f'printf %s "${_VARIABLE}" > {_FILE} && exec meshwright apply {_FILE} --steps 100{meet if nodes > 1 else ""}'
 
 
 def _container(plan: Plan, name: str, script: str) -> dict[str, Any]:
-    """Fields that the container of a PyTorchJob and the trainer of a TrainJob share."""
+    """Return the fields that the container of a PyTorchJob and the trainer of a TrainJob share."""
     reference = {"configMapKeyRef": {"name": name, "key": _KEY}}
     return {
         "image": "meshwright:latest",
@@ -137,7 +132,7 @@ def _pytorch_job(plan: Plan, name: str) -> dict[str, Any]:
         "containers": [container],
         "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }
-    workers = num_nodes(plan) - 1
+    workers = plan.cluster.num_nodes - 1
     replicas = {"Master": 1, **({"Worker": workers} if workers else {})}
     return {
         "apiVersion": "kubeflow.org/v1",
@@ -162,10 +157,13 @@ def _train_job(plan: Plan, name: str) -> dict[str, Any]:
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
-                "numNodes": num_nodes(plan),
+                "numNodes": plan.cluster.num_nodes,
                 "numProcPerNode": devices_per_node(plan),
                 "resourcesPerNode": _resources(plan),
                 **_container(plan, name, script),
             },
         },
     }
+
+
+ADAPTER = Adapter(name="kubernetes", version=VERSION, limits=LIMITS, write=write)

@@ -10,8 +10,8 @@ from typing import Any
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.plan import Plan
-from .documents import Exported, Imported, positive_integer
-from .limits import placement_not_expressed, require_expressible, torchrun
+from .documents import Adapter, Exported, Imported, optional_integer, positive_integer, require_num_devices
+from .limits import placement_not_expressed, torchrun
 from .megatron_settings import (
     LIMITS,
     VERSION,
@@ -23,9 +23,7 @@ from .megatron_settings import (
 
 SCRIPT = "pretrain.sh"
 
-
 _LAUNCHER = frozenset({"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint"})
-
 
 _USED = _LAUNCHER | {
     "tensor_model_parallel_size",
@@ -58,13 +56,8 @@ _USED = _LAUNCHER | {
 }
 
 
-def export(plan: Plan) -> Exported:
-    """The plan as options.
-
-    Raises:
-        ConfigError: Megatron cannot run it as it is.
-    """
-    require_expressible(plan, "megatron", VERSION, LIMITS)
+def write(plan: Plan) -> Exported:
+    """Return the plan as options."""
     text = "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -95,7 +88,7 @@ def export(plan: Plan) -> Exported:
 
 
 def read(text: str, num_devices: int | None, model: ModelSpec | None) -> Imported:
-    """A script or a command line with Megatron's options.
+    """Read a script or a command line with Megatron's options.
 
     Raises:
         ConfigError: it has none of them, or its numbers do not fit together.
@@ -110,8 +103,8 @@ def read(text: str, num_devices: int | None, model: ModelSpec | None) -> Importe
         engine="megatron",
         layout=layout,
         num_devices=devices,
-        global_batch_size=_optional(settings, "global_batch_size"),
-        seq_len=_optional(settings, "seq_length"),
+        global_batch_size=optional_integer(settings, "global_batch_size"),
+        seq_len=optional_integer(settings, "seq_length"),
         precision=_precision(settings),
         ignored=tuple(sorted(settings.keys() - used.keys())),
         assumed=assumed,
@@ -119,19 +112,11 @@ def read(text: str, num_devices: int | None, model: ModelSpec | None) -> Importe
 
 
 def _world_size(settings: dict[str, Any]) -> int:
-    def first(name: str) -> Any:
-        value = settings.get(name)
-        return value[0] if isinstance(value, list) else value
-
-    if first("nproc_per_node") is None:
-        raise ConfigError("the number of devices is not in the configuration", help="give --num-devices")
-    return positive_integer(first("nproc_per_node"), "nproc-per-node") * positive_integer(
-        first("nnodes") or 1, "nnodes"
-    )
-
-
-def _optional(settings: dict[str, Any], name: str) -> int | None:
-    return positive_integer(settings[name], name) if name in settings else None
+    first = {name: value[0] if isinstance(value, list) else value for name, value in settings.items()}
+    if first.get("nproc_per_node") is None:
+        return require_num_devices(None)
+    nodes = positive_integer(first.get("nnodes") or 1, "nnodes")
+    return nodes * positive_integer(first["nproc_per_node"], "nproc-per-node")
 
 
 def _precision(settings: dict[str, Any]) -> str:
@@ -142,15 +127,13 @@ def _precision(settings: dict[str, Any]) -> str:
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
-
 _SEPARATORS = re.compile(r"[();&|\n]+")
-
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::?[-=?][^}]*)?\}|\$([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def option_words(settings: Mapping[str, Any]) -> list[str]:
-    """``--name value`` of each setting; True is a bare flag, False and None say nothing."""
+    """Return ``--name value`` of each setting; True is a bare flag, False and None say nothing."""
     lines = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -161,12 +144,12 @@ def option_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def bash_array(name: str, settings: Mapping[str, Any]) -> str:
-    """``NAME=(`` one option a line ``)``."""
+    """Return ``NAME=(`` one option a line ``)``."""
     return "\n".join([f"{name}=(", *(f"    {line}" for line in option_words(settings)), ")"])
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Options of a script or of a command line, by their names with underscores; variables that the text itself sets are put in.
+    """Return the options of a script or of a command line by their names with underscores; variables that it sets are put in.
 
     A value is True (a bare flag), a number, a text, or a list of those.
 
@@ -174,21 +157,21 @@ def read_options(text: str) -> dict[str, Any]:
         ConfigError: a quote is not closed.
     """
     variables: dict[str, str] = {}
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in _expanded(_words(text), variables):
         if _SEPARATORS.fullmatch(word) or _ASSIGNMENT.fullmatch(word):
             current = None
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            current = found[name.replace("-", "_")] = [value] if equals else []
+            current = options[name.replace("-", "_")] = [value] if equals else []
         elif current is not None:
             current.append(word)
-    return {name: _value(values) for name, values in found.items()}
+    return {name: _value(values) for name, values in options.items()}
 
 
 def _words(text: str) -> list[str]:
-    """Words of a shell script; the ends of commands are words too."""
+    """Split a shell script into words; the ends of commands are words too."""
     lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";&|\n")
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     try:
@@ -198,7 +181,7 @@ def _words(text: str) -> list[str]:
 
 
 def _expanded(words: list[str], variables: dict[str, str]) -> Iterator[str]:
-    """The words with variables of the text put in; one that is a variable alone is taken apart, as the shell does."""
+    """Yield the words with variables of the text put in; one that is only a variable is taken apart, as the shell does."""
     for word in words:
         match = _ASSIGNMENT.fullmatch(word)
         if match and not match[2].startswith("("):
@@ -226,3 +209,6 @@ def _scalar(word: str) -> Any:
         except ValueError:
             continue
     return word
+
+
+ADAPTER = Adapter(name="megatron", version=VERSION, limits=LIMITS, write=write, read_text=read)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from ..schema.base import shown
-from ..schema.engine_rules import MEGATRON_RULES
 from ..schema.errors import ConfigError
 from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from ..schema.layout import Layout
@@ -26,7 +26,7 @@ ORIGINAL_YARN_LEN = 4096
 
 
 def model_settings(model: ModelSpec, seq_len: int) -> Settings:
-    """Every option that describes the model.
+    """Return every option that describes the model.
 
     Raises:
         ConfigError: the model has something that Megatron's GPT has not.
@@ -35,17 +35,18 @@ def model_settings(model: ModelSpec, seq_len: int) -> Settings:
     attentions = {block.attention for block in blocks}
     dense = {block.mlp for block in blocks if isinstance(block.mlp, DenseMLP)}
     experts = {block.mlp for block in blocks if isinstance(block.mlp, MoE)}
-    odd = [
+    missing = [
         *(["attention that differs from layer to layer"] if len(attentions) > 1 else []),
         *(["dense parts of several widths"] if len(dense) > 1 else []),
         *(["experts of several kinds"] if len(experts) > 1 else []),
-        *(reason for block in blocks for reason in _foreign(block)),
-        *_foreign_rope(model),
+        *(reason for block in blocks for reason in _missing(block)),
+        *_missing_rope(model),
         *(["heads for further tokens"] if model.num_layers > model.num_blocks + 2 else []),
     ]
-    if odd:
+    if missing:
         raise ConfigError(
-            f"Megatron's GPT model has no {odd[0]}, which {model.name} needs", details=tuple(dict.fromkeys(odd[1:]))
+            f"Megatron's GPT model has no {missing[0]}, which {model.name} needs",
+            details=tuple(dict.fromkeys(missing[1:])),
         )
     settings: Settings = {
         "num_layers": model.num_blocks,
@@ -64,37 +65,37 @@ def model_settings(model: ModelSpec, seq_len: int) -> Settings:
     return settings
 
 
-def _foreign(block: Block) -> list[str]:
+def _missing(block: Block) -> list[str]:
     attention, mlp = block.attention, block.mlp
-    found = []
+    reasons = []
     if block.num_norms != 2:
-        found.append(f"blocks with {block.num_norms} norms")
+        reasons.append(f"blocks with {block.num_norms} norms")
     if block.parallel_residual:
-        found.append("attention and feed-forward part side by side")
+        reasons.append("attention and feed-forward part side by side")
     if isinstance(attention, SoftmaxAttention):
         if attention.chunked:
-            found.append("attention in chunks")
+            reasons.append("attention in chunks")
         if attention.logit_softcap:
-            found.append("capped attention scores")
+            reasons.append("capped attention scores")
         if attention.sinks:
-            found.append("attention sinks")
+            reasons.append("attention sinks")
         if attention.qk_norm in ("full", "weightless"):
-            found.append(f"query and key norm of the kind {attention.qk_norm}")
+            reasons.append(f"query and key norm of the kind {attention.qk_norm}")
         if attention.qkv_bias and not attention.out_bias and mlp.bias:
-            found.append("biases in q, k, v and the feed-forward part but not after attention")
+            reasons.append("biases in q, k, v and the feed-forward part but not after attention")
     if isinstance(mlp, MoE):
         if mlp.router_bias:
-            found.append("bias in the router")
+            reasons.append("bias in the router")
         if mlp.router == "sigmoid" and not mlp.normalize:
-            found.append("sigmoid router without normalisation")
+            reasons.append("sigmoid router without normalisation")
     if mlp.activation == "relu":
-        found.append("ReLU")
+        reasons.append("ReLU")
     if mlp.activation == "relu2" and mlp.gated:
-        found.append("gated squared ReLU")
-    return found
+        reasons.append("gated squared ReLU")
+    return reasons
 
 
-def _foreign_rope(model: ModelSpec) -> list[str]:
+def _missing_rope(model: ModelSpec) -> list[str]:
     rope = model.rope
     if rope is None or rope.scaling == "none":
         return []
@@ -169,7 +170,7 @@ def _feed_forward(mlp: DenseMLP | MoE) -> Settings:
 
 def _experts(model: ModelSpec, moe: MoE) -> Settings:
     is_moe = [isinstance(layer.mlp, MoE) for layer in model.iter_layers() if isinstance(layer, Block)]
-    pattern = "+".join(f"[{int(kind)}]*{count}" for kind, count in _runs(is_moe))
+    pattern = "+".join(f"[{int(kind)}]*{len(list(run))}" for kind, run in groupby(is_moe))
     return {
         "num_experts": moe.num_experts,
         "moe_layer_freq": f"({pattern})",
@@ -192,21 +193,17 @@ def _experts(model: ModelSpec, moe: MoE) -> Settings:
     }
 
 
-def _runs(kinds: list[bool]) -> list[tuple[bool, int]]:
-    runs: list[tuple[bool, int]] = []
-    for kind in kinds:
-        if runs and runs[-1][0] == kind:
-            runs[-1] = (kind, runs[-1][1] + 1)
-        else:
-            runs.append((kind, 1))
-    return runs
-
-
 VERSION = "core_v0.19"
 
+_PRECISION: dict[str, Settings] = {
+    "bf16-mixed": {"bf16": True},
+    "fp16-mixed": {"fp16": True},
+    "fp8": {"bf16": True, "fp8_format": "hybrid"},
+    "fp32": {},
+}
 
 LIMITS = (
-    limits.rules_of("megatron", MEGATRON_RULES),
+    limits.rules_of("megatron"),
     limits.NO_LEVELS,
     limits.FULL_TRAINING,
     Limit(
@@ -218,37 +215,24 @@ LIMITS = (
         "plan again with --fix recompute=full",
     ),
     Limit(
-        "selective_is_whole",
+        "selective_of_all_blocks",
         lambda p: p.layout.recompute != "selective" or p.layout.recompute_fraction == 1,
         lambda p: f"selective recompute of {p.layout.recompute_fraction:g} of the blocks: Megatron's is of all of them",
         "plan again with --fix recompute=full",
     ),
-    Limit(
-        "megatron_offload",
-        lambda p: p.layout.offload in ("none", "optimizer") and not p.layout.offload_activations,
-        lambda p: (
-            f"offload={p.layout.offload} offload_activations={p.layout.offload_activations:g}: Megatron moves "
-            "optimizer states only"
-        ),
-        "--fix offload=none",
-    ),
-    Limit(
-        "megatron_precision",
-        lambda p: p.workload.precision in ("bf16-mixed", "fp16-mixed", "fp8", "fp32"),
-        lambda p: f"precision {p.workload.precision}: Megatron keeps fp32 master parameters",
-        "plan again with --precision bf16-mixed",
-    ),
+    limits.offload_of("megatron", ("none", "optimizer"), "Megatron moves optimizer states only"),
+    limits.precisions_of("megatron", tuple(_PRECISION), "Megatron keeps fp32 master parameters"),
 )
 
 
 def plan_settings(plan: Plan) -> Settings:
-    """Options of layout and workload; what Megatron takes by default anyway is said too."""
+    """Return the options of layout and workload; what Megatron takes by default anyway is said too."""
     layout, work = plan.layout, plan.workload
     return {
         "seq_length": work.seq_len,
         "micro_batch_size": layout.micro_batch_size,
         "global_batch_size": work.global_batch_size,
-        **_precision(work.precision),
+        **_PRECISION[work.precision],
         "optimizer": {"adamw": "adam"}.get(work.optimizer, work.optimizer),
         "attention_backend": "flash" if work.attention == "flash" else "unfused",
         "attention_dropout": 0.1 if work.dropout else 0.0,
@@ -262,16 +246,6 @@ def plan_settings(plan: Plan) -> Settings:
             else {}
         ),
     }
-
-
-def _precision(precision: str) -> Settings:
-    of_products: dict[str, Settings] = {
-        "bf16-mixed": {"bf16": True},
-        "fp16-mixed": {"fp16": True},
-        "fp8": {"bf16": True, "fp8_format": "hybrid"},
-        "fp32": {},
-    }
-    return of_products[precision]
 
 
 def _parallel(layout: Layout, *, overlap: bool, tp_overlap: bool, is_moe: bool) -> Settings:
@@ -307,8 +281,8 @@ def _exchange(cp: int, ulysses: int) -> Settings:
 
 
 def _stages(plan: Plan) -> Settings:
-    """An even pipeline by its number of stages; any other by its layout, stages in the order of the model: E embedding, t block,
-    L head and loss.
+    """Return an even pipeline by its number of chunks, any other by its layout: stages in the order of the model, E embedding, t
+    block, L head and loss.
     """
     layout = plan.layout
     if layout.pp == 1:
@@ -328,7 +302,7 @@ def _num_blocks(model: ModelSpec, stage: Stage) -> int:
 
 
 def _leading(plan: Plan) -> int | None:
-    """Blocks at the beginning of each stage that recompute, where it is those and fully; None otherwise."""
+    """Return how many blocks at the beginning of each stage recompute, where it is those and fully; None otherwise."""
     layers, numbers = tuple(plan.model.iter_layers()), set()
     for stage in plan.stages:
         choices = [stage.recompute_of(idx) for idx in stage.layer_idxs if isinstance(layers[idx], Block)]
@@ -354,14 +328,14 @@ def _recompute(plan: Plan) -> Settings:
 
 
 def _modules(plan: Plan) -> list[str]:
-    """What selective recompute runs again: the core of unfused attention, or what lies between the products."""
+    """Return what selective recompute runs again: the core of unfused attention, or what lies between the products."""
     if plan.workload.attention == "math":
         return ["core_attn"]
     return ["layernorm", *(["moe_act"] if plan.model.is_moe else [])]
 
 
 def recompute_not_expressed(plan: Plan) -> tuple[str, ...]:
-    """How Megatron's selective recompute differs from the plan's."""
+    """Say how Megatron's selective recompute differs from the plan's."""
     if plan.layout.recompute != "selective" or plan.workload.attention == "math":
         return ()
     return (
@@ -373,7 +347,7 @@ def recompute_not_expressed(plan: Plan) -> tuple[str, ...]:
 def layout_from_settings(
     settings: Mapping[str, Any], num_devices: int, model: ModelSpec | None
 ) -> tuple[Layout, tuple[str, ...]]:
-    """The layout that such settings stand for, and what had to be assumed.
+    """Return the layout that such settings stand for, and what had to be assumed.
 
     Raises:
         ConfigError: the degrees do not divide the devices, or a value cannot mean anything.
@@ -408,7 +382,7 @@ def layout_from_settings(
 
 
 def _chunks(settings: Mapping[str, Any], pp: int, model: ModelSpec | None) -> tuple[int, bool]:
-    """Model chunks of a rank, and whether the stages are said one by one."""
+    """Return the model chunks of a rank, and whether the stages are said one by one."""
     if text := settings.get("pipeline_model_parallel_layout"):
         stages = str(text).count("|") + 1
         if stages % pp:

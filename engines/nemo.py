@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.plan import Plan
-from .documents import Exported, Imported, positive_integer
-from .limits import placement_not_expressed, require_expressible, torchrun
-from .megatron_settings import LIMITS, layout_from_settings, plan_settings, recompute_not_expressed
+from . import megatron_settings
+from .documents import Adapter, Exported, Imported, Table, optional_integer, require_num_devices, tables_in
+from .limits import placement_not_expressed, precisions_of, torchrun
+from .megatron_settings import layout_from_settings, plan_settings, recompute_not_expressed
 
 VERSION = "Megatron Bridge 0.3"
 OVERRIDES = "overrides.yaml"
@@ -38,15 +37,14 @@ _PRECISION = {"bf16-mixed": "bf16_mixed", "fp16-mixed": "fp16_mixed", "fp8": "bf
 """Names of megatron/bridge/training/mixed_precision.py."""
 
 
-def export(plan: Plan) -> Exported:
-    """The plan as overrides of the model's own recipe.
+LIMITS = (
+    *megatron_settings.LIMITS,
+    precisions_of("nemo", tuple(_PRECISION), f"it has no recipe in {VERSION}: bf16-mixed or fp8"),
+)
 
-    Raises:
-        ConfigError: Megatron-Core cannot run it as it is, or the bridge has no name for its precision.
-    """
-    require_expressible(plan, "nemo", VERSION, LIMITS)
-    if plan.workload.precision not in _PRECISION:
-        raise ConfigError(f"precision {plan.workload.precision} has no recipe in {VERSION}", help="bf16-mixed or fp8")
+
+def write(plan: Plan) -> Exported:
+    """Return the plan as overrides of the model's own recipe."""
     settings = plan_settings(plan)
     if chunks := settings.pop("num_virtual_stages_per_pipeline_rank", None):
         settings["virtual_pipeline_model_parallel_size"] = chunks
@@ -68,35 +66,40 @@ def export(plan: Plan) -> Exported:
     )
 
 
-def read(content: Mapping[str, Any], num_devices: int | None, model: ModelSpec | None) -> Imported:
-    """Overrides or a whole ConfigContainer.
+def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Imported:
+    """Read overrides or a full ConfigContainer.
 
     Raises:
         ConfigError: the number of devices is unknown, or the numbers do not fit together.
     """
-    sections = {name: content.get(name) or {} for name in (*SECTIONS, "dataset")}
-    wrong = [name for name, section in sections.items() if not isinstance(section, Mapping)]
-    if wrong:
-        raise ConfigError(f"section {wrong[0]} is not a table")
+    names = (*SECTIONS, "dataset")
+    sections = dict(zip(names, tables_in(content, *names), strict=True))
     settings: dict[str, Any] = {k: v for name in SECTIONS for k, v in sections[name].items() if v is not None}
     if "virtual_pipeline_model_parallel_size" in settings:
         settings["num_virtual_stages_per_pipeline_rank"] = settings["virtual_pipeline_model_parallel_size"]
-    if num_devices is None:
-        raise ConfigError("the number of devices is not in the configuration", help="give --num-devices")
+    num_devices = require_num_devices(num_devices)
     layout, assumed = layout_from_settings(settings, num_devices, model)
-    names = {value: name for name, value in _PRECISION.items()}
-    length = sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")
+    precisions = {value: name for name, value in _PRECISION.items()}
+    lengths = {"sequence_length": sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")}
     known = {name for fields in SECTIONS.values() for name in fields}
     others = [f"{name}.{field}" for name in SECTIONS for field in sections[name] if field not in known]
     return Imported(
         engine="nemo",
         layout=layout,
         num_devices=num_devices,
-        global_batch_size=positive_integer(settings["global_batch_size"], "global_batch_size")
-        if "global_batch_size" in settings
-        else None,
-        seq_len=positive_integer(length, "sequence_length") if length else None,
-        precision=names.get(str(content.get("mixed_precision"))),
-        ignored=(*others, *(name for name in content if name not in (*SECTIONS, "dataset", "mixed_precision"))),
+        global_batch_size=optional_integer(settings, "global_batch_size"),
+        seq_len=optional_integer({name: value for name, value in lengths.items() if value}, "sequence_length"),
+        precision=precisions.get(str(content.get("mixed_precision"))),
+        ignored=(*others, *(name for name in content if name not in (*names, "mixed_precision"))),
         assumed=assumed,
     )
+
+
+ADAPTER = Adapter(
+    name="nemo",
+    version=VERSION,
+    limits=LIMITS,
+    write=write,
+    is_own_table=lambda content: isinstance(content.get("model"), dict) or "ddp" in content,
+    read_table=read,
+)

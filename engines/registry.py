@@ -1,10 +1,12 @@
-"""Find the file that writes or reads the configuration of an engine."""
+"""The engines whose configurations are written and read. A new one is a file of this folder and its name here."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +16,47 @@ from ..schema.base import read_text
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.plan import Plan
-from . import accelerate, deepspeed, kubernetes, megatron, nemo, torchtitan
-from .documents import ENGINES, TARGETS, Exported, Imported, TargetName
+from .documents import Adapter, Exported, Imported, Table
+from .limits import require_expressible
 
-_EXPORTS: dict[TargetName, Callable[[Plan], Exported]] = {
-    "torchtitan": torchtitan.export,
-    "megatron": megatron.export,
-    "nemo": nemo.export,
-    "deepspeed": deepspeed.export,
-    "accelerate": accelerate.export,
-    "kubernetes": kubernetes.export,
-}
+TARGETS = ("torchtitan", "megatron", "nemo", "deepspeed", "accelerate", "kubernetes")
+"""What a plan can be written for: engines, and what starts our own one. Each is a module with an ``ADAPTER``."""
 
-
-def export(plan: Plan, engine: str) -> Exported:
-    """The plan in an engine's own form.
-
-    Raises:
-        ConfigError: there is no such engine, or it cannot run the plan as it is: each reason with its numbers.
-    """
-    if engine not in _EXPORTS:
-        raise ConfigError(f"unknown engine {engine!r}", help=f"one of {', '.join(TARGETS)}")
-    return next(make for name, make in _EXPORTS.items() if name == engine)(plan)
-
+ENGINES = tuple(name for name in TARGETS if name != "kubernetes")
+"""Those whose configurations are read."""
 
 MAX_YAML_NODES = 100_000
 """Values of a YAML file, those that aliases stand for counted each time."""
 
 
+@cache
+def adapter(name: str) -> Adapter:
+    """Return the adapter of an engine.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in TARGETS:
+        raise ConfigError(f"unknown engine {name!r}", help=f"one of {', '.join(TARGETS)}")
+    found: Adapter = import_module(f".{name}", __package__).ADAPTER
+    return found
+
+
+def export(plan: Plan, engine: str) -> Exported:
+    """Return the plan in an engine's own form.
+
+    Raises:
+        ConfigError: there is no such engine, or it cannot run the plan as it is: each reason with its numbers.
+    """
+    chosen = adapter(engine)
+    require_expressible(plan, chosen.name, chosen.version, chosen.limits)
+    return chosen.write(plan)
+
+
 def read_configuration(
     path: str | Path, *, engine: str | None = None, num_devices: int | None = None, model: ModelSpec | None = None
 ) -> Imported:
-    """The layout of a configuration file; nothing of the file is run.
+    """Return the layout of a configuration file; nothing of the file is run.
 
     Args:
         engine: whose it is; None finds out from its form and content.
@@ -57,55 +68,39 @@ def read_configuration(
     """
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}", help=f"one of {', '.join(ENGINES)}")
-    text = read_text(path)
+    text, suffix = read_text(path), Path(path).suffix
+    candidates = [adapter(name) for name in ENGINES if engine in (None, name)]
     try:
-        return _read(Path(path), text, engine, num_devices, model)
+        for reader in candidates:
+            if reader.read_text and (suffix in reader.suffixes or not (reader.suffixes or suffix in _PARSERS)):
+                return reader.read_text(text, num_devices, model)
+        if suffix not in _PARSERS:
+            raise ConfigError(f"not a configuration file of {engine}", help="its name ends in .toml, .json or .yaml")
+        content = _parse(suffix, text)
+        for reader in candidates:
+            if reader.read_table and (engine or (reader.is_own_table and reader.is_own_table(content))):
+                return reader.read_table(content, num_devices, model)
+        raise ConfigError("no engine is recognised by its content", help=f"give --from: one of {', '.join(ENGINES)}")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
 
 
-def _read(path: Path, text: str, engine: str | None, num_devices: int | None, model: ModelSpec | None) -> Imported:
-    if path.suffix == ".py" and engine in (None, "torchtitan"):
-        return torchtitan.read_module(text, num_devices)
-    if path.suffix not in (".toml", ".json", ".yaml", ".yml"):
-        if engine not in (None, "megatron"):
-            raise ConfigError(f"not a configuration file of {engine}", help="its name ends in .toml, .json or .yaml")
-        return megatron.read(text, num_devices, model)
-    content = _parsed(path.suffix, text)
+def _parse(suffix: str, text: str) -> Table:
+    try:
+        content = _PARSERS[suffix](text)
+    except (ValueError, yaml.YAMLError, RecursionError, KeyError, TypeError) as error:  # PyYAML's last two: odd tags
+        raise ConfigError(f"not valid {suffix[1:]}: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict):
+        raise ConfigError("holds no table of settings")
     if {"schema_version", "layout"} <= content.keys():
         raise ConfigError(
             "is a plan, not an engine's configuration", help="meshwright explain, export and compare take it"
         )
-    engine = engine or _engine_of(content)
-    if engine == "torchtitan":
-        return torchtitan.read(content, num_devices)
-    if engine == "deepspeed":
-        return deepspeed.read(content, num_devices, model)
-    if engine == "accelerate":
-        return accelerate.read(content, num_devices, model)
-    if engine == "nemo":
-        return nemo.read(content, num_devices, model)
-    raise ConfigError("no engine is recognised by its content", help=f"give --from: one of {', '.join(ENGINES)}")
-
-
-def _parsed(suffix: str, text: str) -> Mapping[str, Any]:
-    try:
-        content = tomllib.loads(text) if suffix == ".toml" else json.loads(text) if suffix == ".json" else _yaml(text)
-    except (
-        ValueError,
-        yaml.YAMLError,
-        RecursionError,
-        KeyError,
-        TypeError,
-    ) as error:  # as PyYAML raises them for odd tags
-        raise ConfigError(f"not valid {suffix[1:]}: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError("holds no table of settings")
     return content
 
 
-def _yaml(text: str) -> Any:
-    """YAML without code; an alias of what has aliases in it may stand for more than any memory holds, and is refused."""
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML without code; an alias of what has aliases in it may stand for more than any memory holds, and is refused."""
     sizes: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = [(None, 0)]
 
@@ -130,13 +125,9 @@ def _yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def _engine_of(content: Mapping[str, Any]) -> str | None:
-    if "distributed_type" in content or "fsdp_config" in content:
-        return "accelerate"
-    if "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content or "train_batch_size" in content:
-        return "deepspeed"
-    if "parallelism" in content:
-        return "torchtitan"
-    if isinstance(content.get("model"), Mapping) or "ddp" in content:
-        return "nemo"
-    return None
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from typing import Any
 
 from ..schema.base import shown
 from ..schema.errors import ConfigError
 from ..schema.layers import Block, Embedding, Head
 from ..schema.layout import Layout, Recompute
+from ..schema.model import ModelSpec
 from ..schema.plan import Plan
+from ..schema.schedules import SCHEDULES
 from . import limits
-from .documents import Exported, Imported, positive_integer, remaining_devices
-from .limits import Limit, placement_not_expressed, reduction_not_expressed, require_expressible, torchrun
+from .documents import (
+    Adapter,
+    Exported,
+    Imported,
+    Table,
+    optional_integer,
+    positive_integer,
+    remaining_devices,
+    tables_in,
+)
+from .limits import Limit, placement_not_expressed, reduction_not_expressed, torchrun
 
 VERSION = "0.3.0"
-
-
 MODULE = "meshwright_plan"
-
-
 ORDER = "pipeline_order.csv"
-
 
 MODELS = {
     "llama-3.1-8b": ("llama3", "llama3_8b"),
@@ -36,19 +41,9 @@ MODELS = {
 }
 """Catalogue name -> package of torchtitan.models and function of its config_registry."""
 
-
-SCHEDULES = {
-    ("gpipe", False): "GPipe",
-    ("1f1b", False): "1F1B",
-    ("1f1b", True): "Interleaved1F1B",
-    ("zb-h1", True): "InterleavedZeroBubble",
-    ("zb-v", True): "ZBVZeroBubble",
-}
-"""(ours, with chunks) -> torch.distributed.pipelining's name; the others go through a table of the order."""
-
-
 PRECISION = {"bf16-mixed": ("float32", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "fp32": ("float32", "float32")}
 
+_RECOMPUTE: dict[str, Recompute] = {"full": "full", "selective": "selective"}
 
 LIMITS = (
     Limit(
@@ -61,7 +56,7 @@ LIMITS = (
     limits.NO_ULYSSES,
     limits.VOCABULARY_AT_ENDS,
     limits.FULL_TRAINING,
-    limits.one_recompute("plan again with --fix recompute=full"),
+    limits.ONE_RECOMPUTE,
     Limit(
         "experts_over_ep",
         lambda p: p.layout.etp == 1 and (not p.model.is_moe or p.layout.tp == 1 or p.layout.ep > 1),
@@ -70,30 +65,19 @@ LIMITS = (
         ),
         "--fix etp=1, and ep above 1 where tp is",
     ),
-    Limit(
-        "torchtitan_offload",
-        lambda p: p.layout.offload in ("none", "parameters") and not p.layout.offload_activations,
-        lambda p: (
-            f"offload={p.layout.offload}: training.enable_cpu_offload moves parameters, gradients and states together"
-        ),
-        "--fix offload=none",
+    limits.offload_of(
+        "torchtitan",
+        ("none", "parameters"),
+        "training.enable_cpu_offload moves parameters, gradients and states together",
     ),
-    Limit(
-        "torchtitan_precision",
-        lambda p: p.workload.precision in PRECISION,
-        lambda p: f"precision {p.workload.precision}: fp8 is a converter of the model in torchtitan, fp16 it has not",
-        "plan again with --precision bf16-mixed",
+    limits.precisions_of(
+        "torchtitan", tuple(PRECISION), "fp8 is a converter of the model in torchtitan, fp16 it has not"
     ),
 )
 
 
-def export(plan: Plan) -> Exported:
-    """The plan as a module: `--module meshwright_plan --config plan`.
-
-    Raises:
-        ConfigError: torchtitan cannot run it as it is.
-    """
-    require_expressible(plan, "torchtitan", VERSION, LIMITS)
+def write(plan: Plan) -> Exported:
+    """Return the plan as a module: `--module meshwright_plan --config plan`."""
     package, function = MODELS[plan.model.name]
     checkpointing = {"full": "FullAC", "selective": "SelectiveAC"}.get(plan.layout.recompute)
     settings = {
@@ -140,12 +124,13 @@ def _settings(plan: Plan) -> dict[str, dict[str, Any]]:
         "fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
     }
     if pipelined:
+        name = _schedule_name(layout)
         parallelism |= {
-            "pipeline_parallel_schedule": SCHEDULES.get(_named(layout), "_PipelineScheduleRuntime"),
+            "pipeline_parallel_schedule": name or "_PipelineScheduleRuntime",
             "pipeline_parallel_microbatch_size": layout.micro_batch_size,
             "module_fqns_per_model_part": _module_names(plan),
         }
-        if _named(layout) not in SCHEDULES:
+        if not name:
             parallelism["pipeline_parallel_schedule_csv"] = ORDER
     return {
         "training": {
@@ -162,12 +147,13 @@ def _settings(plan: Plan) -> dict[str, dict[str, Any]]:
     }
 
 
-def _named(layout: Layout) -> tuple[str, bool]:
-    return layout.schedule, layout.num_model_chunks > 1
+def _schedule_name(layout: Layout) -> str:
+    """Return torch's name of the schedule; empty: it goes through a table of the order."""
+    return SCHEDULES[layout.schedule].torch_names[layout.num_model_chunks > 1]
 
 
 def _module_names(plan: Plan) -> list[list[str]]:
-    """Modules of each stage, in the order of the model."""
+    """Return the modules of each stage, in the order of the model."""
     layers = tuple(plan.model.iter_layers())
     names = []
     for stage in plan.stages:
@@ -184,8 +170,8 @@ def _module_names(plan: Plan) -> list[list[str]]:
 
 
 def _order(plan: Plan) -> str:
-    """The order of the passes as torch's table, where the schedule has no name in torch."""
-    if plan.layout.pp == 1 or _named(plan.layout) in SCHEDULES:
+    """Return the order of the passes as torch's table, where the schedule has no name in torch."""
+    if plan.layout.pp == 1 or _schedule_name(plan.layout):
         return ""
     from ..runtime.pipeline_order import pipeline_order
     from ..solvers.pipeline.torch_csv import to_torch_csv
@@ -193,8 +179,8 @@ def _order(plan: Plan) -> str:
     return to_torch_csv(pipeline_order(plan))
 
 
-def read_module(text: str, num_devices: int | None) -> Imported:
-    """A Python module whose function assigns ``config.section.name = literal``; nothing of it is run.
+def read_module(text: str, num_devices: int | None, model: ModelSpec | None) -> Imported:
+    """Read a Python module whose function assigns ``config.section.name = literal``; nothing of it is run.
 
     Raises:
         ConfigError: it is not Python, or has no such assignment.
@@ -204,13 +190,13 @@ def read_module(text: str, num_devices: int | None) -> Imported:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"not a Python module: {error}") from None
     try:
-        return read(_assigned(tree), num_devices)
+        return read(_assigned(tree), num_devices, model)
     except (RecursionError, MemoryError):
         raise ConfigError("not a configuration: its expressions are nested too deeply") from None
 
 
 def _assigned(tree: ast.Module) -> dict[str, dict[str, Any]]:
-    """Section -> name -> literal of the assignments to ``config``."""
+    """Return section -> name -> literal of the assignments to ``config``."""
     content: dict[str, dict[str, Any]] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
@@ -230,16 +216,14 @@ def _assigned(tree: ast.Module) -> dict[str, dict[str, Any]]:
     return content
 
 
-def read(content: Mapping[str, Any], num_devices: int | None) -> Imported:
-    """The tables of a TOML file.
+def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Imported:
+    """Read the tables of a TOML file.
 
     Raises:
         ConfigError: the number of devices is unknown, or the numbers do not fit together.
     """
-    training, axes, checkpoint = (
-        content.get(name) or {} for name in ("training", "parallelism", "activation_checkpoint")
-    )
-    if not all(isinstance(section, Mapping) for section in (training, axes, checkpoint)) or not axes:
+    training, axes, checkpoint = tables_in(content, "training", "parallelism", "activation_checkpoint")
+    if not axes:
         raise ConfigError("no [parallelism] of torchtitan was found", help="e.g. tensor_parallel_degree = 8")
 
     def degree(name: str) -> int:
@@ -250,22 +234,20 @@ def read(content: Mapping[str, Any], num_devices: int | None) -> Imported:
     shard = axes.get("data_parallel_shard_degree", -1)
     if num_devices is None:
         if shard == -1:
-            raise ConfigError(
-                "data_parallel_shard_degree -1 takes the devices that are left", help="give --num-devices"
-            )
+            raise ConfigError("data_parallel_shard_degree -1 takes the devices that remain", help="give --num-devices")
         num_devices = tp * cp * pp * replicate * positive_integer(shard, "data_parallel_shard_degree")
-    left = remaining_devices(num_devices, tp=tp, cp=cp, pp=pp, dp_replicate=replicate)
-    if shard != -1 and left != positive_integer(shard, "data_parallel_shard_degree"):
-        raise ConfigError(f"data_parallel_shard_degree {shard}: {num_devices} devices leave {left}")
+    remaining = remaining_devices(num_devices, tp=tp, cp=cp, pp=pp, dp_replicate=replicate)
+    if shard != -1 and remaining != positive_integer(shard, "data_parallel_shard_degree"):
+        raise ConfigError(f"data_parallel_shard_degree {shard}: {num_devices} devices leave {remaining}")
     schedule, chunks, assumed = _schedule(axes, pp)
-    micro, batch = _batches(training, axes, pp, replicate * left)
+    micro, batch = _batches(training, axes, pp, replicate * remaining)
     zero: Any = {"always": 3, "never": 2 if pp == 1 else 1}.get(
         str(axes.get("fsdp_reshard_after_forward", "default")), 3 if pp == 1 else 1
     )
     layout = Layout(
-        tp=tp, cp=cp, pp=pp, dp_replicate=replicate, dp_shard=left, ep=degree("expert_parallel"),
-        micro_batch_size=micro, schedule=schedule, num_model_chunks=chunks, zero_stage=zero if left * cp > 1 else 0,
-        recompute=_recompute(checkpoint),
+        tp=tp, cp=cp, pp=pp, dp_replicate=replicate, dp_shard=remaining, ep=degree("expert_parallel"),
+        micro_batch_size=micro, schedule=schedule, num_model_chunks=chunks, zero_stage=zero if remaining * cp > 1 else 0,
+        recompute=_RECOMPUTE.get(str(checkpoint.get("mode", "selective")), "none"),
         sequence_parallel=tp > 1 and bool(axes.get("enable_sequence_parallel", not axes.get("disable_sequence_parallel"))),
         offload="parameters" if training.get("enable_cpu_offload") else "none",
     )  # fmt: skip
@@ -275,46 +257,58 @@ def read(content: Mapping[str, Any], num_devices: int | None) -> Imported:
         layout=layout,
         num_devices=num_devices,
         global_batch_size=batch,
-        seq_len=positive_integer(training["seq_len"], "training.seq_len") if "seq_len" in training else None,
+        seq_len=optional_integer(training, "seq_len"),
         precision=_precision(training),
         ignored=tuple(sorted(str(name) for name in content if name not in known)),
         assumed=assumed,
     )  # fmt: skip
 
 
-def _recompute(checkpoint: Mapping[str, Any]) -> Recompute:
-    mode = checkpoint.get("mode", "selective")
-    return "full" if mode == "full" else "selective" if mode == "selective" else "none"
-
-
-def _precision(training: Mapping[str, Any]) -> str:
+def _precision(training: Table) -> str:
     said = (training.get("dtype", "float32"), training.get("mixed_precision_param", "bfloat16"))
     return next((ours for ours, theirs in PRECISION.items() if theirs == said), "bf16-mixed")
 
 
-def _schedule(axes: Mapping[str, Any], pp: int) -> tuple[Any, int, tuple[str, ...]]:
-    """Ours, the chunks of a rank, and what was assumed."""
-    parts = axes.get("module_fqns_per_model_part")
-    chunks = max(len(parts) // pp, 1) if isinstance(parts, list) else None
-    name = str(axes.get("pipeline_parallel_schedule", "1F1B"))
-    found = next(((ours, many) for (ours, many), theirs in SCHEDULES.items() if theirs.lower() == name.lower()), None)
+def _schedule(axes: Table, pp: int) -> tuple[str, int, tuple[str, ...]]:
+    """Return our schedule, the chunks of a rank, and what was assumed."""
     if pp == 1:
         return "1f1b", 1, ()
-    if found is None:
-        raise ConfigError(f"pipeline_parallel_schedule {shown(name)}: one of {', '.join(SCHEDULES.values())}")
-    ours, many = found
-    if chunks is None:
-        chunks = 2 if many else 1
-        if many:
-            return ours, chunks, ("2 model chunks a rank, torchtitan's default for looped schedules",)
-    even = ("stages as even as can be: a Layout has no stages of its own (module_fqns_per_model_part)",)
-    return ours, chunks, even if isinstance(parts, list) else ()
+    names = {
+        name.lower(): (schedule.name, has_chunks)
+        for schedule in SCHEDULES.values()
+        for has_chunks, name in enumerate(schedule.torch_names)
+        if name
+    }
+    given = str(axes.get("pipeline_parallel_schedule", "1F1B"))
+    if given.lower() not in names:
+        known = [name for schedule in SCHEDULES.values() for name in schedule.torch_names if name]
+        raise ConfigError(f"pipeline_parallel_schedule {shown(given)}: one of {', '.join(known)}")
+    schedule, has_chunks = names[given.lower()]
+    stages = axes.get("module_fqns_per_model_part")
+    if isinstance(stages, list):
+        even = "stages as even as can be: a Layout has no stages of its own (module_fqns_per_model_part)"
+        return schedule, max(len(stages) // pp, 1), (even,)
+    if has_chunks:
+        return schedule, 2, ("2 model chunks a rank, torchtitan's default for looped schedules",)
+    return schedule, 1, ()
 
 
-def _batches(training: Mapping[str, Any], axes: Mapping[str, Any], pp: int, dp: int) -> tuple[int, int]:
-    """Micro-batch and global batch size: torchtitan's local batch is a micro-batch, or all those of a pipeline's step."""
+def _batches(training: Table, axes: Table, pp: int, dp: int) -> tuple[int, int]:
+    """Return micro-batch and global batch size: torchtitan's local batch is a micro-batch, or all those of a pipeline's step."""
     local = positive_integer(training.get("local_batch_size", 8), "training.local_batch_size")
     given = training.get("global_batch_size", -1)
     batch = local * dp if given == -1 else positive_integer(given, "training.global_batch_size")
     micro = positive_integer(axes.get("pipeline_parallel_microbatch_size", 1), "pipeline_parallel_microbatch_size")
     return (micro if pp > 1 else local), batch
+
+
+ADAPTER = Adapter(
+    name="torchtitan",
+    version=VERSION,
+    limits=LIMITS,
+    write=write,
+    is_own_table=lambda content: "parallelism" in content,
+    read_table=read,
+    read_text=read_module,
+    suffixes=(".py",),
+)

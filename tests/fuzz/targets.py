@@ -21,8 +21,7 @@ import numpy as np
 import torch
 import yaml
 from meshwright.cli.show.generation import generation_table
-from meshwright.engines import export, read_configuration
-from meshwright.engines.documents import ENGINES
+from meshwright.engines import ENGINES, export, read_configuration
 from meshwright.planner import estimate
 from meshwright.planner.expert_files import read_loads, read_trace
 from meshwright.planner.experts import read_placement

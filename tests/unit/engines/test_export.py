@@ -15,8 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_options import megatron_parser
-from meshwright.engines import export, read_configuration
-from meshwright.engines.documents import ENGINES, Exported
+from meshwright.engines import ENGINES, Exported, export, read_configuration
 from meshwright.schema import ConfigError, Layout, ModelSpec, Plan, Workload
 from meshwright.schema.plan import LayerSlots
 from plans import make_plan
