@@ -54,7 +54,7 @@ class Finding(Frozen):
 
 
 def examine() -> tuple[Finding, ...]:
-    """Every finding, in the order in which a user meets them."""
+    """Return every finding, in the order in which a user meets them."""
     return tuple(finding for check in _CHECKS for finding in check())
 
 
@@ -64,7 +64,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """What the package needs, in the versions that it states."""
+    """Check what the package needs, in the versions that it states."""
     for line in requires("meshwright") or ():
         needed = Requirement(line)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
@@ -104,7 +104,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _solvers() -> Iterator[Finding]:
-    """A linear program whose answer is known, through HiGHS, and all solvers loaded in one process."""
+    """Solve a linear program whose answer is known, through HiGHS, and load all solvers in one process."""
     script = (
         "import highspy, pulp\n"
         "from ortools.sat.python import cp_model\n"
@@ -134,7 +134,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    """A group of one rank that sums a tensor."""
+    """Sum a tensor in a group of one rank."""
     for backend in ("gloo", "nccl") if visible_gpus()[0] else ("gloo",):
         device = "cuda" if backend == "nccl" else "cpu"
         script = (
@@ -210,7 +210,7 @@ def _version(name: str) -> str | None:
 
 
 def _tried(subject: str, script: str, works: str, help_: str) -> Finding:
-    """A script run in a process of its own: what breaks there breaks nothing here."""
+    """Run a script in a process of its own: what breaks there breaks nothing here."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(

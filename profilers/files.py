@@ -24,7 +24,7 @@ _COMPARED = {
 
 
 def load_profile(path: str | Path, *, allow_foreign: bool = False) -> tuple[Profile, tuple[str, ...]]:
-    """A profile from a file, and what makes it foreign here where that is allowed.
+    """Load a profile from a file; return it and what makes it foreign here where that is allowed.
 
     Raises:
         ConfigError: the file is no profile.
@@ -42,13 +42,13 @@ def load_profile(path: str | Path, *, allow_foreign: bool = False) -> tuple[Prof
 
 
 def mismatches(profile: Profile) -> tuple[str, ...]:
-    """What speaks against using a profile on this machine; empty when nothing does."""
+    """Return what speaks against using a profile on this machine; empty when nothing does."""
     altered = ("its content was changed after it was measured: the hash differs",) if profile.is_altered else ()
     return (*altered, *machine_differences(profile.machine))
 
 
 def machine_differences(measured: Machine) -> tuple[str, ...]:
-    """In what this machine is another one than was measured."""
+    """Return in what this machine differs from the measured one."""
     try:
         here = identify(max(1, measured.num_devices // measured.num_nodes))
     except ConfigError as error:
@@ -61,7 +61,7 @@ def machine_differences(measured: Machine) -> tuple[str, ...]:
 
 
 def summary(profile: Profile) -> dict[str, float]:
-    """Named rates: FLOP/s, bytes/s or seconds, as the name says."""
+    """Return named rates: FLOP/s, bytes/s or seconds, as the name says."""
     found: dict[str, float] = {"memory_bandwidth_bytes_per_s": profile.memory_bandwidth_bytes_per_s}
     try:
         peaks = peak_flops(profile.matmuls)
@@ -82,7 +82,7 @@ def summary(profile: Profile) -> dict[str, float]:
 
 
 def compare(first: Profile, second: Profile) -> dict[str, Any]:
-    """``{"machine": {field: [a, b]}, "rates": {name: [a, b]}, "points": {kind: {"both", "first", "second", "ratio"}}}``.
+    """Return ``{"machine": {field: [a, b]}, "rates": {name: [a, b]}, "points": {kind: {"both", "first", "second", "ratio"}}}``.
 
     A ratio is the median of second over first of the seconds of points that both measured; None where there is none.
     """
@@ -114,7 +114,7 @@ _MEASURED = ("time_s", "spread")
 
 
 def point_lists(profile: Profile) -> dict[str, tuple[Any, ...]]:
-    """The fields of a profile that are lists of measurements with a time, by name."""
+    """Return the fields of a profile that are lists of measurements with a time, by name."""
     return {
         name: value
         for name in Profile.model_fields
@@ -123,12 +123,12 @@ def point_lists(profile: Profile) -> dict[str, tuple[Any, ...]]:
 
 
 def point_identity(point: Timed) -> str:
-    """What a point is a measurement of: everything but the result."""
+    """Return what a point is a measurement of: everything but the result."""
     return point.model_dump_json(exclude=set(_MEASURED))
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """One profile; what is no list of points is the newest profile's, and so are the bandwidths.
+    """Merge profiles into one; what is no list of points is the newest profile's, and so are the bandwidths.
 
     Raises:
         ConfigError: fewer than two profiles.
@@ -153,7 +153,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
 
 
 def _joined(lists: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
-    """Points of all lists, each once, with the median of its times and the largest of its spreads."""
+    """Return the points of all lists, each once, with the median of its times and the largest of its spreads."""
     found: dict[str, list[Timed]] = {}
     for points in lists:
         for point in points:

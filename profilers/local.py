@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 def measure_local(
     num_ranks: int | None = None, *, refresh: bool = False, on_progress: Callable[[str], None] | None = None
 ) -> ClusterSpec:
-    """The machine at hand as a cluster of ``num_ranks`` devices.
+    """Return the machine at hand as a cluster of ``num_ranks`` devices.
 
     The first call takes about ten seconds; later ones read ``$XDG_CACHE_HOME/meshwright`` (``~/.cache/meshwright``) and
     do not import torch, as long as hardware, torch, python and the number of ranks are the same.
@@ -107,7 +107,7 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
 
 
 def _cache_file(machine: Machine) -> Path | None:
-    """Where the profile of this identity is kept; None where the user has no home."""
+    """Return where the profile of this identity is stored; None where the user has no home."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
@@ -118,7 +118,7 @@ def _cache_file(machine: Machine) -> Path | None:
 
 
 def _cached(path: Path | None, machine: Machine, say: Say) -> ClusterSpec | None:
-    """The cluster of a cached profile; None where there is none that can be used, which is said."""
+    """Return the cluster of a cached profile; None where there is none that can be used, which is said."""
     if path is None or not path.exists():
         return None
     try:

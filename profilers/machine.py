@@ -35,7 +35,7 @@ _OWN_STATE = Path("/proc/self/stat")
 
 
 def identify(num_ranks: int | None = None) -> Machine:
-    """Identity of this machine when ``num_ranks`` processes share it.
+    """Return the identity of this machine when ``num_ranks`` processes share it.
 
     Args:
         num_ranks: default one for each GPU; without GPUs one for each core, fewer where they had less than 2 GiB each.
@@ -109,12 +109,12 @@ def require_free_memory(memory_bytes: int, num_ranks: int | None, *, of_process_
 
 
 def busy_fraction() -> float:
-    """Share of the machine's cores that other work uses now, 0..1, watched for a fifth of a second."""
+    """Return the share of the machine's cores that other work uses now, 0..1, watched for a fifth of a second."""
     return float(psutil.cpu_percent(interval=0.2)) / 100
 
 
 def visible_gpus() -> tuple[tuple[str, ...], str]:
-    """Names of the GPUs that torch will see, in its order, and the driver's version; empty without GPUs.
+    """Return the names of the GPUs that torch will see, in its order, and the driver's version; empty without GPUs.
 
     A ROCm build of torch has to be imported for the answer; a CUDA build is answered by nvidia-smi.
     """
@@ -132,7 +132,10 @@ def visible_gpus() -> tuple[tuple[str, ...], str]:
 
 
 def gpu_state() -> dict[str, float]:
-    """Clocks and power limit of the first GPU as it runs now, as fields of a Provenance; nothing without nvidia-smi."""
+    """Return clocks and power limit of the first GPU as it runs now, as fields of a ProfileProvenance.
+
+    Nothing without nvidia-smi.
+    """
     query = {"clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "power_limit_w": "power.limit"}
     rows = _nvidia_smi(tuple(query.values()), units=False)
     numbers = zip(query, rows[0], strict=True) if rows else ()
@@ -140,7 +143,7 @@ def gpu_state() -> dict[str, float]:
 
 
 def _nvidia_smi(fields: Sequence[str] = ("uuid", "name", "driver_version"), *, units: bool = True) -> list[list[str]]:
-    """One row of fields for each GPU; none where there is no driver."""
+    """Return one row of fields for each GPU; none where there is no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -154,7 +157,10 @@ def _nvidia_smi(fields: Sequence[str] = ("uuid", "name", "driver_version"), *, u
 
 
 def _visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
-    """CUDA's rule: entries are indices or beginnings of UUIDs, and the first wrong entry ends the list."""
+    """Return the visible GPUs by CUDA's rule.
+
+    Entries are indices or beginnings of UUIDs, and the first wrong entry ends the list.
+    """
     if visible is None:
         return list(range(len(uuids)))
     found: list[int] = []
@@ -168,7 +174,7 @@ def _visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
 
 
 def cpu_name() -> str:
-    """Model name of the processor."""
+    """Return the model name of the processor."""
     try:
         match = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:  # not Linux
@@ -177,24 +183,27 @@ def cpu_name() -> str:
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity, and whole cores of the cgroup's quota."""
+    """Return the cores this process may use: its affinity, and entire cores of the cgroup's quota."""
     cores: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [_quota(folder) for folder in _cgroup_folders("cpu")]
     return max(1, int(min([cores, *(quota for quota in quotas if quota)])))
 
 
 def total_memory() -> int:
-    """Bytes of host memory: the machine's or the cgroup's limit."""
+    """Return the bytes of host memory: the machine's or the cgroup's limit."""
     return int(min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())]))
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be had now without swapping."""
+    """Return the bytes of host memory that can be had now without swapping."""
     return int(min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_limits())]))
 
 
 def memory_left_to_process() -> int:
-    """Bytes of address space that this process may still take before its own limit (``ulimit -v``); 2^63 - 1 without one."""
+    """Return the bytes of address space that this process may still take before its own limit (``ulimit -v``).
+
+    2^63 - 1 without one.
+    """
     try:
         import resource
 
@@ -205,7 +214,7 @@ def memory_left_to_process() -> int:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, imports included; 0 where the system does not say."""
+    """Return the seconds since this process was started, imports included; 0 where the system does not say."""
     uptime, fields = _text(_UPTIME).split(), _text(_OWN_STATE).rpartition(")")[2].split()
     if not uptime or len(fields) < 20:
         return 0.0
@@ -213,12 +222,12 @@ def process_age_s() -> float:
 
 
 def pace(elapsed_s: float, cpu_s: float) -> float:
-    """How many times longer something took than the processor needed for it: 1 on an idle machine, more on a busy one."""
+    """Return how many times longer something took than the processor needed for it: 1 on an idle machine, more on a busy one."""
     return max(1.0, elapsed_s / cpu_s) if cpu_s > 0 else 1.0
 
 
 def _memory_limits() -> list[tuple[int, int]]:
-    """(limit, used) of each cgroup around this process; page cache that can be dropped does not count as used."""
+    """Return (limit, used) of each cgroup around this process; page cache that can be dropped does not count as used."""
     found = []
     for folder in _cgroup_folders("memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
@@ -230,7 +239,7 @@ def _memory_limits() -> list[tuple[int, int]]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores of a cgroup's quota; None without one."""
+    """Return the cores of a cgroup's quota; None without one."""
     words = _text(folder / "cpu.max").split()
     if len(words) == 2 and words[0].isdigit():
         return int(words[0]) / int(words[1])
@@ -239,7 +248,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Folders of this process's cgroup of a controller and of all that enclose it, version 2 and version 1."""
+    """Return the folders of this process's cgroup of a controller and of all that enclose it, version 2 and version 1."""
     folders: dict[Path, None] = {}
     for line in _text(_OWN_CGROUPS).splitlines():
         _, controllers, own = ([*line.split(":", 2), "", ""])[:3]
@@ -264,7 +273,7 @@ def _text(path: Path) -> str:
 
 
 def cpu_rank_environment() -> dict[str, str]:
-    """Variables for a rank that computes on the CPU, unless the user set them: memory that torch frees stays with the process.
+    """Return variables, unless the user set them, by which memory that torch frees on the CPU stays with the process.
 
     Otherwise glibc returns every large tensor to the kernel and faults its pages in again: a step of SmolLM2-135M on two ranks
     took 7.0 s with glibc's defaults, 5.5 s without thresholds for mmap and trimming. One arena for all threads: with several, each

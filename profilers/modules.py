@@ -50,7 +50,7 @@ def profile_module(
     name: str | None = None,
     blocks: str | None = None,
 ) -> ModelSpec:
-    """The ModelSpec of any module with repeated blocks; `plan` cuts it by data, stages and recompute, not by tp, cp or ep.
+    """Return the ModelSpec of a module with repeated blocks; `plan` cuts it by data, stages and recompute, not by tp, cp or ep.
 
     Args:
         model: on any device, also ``meta``.
@@ -116,7 +116,7 @@ _NO_TRAFFIC = ("detach", "empty", "empty_like", "empty_strided", "_unsafe_view",
 
 
 def largest_container(model: nn.Module) -> str | None:
-    """Name of the container with the most parameters in two or more children of one class."""
+    """Return the name of the container with the most parameters in two or more children of one class."""
     best: tuple[int, str] | None = None
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
@@ -173,7 +173,7 @@ class Counts(TorchDispatchMode):
 
 
 def _product(name: str, args: Sequence[Any], result: Any) -> _Product | None:
-    """Rows, columns and inner size of a product."""
+    """Return rows, columns and inner size of a product."""
     if name in ("mm", "addmm"):
         a, b = args[-2:] if name == "mm" else args[1:3]
         return a.shape[0], b.shape[1], a.shape[1]
@@ -199,7 +199,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _storages(values: Any) -> set[int]:
-    """Of all tensors among arguments."""
+    """Return the storages of all tensors among arguments."""
     return {_storage(t) for t in tree_leaves(values) if isinstance(t, Tensor)}
 
 
@@ -208,7 +208,7 @@ def _storage_bytes(tensor: Tensor) -> float:
 
 
 def _traffic_bytes(tensor: Tensor) -> float:
-    """Without what an expanded dimension repeats."""
+    """Return the bytes without what an expanded dimension repeats."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return float(math.prod(sizes) * tensor.element_size())
 
@@ -244,7 +244,7 @@ class Tracer:
         self._element_bytes = next((t.element_size() for t in model.parameters()), 4)
 
     def run(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
-        """One sequence through the whole model, noting what each block is called with.
+        """Run one sequence through the entire model, noting what each block is called with.
 
         Raises:
             ConfigError: a block is not called, or not with hidden states [batch, tokens, width].
@@ -263,7 +263,7 @@ class Tracer:
         self.seq_len, self.width = hidden.shape[1], hidden.shape[2]
 
     def _saves(self, switch: _Switch, kept: dict[int, tuple[Any, nn.Module | None]]) -> Callable[[Tensor], Tensor]:
-        """Notes each storage that is kept beside parameters and buffers, and the block that keeps it first."""
+        """Note each storage that is kept besides parameters and buffers, and the block that keeps it first."""
         persistent = {_storage(t) for t in self._state.values()}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -275,7 +275,10 @@ class Tracer:
         return pack
 
     def _share_out(self, kept: Mapping[int, tuple[Any, nn.Module | None]]) -> None:
-        """Bytes that each block keeps, and the model outside: also what several blocks are called with, as a table of angles."""
+        """Count the bytes that each block keeps, and the model outside.
+
+        Also what several blocks are called with, as a table of angles.
+        """
         read_by = Counter(key for call in self._calls.values() for key in _storages(call))
         self._saved = dict.fromkeys(self.blocks, 0) | {None: 0}
         for key, (storage, block) in kept.items():
@@ -294,7 +297,7 @@ class Tracer:
         return tensors[0]
 
     def traced_block(self, idx: int) -> Traced:
-        """Counts of one block; blocks of one class, equal parameters and equal inputs are counted once."""
+        """Count one block; blocks of one class, equal parameters and equal inputs are counted once."""
         block = self.blocks[idx]
         args, kwargs = self._calls[block]
         shapes = tuple(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
@@ -332,7 +335,7 @@ class Tracer:
         )  # fmt: skip
 
     def outside(self) -> tuple[Traced, Traced]:
-        """Counts of what lies before and after the blocks; parameters go where they are used first, the others to the end."""
+        """Count what lies before and after the blocks; parameters go where they are used first, the others to the end."""
         in_blocks = {id(p) for block in self.blocks for p in block.parameters()}
         sizes = {id(p): p.numel() for p in self._model.parameters() if id(p) not in in_blocks}
         total, size = sum(sizes.values()), self._element_bytes
@@ -409,14 +412,14 @@ def _noting(
 
 
 def _fake(tensor: Tensor, *, grad: bool) -> Tensor:
-    """A fake tensor on the CPU of the same shape; inside the fake mode."""
+    """Return a fake tensor on the CPU of the same shape; inside the fake mode."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").requires_grad_(
         grad and tensor.dtype.is_floating_point
     )
 
 
 def _one_sequence(value: Any) -> Any:
-    """A fake tensor of the first sequence of a batch."""
+    """Return a fake tensor of the first sequence of a batch."""
     if not isinstance(value, Tensor):
         return value
     shape = (1, *value.shape[1:]) if value.ndim else value.shape
@@ -424,7 +427,7 @@ def _one_sequence(value: Any) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    """Inputs of a block as leaves: gradients end there."""
+    """Return inputs of a block as leaves: gradients end there."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point() and value.ndim == 3)

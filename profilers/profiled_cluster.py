@@ -21,7 +21,7 @@ _LARGE = 2**24
 
 
 def profiled_cluster(profile: Profile) -> ClusterSpec:
-    """The cluster of a profile: rates, points and matrices as they were measured.
+    """Return the cluster of a profile: rates, points and matrices as they were measured.
 
     Raises:
         ProfileError: the profile lacks a measurement that the description needs.
@@ -49,7 +49,7 @@ def profiled_cluster(profile: Profile) -> ClusterSpec:
 
 
 def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> ClusterSpec:
-    """A cluster of the same devices as were measured, with their rates; its own links, and those measured where nodes are as large.
+    """Return a cluster of the same devices with their measured rates; its own links, and measured ones where nodes are as large.
 
     Raises:
         ProfileError: its devices are others.
@@ -76,7 +76,7 @@ def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> Cluste
 
 
 def _widest(points: Sequence[CollectivePoint]) -> tuple[CollectivePoint, ...]:
-    """Of each operation the points over the largest group."""
+    """Return of each operation the points over the largest group."""
     largest = {op: max((p.group_size for p in points if p.op == op), default=0) for op in OPS}
     return tuple(point for point in points if point.group_size == largest[point.op])
 
@@ -86,7 +86,7 @@ def _with_points(level: LinkLevel, points: tuple[CollectivePoint, ...]) -> LinkL
 
 
 def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
-    """The link between nodes, for each device: of rings over all ranks every node's devices carry their part of what leaves it.
+    """Return the link between nodes, for each device: in rings over all ranks every node's devices carry their part of its traffic.
 
     The points are of whole hierarchies and no curve of this link alone: its rates and latencies follow from them, they do not stand
     in for it.
@@ -106,7 +106,7 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
 
 
 def _of_groups_at_once(points: Sequence[CollectivePoint], each: int) -> dict[str, tuple[float, float]]:
-    """Latency and rate of one device between counterparts of all nodes, while its node's others send, too.
+    """Return latency and rate of one device between counterparts of all nodes, while its node's others send, too.
 
     Of the operations that have two sizes at least.
     """
@@ -121,7 +121,7 @@ def _line(points: Sequence[CollectivePoint]) -> tuple[float, float]:
 
 
 def _host_link(profile: Profile) -> dict[str, Any]:
-    """The rate of large pinned copies of one device, the slower direction; nothing where none was measured."""
+    """Return the rate of large pinned copies of one device, the slower direction; nothing where none was measured."""
     rates = [_rates(profile.host_copies, direction) for direction in ("to_device", "to_host")]
     if not all(rates):
         return {}
@@ -129,7 +129,10 @@ def _host_link(profile: Profile) -> dict[str, Any]:
 
 
 def _storage_rate(profile: Profile) -> dict[str, Any]:
-    """The rate of one node's storage with all its ranks at once, the slower of reading and writing; nothing where not measured."""
+    """Return the rate of one node's storage with all its ranks at once, the slower of reading and writing.
+
+    Nothing if not measured.
+    """
     rates: dict[str, float] = {}
     for point in sorted(profile.storage, key=lambda point: point.size_bytes):  # the largest file counts
         rates[point.operation] = point.ranks_at_once * point.size_bytes / point.time_s
@@ -148,7 +151,7 @@ def _rates(points: Sequence[HostCopyPoint], direction: str) -> list[float]:
 
 
 def cluster_from_profile(profile: Profile) -> ClusterSpec:
-    """The cluster that a profile of one machine describes.
+    """Return the cluster that a profile of one machine describes.
 
     Raises:
         ProfileError: the profile lacks a measurement that the description needs.
@@ -182,7 +185,7 @@ def cluster_from_profile(profile: Profile) -> ClusterSpec:
 
 
 def _catalogue_name(torch_name: str) -> tuple[str, str]:
-    """Name and architecture: the catalogue's where it has the GPU, else torch's name and nothing."""
+    """Return name and architecture: the catalogue's where it has the GPU, else torch's name and nothing."""
     bare = re.sub(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+", "", torch_name).replace(" ", "-")
     try:
         name, entry = find_device(_CATALOGUE_NAMES.get(bare, bare))

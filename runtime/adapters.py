@@ -138,7 +138,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Format: 8 bytes with the length of a JSON header, the header, the tensors (github.com/huggingface/safetensors, "Format")."""
+    """Write a file: 8 bytes with the length of a JSON header, the header, the tensors (github.com/huggingface/safetensors, "Format")."""
     header, end = {}, 0
     for name, tensor in sorted(tensors.items()):
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}

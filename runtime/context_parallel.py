@@ -41,7 +41,7 @@ class ContextRanks:
     ring: dist.ProcessGroup | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of this rank's tokens to the whole sequence; query [B, H, S, C], key and value [B, K, S, C]."""
+        """Attend causally from this rank's tokens to the entire sequence; query [B, H, S, C], key and value [B, K, S, C]."""
         if self.exchange is not None:
             query, key, value = (_tokens_for_heads(x, self.exchange) for x in (query, key, value))
         groups = query.shape[1] // key.shape[1]
@@ -78,7 +78,7 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, devic
 
 
 def local_positions(mesh: ParallelMesh, plan: Plan) -> Tensor:
-    """Places in the sequence of this rank's tokens [S / cp], ascending within each of its one or two runs."""
+    """Return the positions in the sequence of this rank's tokens [S / cp], ascending within each of its one or two runs."""
     layout, places = plan.layout, torch.arange(plan.workload.seq_len)
     ring_size = layout.cp // layout.cp_ulysses
     ring_rank, exchange_rank = divmod(mesh.coordinates["cp"], layout.cp_ulysses)
@@ -88,21 +88,21 @@ def local_positions(mesh: ParallelMesh, plan: Plan) -> Tensor:
 
 
 def _tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, H, S, C] of this rank's tokens to [B, H / ranks, S ranks, C] of the group's."""
+    """Exchange [B, H, S, C] of this rank's tokens for [B, H / ranks, S ranks, C] of the group's."""
     batch, heads, tokens, width = x.shape
     by_rank = x.view(batch, group.size(), heads // group.size(), tokens, width).movedim(1, 0)
     return _exchanged(by_rank, group).movedim(0, 2).flatten(2, 3)
 
 
 def _heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back."""
+    """Exchange back."""
     batch, heads, tokens, width = x.shape
     by_rank = x.view(batch, heads, group.size(), tokens // group.size(), width).movedim(2, 0)
     return _exchanged(by_rank, group).movedim(0, 1).flatten(1, 2)
 
 
 def _exchanged(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: entry i goes to rank i, which has its own from every rank afterwards."""
+    """Send entry i of [ranks, ...] to rank i; return this rank's entry of every rank."""
     rows = by_rank.contiguous()
     ones = [1] * group.size()
     result: Tensor = all_to_all_single_autograd(rows, ones, ones, group)

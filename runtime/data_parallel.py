@@ -46,7 +46,7 @@ _DTYPES: dict[Precision, torch.dtype] = {
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
-    """Dtype of matrix products and activations.
+    """Return the dtype of matrix products and activations.
 
     Raises:
         RuntimeMismatchError: the precision is not supported yet.
@@ -85,7 +85,7 @@ def shard_units(
     head: nn.Module | None,
     placement: Callable[[nn.Parameter], Any] | None = None,
 ) -> None:
-    """Apply `fully_shard` to blocks (with their layer's index), to groups of modules around them, and to the whole, in place."""
+    """Apply `fully_shard` to blocks (with their layer's index), to groups of modules around them, and to the stage, in place."""
     dtype = compute_dtype(plan)
     has_copies = mesh.expert_mesh is not None and plan.layout.expert_copies > 1
     streamed = _streamed(plan)
@@ -130,14 +130,14 @@ def shard_units(
 
 
 def materialise(stage: Decoder, plan: Plan, device: torch.device) -> None:
-    """Memory without contents for a stage on the meta device; streamed parameters get theirs on the host."""
+    """Give a stage on the meta device memory without contents; streamed parameters get theirs on the host."""
     streamed = _streamed(plan)
     on_host = {id(p) for name, p in stage.named_parameters() if layer_of(name, plan.model) in streamed}
     stage._apply(lambda tensor: torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else device))
 
 
 def _streamed(plan: Plan) -> frozenset[int]:
-    """Layers whose parameters live on the host."""
+    """Return the layers whose parameters live on the host."""
     return frozenset() if plan.offload is None else frozenset(plan.offload.streamed_parameter_layers)
 
 
@@ -146,7 +146,7 @@ def _offload_policy(*, streams: bool) -> OffloadPolicy:
 
 
 def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
-    """What is gathered together besides blocks."""
+    """Return the modules that are gathered together besides blocks."""
     embedding, norm, head = stage.model.embed_tokens, stage.model.norm, stage.lm_head
     if stage.spec.tie_embeddings and embedding is not None and head is not None:
         return []
@@ -175,7 +175,7 @@ def before_micro_batch(stage: nn.Module, plan: Plan, *, is_last: bool) -> None:
 
 
 def reshard_all(module: torch.nn.Module) -> None:
-    """Parameters that stay gathered after a forward pass would hide that their shards have moved."""
+    """Reshard every unit: parameters that stay gathered after a forward pass would hide that their shards have moved."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

@@ -31,7 +31,7 @@ from .models.experts import ExpertRanks, Experts, ExpertSlots, MixtureOfExperts
 
 
 def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
-    """Spread the experts of a stage, in place; nothing to do without experts or with all of them on one rank."""
+    """Distribute the experts of a stage, in place; nothing to do without experts or with all of them on one rank."""
     ranks = _ranks(mesh, plan)
     if ranks is None:
         return
@@ -44,7 +44,7 @@ def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> Non
 
 
 def gradient_ratio(layout: Layout) -> float:
-    """Copies of an expert over the ranks that see different data.
+    """Return the factor on an expert's gradients: its copies over the ranks that see different data.
 
     The gradient of the mean loss is the sum over all tokens divided by the latter; fully_shard divides by the former.
     """
@@ -52,7 +52,7 @@ def gradient_ratio(layout: Layout) -> float:
 
 
 def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Parameter], Any] | None:
-    """What tells `fully_shard` that the experts of a block have groups of their own; None where they have not.
+    """Return what tells `fully_shard` that the experts of a block have groups of their own; None where they have not.
 
     Not a `fully_shard` of their own: its hooks would run inside a block that is recomputed.
 
@@ -87,7 +87,7 @@ def _ranks(mesh: ParallelMesh, plan: Plan) -> ExpertRanks | None:
 
 
 def _place(stage: Decoder, plan: Plan) -> None:
-    """Let experts stand where the plan says, blocks counted as in the whole model."""
+    """Put experts into the slots of the plan, blocks counted as in the entire model."""
     if not plan.expert_slots:
         return
     blocks = [layer for layer in plan.model.iter_layers() if isinstance(layer, Block)]
@@ -116,7 +116,7 @@ def _experts_of(stage: Decoder, ranks: ExpertRanks) -> list[Experts]:
 
 
 def _distribute(experts: Experts, mesh: DeviceMesh) -> None:
-    """Rows of the stack over ep; of each expert the width F over etp (or tp)."""
+    """Shard the rows of the stack over ep, and of each expert the width F over etp (or tp)."""
     names = mesh.mesh_dim_names or ()
     for name, width in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
         placements: list[Placement] = [Shard(0) if axis == "ep" else Shard(width) for axis in names]

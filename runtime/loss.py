@@ -30,14 +30,14 @@ class VocabShard:
     group: dist.ProcessGroup
 
     def local_idx(self, tokens: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
-        """Position of each token among this rank's ``width`` entries (0 where it is elsewhere), and whether it is among them."""
+        """Return each token's position among this rank's ``width`` entries (0 if elsewhere), and whether it is among them."""
         idx = tokens - self.offset
         is_local = (idx >= 0) & (idx < width)
         return torch.where(is_local, idx, 0), is_local
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, shard: VocabShard | None = None) -> Tensor:
-    """Mean over all tokens of ``logsumexp(logits) - logits[target]``; its backward pass overwrites ``logits``.
+    """Return the mean over all tokens of ``logsumexp(logits) - logits[target]``; its backward pass overwrites ``logits``.
 
     Args:
         logits: [..., V], bf16, fp16 or fp32; with a shard, this rank's columns.
@@ -97,7 +97,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _over_vocabulary(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[2, N] of this rank's columns to [2, N] of all columns."""
+    """Combine [2, N] of this rank's columns to [2, N] of all columns."""
     lse, target_logit = stats
     largest = lse.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -57,7 +57,7 @@ class ParallelMesh:
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
-        """Position along every axis, also those of size 1."""
+        """Return the position along every axis, also those of size 1."""
         rest, result = self.rank, {}
         for axis in reversed(AXES):
             rest, result[axis] = divmod(rest, getattr(self.layout, axis))
@@ -68,66 +68,66 @@ class ParallelMesh:
 
     @property
     def pp_rank(self) -> int:
-        """Position along the pipeline."""
+        """Return the position along the pipeline."""
         return self.coordinates["pp"]
 
     @property
     def tp_rank(self) -> int:
-        """Position among the ranks that share each layer."""
+        """Return the position among the ranks that share each layer."""
         return self.coordinates["tp"]
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the global batch this process reads, of ``dp_degree``."""
+        """Return which share of the global batch this process reads, of ``dp_degree``."""
         return self.coordinates["dp_replicate"] * int(self.layout.dp_shard) + self.coordinates["dp_shard"]
 
     @property
     def dp_degree(self) -> int:
-        """Shares of the global batch."""
+        """Return the number of shares of the global batch."""
         return int(self.layout.dp)
 
     @property
     def data_degree(self) -> int:
-        """Ranks that hold the same parameters and see different tokens."""
+        """Return the number of ranks that hold the same parameters and see different tokens."""
         return int(self.layout.dp * self.layout.cp)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this process embeds tokens."""
+        """Tell whether this process embeds tokens."""
         return 0 in self.stage_idxs
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process computes the loss."""
+        """Tell whether this process computes the loss."""
         return self.num_stages - 1 in self.stage_idxs
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """1-D (dp_shard), or 2-D (dp_replicate, dp_shard) with replicas."""
+        """Return the mesh of `fully_shard`: (dp_shard), or with replicas (dp_replicate, dp_shard)."""
         if "dp_replicate" in (self.device_mesh.mesh_dim_names or ()):
             return self.device_mesh["dp_replicate", "dp_shard"]
         return self.device_mesh["dp_shard"]
 
     @cached_property
     def expert_fsdp(self) -> DeviceMesh:
-        """Ranks that hold the same part of the same experts: (expert_shard), or with replicas (expert_replicate, expert_shard)."""
+        """Return the ranks that hold the same part of the same experts: (expert_shard), or (expert_replicate, expert_shard)."""
         assert self.expert_mesh is not None
         replicated = "expert_replicate" in (self.expert_mesh.mesh_dim_names or ())
         return self.expert_mesh["expert_replicate", "expert_shard"] if replicated else self.expert_mesh["expert_shard"]
 
     @cached_property
     def tp(self) -> DeviceMesh | None:
-        """Ranks that share each layer; None without tensor parallelism."""
+        """Return the ranks that share each layer; None without tensor parallelism."""
         return self.device_mesh["tp"] if self.layout.tp > 1 else None
 
     @cached_property
     def pp(self) -> DeviceMesh | None:
-        """Ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by position."""
+        """Return the ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by position."""
         return self.device_mesh["pp"] if self.layout.pp > 1 else None
 
     @property
     def loss_group(self) -> dist.ProcessGroup:
-        """All ranks: every one learns the loss of the global batch."""
+        """Return all ranks: every one learns the loss of the global batch."""
         group = dist.group.WORLD
         assert group is not None
         return group
@@ -168,7 +168,7 @@ def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
 
 
 def _mesh_degrees(layout: Layout) -> dict[str, int]:
-    """Sizes of the axes of the mesh, slowest first: those of AXES with cp in the one that holds its parameters."""
+    """Return the sizes of the mesh's axes, slowest first: those of AXES with cp in the one that holds its parameters."""
     replicas, shards = layout.dp_replicate, layout.dp_shard
     if layout.zero_stage:
         shards *= layout.cp
@@ -178,7 +178,7 @@ def _mesh_degrees(layout: Layout) -> dict[str, int]:
 
 
 def _context_groups(layout: Layout, devices: torch.Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The exchange group and the ring that this process is in."""
+    """Return the exchange group and the ring that this process is in."""
     by_cp = devices.movedim(AXES.index("cp"), -1).reshape(-1, layout.cp // layout.cp_ulysses, layout.cp_ulysses)
     exchanges, rings = by_cp.reshape(-1, layout.cp_ulysses), by_cp.mT.reshape(-1, layout.cp // layout.cp_ulysses)
     groups = [_own_group(ranks.tolist()) if ranks.shape[1] > 1 else None for ranks in (exchanges, rings)]
@@ -186,7 +186,7 @@ def _context_groups(layout: Layout, devices: torch.Tensor) -> tuple[dist.Process
 
 
 def _expert_degrees(layout: Layout) -> dict[str, int]:
-    """Sizes of EXPERT_AXES; none where experts have no axes of their own."""
+    """Return the sizes of EXPERT_AXES; none where experts have no axes of their own."""
     if layout.experts_follow_tp:
         return {}
     shards = layout.expert_shards
@@ -195,7 +195,7 @@ def _expert_degrees(layout: Layout) -> dict[str, int]:
 
 
 def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> DeviceMesh | None:
-    """All ranks by pp and EXPERT_AXES, where experts have axes of their own.
+    """Return all ranks by pp and EXPERT_AXES, where experts have axes of their own.
 
     Raises:
         RuntimeMismatchError: the rank map does not keep devices in order along them.
@@ -215,7 +215,7 @@ def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> Dev
 
 
 def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:
-    """[pp, dp_replicate, dp_shard, cp, tp]: rank in the default group."""
+    """Return [pp, dp_replicate, dp_shard, cp, tp]: rank in the default group."""
     return torch.tensor(rank_map).reshape([getattr(layout, axis) for axis in AXES])
 
 
@@ -239,7 +239,7 @@ def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
 
 
 def _own_group(ranks: list[list[int]]) -> dist.ProcessGroup | None:
-    """The group of ``ranks`` that this process is in; every process creates all of them, as torch requires."""
+    """Return the group of ``ranks`` that this process is in; every process creates all of them, as torch requires."""
     own = None
     for members in ranks:
         group = dist.new_group(members)

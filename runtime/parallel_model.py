@@ -24,7 +24,7 @@ from .training.step_clock import StepClock
 
 
 def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Of a Decoder, which takes the loss itself."""
+    """Return the loss of a Decoder, which computes it itself."""
     loss: Tensor = module(inputs, targets)
     return loss
 
@@ -73,15 +73,15 @@ class ParallelModel:
 
     @property
     def model_part(self) -> nn.Module:
-        """What `torch.distributed.checkpoint.state_dict` takes; its names are those of the whole model."""
+        """Return what `torch.distributed.checkpoint.state_dict` takes; its names are those of the unsplit model."""
         return self.module
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank, whole or sharded."""
+        """Return the parameters of this rank, sharded or not."""
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank with their names in the whole model."""
+        """Return the parameters of this rank with their names in the unsplit model."""
         return self.module.named_parameters()
 
     def forward_backward(self, tokens: Tensor) -> float:
@@ -103,7 +103,7 @@ class ParallelModel:
         return share.item()
 
     def backward(self, tokens: Tensor) -> Tensor:
-        """`forward_backward` without the last sum: what this rank adds to the mean loss, [] on the device."""
+        """Do `forward_backward` without the last sum: return what this rank adds to the mean loss, [] on the device."""
         tokens = self._checked(tokens).to(self.device)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if self._positions is not None:
@@ -117,7 +117,10 @@ class ParallelModel:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
-        """What this rank adds to the mean loss over the global batch, [] on the device, without gradients; not of a pipeline."""
+        """Return what this rank adds to the mean loss over the global batch, [] on the device, without gradients.
+
+        Not of a pipeline.
+        """
         assert self._schedule is None
         tokens = self._checked(tokens).to(self.device)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -137,7 +140,7 @@ class ParallelModel:
             dist.all_reduce(values, group=self.mesh.loss_group)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of this rank's layers by name; all ranks of a pipeline position must call it."""
+        """Return the full gradients of this rank's layers by name; all ranks of a pipeline position must call it."""
         gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
         # A replicated DTensor's full tensor is the local one: copy it, or clipping would change the result.
         return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()}
@@ -153,7 +156,7 @@ class ParallelModel:
         return tokens
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """All micro-batches in a row; the mean loss [] of this rank's share."""
+        """Run all micro-batches in a row; return the mean loss [] of this rank's share."""
         count, scale = self.plan.num_microbatches, self.loss_scale.value
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
@@ -188,6 +191,6 @@ class ParallelModel:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
     def _share_of_mean(self, loss: Tensor) -> Tensor:
-        """The mean is over the ranks that computed a loss: one of each tp group of the last stage, each of as many tokens."""
+        """Return this rank's share of the mean over the ranks that computed a loss: one of each tp group of the last stage."""
         counts = self.mesh.is_last_stage and self.mesh.tp_rank == 0
         return loss / self.mesh.data_degree if counts else torch.zeros_like(loss)

@@ -46,7 +46,7 @@ def parallelize(
     compile_blocks: bool = False,
     loss_fn: LossFunction | None = None,
 ) -> ParallelModel:
-    """Spread a model over the running torch.distributed job as the plan says.
+    """Split a model over the ranks of the running torch.distributed job as the plan says.
 
     Args:
         model: None to build the plan's model with initial weights that depend on ``seed`` only; or a `Decoder`, a model of
@@ -121,7 +121,7 @@ def _default_device(plan: Plan) -> torch.device:
 
 
 def _not_of_foreign(plan: Plan) -> tuple[str, ...]:
-    """What is done to a Decoder only."""
+    """Return what of a plan is done to a Decoder only."""
     lacking = {
         "an offload schedule": plan.offload is not None,
         "adapters": plan.workload.adapters is not None,

@@ -14,7 +14,7 @@ from ..solvers.pipeline.torch_csv import planned_order
 
 
 def stage_ranks(plan: Plan) -> tuple[int, ...]:
-    """Position along pp of each stage of ``plan.stages``.
+    """Return the position along pp of each stage of ``plan.stages``.
 
     Raises:
         ConfigError: a stage of a synthesised order is on no rank or on several.
@@ -33,7 +33,7 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def pipeline_order(plan: Plan) -> Order:
-    """The passes of each rank of a pipeline, in its order.
+    """Return the passes of each rank of a pipeline, in its order.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
@@ -64,7 +64,7 @@ def _named(plan: Plan) -> Order:
 
 
 def _unit_pipeline(plan: Plan) -> Pipeline:
-    """Passes of a second each: what `simulate` needs to tell whether an order is whole and ends."""
+    """Return passes of a second each: what `simulate` needs to tell whether an order is complete and ends."""
     stages = len(plan.stages)
     ones, zeros = (1.0,) * stages, (0.0,) * stages
     return Pipeline(

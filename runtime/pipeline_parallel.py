@@ -49,7 +49,7 @@ def build_schedule(
     *,
     whole_sequence: bool = False,
 ) -> Schedule:
-    """The schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
+    """Build the schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
     stages = [
         _stage(part, idx, mesh, plan, device, whole_sequence) for part, idx in zip(parts, mesh.stage_idxs, strict=True)
     ]
@@ -68,14 +68,14 @@ def build_schedule(
 
 
 def set_clock(schedule: Schedule, clock: StepClock) -> None:
-    """Let the passes of a rank's stages tell a clock how long they take."""
+    """Let a clock measure the passes of a rank's stages."""
     stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
     for stage in stages:
         stage.clock = clock  # type: ignore[union-attr]
 
 
 def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Forward and backward of all micro-batches; the mean loss [] on the rank of the last stage, zero elsewhere."""
+    """Run forward and backward of all micro-batches; return the mean loss [] on the rank of the last stage, zero elsewhere."""
     losses: list[Tensor] = []
     args = (inputs,) if mesh.is_first_stage else ()
     if not mesh.is_last_stage:
@@ -116,19 +116,19 @@ class _Stage(PipelineStage):
     clock: StepClock
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """One forward pass."""
+        """Run one forward pass."""
         with self.clock.part("forward", Action(self.stage_index, "F", fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """One backward pass, or that of the activations alone."""
+        """Run one backward pass, or that of the activations alone."""
         with self.clock.part("backward", Action(self.stage_index, "BW" if full_backward else "B", bwd_chunk_id)):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """One weight pass; FSDP's own hooks, which would move its gradients to fp32, do not run in it."""
+        """Run one weight pass; FSDP's own hooks, which would move its gradients to fp32, do not run in it."""
         with self.clock.part("backward", Action(self.stage_index, "W", bwd_chunk_id)):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)  # type: ignore[no-untyped-call]
             for parameter in _sharded_parameters(self.submod):
@@ -137,7 +137,7 @@ class _Stage(PipelineStage):
 
 
 def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
-    """FSDP's records of the parameters of a stage."""
+    """Iterate over FSDP's records of the parameters of a stage."""
     if not isinstance(module, FSDPModule):
         return
     for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def _stage(
 
 
 def _group_ranks(mesh: ParallelMesh) -> list[int]:
-    """Rank within the pipeline's process group, by position along pp: the group counts by rank."""
+    """Return ranks within the pipeline's process group, by position along pp: the group counts by rank."""
     assert mesh.pp is not None
     return [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
 

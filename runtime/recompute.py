@@ -86,7 +86,7 @@ _NO_LAST = -1
 
 
 def _count_products(block: nn.Module) -> int:
-    """Products of a block whose last one need not be kept; the weights of a token's experts need what the experts put out."""
+    """Count the products of a block whose last one need not be kept; the weights of a token's experts need the experts' outputs."""
     if not isinstance(block, DecoderBlock):
         return _NO_LAST  # whatever its products are for
     modules = list(block.modules())
@@ -102,7 +102,7 @@ def _selective_contexts(num_products: int) -> Any:
 
 
 def _keep_products(num_products: int) -> Callable[..., CheckpointPolicy]:
-    """A policy for one pass through a block and its recomputation."""
+    """Return a policy for one pass through a block and its recomputation."""
     seen = {False: 0, True: 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -18,7 +18,7 @@ from .training.step_clock import StepClock
 
 
 def is_replicated(mesh: ParallelMesh, plan: Plan) -> bool:
-    """Whether ranks hold whole fp32 replicas of one stage and do nothing else: the case of DDP.
+    """Tell whether ranks hold unsharded fp32 replicas of one stage and do nothing else: the case of DDP.
 
     Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.
     """
@@ -41,14 +41,14 @@ class ReductionTimer:
         self.left_s = 0.0
 
     def settle(self, clock: StepClock) -> None:
-        """After a backward pass that reduced: what passed since its last bucket was full was waiting."""
+        """Count what passed since the last bucket of a backward pass was full as waiting."""
         if self.left_s:
             clock.waited(self.left_s)
             self.left_s = 0.0
 
 
 def _reduce(state: ReductionTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's hook of a bucket that is full."""
+    """Reduce a bucket that is full: DDP's hook."""
     state.left_s = time.perf_counter()
     return allreduce_hook(state.group, bucket)
 

@@ -78,7 +78,7 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
 
 
 def _split_latent(attention: LatentSelfAttention, tp: DeviceMesh, hidden: Placement) -> None:
-    """Compressed vectors on every rank, whole and with whole gradients; heads split."""
+    """Keep compressed vectors on every rank, unsharded and with full gradients; split the heads."""
     attention.spread, attention.hidden = tp, hidden
     for module in attention.children():
         if isinstance(module, ReplicatedLinear | RMSNorm):
@@ -97,7 +97,7 @@ def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Pl
 
 
 def _split_mixture(mixture: MixtureOfExperts, tp: DeviceMesh, hidden: Placement) -> None:
-    """Shared expert like any feed-forward part; of router and gate every rank has all. The experts: expert_parallel.py.
+    """Split the shared expert like any feed-forward part; of router and gate every rank has all. The experts: expert_parallel.py.
 
     A rank routes its own part of the tokens, or all of them for its part of each expert: either way its gradient is a part.
     """
@@ -109,7 +109,7 @@ def _split_mixture(mixture: MixtureOfExperts, tp: DeviceMesh, hidden: Placement)
 
 
 def _split_embedding(embedding: nn.Embedding, tp: DeviceMesh, shard: VocabShard, hidden: Placement) -> None:
-    """Rows of the vocabulary over tp.
+    """Split the rows of the vocabulary over tp.
 
     Not RowwiseParallel: under it DTensor computes the gradient of the whole table on every rank.
     """
@@ -130,12 +130,12 @@ def _apply(module: nn.Module, tp: DeviceMesh, plan: ParallelStyle | dict[str, Pa
 
 
 def _replicate_norm(norm: RMSNorm | LayerNorm | PositionEmbedding, tp: DeviceMesh, activations: Placement) -> None:
-    """A whole weight on every rank, whose gradient is a sum over ranks where each sees a part of the activations."""
+    """Keep a weight unsharded on every rank; its gradient is a sum over ranks where each sees a part of the activations."""
     _replicate(norm, tp, Partial() if activations.is_shard() else Replicate())
 
 
 def _split_norm(norm: RMSNorm, tp: DeviceMesh) -> None:
-    """A norm over a dimension of which each rank has a part, with that part of the weight."""
+    """Split a norm over a dimension of which each rank has a part, with that part of the weight."""
     norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, tp, [Shard(0)], src_data_rank=None))
     norm.spread = tp
 

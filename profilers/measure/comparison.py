@@ -22,14 +22,14 @@ _THREADS = Path("/proc/self/task")
 
 
 def local_cores(allowed: frozenset[int], local_rank: int, ranks_per_node: int) -> frozenset[int]:
-    """An even part of the allowed cores, disjoint from those of the other ranks of the node; none where ranks outnumber cores."""
+    """Return an even part of the allowed cores, disjoint from those of the node's other ranks; none where ranks outnumber cores."""
     each = len(allowed) // ranks_per_node
     return frozenset(sorted(allowed)[local_rank * each : (local_rank + 1) * each])
 
 
 @contextmanager
 def pinned(cores: frozenset[int]) -> Iterator[bool]:
-    """Keep every thread of this process to some cores for a while; yields whether that is so.
+    """Pin every thread of this process to some cores for a while; yield whether that is so.
 
     It is not where there are no cores to keep to, or the system has no such call.
     """
@@ -44,12 +44,12 @@ def pinned(cores: frozenset[int]) -> Iterator[bool]:
 
 
 def allowed_cores() -> frozenset[int]:
-    """Cores this thread may run on; none where the system does not say."""
+    """Return the cores this thread may run on; none where the system does not say."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def _affinities() -> dict[int, frozenset[int]]:
-    """Of every thread of this process."""
+    """Return the affinity of every thread of this process."""
     if not hasattr(os, "sched_getaffinity") or not _THREADS.is_dir():
         return {}
     found = {}
@@ -99,7 +99,7 @@ class Comparison:
         self._times: list[float] = []
 
     def repeat(self) -> None:
-        """A few more repetitions, unless ranks share cores or the time is over."""
+        """Measure a few more repetitions, unless ranks share cores or the time is over."""
         bench = self._bench
         with pinned(self._cores) as is_pinned:
             if bench.agree(0.0 if is_pinned else 1.0) > 0:
@@ -113,7 +113,7 @@ class Comparison:
                 self._times.append(bench.clocked(lambda: self._multiply(self._products)))
 
     def points(self) -> list[dict[str, Any]]:
-        """Seconds of each repetition."""
+        """Return the seconds of each repetition."""
         return [{"repetition": i, "time_s": seconds} for i, seconds in enumerate(self._times)]
 
     def _multiply(self, count: int) -> None:

@@ -72,7 +72,7 @@ _PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 
 
 def measure_matmuls(bench: Bench, layers: Sequence[LinearShape]) -> list[dict[str, Any]]:
-    """Fields of MatmulPoint for each product of each layer in each dtype that the device runs at a useful speed.
+    """Measure each product of each layer in each dtype that the device runs at a useful speed; return fields of MatmulPoint.
 
     The forward product of the first layer is measured in any case.
     """
@@ -102,7 +102,7 @@ def measure_matmuls(bench: Bench, layers: Sequence[LinearShape]) -> list[dict[st
 def measure_shapes(
     bench: Bench, shapes: Sequence[tuple[int, int, int]], dtype: str, flops_per_s: float
 ) -> list[dict[str, Any]]:
-    """Fields of MatmulPoint of chosen shapes (m, n, k), in their order, until the time is over.
+    """Measure chosen shapes (m, n, k), in their order, until the time is over; return fields of MatmulPoint.
 
     Forward products, as the learned model is of those; of every fourth shape the two backward products as well.
     """
@@ -123,14 +123,14 @@ def measure_shapes(
 
 
 def products_s(bench: Bench, layer: LinearShape, dtype: str, flops_per_s: float, count: int) -> float:
-    """Expected seconds of ``count`` products of a layer, the making of their operands included."""
+    """Return the expected seconds of ``count`` products of a layer, the making of their operands included."""
     made = DTYPE_BYTES[dtype] * (layer.m * layer.k + layer.m * layer.n + layer.k * layer.n)
     call_s = 2 * layer.m * layer.k * layer.n / flops_per_s
     return count * bench.point_s(call_s) + made / _MAKING_BYTES_PER_S
 
 
 def product_title(layer: LinearShape) -> str:
-    """For people."""
+    """Return a title for people."""
     return f"product {layer.m} x {layer.n} x {layer.k}"
 
 
@@ -141,7 +141,7 @@ _NOISE_ELEMENTS = 2**18
 
 
 def random_tensor(shape: Sequence[int], device: torch.device, dtype: str) -> torch.Tensor:
-    """Normal numbers; on a CPU a few of them over and over, as drawing one takes longer than multiplying it."""
+    """Return normal numbers; on a CPU a few of them over and over, as drawing one takes longer than multiplying it."""
     import torch
 
     size = int(np.prod(shape))
@@ -152,7 +152,7 @@ def random_tensor(shape: Sequence[int], device: torch.device, dtype: str) -> tor
 
 
 def supported_dtypes(device: torch.device) -> list[str]:
-    """Formats to measure products in, fp32 first."""
+    """Return the formats to measure products in, fp32 first."""
     import torch
 
     if device.type == "cpu":
@@ -164,7 +164,7 @@ def supported_dtypes(device: torch.device) -> list[str]:
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """Of the tensors of a format; tf32 is how fp32 ones are multiplied."""
+    """Return the dtype of the tensors of a format; tf32 is how fp32 ones are multiplied."""
     import torch
 
     return {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
@@ -178,7 +178,7 @@ class _Ring:
         self._made: dict[str, torch.Tensor] = {}
 
     def weights(self, n: int, k: int, dtype: str) -> list[torch.Tensor]:
-        """Weights [n, k], as many as fit, 16 at most and one at least."""
+        """Return weights [n, k], as many as fit, 16 at most and one at least."""
         room = WEIGHT_RING_BYTES // DTYPE_BYTES[dtype]
         if n * k > room:
             return [random_tensor((n, k), self._device, dtype)]
@@ -221,7 +221,7 @@ def _measure_layer(
 
 
 def peak_flops(points: Sequence[MatmulPoint]) -> PeakFlops:
-    """Best rate measured in each dtype.
+    """Return the best rate measured in each dtype.
 
     Raises:
         ProfileError: there is no fp32 product, which every measurement has.
@@ -235,7 +235,7 @@ def peak_flops(points: Sequence[MatmulPoint]) -> PeakFlops:
 
 
 def fit_gemm(points: Sequence[MatmulPoint], memory_bandwidth: float, source: str) -> GemmFit:
-    """Roofline with the least mean error ``|log(predicted / measured)|``, found on a grid and then on a finer one.
+    """Fit the roofline with the smallest mean error ``|log(predicted / measured)|``, on a grid and then on a finer one.
 
     Absolute and logarithmic, so that no point counts for its size, too fast counts like too slow, and a point that another
     process disturbed does not bend the rest. A grid, since the maximum makes the error neither smooth nor convex.

@@ -37,7 +37,10 @@ _UNKNOWN_COPY_BYTES_PER_S, _UNKNOWN_ADAM_BYTES_PER_S = 1e9, 2e9
 
 
 def measure_copies(bench: Bench, local_rank: int, ranks_per_node: int) -> list[dict[str, Any]]:
-    """Fields of HostCopyPoint: every direction and kind of memory, all devices of the host at once and one alone."""
+    """Measure copies in every direction and kind of memory, all devices of the host at once and one.
+
+    Return fields of HostCopyPoint.
+    """
     points: list[dict[str, Any]] = []
     slowest_s_per_byte = 1 / _UNKNOWN_COPY_BYTES_PER_S
     for size in COPY_BYTES:
@@ -62,7 +65,7 @@ def measure_copies(bench: Bench, local_rank: int, ranks_per_node: int) -> list[d
 
 
 def copy_calls(device: torch.device, size: int, *, pinned: bool) -> dict[Copy, Callable[[], Any]]:
-    """A copy of so many bytes in each direction, and one in each direction at once on streams of their own."""
+    """Return calls that copy so many bytes in each direction, and in each direction at once on streams of their own."""
     import torch
 
     host = [torch.ones(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
@@ -88,7 +91,7 @@ def copy_calls(device: torch.device, size: int, *, pinned: bool) -> dict[Copy, C
 
 
 def measure_cpu_adam(bench: Bench, local_rank: int, ranks_per_node: int) -> list[dict[str, Any]]:
-    """Fields of CpuAdamPoint: torch's fused AdamW in fp32 on the host, by all ranks of a node at once and by one alone."""
+    """Measure torch's fused AdamW in fp32 on the host, by all ranks of a node at once and by one; return fields of CpuAdamPoint."""
     import torch
 
     points: list[dict[str, Any]] = []
@@ -145,7 +148,7 @@ def check_folder(path: str) -> None:
 
 
 def measure_storage(bench: Bench, folder: str, ranks_per_node: int) -> list[dict[str, Any]]:
-    """Fields of StoragePoint, all ranks at once, each in a file of its own that is removed."""
+    """Measure storage, all ranks at once, each in a file of its own that is removed; return fields of StoragePoint."""
     points: list[dict[str, Any]] = []
     path = Path(folder) / f".meshwright-{os.getpid()}"
     byte_s = 1 / _UNKNOWN_BYTES_PER_S
@@ -169,7 +172,7 @@ def measure_storage(bench: Bench, folder: str, ranks_per_node: int) -> list[dict
 
 
 def opens_directly(path: Path) -> bool:
-    """Whether the file system takes O_DIRECT; tmpfs does not."""
+    """Tell whether the file system takes O_DIRECT; tmpfs does not."""
     flag = getattr(os, "O_DIRECT", 0)
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | flag, 0o600))
@@ -179,7 +182,7 @@ def opens_directly(path: Path) -> bool:
 
 
 def _storage_calls(path: Path, size: int, *, direct: bool) -> dict[str, Callable[[], Any]]:
-    """Write the whole file, and read it; memory of mmap is aligned to pages, which direct I/O asks for."""
+    """Return calls that write the entire file, and read it; memory of mmap is aligned to pages, which direct I/O asks for."""
     buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(NUM_THREADS)]
     for buffer in buffers:
         buffer.write(os.urandom(4096) * (BLOCK_BYTES // 4096))  # zeros could be compressed or not stored at all

@@ -40,7 +40,7 @@ class Heads(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Forward and causal: half of two products of [seq, head_dim] x [head_dim, seq] for each head."""
+        """Return the FLOPs, forward and causal: half of two products of [seq, head_dim] x [head_dim, seq] for each head."""
         return 2.0 * self.batch * self.num_heads * self.seq_len**2 * self.head_dim
 
 
@@ -78,7 +78,10 @@ GPU_GROUPED = (
 
 
 def measure_streams(bench: Bench) -> list[dict[str, Any]]:
-    """Fields of ElementwisePoint for ``c = a + b`` and ``c *= s`` out of cache, which memory bandwidth is taken from."""
+    """Measure ``c = a + b`` and ``c *= s`` out of cache, which memory bandwidth is taken from.
+
+    Return fields of ElementwisePoint.
+    """
     import torch
 
     size = int(min(STREAM_BYTES, max(64 * MIB, bench.agree_min(bench.free_bytes()) // 16)))
@@ -91,7 +94,7 @@ def measure_streams(bench: Bench) -> list[dict[str, Any]]:
 
 
 def stream_bandwidth(points: Sequence[dict[str, Any]]) -> float:
-    """Bytes read and written per second by ``c = a + b`` and ``c *= s`` together."""
+    """Return the bytes read and written per second by ``c = a + b`` and ``c *= s`` together."""
     streams = [point for point in points if point["op"] in ("add", "scale")]
     return float(sum(point["traffic_bytes"] for point in streams) / sum(point["time_s"] for point in streams))
 
@@ -103,7 +106,7 @@ _SLOWEST_PASSES = 16
 def measure_elementwise(
     bench: Bench, dtype: str, sizes: Sequence[int], bandwidth_bytes_per_s: float
 ) -> list[dict[str, Any]]:
-    """Fields of ElementwisePoint of the kernels of a decoder at these numbers of elements."""
+    """Measure the kernels of a decoder at these numbers of elements; return fields of ElementwisePoint."""
     points = []
     element_s = {}
     for size in sizes:
@@ -126,7 +129,7 @@ def measure_elementwise(
 def _elementwise_calls(
     device: torch.device, dtype: str, size: int
 ) -> dict[str, tuple[int, Callable[[], Callable[[], Any]]]]:
-    """Elements read and written for each of the tensor's, and what makes the call; nothing is allocated before."""
+    """Return the elements read and written for each of the tensor's, and what makes the call; nothing is allocated before."""
     import torch
     import torch.nn.functional as F
 
@@ -153,7 +156,7 @@ def _elementwise_calls(
 
 
 def measure_attention(bench: Bench, dtype: str, shapes: Sequence[Heads], flops_per_s: float) -> list[dict[str, Any]]:
-    """Fields of AttentionPoint, forward and backward, of these shapes until the time is over."""
+    """Measure attention of these shapes, forward and backward, until the time is over; return fields of AttentionPoint."""
     import torch.nn.functional as F
 
     points = []
@@ -180,7 +183,10 @@ def measure_attention(bench: Bench, dtype: str, shapes: Sequence[Heads], flops_p
 
 
 def measure_grouped(bench: Bench, dtype: str, shapes: Sequence[Grouped], flops_per_s: float) -> list[dict[str, Any]]:
-    """Fields of GroupedMatmulPoint, forward and backward, of these shapes until the time is over."""
+    """Measure grouped products of these shapes, forward and backward, until the time is over.
+
+    Return fields of GroupedMatmulPoint.
+    """
     import torch
 
     points = []
@@ -210,7 +216,7 @@ def measure_grouped(bench: Bench, dtype: str, shapes: Sequence[Grouped], flops_p
 def forward_and_backward(
     function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Calls of the forward pass, and of the backward pass alone through one graph that is kept."""
+    """Return calls of the forward pass, and of the backward pass alone through one graph that is kept."""
     import torch
 
     with torch.enable_grad():
@@ -229,7 +235,7 @@ Inputs = Callable[[], "tuple[Tensor, ...]"]
 
 
 def measure_passes(bench: Bench, module: nn.Module, inputs: Inputs, *, sample_s: float) -> tuple[Timing, Timing]:
-    """Forward and backward, the latter with whatever the module recomputes; gradients are not accumulated."""
+    """Measure forward and backward, the latter with whatever the module recomputes; gradients are not accumulated."""
     run = _runner(module, inputs())
     _clocked(bench, run, 1)
     first = sum(_clocked(bench, run, 1)[0])
@@ -241,7 +247,7 @@ def measure_passes(bench: Bench, module: nn.Module, inputs: Inputs, *, sample_s:
 
 
 def _runner(module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Callable[[], Any]]:
-    """A forward pass that returns its backward pass."""
+    """Return a forward pass that returns its backward pass."""
     import torch
 
     leaves = [tensor for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
@@ -260,7 +266,7 @@ def _runner(module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Calla
 
 
 def _clocked(bench: Bench, run: Callable[[], Callable[[], Any]], count: int) -> list[tuple[float, float]]:
-    """Seconds forward and backward of ``count`` passes; on a GPU they follow one another without a look at the clock."""
+    """Return the seconds forward and backward of ``count`` passes; on a GPU they follow one another without a look at the clock."""
     if bench.device.type != "cuda":
         samples = []
         for _ in range(count):
@@ -285,7 +291,7 @@ def _clocked(bench: Bench, run: Callable[[], Callable[[], Any]], count: int) -> 
 
 
 def allocator_bytes(device: torch.device, module: nn.Module, inputs: Inputs) -> dict[str, int]:
-    """What a GPU's allocator says of one pass: ``saved_bytes`` and ``transient_bytes`` of a LayerMemory."""
+    """Return what a GPU's allocator says of one pass: ``saved_bytes`` and ``transient_bytes`` of a LayerMemory."""
     import torch
 
     run = _runner(module, inputs())

@@ -60,17 +60,17 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Return the number of ranks of the group."""
         return len(self.ranks)
 
     def fields(self) -> dict[str, int]:
-        """As fields of a CollectivePoint."""
+        """Return fields of a CollectivePoint."""
         shape = {"group_size": self.size, "stride": self.stride, "num_nodes": self.num_nodes}
         return {**shape, "concurrent_groups": self.concurrent}
 
 
 def axes_of(num_nodes: int, ranks_per_node: int) -> list[GroupAxis]:
-    """Axes to measure beside the group of all ranks, most informative first.
+    """Return the axes to measure besides the group of all ranks, most informative first.
 
     The whole node, counterparts across nodes (alone, then all at once: what a shared NIC costs), then the parts of a node as
     neighbours and at a distance, and those alone (what they cost one another).
@@ -91,7 +91,7 @@ def axes_of(num_nodes: int, ranks_per_node: int) -> list[GroupAxis]:
 
 
 def axis_groups(axis: GroupAxis, world_size: int) -> list[tuple[int, ...]]:
-    """The ranks of every group of an axis; they are disjoint and hold all ranks."""
+    """Return the ranks of every group of an axis; they are disjoint and hold all ranks."""
     block = axis.size * axis.stride
     starts = (first + inner for first in range(0, world_size, block) for inner in range(axis.stride))
     return [tuple(range(start, start + block, axis.stride)) for start in starts]
@@ -107,7 +107,7 @@ def world_group(num_nodes: int) -> RankGroup:
 
 
 def groups_of(axes: list[GroupAxis], num_nodes: int, ranks_per_node: int) -> Iterator[RankGroup]:
-    """The group of each axis that this rank is in; every rank iterates. Groups of the same ranks are made once."""
+    """Yield the group of each axis that this rank is in; every rank iterates. Groups of the same ranks are made once."""
     import torch.distributed as dist
 
     made: dict[tuple[int, int], Any] = {}
@@ -130,7 +130,7 @@ def groups_of(axes: list[GroupAxis], num_nodes: int, ranks_per_node: int) -> Ite
 
 
 def tournament(num_players: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which every two meet once (the circle method); with an odd number one rests in each."""
+    """Return rounds of disjoint pairs in which every two meet once (the circle method); with an odd number one rests in each."""
     players: list[int | None] = [*range(num_players), *([None] if num_players % 2 else [])]
     rounds = []
     for _ in range(len(players) - 1):
@@ -157,7 +157,7 @@ UNKNOWN_LATENCY_S, UNKNOWN_BYTES_PER_S = 1e-3, 5e8
 
 
 def measure_collectives(bench: Bench, group: RankGroup, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
-    """Fields of CollectivePoint for each operation and size; ``time_s`` is None on a rank that took no part.
+    """Measure each operation and size; return fields of CollectivePoint, ``time_s`` None on a rank that took no part.
 
     The functional forms are measured, which DTensor uses: their new output buffer is part of the time, as in training. Two sizes
     of each operation are measured in any case in the group of all ranks; of a larger size only what fits into time and memory.
@@ -187,7 +187,7 @@ def measure_collectives(bench: Bench, group: RankGroup, sizes: Sequence[int] = S
 
 
 def expected_message_s(size: int, known: tuple[int, float] | None) -> float:
-    """Seconds of a message of ``size`` bytes, from one of another: no less for a smaller one, in proportion for a larger one."""
+    """Expect the seconds of a message from one of another size: no less for a smaller one, in proportion for a larger one."""
     if known is None:
         return UNKNOWN_LATENCY_S + size / UNKNOWN_BYTES_PER_S
     return known[1] * max(1.0, size / known[0])
@@ -227,14 +227,14 @@ def _nothing() -> None:
 
 
 def bus_factor(op: CollectiveOp, group_size: int) -> float:
-    """Bytes that cross a rank's link for each byte of the full buffer."""
+    """Return the bytes that cross a rank's link for each byte of the full buffer."""
     if op == "p2p":
         return 1.0
     return (2.0 if op == "all_reduce" else 1.0) * (group_size - 1) / group_size
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Latency (s) and rate (bytes/s) of ``t = latency + bytes / rate``: least squared relative error, neither negative.
+    """Fit latency (s) and rate (bytes/s) of ``t = latency + bytes / rate``: least squared relative error, neither negative.
 
     Relative, so that a small message counts as much as a large one. A latency that would be negative is 0; where the
     times do not grow with the size, the rate is that of the largest message.
@@ -251,7 +251,7 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
 
 
 def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"], source: str) -> Link:
-    """The link of one level: the bandwidth of the best operation, the others as fractions of it, and the points themselves.
+    """Return the link of one level: the bandwidth of the best operation, the others as fractions of it, and the points themselves.
 
     The latency of a collective is that of all_reduce over all ranks; how it depends on their number was not measured.
 
@@ -280,7 +280,7 @@ def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"]
 
 
 def unused_link(backend: Literal["nccl", "gloo"], memory_bandwidth: float) -> Link:
-    """The link of a single rank, which sends nothing over it: a copy within its memory (read and write), no latency."""
+    """Return the link of a single rank, which sends nothing over it: a copy within its memory (read and write), no latency."""
     return Link(
         name=f"local-{backend}",
         kind="scale-up",
@@ -297,7 +297,7 @@ MESSAGE_BYTES = (8 * MIB, 64 * MIB)
 
 
 def rounds_of(num_nodes: int, ranks_per_node: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs of ranks: first counterparts of two nodes, all ranks of a node at once, then ranks of one node."""
+    """Return rounds of disjoint pairs: first counterparts of two nodes, all ranks of a node at once, then ranks of one node."""
     between = [
         [(a * ranks_per_node + i, b * ranks_per_node + i) for a, b in pairs for i in range(ranks_per_node)]
         for pairs in tournament(num_nodes)
@@ -310,7 +310,7 @@ def rounds_of(num_nodes: int, ranks_per_node: int) -> list[list[tuple[int, int]]
 
 
 def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dict[str, Any]]:
-    """Fields of PairPoint of every pair; a message there and back counts half."""
+    """Measure every pair; a message there and back counts half; return fields of PairPoint."""
     import torch
     import torch.distributed as dist
 
@@ -349,7 +349,10 @@ def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dic
 def node_matrix(
     points: Sequence[PairPoint], num_nodes: int, ranks_per_node: int
 ) -> tuple[tuple[float, ...], ...] | None:
-    """Bytes/s between counterparts of each two nodes [N, N], the median over ranks at the largest size; None if one is missing."""
+    """Return the bytes/s between counterparts of each two nodes [N, N], median over ranks at the largest size.
+
+    None if one is missing.
+    """
     rates: dict[tuple[int, int], dict[int, list[float]]] = {}
     for point in points:
         nodes = point.first_rank // ranks_per_node, point.second_rank // ranks_per_node

@@ -34,7 +34,10 @@ Start = Callable[[], Callable[[], Any]]
 
 
 def measure_overlap(bench: Bench, dtype: str, measured: Points) -> list[dict[str, Any]]:
-    """Fields of OverlapPoint of each set of streams that this machine has, for a few sizes; ``measured`` says what those take."""
+    """Measure each set of streams of this machine for a few sizes; ``measured`` says what they take.
+
+    Return fields of OverlapPoint.
+    """
     import torch.distributed as dist
 
     on_gpu, world_size = bench.device.type == "cuda", dist.get_world_size()
@@ -68,7 +71,7 @@ def measure_overlap(bench: Bench, dtype: str, measured: Points) -> list[dict[str
 
 
 def longest_s(measured: Points, size: int, *, on_gpu: bool) -> float:
-    """Seconds that the longest stream of ``size`` bytes is expected to take, from the nearest size that was measured."""
+    """Expect the seconds of the longest stream of ``size`` bytes, from the nearest size that was measured."""
     known = [p for p in measured.get("collectives", ()) if p["op"] == "all_reduce" and p["time_s"]]
     known += [p for p in measured.get("host_copies", ()) if p["host_memory"] == "pinned" and p["time_s"]]
     if not known:
@@ -78,17 +81,17 @@ def longest_s(measured: Points, size: int, *, on_gpu: bool) -> float:
 
 
 def _all_sets_s(names: list[str], stream_s: float) -> float:
-    """Of measuring streams that take as long as one another: the longest to size the product, each alone, and every set."""
+    """Expect the seconds of measuring streams equally long: the longest to size the product, each by itself, and every set."""
     return (SAMPLES + 1) * stream_s * (1 + len(names) + sum(map(len, _sets(names))))
 
 
 def _sets(streams: list[str]) -> list[tuple[str, ...]]:
-    """Every pair, then every larger set; pairs that hold the product first."""
+    """Return every pair, then every larger set; pairs that hold the product first."""
     return [chosen for count in range(2, len(streams) + 1) for chosen in combinations(streams, count)]
 
 
 def _seconds(bench: Bench, starts: list[Start]) -> float:
-    """Median seconds from the start of some streams to the end of the last one."""
+    """Return the median seconds from the start of some streams to the end of the last one."""
     samples = []
     for i in range(SAMPLES + 1):
         bench.synchronize()
@@ -105,7 +108,7 @@ def _seconds(bench: Bench, starts: list[Start]) -> float:
 def _starts(
     bench: Bench, size: int, shape: tuple[int, int, int], dtype: str, *, with_collective: bool
 ) -> dict[str, Start]:
-    """The streams: the collective and the copies are under way when the product begins, which a CPU runs in this very thread."""
+    """Make the streams: collective and copies are under way when the product begins, which a CPU runs in this very thread."""
     import torch
     import torch.distributed as dist
 

@@ -56,11 +56,11 @@ class Admission:
 
     @property
     def pace(self) -> float:
-        """Seconds that points take over seconds that were expected of them."""
+        """Return the seconds that points take over seconds that were expected of them."""
         return min(max(self._taken_s / self._expected_s, QUICKEST_PACE), SLOWEST_PACE)
 
     def start(self, seconds: float) -> float:
-        """From now on there are so many seconds; returns the end before, for `restore`."""
+        """Set the end so many seconds from now; return the end before, for `restore`."""
         before, self._end_s = self._end_s, self._clock() + seconds
         return before
 
@@ -69,23 +69,23 @@ class Admission:
         self._end_s = end_s
 
     def left_s(self) -> float:
-        """Seconds until the end; negative after it."""
+        """Return the seconds until the end; negative after it."""
         return self._end_s - self._clock()
 
     def late_s(self, expected_s: float = 0.0) -> float:
-        """By how many seconds something that is begun now would end too late; negative where it fits."""
+        """Return by how many seconds something that is begun now would end too late; negative where it fits."""
         return self.paced_s(expected_s) - self.left_s()
 
     def paced_s(self, expected_s: float) -> float:
-        """What is expected on an idle machine, on this one."""
+        """Return the seconds of something on this machine that takes ``expected_s`` on an idle one."""
         return self.pace * (expected_s + OVERHEAD_S) if expected_s > 0 else 0.0
 
     def begin(self, expected_s: float) -> None:
-        """Something was admitted and begins; `settle` closes it."""
+        """Begin something that was admitted; `settle` closes it."""
         self._begun = (self._clock(), expected_s + OVERHEAD_S) if expected_s > 0 else None
 
     def settle(self) -> None:
-        """What was begun last has ended: its seconds count for the pace."""
+        """Count the seconds of what was begun last for the pace: it has ended."""
         if self._begun is None:
             return
         begin_s, expected_s = self._begun
@@ -100,7 +100,7 @@ class Admission:
         self.left_out += [(what, self.paced_s(expected_s))] * count
 
     def why(self) -> str:
-        """What was left out since the last call, in words; empty where nothing was."""
+        """Return what was left out since the last call, in words; empty where nothing was."""
         if not self.left_out:
             return ""
         what, expected_s = self.left_out[0]
@@ -121,18 +121,18 @@ USABLE_FRACTION = 0.5
 
 
 class Timing(NamedTuple):
-    """Median seconds of a call, and the interquartile range of the samples over it."""
+    """Return the median seconds of a call on this rank."""
 
     time_s: float
     spread: float
 
     def fields(self) -> dict[str, float]:
-        """As fields of a point."""
+        """Return fields of a point."""
         return {"time_s": self.time_s, "spread": self.spread}
 
 
 def summarise_samples(samples: list[float]) -> Timing:
-    """Median and relative interquartile range."""
+    """Return the median and the relative interquartile range."""
     ordered = sorted(samples)
     middle, quarter = median(ordered), len(ordered) // 4
     return Timing(middle, (ordered[-1 - quarter] - ordered[quarter]) / middle)
@@ -175,21 +175,21 @@ class Bench:
         self._ranks_per_node = ranks_per_node
 
     def start_budget(self, seconds: float) -> None:
-        """From now on ``has_time`` answers for so many seconds."""
+        """Let ``has_time`` answer for so many seconds from now on."""
         self._admission.settle()
         self._admission.start(seconds)
         self.ran_out = ""
 
     def remaining_s(self) -> float:
-        """Seconds that the slowest rank has left."""
+        """Return the seconds that the slowest rank still has."""
         return max(0.0, self.agree_min(self._admission.left_s()))
 
     def remaining_work_s(self) -> float:
-        """What an idle machine would take for what the slowest rank still does in the time that is left."""
+        """Return what an idle machine would take for what the slowest rank can still do in its time."""
         return max(0.0, self.agree_min(self._admission.left_s() / self._admission.pace))
 
     def has_time(self, for_s: float = 0.0, what: str = "more") -> bool:
-        """Whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
+        """Tell whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
 
         What is admitted begins now, and has ended when the next question is asked. Where it is left out, ``ran_out`` will say so.
         """
@@ -205,19 +205,19 @@ class Bench:
         self._admission.leave_out(what, 0.0, count)
 
     def end_budget(self) -> str:
-        """Why not all of a step was measured; empty where it was."""
+        """Return why not all of a step was measured; empty where it was."""
         self._admission.settle()
         return "; ".join(filter(None, (self._admission.why(), self.ran_out)))
 
     def point_s(self, call_s: float) -> float:
-        """Seconds that `measure` takes for a call of ``call_s``: a first one, then as many samples as it takes."""
+        """Return the seconds that `measure` takes for a call of ``call_s``: a first one, then as many samples as it takes."""
         return self._calls * call_s * 2 + max(
             (MIN_SAMPLES - 1) * self._calls * call_s, min(self.sample_s, MAX_SAMPLES * self._calls * call_s)
         )
 
     @contextmanager
     def part_of_budget(self, fraction: float) -> Iterator[None]:
-        """A tighter end for a while: a fraction of the time that is left."""
+        """Set a tighter end for a while: a fraction of the time that remains."""
         before = self._admission.start(max(0.0, self._admission.left_s()) * fraction)
         try:
             yield
@@ -225,7 +225,7 @@ class Bench:
             self._admission.restore(before)
 
     def has_memory(self, num_bytes: int, *, on_host: bool = False) -> bool:
-        """Whether every rank may allocate so much now; where not, ``ran_out`` says so."""
+        """Tell whether every rank may allocate so much now; where not, ``ran_out`` says so."""
         free = self.free_bytes(on_host=on_host)
         if self.agree(num_bytes - USABLE_FRACTION * free) <= 0:
             return True
@@ -233,7 +233,7 @@ class Bench:
         return False
 
     def free_bytes(self, *, on_host: bool = False) -> int:
-        """Memory that this rank can have now: the device's, or its share of the host's."""
+        """Return the memory that this rank can have now: the device's, or its share of the host's."""
         if self.device.type == "cuda" and not on_host:
             import torch
 
@@ -242,7 +242,7 @@ class Bench:
         return min(available_memory() // self._ranks_per_node, memory_left_to_process())
 
     def agree(self, value: float) -> float:
-        """Maximum of a number over the ranks."""
+        """Return the maximum of a number over the ranks."""
         import torch
         import torch.distributed as dist
 
@@ -251,11 +251,11 @@ class Bench:
         return float(numbers.item())
 
     def agree_min(self, value: float) -> float:
-        """Minimum of a number over the ranks."""
+        """Return the minimum of a number over the ranks."""
         return -self.agree(-value)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank passed, in their order; anything that JSON can hold."""
+        """Return what every rank passed, in their order; anything that JSON can hold."""
         import torch
         import torch.distributed as dist
 
@@ -268,11 +268,11 @@ class Bench:
         return [json.loads(bytes(other.cpu().numpy()).decode()) for other in texts]
 
     def median_s(self, call: Callable[[], Any]) -> float:
-        """Median seconds of a call on this rank."""
+        """Return the median seconds of a call on this rank."""
         return self.measure(call).time_s
 
     def measure(self, call: Callable[[], Any], *, calls: int | None = None) -> Timing:
-        """Median and spread of a call on this rank, all ranks calling; the first (allocation, choice of code) is dropped.
+        """Measure median and spread of a call on this rank, all ranks calling; the first (allocation, choice of code) is dropped.
 
         Args:
             calls: between two looks at the clock; unset, one on a CPU and several on a GPU.
@@ -284,7 +284,10 @@ class Bench:
         return summarise_samples([first, *(self._seconds(call, calls) for _ in range(further))])
 
     def num_samples(self, each_s: float, sample_s: float) -> int:
-        """Samples of ``each_s`` seconds to take: for ``sample_s``, within limits; less where the time is over, but one."""
+        """Return the samples of ``each_s`` seconds to take: for ``sample_s``, within limits.
+
+        Less where the time is over, but one.
+        """
         each_s = max(each_s, 1e-9)
         wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, int(sample_s / each_s)))
         affordable = max(1.0, min(self._admission.left_s() / each_s, MAX_SAMPLES))
@@ -298,7 +301,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def clocked(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call."""
+        """Return the seconds of one call."""
         return self._seconds(call, 1)
 
     def _seconds(self, call: Callable[[], Any], calls: int) -> float:

@@ -29,12 +29,12 @@ MEASURED = ("time_s", "spread", "alone_s", "together_s")
 
 
 def point_key(point: Mapping[str, Any]) -> str:
-    """What a point is of."""
+    """Return what a point is of."""
     return json.dumps({name: value for name, value in point.items() if name not in MEASURED}, sort_keys=True)
 
 
 def merge_points(by_rank: Iterable[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, Any], ...]:
-    """The same points from every rank: medians over the ranks that have a time, the largest spread; in the order of first sight."""
+    """Merge points of every rank: medians over the ranks that have a time, the largest spread; in the order of first sight."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for points in by_rank:
         for point in points:
@@ -56,7 +56,7 @@ def _merged_point(same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_rounds(rounds: Iterable[Points]) -> dict[str, list[dict[str, Any]]]:
-    """Points of several steps of one rank; of one measured twice, the quieter time.
+    """Merge points of several steps of one rank; of one measured twice, the quieter time.
 
     Other processes of the machine come and go within seconds and disturb one round more than the other; what the ranks do
     to one another is in every round, so the minimum keeps it.
@@ -97,7 +97,7 @@ class Ratio(NamedTuple):
 
 
 def rank_ratios(by_rank: Sequence[Points], fields: Sequence[str]) -> list[Ratio]:
-    """How much slower than its peers each rank is at points that all ranks have."""
+    """Return how much slower than its peers each rank is at points that all ranks have."""
     times: dict[str, list[float | None]] = defaultdict(lambda: [None] * len(by_rank))
     for rank, points in enumerate(by_rank):
         for field in fields:
@@ -113,7 +113,7 @@ def rank_ratios(by_rank: Sequence[Points], fields: Sequence[str]) -> list[Ratio]
 
 
 def compared_ratios(by_rank: Sequence[Points]) -> list[Ratio] | None:
-    """The same of repetitions that all ranks made at once; None where there are none."""
+    """Return the ratios of repetitions that all ranks made at once; None where there are none."""
     rows = list(zip(*([p["time_s"] for p in points.get(FIELD, ())] for points in by_rank), strict=False))
     if len(by_rank) < 2 or not rows:
         return None
@@ -126,7 +126,7 @@ def compared_ratios(by_rank: Sequence[Points]) -> list[Ratio] | None:
 
 
 def sign_chance(count: int, number: int) -> float:
-    """Probability of ``count`` heads or more in ``number`` throws of a coin."""
+    """Return the probability of ``count`` heads or more in ``number`` throws of a coin."""
     return sum(comb(number, i) for i in range(count, number + 1)) / 2**number
 
 
@@ -138,7 +138,7 @@ def _middle(ratios: list[float]) -> tuple[float, float]:
 def rank_reports(
     by_rank: Sequence[Points], devices: Sequence[str], nodes: Sequence[int], hosts: Sequence[str]
 ) -> tuple[tuple[RankReport, ...], tuple[SlowComponent, ...]]:
-    """A report of every rank, and what is slow."""
+    """Return a report of every rank, and what is slow."""
     compute, memory = (rank_ratios(by_rank, _FIELDS[what]) for what in ("compute", "memory"))
     compute = compared_ratios(by_rank) or compute
     pairs = [PairPoint(**point) for points in by_rank for point in points.get("pairs", ()) if point["time_s"]]
@@ -166,12 +166,12 @@ def _is_slow(ratio: Ratio) -> bool:
 
 
 def _said(ratio: Ratio) -> dict[str, float]:
-    """As fields of a Slow."""
+    """Return fields of a SlowComponent."""
     return {"ratio": ratio.ratio, "noise": ratio.noise}
 
 
 def _slow_ranks(what: What, ratios: Sequence[Ratio], nodes: Sequence[int], hosts: Sequence[str]) -> list[SlowComponent]:
-    """Slow nodes, where all ranks of one are and there are others, and slow ranks of other nodes."""
+    """Return slow nodes, where all ranks of one are and there are others, and slow ranks of other nodes."""
     found: list[SlowComponent] = []
     slow = [rank for rank, ratio in enumerate(ratios) if _is_slow(ratio)]
     for node in sorted(set(nodes)):
@@ -189,7 +189,7 @@ def _slow_ranks(what: What, ratios: Sequence[Ratio], nodes: Sequence[int], hosts
 
 
 def _link_ratios(pairs: Sequence[PairPoint], nodes: Sequence[int]) -> dict[tuple[int, int], Ratio]:
-    """Each pair's time over the median of its kind (in a node, between nodes) at the largest size; none where it has no peers."""
+    """Return each pair's time over the median of its kind (in a node, between nodes) at the largest size; none without peers."""
     kinds: dict[tuple[bool, int], dict[tuple[int, int], list[PairPoint]]] = defaultdict(lambda: defaultdict(list))
     for point in pairs:
         inside = nodes[point.first_rank] == nodes[point.second_rank]
@@ -206,7 +206,7 @@ def _link_ratios(pairs: Sequence[PairPoint], nodes: Sequence[int]) -> dict[tuple
 
 
 def _slow_links(links: dict[tuple[int, int], Ratio], nodes: Sequence[int], hosts: Sequence[str]) -> list[SlowComponent]:
-    """Slow links; a node is named instead where all links to other nodes are slow."""
+    """Return slow links; a node is named instead where all links to other nodes are slow."""
     named: dict[str, list[Ratio]] = defaultdict(list)
     of_node: dict[int, set[str]] = defaultdict(set)
     for (first, second), ratio in links.items():
@@ -231,5 +231,5 @@ def _slow_links(links: dict[tuple[int, int], Ratio], nodes: Sequence[int], hosts
 
 
 def describe_slow(slow: SlowComponent) -> str:
-    """One line for people."""
+    """Return one line for people."""
     return f"{slow.name}: {slow.what} takes {slow.ratio:.2f} times as long as elsewhere (noise {slow.noise:.2f})"

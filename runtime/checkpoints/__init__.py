@@ -13,7 +13,7 @@ _STEP_FOLDER = re.compile(r"step-(\d{8})")
 
 
 def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
-    """Whole checkpoints under ``root``, oldest first; none where the folder does not exist."""
+    """Return the complete checkpoints under ``root``, oldest first; none where the folder does not exist."""
     root = Path(root)
     if not root.is_dir():
         return ()

@@ -125,7 +125,7 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
 
 
 def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Parameters, optimizer states and hyper-parameters of this rank by name."""
+    """Return the parameters, optimizer states and hyper-parameters of this rank by name."""
     values = get_model_state_dict(model.model_part)
     if model.plan.workload.adapters is not None:  # the frozen model is where it came from
         values = {name: value for name, value in values.items() if is_adapter(name)}
@@ -136,7 +136,7 @@ def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """What is stored of `_current`: the tensors, under the names of the model without a pipeline."""
+    """Return what is stored of `_local_state`: the tensors, under the names of the model without a pipeline."""
     return {
         part: {_stored_name(name, model): value for name, value in values.items() if isinstance(value, torch.Tensor)}
         for part, values in _current(model, optimizer).items()
@@ -144,7 +144,7 @@ def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> 
 
 
 def _loaded_value(name: str, current: Any, state: dict[str, Any], model: ParallelModel) -> Any:
-    """What was read for a name, or the current value of what is not stored.
+    """Return the tensor that was read for a name, or the current value of what is not stored.
 
     The two copies of a tied embedding may be on one rank: each gets values of its own, or the optimizer would update one tensor
     for both.
@@ -155,12 +155,12 @@ def _loaded_value(name: str, current: Any, state: dict[str, Any], model: Paralle
 
 
 def _stored_name(name: str, model: ParallelModel) -> str:
-    """A tied output projection is the embedding, which the last pipeline stage holds under the projection's name."""
+    """Return the name in files: a tied output projection, which the last stage holds under its own name, is the embedding."""
     return name.replace(*_TIED_NAMES) if model.plan.model.tie_embeddings else name
 
 
 def checkpoint_folders(root: str | Path, step: int) -> tuple[Path, Path]:
-    """Where the checkpoint of a step is when it is whole, and until then."""
+    """Return the folder of a step's checkpoint when it is complete, and the one until then."""
     return Path(root) / f"step-{step:08d}", Path(root) / f".step-{step:08d}.partial"
 
 
@@ -204,7 +204,10 @@ def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> 
 
 
 def write_failure(folder: Path, error: CheckpointException) -> MeshwrightError:
-    """What to say of a checkpoint that could not be written, with the room there is; to be called before the rest is deleted."""
+    """Return the error of a checkpoint that could not be written, with the space there is.
+
+    To be called before the rest is deleted.
+    """
     failure = checkpoint_error(f"cannot write the checkpoint {folder}", error)
     try:
         usage = shutil.disk_usage(folder.parent)
@@ -219,7 +222,7 @@ def write_failure(folder: Path, error: CheckpointException) -> MeshwrightError:
 
 
 def checkpoint_error(message: str, error: CheckpointException) -> MeshwrightError:
-    """The first rank's cause of a checkpoint that failed, as one of our errors."""
+    """Return the first rank's cause of a checkpoint that failed, as one of our errors."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, MeshwrightError):
         return cause

@@ -51,7 +51,7 @@ class SafeReader(FileSystemReader):
         self._index = _read_index(Path(folder))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index; torch's own method would unpickle anything."""
+        """Return the index; torch's own method would unpickle anything."""
         if self._index.storage_meta is None:
             self._index.storage_meta = StorageMeta()
         self._index.storage_meta.load_id = self.load_id
@@ -62,7 +62,7 @@ class TensorsOnly(DefaultLoadPlanner):
     """Refuses non-tensor values: torch would unpickle them without restriction."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never: nothing of ours is stored so."""
+        """Refuse: nothing of ours is stored so."""
         raise ConfigError(f"the checkpoint stores {read_item.dest_index.fqn!r} as a Python object, not as a tensor")
 
 

@@ -31,21 +31,21 @@ class TokenStream(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Length."""
+        """Return the number of tokens."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal on every machine that would read the same tokens."""
+        """Return a text that is equal on every machine that would read the same tokens."""
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Tokens ``start .. start + length - 1``."""
+        """Return the tokens ``start .. start + length - 1``."""
 
     def describe(self) -> str:
-        """Size, for messages."""
+        """Return the size, for messages."""
 
 
 def shuffled(positions: np.ndarray, num_samples: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Samples at ``positions`` [N] of an epoch's order: a permutation of 0 .. num_samples - 1."""
+    """Return the samples at ``positions`` [N] of an epoch's order: a permutation of 0 .. num_samples - 1."""
     half_bits = max(1, (max(1, num_samples - 1).bit_length() + 1) // 2)
     keys = np.random.default_rng((seed, epoch)).integers(2**63, size=_ROUNDS, dtype=np.uint64)
     result = _feistel(positions.astype(np.uint64), keys, half_bits)
@@ -55,7 +55,7 @@ def shuffled(positions: np.ndarray, num_samples: int, *, seed: int, epoch: int) 
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
-    """A permutation of 0 .. 4**half_bits - 1."""
+    """Permute 0 .. 4**half_bits - 1."""
     shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -64,7 +64,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -109,11 +109,11 @@ class TokenBatches:
 
     @property
     def num_samples(self) -> int:
-        """Sequences of an epoch."""
+        """Return the number of sequences of an epoch."""
         return (self._stream.num_tokens - 1) // self._seq_len
 
     def batch(self, seen: int) -> torch.Tensor:
-        """Tokens of the step after the run has seen so many sequences, int64 [local_batch, seq_len + 1].
+        """Return the tokens of the step after the run has seen so many sequences, int64 [local_batch, seq_len + 1].
 
         Raises:
             ConfigError: a token is not in the vocabulary.
@@ -135,7 +135,7 @@ class TokenBatches:
 
 
 def open_data(paths: Sequence[str], *, vocab_size: int) -> TextCorpus | TokenFiles:
-    """Text as bytes, or token files: ``.bin`` and ``.npy`` files that are named, and folders that hold ``.bin`` files of ours.
+    """Open text as bytes, or token files: ``.bin`` and ``.npy`` files that are named, and folders that hold ``.bin`` files of ours.
 
     Raises:
         ConfigError: nothing there, both kinds mixed, or a token that the model's vocabulary lacks.
@@ -161,7 +161,7 @@ def open_data(paths: Sequence[str], *, vocab_size: int) -> TextCorpus | TokenFil
 
 
 def tokenize_paths(paths: Sequence[str], tokenizer: str | None) -> tuple[str, ...]:
-    """``--data`` with text made into tokens, where a tokenizer is given.
+    """Return the paths of ``--data`` with text made into tokens, where a tokenizer is given.
 
     Raises:
         ConfigError: the data are tokens already, or there is no such text or tokenizer.

@@ -42,30 +42,30 @@ class TextCorpus:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the stream."""
+        """Return the length of the stream."""
         return self.ends[-1]
 
     @property
     def num_tokens(self) -> int:
-        """A token is a byte."""
+        """Return the length of the stream: a token is a byte."""
         return self.num_bytes
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Tokens ``start .. start + length - 1`` of the stream, uint8 [length]."""
+        """Return the tokens ``start .. start + length - 1`` of the stream, uint8 [length]."""
         return np.frombuffer(self.read(start, length), dtype=np.uint8)
 
     def describe(self) -> str:
-        """Size, for messages."""
+        """Return the size, for messages."""
         return f"{format_bytes(self.num_bytes)} in {len(self.files)} files"
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files' names and sizes: equal on every machine that would read the same stream."""
+        """Return a hash of the files' names and sizes: equal on every machine that would read the same stream."""
         text = "\n".join(f"{file.name} {end}" for file, end in zip(self.files, self.ends, strict=True))
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes ``start .. start + length - 1`` of the stream."""
+        """Return the bytes ``start .. start + length - 1`` of the stream."""
         parts = []
         idx = bisect_right(self.ends, start)
         while length > 0:
@@ -82,7 +82,7 @@ class TextCorpus:
 
 
 def find_text(paths: Sequence[str | Path] = ()) -> TextCorpus:
-    """The text files at ``paths``; with no path the Python standard library's own sources.
+    """Return the text files at ``paths``; with no path the Python standard library's own sources.
 
     Folders are searched to their full depth in sorted order; hidden files, empty files and files with a NUL byte in
     their first 8 KiB are left out.
@@ -119,7 +119,7 @@ def _walk(root: Path, suffix: str) -> Iterator[Path]:
 
 
 def _text_size(path: Path) -> int:
-    """Bytes of a text file, 0 for a binary one."""
+    """Return the bytes of a text file, 0 for a binary one."""
     try:
         with path.open("rb") as file:
             return 0 if b"\0" in file.read(_SNIFF_BYTES) else os.fstat(file.fileno()).st_size
@@ -134,7 +134,7 @@ _BATCH_PIECES = 32
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a ``tokenizer.json``, or of a folder that holds one; JSON only, no code runs.
+    """Load the tokenizer of a ``tokenizer.json``, or of a folder that holds one; JSON only, no code runs.
 
     Raises:
         ConfigError: the file is not there or not a tokenizer, or the package is missing.
@@ -183,7 +183,7 @@ def make_token_file(
 
 
 def cached_token_file(corpus: TextCorpus, tokenizer: str | Path) -> Path:
-    """The tokens of text files, made once and kept in ``$XDG_CACHE_HOME/meshwright/tokens``.
+    """Return the file with the tokens of text files, made once and stored in ``$XDG_CACHE_HOME/meshwright/tokens``.
 
     Raises:
         ConfigError: the tokenizer does not exist.
@@ -210,7 +210,7 @@ def _starts(corpus: TextCorpus) -> range:
 
 
 def _encoded(files: Sequence[Path], tokenizer: Any, end: int | None) -> Iterator[np.ndarray]:
-    """Ids of every file, piece by piece."""
+    """Yield the ids of every file, piece by piece."""
     for file in files:
         batch: list[str] = []
         for piece in _text_pieces(file):
@@ -229,7 +229,7 @@ def _encode(tokenizer: Any, batch: list[str]) -> Iterator[np.ndarray]:
 
 
 def _text_pieces(file: Path) -> Iterator[str]:
-    """The text of a file in pieces of whole lines (a line longer than a piece is cut); what is not UTF-8 is replaced."""
+    """Yield the text of a file in pieces of entire lines (a line longer than a piece is cut); what is not UTF-8 is replaced."""
     with file.open(encoding="utf-8", errors="replace", newline="") as text:
         while piece := text.read(_PIECE_BYTES):
             yield piece + text.readline(_PIECE_BYTES)

@@ -56,22 +56,22 @@ class TokenFiles:
 
     @property
     def ends(self) -> list[int]:
-        """``ends[i]`` is the number of ids in files 0..i."""
+        """Return the number of ids in files 0..i for each i."""
         return list(accumulate(len(part) for part in self.parts))
 
     @property
     def num_tokens(self) -> int:
-        """Length of the stream."""
+        """Return the length of the stream."""
         return sum(len(part) for part in self.parts)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files' names, kinds and sizes: equal on every machine that would read the same stream."""
+        """Return a hash of the files' names, kinds and sizes: equal on every machine that would read the same stream."""
         lines = [f"{path.name} {part.dtype} {len(part)}" for path, part in zip(self.paths, self.parts, strict=True)]
         return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Ids ``start .. start + length - 1`` of the stream."""
+        """Return the ids ``start .. start + length - 1`` of the stream."""
         ends = self.ends
         pieces = []
         idx = bisect_right(ends, start)
@@ -83,17 +83,17 @@ class TokenFiles:
         return np.concatenate(pieces)
 
     def describe(self) -> str:
-        """Size, for messages."""
+        """Return the size, for messages."""
         return f"{self.num_tokens} tokens in {len(self.paths)} files"
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file says of itself that it holds ids; a ``.npy`` or ``.bin`` that was named counts as well."""
+    """Tell whether a file's name says that it holds ids: a ``.npy`` or ``.bin``."""
     return path.suffix in (".bin", ".npy")
 
 
 def has_header(path: Path) -> bool:
-    """Whether `write_tokens` made this file."""
+    """Tell whether `write_tokens` made this file."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -112,7 +112,7 @@ def open_token_files(paths: Sequence[Path]) -> TokenFiles:
 
 
 def _open(path: Path) -> tuple[np.ndarray, int]:
-    """The ids of a file, and the largest one known."""
+    """Return the ids of a file, and the largest one known."""
     try:
         ids, largest = _open_npy(path) if path.suffix == ".npy" else _open_bin(path)
     except OSError as error:
@@ -162,7 +162,7 @@ def _open_npy(path: Path) -> tuple[np.ndarray, int]:
 
 
 def _scan(ids: np.ndarray) -> tuple[int, int]:
-    """Least and largest id; of a long file, of parts of it."""
+    """Return the smallest and the largest id; of a long file, of parts of it."""
     if not len(ids):
         return 0, 0
     width = len(ids) if len(ids) <= _SCAN_TOKENS else _SCAN_TOKENS // _SCAN_PARTS

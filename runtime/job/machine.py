@@ -26,7 +26,7 @@ _VARIANTS = ("pcie", "nvl")
 
 
 def local_group(plan: Plan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
-    """The plan's description of this node.
+    """Return the plan's description of this node.
 
     Args:
         node_rank: position of this node in the cluster; needed only where the nodes differ.
@@ -103,7 +103,7 @@ def check_device(plan: Plan, group: NodeGroup, device: torch.device) -> None:
 
 
 def is_same_chip(planned: str, found: str) -> bool:
-    """Whether torch's name of a GPU is what a plan names: ``H100-SXM-80GB`` is ``NVIDIA H100 80GB HBM3``.
+    """Tell whether torch's name of a GPU is what a plan names: ``H100-SXM-80GB`` is ``NVIDIA H100 80GB HBM3``.
 
     Compared are the model (the first word with a digit in the plan's name that is not a size) and the words for slower
     variants of it; a plan's name without such a word matches every GPU.
@@ -117,13 +117,13 @@ def is_same_chip(planned: str, found: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Lower-case words of a GPU's name; ``RTX4090`` is ``rtx 4090``, sizes in GB are left out."""
+    """Return the lower-case words of a GPU's name; ``RTX4090`` is ``rtx 4090``, sizes in GB are left out."""
     words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx", "rtx "))
     return [word for word in words if word and not re.fullmatch(r"\d+gb", word)]
 
 
 def _check_host_memory(plan: Plan) -> None:
-    """What the offload schedule puts on the host must be free there, beside what the ranks themselves take."""
+    """Refuse where what the offload schedule puts on the host is not free there, besides what the ranks themselves take."""
     needed = 0 if plan.offload is None else plan.offload.host_bytes
     available = available_memory()
     if needed > available:
@@ -168,7 +168,7 @@ OUT_OF_MEMORY_HELP = (
 
 @contextlib.contextmanager
 def explain_out_of_memory(plan: Plan, device: torch.device) -> Iterator[None]:
-    """Turn what torch and Python raise for want of memory into one message.
+    """Turn what torch and Python raise for want of memory into one message that names the rank.
 
     Raises:
         MeshwrightError: instead of them.
@@ -193,14 +193,14 @@ def _out_of_memory(plan: Plan, device: torch.device, said: list[str]) -> Meshwri
 
 
 def _process_limit() -> tuple[str, ...]:
-    """The process's own limit, where there is one (ulimit -v, -d)."""
+    """Return the process's own limit, where there is one (ulimit -v, -d)."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
     return (f"the process may take {format_bytes(min(finite))} (ulimit)",) if finite else ()
 
 
 def memory_line(plan: Plan, device: torch.device) -> str:
-    """Predicted against available memory."""
+    """Return a line with predicted and available memory."""
     predicted = format_bytes(plan.estimate.peak_reserved_bytes)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

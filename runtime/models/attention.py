@@ -54,7 +54,7 @@ class LatentSelfAttention(nn.Module):
         self.hidden: Placement = Replicate()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         hidden = self._gathered(hidden)
         query, (key, value) = self._query(hidden), self._key_value(hidden)
         # The kernels take one width only: values are filled up with zeros, whose outputs are dropped.
@@ -64,7 +64,7 @@ class LatentSelfAttention(nn.Module):
         return result
 
     def _query(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, H, S, C]."""
+        """Return the queries [B, H, S, C] of [B, S, D]."""
         is_direct = self.spec.q_lora_rank is None
         heads = self.q_proj(hidden) if is_direct else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
         still, turned = self._heads(heads).split([self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1)
@@ -72,7 +72,7 @@ class LatentSelfAttention(nn.Module):
         return query * self.rotary.softmax_factor if self.rotary.softmax_factor != 1 else query
 
     def _key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D] to keys [B, H, S, C] and values [B, H, S, V]."""
+        """Return the keys [B, H, S, C] and values [B, H, S, V] of [B, S, D]."""
         spec = self.spec
         compressed, shared = self.kv_a_proj_with_mqa(hidden).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         expanded = self._heads(self.kv_b_proj(self.kv_a_layernorm(compressed)))
@@ -81,24 +81,27 @@ class LatentSelfAttention(nn.Module):
         return torch.cat((still, turned), dim=-1), value
 
     def _gathered(self, hidden: Tensor) -> Tensor:
-        """The whole sequence on every rank; what is made of it is the same on all, and so is its gradient."""
+        """Gather the entire sequence on every rank; what is made of it is the same on all, and so is its gradient."""
         if self.spread is None or self.hidden.is_replicate():
             return hidden
         return DTensor.from_local(hidden, self.spread, [self.hidden], run_check=False).full_tensor()
 
     def _shared(self, x: Tensor) -> Tensor:
-        """What the heads of all ranks read: each rank's gradient of it is a part."""
+        """Return what the heads of all ranks read: each rank's gradient of it is a part."""
         if self.spread is None:
             return x
         return DTensor.from_local(x, self.spread, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, S, H * width] to [B, H, S, width]; H of this rank."""
+        """Reshape [B, S, H * width] to [B, H, S, width]; H of this rank."""
         heads = self.spec.num_heads // (1 if self.spread is None else self.spread.size())
         return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """Pairs stand side by side in the published weights: (2 i, 2 i + 1) is turned as (i, i + R / 2) is elsewhere."""
+        """Rotate pairs that stand side by side in the published weights.
+
+        (2 i, 2 i + 1) is turned as (i, i + R / 2) is elsewhere.
+        """
         cos, sin = self.rotary.tables(x.shape[2], x.device, x.dtype)
         return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
 
@@ -139,7 +142,7 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(widths[1], eps) if widths else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         query, key = self._normed(self.q_proj(hidden), self.q_norm), self._normed(self.k_proj(hidden), self.k_norm)
         query, key, value = (x.transpose(1, 2) for x in (query, key, self._heads(self.v_proj(hidden))))
         if self.rotary is not None:
@@ -150,7 +153,7 @@ class SelfAttention(nn.Module):
         return result
 
     def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """[B, S, heads * C] to [B, S, heads, C], each head normed or all of them together."""
+        """Reshape [B, S, heads * C] to [B, S, heads, C], each head normed or all of them together."""
         if norm is None or self.norm_each_head:
             x = self._heads(x)
             return x if norm is None else norm(x)
@@ -160,7 +163,7 @@ class SelfAttention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
+        """Attend: query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
         if self.context is not None:
             return self.context.attend(query, key, value)
         groups = query.shape[1] // key.shape[1]

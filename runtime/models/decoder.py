@@ -39,7 +39,7 @@ class DecoderBlock(nn.Module):
         self.mlp = _feed_forward(model.hidden_dim, spec.mlp)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden))
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
@@ -76,7 +76,7 @@ class DecoderTrunk(nn.Module):
         self.norm: RMSNorm | LayerNorm | None = build_norm(spec.head.norm, spec.hidden_dim, spec.norm_eps)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Tokens [B, S] (first stage) or hidden states [B, S, D] to hidden states [B, S, D]."""
+        """Map tokens [B, S] (first stage) or hidden states [B, S, D] to hidden states [B, S, D]."""
         hidden = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
         if self.embed_positions is not None:
             hidden = self.embed_positions(hidden)
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(self, spec: ModelSpec, *, attention: AttentionKind = "flash") -> None:
-        """The whole model with torch's default weights; see `init_weights`.
+        """Build the entire model with torch's default weights; see `init_weights`.
 
         Raises:
             RuntimeMismatchError: the decoder lacks something the model has.
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def part(self, layer_idxs: Collection[int]) -> Decoder:
-        """These layers as a decoder of their own, whose modules are this one's; a head alone gets a weight of its own."""
+        """Return these layers as a decoder of their own, whose modules are this one's; a head alone gets a weight of its own."""
         part = shell(self)
         part.model = shell(self.model)
         part.model.layers = shell(self.model.layers)
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
 
 
 def shell(module: _Module) -> _Module:
-    """Another module with the same children, that may lose some of them and get hooks of its own."""
+    """Return another module with the same children, that may lose some of them and get hooks of its own."""
     other = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict):

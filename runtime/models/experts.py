@@ -54,7 +54,7 @@ class ExpertRanks:
     tokens: Placement
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """Tokens [T, D] of this rank to those of all ranks that share its experts."""
+        """Gather tokens [T, D] of this rank to those of all ranks that share its experts."""
         if self.cut is None:
             return tokens
         whole = DTensor.from_local(tokens, self.cut, [self.tokens], run_check=False).full_tensor(
@@ -63,7 +63,7 @@ class ExpertRanks:
         return whole
 
     def reduce(self, outputs: Tensor) -> Tensor:
-        """Sum of the parts of all ranks that share these experts: for the tokens of this rank."""
+        """Sum the parts of all ranks that share these experts: for the tokens of this rank."""
         if self.cut is None:
             return outputs
         parts = DTensor.from_local(outputs, self.cut, [Partial()], run_check=False)
@@ -88,7 +88,7 @@ class Router(ReplicatedLinear):
             self.e_score_correction_bias = nn.Buffer(torch.zeros(spec.num_experts))
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] to weights and experts [T, k]; scores are fp32."""
+        """Route [T, D] to weights and experts [T, k]; scores are fp32."""
         logits = self(tokens).float()
         scores = logits.sigmoid() if self.spec.router == "sigmoid" else logits.softmax(dim=-1)
         experts = self._wanted(scores.detach()).topk(self.spec.top_k, dim=-1).indices
@@ -98,7 +98,7 @@ class Router(ReplicatedLinear):
         return (chosen * self.spec.scale).to(tokens.dtype), experts
 
     def _wanted(self, scores: Tensor) -> Tensor:
-        """Scores [T, E] to choose by: corrected, and minus infinity outside the best groups of experts.
+        """Return the scores [T, E] to choose by: corrected, and minus infinity outside the best groups of experts.
 
         A group counts as its two best experts (sigmoid), or as its best one (softmax, arXiv:2405.04434 section 2.2.2).
         """
@@ -132,14 +132,14 @@ class Experts(nn.Module):
         self.fetch: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [M, D] sorted by expert (or slot), ``counts`` [E] of them for each; to [M, D]."""
+        """Map rows [M, D] sorted by expert (or slot), ``counts`` [E] of them for each, to [M, D]."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up, down = (self._weight(p) for p in (self.gate_proj, self.up_proj, self.down_proj))
         product = silu_product(F.grouped_mm(rows, gate, offs=ends), F.grouped_mm(rows, up, offs=ends))
         return F.grouped_mm(product, down, offs=ends)
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """[E, out, in] to this rank's [E, in, out]."""
+        """Return this rank's weight [E, in, out] of a parameter [E, out, in]."""
         weight = local_tensor(parameter)
         if self.gradient_ratio != 1:
             weight = _ScaleGradient.apply(weight, self.gradient_ratio)  # type: ignore[no-untyped-call]
@@ -175,7 +175,10 @@ class ExpertSlots:
 
     @cached_property
     def of_expert(self) -> tuple[Tensor, Tensor]:
-        """Slots of each expert [E, R], and the share that they and those before them take [E, R]; unused ones repeat the last."""
+        """Return the slots of each expert [E, R], and the share that they and those before take [E, R].
+
+        Unused ones repeat the last.
+        """
         slots: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.experts):
             slots[expert].append(slot)
@@ -187,7 +190,10 @@ class ExpertSlots:
         return table, taken / taken[:, -1:]
 
     def slot_of_rows(self, expert_of_row: Tensor, counts: Tensor) -> Tensor:
-        """Slot of each row [M], rows sorted by expert with ``counts`` [E] of them each: cut into pieces by the shares."""
+        """Return the slot of each row [M], rows sorted by expert with ``counts`` [E] of them each.
+
+        Cut into pieces by the shares.
+        """
         table, taken = (tensor.to(counts.device) for tensor in self.of_expert)
         first = counts.cumsum(0) - counts
         position = torch.arange(len(expert_of_row), device=counts.device) - first[expert_of_row]
@@ -196,7 +202,7 @@ class ExpertSlots:
         return table[expert_of_row, replica]
 
     def weights(self, stored: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Weights [S / ep, ...] of this rank's slots, from those [E / ep, ...] that each rank of the group stores."""
+        """Return the weights [S / ep, ...] of this rank's slots, from those [E / ep, ...] that each rank of the group stores."""
         ranks, rank = group.size(), group.rank()
         of_rank = [list(part) for part in torch.tensor(self.experts).view(ranks, -1).tolist()]
         num_stored = self.num_experts // ranks
@@ -232,14 +238,14 @@ class MixtureOfExperts(nn.Module):
         self.slots: ExpertSlots | None = None
 
     def place(self, slots: ExpertSlots) -> None:
-        """Let experts stand in these slots of the ranks that exchange rows."""
+        """Put experts into these slots of the ranks that exchange rows."""
         assert self.ranks is not None
         assert self.ranks.exchange is not None
         self.slots = slots
         self.experts.fetch = functools.partial(slots.weights, group=self.ranks.exchange)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         tokens = hidden.flatten(0, 1)
         routed = self._routed(tokens if self.ranks is None else self.ranks.gather(tokens))
         if self.ranks is not None:
@@ -253,7 +259,7 @@ class MixtureOfExperts(nn.Module):
         return routed + shared
 
     def _routed(self, tokens: Tensor) -> Tensor:
-        """[T, D] to the weighted sum of each token's experts [T, D]."""
+        """Map [T, D] to the weighted sum of each token's experts [T, D]."""
         weights, experts = self.gate.route(tokens)
         # Sorted by expert; a stable order keeps the sums of a run the same each time.
         order = experts.flatten().argsort(stable=True)
@@ -271,7 +277,7 @@ class MixtureOfExperts(nn.Module):
         return (of_token * weights[..., None]).sum(1)
 
     def _through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [M, D] sorted by expert with ``counts`` [E] of them each: to their experts and back."""
+        """Send rows [M, D] sorted by expert with ``counts`` [E] of them each to their experts and back."""
         group = None if self.ranks is None else self.ranks.exchange
         if group is None:
             result: Tensor = self.experts(rows, counts)
@@ -293,7 +299,7 @@ class _Arriving(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor, group: dist.ProcessGroup) -> _Arriving:
-        """From the rows [E] this rank has for each expert; every rank holds E / ranks experts in a row."""
+        """Exchange the counts [E] of rows this rank has for each expert; every rank holds E / ranks experts in a row."""
         num_ranks = group.size()
         by_rank = counts.view(num_ranks, -1)
         theirs = torch.empty_like(by_rank)
@@ -305,7 +311,7 @@ class _Arriving(NamedTuple):
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """The permutation [M] that undoes another."""
+    """Return the permutation [M] that undoes another."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 

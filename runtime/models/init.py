@@ -59,28 +59,28 @@ def init_weights(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a decoder belongs to a low-rank adapter."""
+    """Tell whether a parameter of a decoder belongs to a low-rank adapter."""
     return name.endswith((f".{ADAPTER_DOWN}", f".{ADAPTER_UP}"))
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """63 bits from a seed and a parameter's name."""
+    """Return 63 bits from a seed and a parameter's name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor (sharing its storage); a plain tensor itself."""
+    """Return this rank's part of a DTensor (sharing its storage); a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of ``whole`` that this rank holds of ``like``."""
+    """Return the part of ``full`` that this rank holds of ``target``."""
     return whole[local_region(like)]
 
 
 def local_region(like: Tensor) -> tuple[slice, ...]:
-    """Where in a whole tensor this rank's part of it stands, one range a dimension.
+    """Return where in the full tensor this rank's part of it stands, one range a dimension.
 
     Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard; each cut in parts of
     equal width, rounded up, as torch.chunk makes them.

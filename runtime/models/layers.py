@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         self.spread: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] to the same shape."""
+        """Map [..., dim] to the same shape."""
         weight: Tensor = self.weight
         if isinstance(weight, DTensor):
             weight = weight.to_local(grad_placements=self.weight_grad)
@@ -60,18 +60,18 @@ class LayerNorm(nn.Module):
         self.weight_grad: Sequence[Placement] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] to the same shape."""
+        """Map [..., dim] to the same shape."""
         weight, bias = (local_weight(parameter, self.weight_grad) for parameter in (self.weight, self.bias))
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def build_norm(kind: NormKind, dim: int, eps: float) -> RMSNorm | LayerNorm:
-    """A norm over the hidden dimension."""
+    """Build a norm over the hidden dimension."""
     return RMSNorm(dim, eps) if kind == "rmsnorm" else LayerNorm(dim, eps)
 
 
 def local_weight(weight: Tensor, weight_grad: Sequence[Placement] | None) -> Tensor:
-    """What this rank holds of a weight, for arithmetic on local tensors."""
+    """Return this rank's part of a weight, for arithmetic on local tensors."""
     return weight.to_local(grad_placements=weight_grad) if isinstance(weight, DTensor) else weight
 
 
@@ -88,7 +88,7 @@ class ReplicatedLinear(nn.Module):
         self.weight_grad: Sequence[Placement] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_dim] to [..., out_dim]."""
+        """Map [..., in_dim] to [..., out_dim]."""
         weight: Tensor = self.weight
         if isinstance(weight, DTensor):
             weight = weight.to_local(grad_placements=self.weight_grad)
@@ -105,13 +105,13 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(spec.ffn_dim, hidden_dim, bias=spec.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         result: Tensor = self.down_proj(silu_product(self.gate_proj(hidden), self.up_proj(hidden)))
         return result
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` that keeps its inputs only; autograd would also keep silu(gate), a quarter of the part's activations."""
+    """Return ``silu(gate) * up``, keeping the inputs only; autograd would also keep silu(gate), a quarter of the activations."""
     product: Tensor = _SiluProduct.apply(gate, up)  # type: ignore[no-untyped-call]
     return product
 
@@ -138,7 +138,7 @@ class GeluMLP(nn.Module):
         self.down_proj = nn.Linear(spec.ffn_dim, hidden_dim, bias=spec.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+        """Map [B, S, D] to [B, S, D]."""
         result: Tensor = self.down_proj(F.gelu(self.up_proj(hidden), approximate=self.approximate))
         return result
 
@@ -160,7 +160,7 @@ class PositionEmbedding(nn.Module):
         self.weight_grad: Sequence[Placement] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to the same shape."""
+        """Map [B, S, D] to the same shape."""
         idx, count = self.share
         positions = self.positions
         if positions is None:

@@ -28,13 +28,13 @@ class SequenceRanks(Protocol):
     """Attention over ranks that share each sequence."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Query [B, H, S, C] of this rank's tokens, key and value [B, K, S, C] to [B, H, S, C]."""
+        """Attend: query [B, H, S, C] of this rank's tokens, key and value [B, K, S, C] to [B, H, S, C]."""
         ...
 
 
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
 def _ring_attention(query: Tensor, key: Tensor, value: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    """Out [B, H, S, C] in the query's dtype, and the log-sum-exps [B, H, S] in fp32."""
+    """Return out [B, H, S, C] in the query's dtype, and the log-sum-exps [B, H, S] in fp32."""
     group = _resolve_process_group(group_name)
     rank, size = group.rank(), group.size()
     query = query.contiguous()
@@ -90,13 +90,13 @@ RING_ATTENTION = torch.ops.meshwright.ring_attention.default
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group_name: str) -> Tensor:
-    """Causal attention of this rank's queries [B, H, S, C] to the keys and values [B, K, S, C] of all ranks of a group."""
+    """Attend causally from this rank's queries [B, H, S, C] to the keys and values [B, K, S, C] of all ranks of a group."""
     out: Tensor = _ring_attention(query, key, value, group_name)[0]
     return out
 
 
 def _needed(rank: int, source: int, num_tokens: int) -> tuple[slice, slice, bool]:
-    """Queries and keys that meet, and whether causally."""
+    """Return the queries and keys that meet, and whether causally."""
     everything, half = slice(0, num_tokens), num_tokens // 2
     if source == rank:
         return everything, everything, True
@@ -120,14 +120,14 @@ class _Passing:
         )
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Return what has arrived."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _forward(query: Tensor, key_value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Out [B, H, Sq, C] and log-sum-exps [B, H, Sq] of one block; key_value [2, B, K, Sk, C]."""
+    """Return out [B, H, Sq, C] and log-sum-exps [B, H, Sq] of one block; key_value [2, B, K, Sk, C]."""
     key, value = _repeated(key_value, query.shape[1])
     if query.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
@@ -139,7 +139,7 @@ def _forward(query: Tensor, key_value: Tensor, causal: bool) -> tuple[Tensor, Te
 def _backward(
     grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, key_value: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the query and of key_value."""
+    """Return the gradients of the query and of key_value."""
     key, value = _repeated(key_value, query.shape[1])
     rows = (grad_out.contiguous(), query, key, value, out.contiguous(), lse.contiguous())
     if query.device.type == "cpu":
@@ -154,6 +154,6 @@ def _backward(
 
 
 def _repeated(key_value: Tensor, num_heads: int) -> Tensor:
-    """Each kv head as often as queries use it: [2, B, H, S, C]."""
+    """Repeat each kv head as often as queries use it: [2, B, H, S, C]."""
     groups = num_heads // key_value.shape[2]
     return key_value.repeat_interleave(groups, dim=2) if groups > 1 else key_value

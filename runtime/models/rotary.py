@@ -29,17 +29,17 @@ class Rotary:
 
     @property
     def softmax_factor(self) -> float:
-        """What latent attention multiplies its scores by where the rope says so (DeepSeek-V2's modeling file)."""
+        """Return the factor of latent attention on its scores where the rope says so (DeepSeek-V2's modeling file)."""
         rope = self.rope
         return 1.0 if rope.mscale_all_dim is None else _mscale(rope.factor, rope.mscale_all_dim) ** 2
 
     @property
     def made_tables(self) -> tuple[Tensor, ...]:
-        """The tables as they were last asked for; they live on."""
+        """Return the tables as they were last requested; they live on."""
         return self._tables or ()
 
     def tables(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cos and sin [S, C] in ``dtype``; the angles are computed in fp32."""
+        """Return cos and sin [S, C] in ``dtype``; the angles are computed in fp32."""
         key = (seq_len, device, dtype)
         if self._tables is None or self._key != key:
             with torch.no_grad():
@@ -53,7 +53,7 @@ class Rotary:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    """Angles of one position step [C/2], fp32.
+    """Return the angles of one position step [C/2], fp32.
 
     Source: theta^(-2i/C) (arXiv:2104.09864); linear divides by the factor (arXiv:2306.15595); llama3 divides long wavelengths by
     the factor and blends between the two bounds (`_compute_llama3_parameters` of transformers).
@@ -78,13 +78,13 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
 
 
 def _yarn_frequencies(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Slow pairs divided by the factor, fast ones kept, blended between (arXiv:2309.00071 section 3.2)."""
+    """Divide slow pairs by the factor, keep fast ones, blend between (arXiv:2309.00071 section 3.2)."""
     if rope.original_max_seq_len is None:
         raise RuntimeMismatchError("yarn rope scaling needs original_max_seq_len, which the plan does not have")
     last = 2 * len(frequencies) - 1
 
     def pair(turns: float) -> float:
-        """The pair that turns this often within the original length."""
+        """Return the pair that turns this often within the original length."""
         assert rope.original_max_seq_len is not None
         wavelength = rope.original_max_seq_len / (2 * math.pi * turns)
         return len(frequencies) * math.log(wavelength) / math.log(rope.theta)
@@ -99,7 +99,7 @@ def _yarn_frequencies(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Factor on cos and sin (arXiv:2309.00071 section 3.4; with mscale as in DeepSeek-V2): 1 but for yarn."""
+    """Return the factor on cos and sin (arXiv:2309.00071 section 3.4; with mscale as in DeepSeek-V2): 1 but for yarn."""
     if rope.scaling != "yarn":
         return 1.0
     if rope.attention_factor is not None:

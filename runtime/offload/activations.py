@@ -66,7 +66,7 @@ class ActivationOffload:
             block.forward = _BlockForward(self, run, block, is_first=position == 0, offloads=offload != "none")
 
     def leave(self, layer: _LayerPass) -> None:
-        """A forward pass is over: what went down before it is forgotten by the device."""
+        """End a forward pass: the device forgets what went down before it."""
         self._leaving.append(layer)
         in_flight = _LAYERS_IN_FLIGHT if self.copies.down is not None else 0
         while len(self._leaving) > in_flight:
@@ -74,7 +74,7 @@ class ActivationOffload:
                 saved.forget_device()
 
     def fetch(self, layer: _LayerPass) -> None:
-        """Start to bring up what the block whose backward pass begins needs, and the offloaded ones before it."""
+        """Start to bring up what a block needs whose backward pass begins, and the offloaded ones before it."""
         ahead: _LayerPass | None = layer
         count = -int(layer.offloads)
         while ahead is not None and count < self.prefetch_layers:
@@ -93,7 +93,7 @@ class _Run:
         self.known: weakref.WeakValueDictionary[tuple[int, int], _Saved] = weakref.WeakValueDictionary()
 
     def begin(self) -> None:
-        """The next micro-batch, whose storages are others."""
+        """Begin the next micro-batch, whose storages are others."""
         self.last = None
         self.known = weakref.WeakValueDictionary()
 
@@ -107,11 +107,11 @@ class _LayerPass:
     _saved: list[weakref.ref[_Saved]] = field(default_factory=list)
 
     def add(self, saved: _Saved) -> None:
-        """Another storage that this pass was the first to save."""
+        """Note another storage that this pass was the first to save."""
         self._saved.append(weakref.ref(saved))
 
     def alive(self) -> Iterator[_Saved]:
-        """Those whose backward pass is not over, in the order in which they were saved."""
+        """Iterate over those whose backward pass is not over, in the order in which they were saved."""
         return (saved for saved in (ref() for ref in self._saved) if saved is not None)
 
 
@@ -160,7 +160,7 @@ class _Fetch:
 
 
 def _resident(block: nn.Module) -> frozenset[int]:
-    """Storages that live on whatever is saved: parameters as they are now (gathered, under FSDP) and buffers."""
+    """Return the storages that live on whatever is saved: parameters as they are now (gathered, under FSDP) and buffers."""
     return frozenset(_key(local_tensor(tensor)) for tensor in (*block.parameters(), *block.buffers()))
 
 
@@ -228,7 +228,7 @@ class _View:
     spec: Any
 
     def tensor(self) -> Tensor:
-        """As it was saved, on the device."""
+        """Return the tensor as it was saved, on the device."""
         storage = self.saved.on_device().untyped_storage()
         with torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -262,14 +262,14 @@ class _Saved:
         self._bytes = None
 
     def fetch(self) -> None:
-        """Start to bring it up, unless it is there."""
+        """Start to bring it up, unless it is on the device."""
         if self._bytes is None:
             self._bytes = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._copies.device)
             self._up = self._copies.to_device(self._buffer.data[: self._num_bytes], self._bytes)
             self._buffer.read = self._up
 
     def on_device(self) -> Tensor:
-        """Its bytes [n], once they are there."""
+        """Return its bytes [n], once they are on the device."""
         self.fetch()
         assert self._bytes is not None
         self._copies.wait(self._up)

@@ -52,7 +52,7 @@ class Traffic:
     unpinned_bytes: int = 0
 
     def take(self) -> Traffic:
-        """The counts so far; those of copies start again."""
+        """Return the counts so far; those of copies start again."""
         taken = Traffic(
             self.to_host_bytes, self.to_device_bytes, self.stored_bytes, self.read_bytes, self.unpinned_bytes
         )
@@ -61,7 +61,7 @@ class Traffic:
 
 
 def pin_memory(buffer: Tensor) -> bool:
-    """Lock the pages of a host tensor, so that copies to and from it run beside compute; False where that is refused.
+    """Lock the pages of a host tensor, so that copies to and from it overlap with compute; return False where that is refused.
 
     Not ``pin_memory=True``, whose allocator rounds up to powers of two: half of the host's memory could be lost to that.
     """
@@ -97,7 +97,7 @@ class HostPool:
         self.total_bytes = 0
 
     def take(self, num_bytes: int) -> HostBuffer:
-        """A buffer of at least so many bytes.
+        """Return a buffer of at least so many bytes.
 
         Raises:
             MeshwrightError: the host has no more memory.
@@ -110,12 +110,12 @@ class HostPool:
         return HostBuffer(*self.allocate(size))
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Let it be used again, once the copy from it is over."""
+        """Let a buffer be used again, once the copy from it is over."""
         with self._lock:
             self._free.setdefault(buffer.data.numel(), []).append(buffer)
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """Bytes of the host's memory from the start of a page, and whether they are pinned; `take` never hands them out.
+        """Return bytes of the host's memory from the start of a page, and whether they are pinned; `take` never hands them out.
 
         Raises:
             MeshwrightError: the host has no more memory.
@@ -161,7 +161,7 @@ def _refuse(_: Tensor) -> bool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """The next of eight sizes for each doubling."""
+    """Return the next of eight sizes for each doubling."""
     step = 1 << max(0, num_bytes.bit_length() - _CLASSES_PER_OCTAVE.bit_length())
     return -(-num_bytes // step) * step
 
@@ -190,7 +190,7 @@ class Copies:
     def to_host(
         self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
     ) -> torch.cuda.Event | None:
-        """Copy a device tensor down beside compute; the event (CUDA) when the host may read it and the device forget it.
+        """Copy a device tensor down during compute; return the event (CUDA) when the host may read it and the device forget it.
 
         Args:
             after: what else has to be over first: the last copy from ``target``.
@@ -201,7 +201,7 @@ class Copies:
     def to_device(
         self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
     ) -> torch.cuda.Event | None:
-        """Copy a host tensor up beside compute; the event (CUDA) after which ``target`` may be read."""
+        """Copy a host tensor up during compute; return the event (CUDA) after which ``target`` may be read."""
         self.traffic.to_device_bytes += source.nbytes
         return self._copy(self.up, source, target, after)
 
@@ -261,7 +261,7 @@ class StateFile:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="states")
 
     def view(self, start: int, num_bytes: int) -> Tensor:
-        """The bytes as a tensor over the file, for what reads or fills them outside a step: checkpoints."""
+        """Return the bytes as a tensor over the file, for what reads or fills them outside a step: checkpoints."""
         return self._view[start : start + num_bytes]
 
     def read(self, start: int, target: Tensor) -> Future[None]:
@@ -272,7 +272,7 @@ class StateFile:
         )
 
     def write(self, start: int, source: Tensor) -> Future[None]:
-        """Begin to write the bytes there; they must not change until it is over."""
+        """Begin to write the bytes; they must not change until it is over."""
         self._traffic.stored_bytes += source.nbytes
         return self._threads.submit(self._all, lambda part, at: os.pwrite(self._file.fileno(), part, at), start, source)
 
@@ -293,7 +293,7 @@ class StateFile:
 
     @staticmethod
     def _all(move: Callable[[memoryview, int], int], start: int, tensor: Tensor) -> None:
-        """One call moves at most 2 GiB, and fewer where a drive or a limit says so."""
+        """Move all bytes: one call moves at most 2 GiB, and fewer where a drive or a limit says so."""
         view, done = memoryview(tensor.numpy()).cast("B"), 0
         while done < len(view):
             moved = move(view[done:], start + done)

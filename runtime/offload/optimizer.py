@@ -73,18 +73,18 @@ class _States:
 
     @property
     def local(self) -> Tensor:
-        """The part of the parameter that this rank has."""
+        """Return the part of the parameter that this rank has."""
         return local_tensor(self.parameter)
 
     @property
     def gradient(self) -> Tensor:
-        """The part of the gradient that this rank has."""
+        """Return the part of the gradient that this rank has."""
         assert self.parameter.grad is not None
         return local_tensor(self.parameter.grad)
 
     @property
     def contents(self) -> tuple[int, int, int]:
-        """Changes whenever the parameter does: a DTensor and its local part count changes apart."""
+        """Return what changes whenever the parameter does: a DTensor and its local part count changes apart."""
         return self.local.data_ptr(), self.local._version, self.parameter._version
 
 
@@ -198,7 +198,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return states
 
     def _make_state(self, parameter: nn.Parameter) -> None:
-        """Zero states under torch's names; fresh pages and fresh files are zero."""
+        """Make zero states under torch's names; fresh pages and fresh files are zero."""
         away, local = self._away.get(parameter), local_tensor(parameter)
         moments = local.new_zeros((2, *local.shape)) if away is None else away.moments
         self.state[parameter] = {
@@ -215,7 +215,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             _update(group, [local_tensor(parameter) for parameter in parameters], gradients, moments, steps)
 
     def _update_streamed(self, work: _Work) -> None:
-        """Each on the device, while the states of the next one come and those of the one before go."""
+        """Update each on the device, while the states of the next one come and those of the one before go."""
         leaving: deque[tuple[_Moments, Tensor, torch.cuda.Event | None]] = deque()
         for moments, on_device, arrived in self._arriving(work):
             self._copies.wait(arrived)
@@ -233,7 +233,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._left(*leaving.popleft())
 
     def _arriving(self, work: _Work) -> Iterator[tuple[_Moments, Tensor, torch.cuda.Event | None]]:
-        """Moments on the device and the event when they are; the next ones have been sent for."""
+        """Yield moments on the device and the event when they are; the next ones have been sent for."""
         coming: deque[tuple[_Moments, Tensor, torch.cuda.Event | None]] = deque()
         for moments in self._on_host(work):
             on_device = torch.empty_like(moments.host, device=moments.states.local.device)
@@ -243,7 +243,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         yield from coming
 
     def _left(self, moments: _Moments, _: Tensor, down: torch.cuda.Event | None) -> None:
-        """The device's copy may go when it is down; with a file it goes on from there."""
+        """Let the device's copy go when it is down; with a file it goes on from there."""
         self._copies.wait(down)
         self._leaving = down
         if moments.buffer is not None:
@@ -267,7 +267,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._write(moments)
 
     def _bring_down(self, states: _States) -> _Gradient:
-        """The gradient, and the parameter where something else than this optimizer has changed it."""
+        """Bring down the gradient, and the parameter where something else than this optimizer has changed it."""
         gradient = states.gradient
         if states.copy is None:  # on the host already, as its parameter is
             return _Gradient(gradient)
@@ -278,7 +278,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return _Gradient(target, buffer, self._copies.to_host(gradient, target, after=buffer.read))
 
     def _on_host(self, work: _Work) -> Iterator[_Moments]:
-        """Moments in the host's memory; of stored ones the next are being read."""
+        """Yield moments in the host's memory; of stored ones the next are being read."""
         reading: deque[_Moments] = deque()
         for group, states in work:
             reading.append(self._read(group, states))
@@ -315,7 +315,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._file.finish(transfer)
 
     def _settle(self) -> None:
-        """What is on its way down has arrived: before anything but a later update reads the host's states."""
+        """Wait for what is on its way down, before anything but a later update reads the host's states."""
         if self._leaving is not None:
             self._leaving.synchronize()
 
@@ -346,12 +346,12 @@ def _update(
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A state as the parameter is spread; the constructor, because `DTensor.from_local` would move it to the device."""
+    """Return a state sharded as the parameter is; by the constructor, because `DTensor.from_local` would move it to the device."""
     return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
 
 
 def _starts(parameters: Sequence[Tensor]) -> list[int]:
-    """Where the moments of each begin in the file, and where the file ends; each at a page of its own."""
+    """Return where the moments of each begin in the file, and where the file ends; each at a page of its own."""
     starts = [0]
     for parameter in parameters:
         starts.append(starts[-1] + -(-2 * local_tensor(parameter).nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)

@@ -46,7 +46,7 @@ class HostOffload:
         self._activations.apply(part, stage.offload_of)
 
     def placements(self, module: Decoder) -> dict[nn.Parameter, Placement]:
-        """Where the optimizer states of this rank's parameters lie, of those that do not lie beside their parameter in memory."""
+        """Return where optimizer states of this rank lie that do not lie with their parameter in memory."""
         schedule = self.schedule
         places: dict[int, Place] = {
             **dict.fromkeys(
@@ -64,7 +64,7 @@ class HostOffload:
         }
 
     def take_traffic(self, module: Decoder) -> Traffic:
-        """What moved in a step, with what `fully_shard` moved for streamed parameters.
+        """Return what moved in a step, with what `fully_shard` moved for streamed parameters.
 
         That is not counted but follows from its rule: the shard comes up before the forward and the backward pass of each
         micro-batch, its gradient goes down after it.
@@ -78,7 +78,7 @@ class HostOffload:
         return traffic
 
     def report(self, module: Decoder) -> OffloadRecord:
-        """What moved since the last report, beside the plan; the plan's figures are of the rank that moves most."""
+        """Return what moved since the last report, next to the plan's figures, which are of the rank that moves most."""
         traffic, schedule = self.take_traffic(module), self.schedule
         return OffloadRecord(
             to_host_bytes=traffic.to_host_bytes,
@@ -103,7 +103,7 @@ def _warnings(traffic: Traffic) -> list[str]:
 
 
 def layer_of(name: str, model: ModelSpec) -> int:
-    """Index in ``ModelSpec.iter_layers`` of the layer that a parameter of the decoder belongs to."""
+    """Return the index in ``ModelSpec.iter_layers`` of the layer that a parameter of the decoder belongs to."""
     block = _BLOCK.match(name)
     if block is not None:
         return int(block[1]) + 1

@@ -31,12 +31,12 @@ class LossScale:
 
     @classmethod
     def of(cls, plan: Plan) -> LossScale:
-        """The factor at the start of a run."""
+        """Return the factor at the start of a run."""
         is_dynamic = plan.workload.precision == "fp16-mixed"
         return cls(INITIAL_SCALE if is_dynamic else 1.0, is_dynamic)
 
     def update(self, *, overflowed: bool) -> None:
-        """After a step; to be called with the same on all ranks."""
+        """Update the factor after a step; to be called with the same on all ranks."""
         if not self.is_dynamic:
             return
         self.steps += 1
@@ -47,5 +47,5 @@ class LossScale:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether gradients overflow although nothing is multiplied any more."""
+        """Tell whether gradients overflow although nothing is multiplied any more."""
         return self.value < MIN_SCALE

@@ -57,17 +57,17 @@ class MemoryMeter:
         self._count = AllocationCount() if count else None
 
     def stop_counting(self) -> None:
-        """From here on the allocated peak stays what was counted."""
+        """Stop counting: the allocated peak stays what was counted."""
         if self._count is not None:
             self._count.stop()
 
     def peak_allocated_bytes(self) -> int:
-        """Highest allocation so far, bytes; on a CPU what was counted, or else the reservation."""
+        """Return the highest allocation so far, bytes; on a CPU what was counted, or else the reservation."""
         self._read()
         return self._count.peak_bytes if self._count is not None and self._count.peak_bytes else self._allocated
 
     def peak_reserved_bytes(self) -> int:
-        """Highest reservation of the caching allocator so far; on a CPU the growth of the resident set."""
+        """Return the highest reservation of the caching allocator so far; on a CPU the growth of the resident set."""
         self._read()
         return self._reserved
 
@@ -92,7 +92,7 @@ class MemoryMeter:
 
 
 def _load_libraries() -> None:
-    """One tiny training step: pages in the code and the buffers that every process has once, whatever its model."""
+    """Do one tiny training step: it pages in the code and the buffers that every process has once, whatever its model."""
     with torch.random.fork_rng(devices=()):
         layer = torch.nn.Linear(64, 64)
         optimizer = torch.optim.AdamW(layer.parameters())
@@ -147,7 +147,7 @@ class AllocationCount:
 
 
 def _changes(events: Iterable[Any]) -> list[tuple[int, int, int]]:
-    """When, where and by how many bytes memory was given out, or taken back (negative), in order."""
+    """Return when, where and by how many bytes memory was given out, or taken back (negative), in order."""
     found, waiting = [], deque(events)
     while waiting:
         event = waiting.popleft()
@@ -158,7 +158,7 @@ def _changes(events: Iterable[Any]) -> list[tuple[int, int, int]]:
 
 
 def _peak_bytes(changes: Iterable[tuple[int, int, int]]) -> int:
-    """Most bytes at once. What a thread of a backend's takes back is not noted: an address given out again was free."""
+    """Return the most bytes at once. What a backend's thread takes back is not noted: an address given out again was free."""
     sizes: dict[int, int] = {}
     present = peak = 0
     for _, address, size in changes:

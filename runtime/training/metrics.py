@@ -106,7 +106,7 @@ class MetricsWriter:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def write(self, record: StepRecord | dict[str, Any]) -> None:
-        """One line."""
+        """Write one line."""
         if self._file is not None:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
@@ -118,14 +118,14 @@ class MetricsWriter:
 
 
 def mfu(plan: Plan, step_time_s: float) -> float:
-    """FLOPs that the model needs for a step over what all devices could do at their peak in that time, as in the plan."""
+    """Return the FLOPs of a step over what all devices could do at their peak in that time, as in the plan."""
     return plan.estimate.mfu * plan.estimate.step_time_s / step_time_s
 
 
 def summarise(
     plan: Plan, step_times_s: Sequence[float], ranks: Sequence[RankRecord], *, memory_source: MemorySource
 ) -> dict[str, Any]:
-    """The last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
+    """Return the last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
 
     Args:
         step_times_s: seconds of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not
@@ -173,7 +173,7 @@ def summarise(
 
 
 def predicted_parts_s(plan: Plan) -> dict[str, float]:
-    """What the plan expects of the busiest rank, in the parts that a run can tell apart; they sum to the step time."""
+    """Return what the plan expects of the busiest rank, in the parts that a run can tell apart; they sum to the step time."""
     parts = plan.estimate.breakdown_s
     return {
         "compute": parts.compute + parts.recompute,
@@ -184,7 +184,7 @@ def predicted_parts_s(plan: Plan) -> dict[str, float]:
 
 
 def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, float]:
-    """Parts of the rank that computes longest, under the names of `predicted_parts_s`, and what has no prediction."""
+    """Return the parts of the rank that computes longest, under the names of `predicted_parts_s`, and what has no prediction."""
     if not all(medians):
         return {}
     busiest = max(medians, key=lambda parts: parts["forward"] + parts["backward"])
@@ -205,7 +205,7 @@ def _parts_of_steps(
 
 
 def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
-    """Slow ranks by their own work: both passes and the update on a CPU, the update on a GPU, whose passes include waiting."""
+    """Return slow ranks by their own work: passes and update on a CPU; on a GPU, whose passes include waiting, the update."""
     on_gpu = plan.cluster.weakest_device.backend.has_streams
     own = [
         STEP_PARTS.index(name)
@@ -222,7 +222,7 @@ def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float6
 
 
 def read_new_records(path: str | Path, finished: threading.Event, *, poll_s: float = 0.05) -> Iterator[dict[str, Any]]:
-    """Objects of a file that another process writes, as they come; ends when ``finished`` is set and all is read."""
+    """Yield the objects of a file that another process writes, as they come; end when ``finished`` is set and all is read."""
     path = Path(path)
     position, rest = 0, b""
     while True:
@@ -254,7 +254,7 @@ class Straggler(TypedDict):
 
 
 def stragglers(compute_s: FloatArray, stage_of_rank: NDArray[np.int64], expected_s: FloatArray) -> list[Straggler]:
-    """The slow ranks, slowest first.
+    """Return the slow ranks, slowest first.
 
     Args:
         compute_s: seconds of each rank's own work in each step [R, T].

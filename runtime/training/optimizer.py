@@ -33,7 +33,7 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     zeroth_order: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD (no momentum), as the plan's workload says; norms and biases are not decayed.
+    """Build AdamW or SGD (no momentum), as the plan's workload says; norms and biases are not decayed.
 
     A fused update takes either plain parameters or DTensors: those of foreign modules, of which tensor parallelism splits only
     some, are groups of their own.
@@ -80,7 +80,7 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
 
 @torch.no_grad()
 def local_square(model: ParallelModel) -> Tensor:
-    """What this rank adds to the square of the norm of all gradients, fp32 []."""
+    """Return what this rank adds to the square of the norm of all gradients, fp32 []."""
     counted = [local_tensor(p.grad) for name, p in model.named_parameters() if is_first_copy(model, name, p.grad)]
     if not counted:
         return torch.zeros((), dtype=torch.float32, device=model.device)
@@ -89,7 +89,7 @@ def local_square(model: ParallelModel) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients(model: ParallelModel, norm: Tensor, max_norm: float) -> None:
-    """Multiply this rank's gradients so that a whole of the given norm [] has at most ``max_norm``; no wait for the device."""
+    """Scale this rank's gradients so that a norm [] over the model becomes at most ``max_norm``; no wait for the device."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1:
         return
@@ -101,14 +101,14 @@ def scale_gradients(model: ParallelModel, norm: Tensor, max_norm: float) -> None
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, options: TrainOptions, *, done: int) -> LambdaLR:
-    """The learning rate of step ``done + 1`` and those that follow."""
+    """Return the schedule of the learning rate for step ``done + 1`` and those that follow."""
     for group in optimizer.param_groups:
         group["initial_lr"] = options.learning_rate
     return LambdaLR(optimizer, lambda idx: options.learning_rate_factor(idx + 1), last_epoch=done - 1)
 
 
 def is_first_copy(model: ParallelModel, name: str, gradient: Tensor | None) -> bool:
-    """Whether this rank is the one that counts its part of a parameter (or of its gradient) among those that have a copy."""
+    """Tell whether this rank counts its part of a parameter (or of its gradient) among the ranks that have a copy."""
     if gradient is None:
         return False
     mesh = model.mesh
@@ -144,7 +144,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: move the corrections and count anew."""
+        """Move the corrections after a step and count anew."""
         if not self._num_experts:
             return
         loads = torch.zeros(self._num_blocks, self._num_experts, device=self._model.device)
@@ -159,12 +159,12 @@ class RouterBalance:
 
 
 def is_balanced(block: Block) -> bool:
-    """Whether a block has experts behind a sigmoid router."""
+    """Tell whether a block has experts behind a sigmoid router."""
     return isinstance(block.mlp, MoE) and block.mlp.router == "sigmoid"
 
 
 def _sigmoid_routers(model: ParallelModel) -> dict[int, Router]:
-    """By the block's place in the model."""
+    """Return the routers by the block's index in the model."""
     layers = model.module.model.layers.items()
     mixtures = {int(name): block.mlp for name, block in layers if isinstance(block.mlp, MixtureOfExperts)}
     return {idx: mixture.gate for idx, mixture in mixtures.items() if mixture.gate.spec.router == "sigmoid"}

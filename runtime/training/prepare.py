@@ -12,7 +12,7 @@ from .options import TrainOptions
 
 
 def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
-    """The options with text made into tokens, after everything about them that can be wrong was looked at; starts nothing.
+    """Return the options with text made into tokens, after checking everything about them that can be wrong; starts nothing.
 
     Raises:
         ConfigError: no data, too little of it, not those of the model's vocabulary, or options that contradict.
@@ -37,7 +37,7 @@ def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
 
 
 def check_weight_options(plan: Plan, options: TrainOptions) -> None:
-    """Look at the weights a run starts from and at the place of those it ends with.
+    """Check the weights a run starts from and the place of those it ends with.
 
     Raises:
         ConfigError: they are of another model or damaged, or the place cannot be written.
@@ -59,7 +59,7 @@ def check_weight_options(plan: Plan, options: TrainOptions) -> None:
 
 
 def open_batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank: int) -> tuple[TokenBatches, str]:
-    """The sequences of one data-parallel rank, and what tells these data from others."""
+    """Return the sequences of one data-parallel rank, and what tells these data from others."""
     vocab_size, seq_len = plan.model.vocab_size, plan.workload.seq_len
     stream: TokenStream = open_data(options.data, vocab_size=vocab_size)
     batches = TokenBatches(

@@ -67,7 +67,7 @@ class StepClock:
         self._pieces: list[StepSpan] = []
 
     def keep(self) -> None:
-        """The step begins, and each of its parts and waits is kept until `take_pieces`."""
+        """Begin a step of which each part and wait is recorded until `take_spans`."""
         self._pieces = []
         self._begun = time.perf_counter()
         if self._on_gpu:
@@ -75,13 +75,13 @@ class StepClock:
             self._begun.record()
 
     def take_pieces(self) -> list[StepSpan]:
-        """What was kept of the step that has ended; on a GPU after it was synchronised and taken. Nothing more is kept."""
+        """Return what was recorded of the step that has ended; on a GPU after it was synchronised and taken. Recording ends."""
         pieces, self._pieces, self._begun = self._pieces, [], None
         return pieces
 
     @contextmanager
     def part(self, name: StepPart, action: Action | None = None) -> Iterator[None]:
-        """What happens inside belongs to a part, except for waiting. Parts do not nest."""
+        """Count what happens inside for a part, except for waiting. Parts do not nest."""
         if self._on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -104,7 +104,7 @@ class StepClock:
                 self._seconds["preempted"] += max(0.0, own - (time.thread_time() - ran))
 
     def take(self, step_time_s: float) -> dict[StepPart, float]:
-        """Parts of the step that has ended, seconds, and begin anew; on a GPU after it was synchronised."""
+        """Return the parts of the step that has ended, seconds, and begin anew; on a GPU after it was synchronised."""
         for name, begin, end, action in self._marks:
             self._seconds[name] += begin.elapsed_time(end) / 1e3
             if self._begun is not None:
@@ -115,7 +115,7 @@ class StepClock:
         return {**seconds, "other": max(0.0, step_time_s - counted)}
 
     def waited(self, since_s: float) -> None:
-        """What passed from a moment of time.perf_counter until now, on this thread, was waiting for other ranks."""
+        """Count what passed since a moment of time.perf_counter, on this thread, as waiting for other ranks."""
         ended = time.perf_counter()
         part: StepPart = "communication" if self._depth else self._outside
         self._waited += ended - since_s
@@ -124,7 +124,7 @@ class StepClock:
             self._pieces.append(StepSpan(part, since_s - self._begun, ended - self._begun, is_wait=True))
 
     def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """A waiting function that tells this clock how long it took."""
+        """Return a waiting function that tells this clock how long it took."""
 
         def timed_wait(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:  # a checkpoint that is written beside the training
@@ -140,7 +140,7 @@ class StepClock:
 
 @contextmanager
 def clock_waiting(clock: StepClock) -> Iterator[None]:
-    """While inside, every wait of this process for a collective or a message is told to the clock."""
+    """Count every wait of this process for a collective or a message while inside."""
     work, tensor = dist.Work.wait, functional.wait_tensor
     dist.Work.wait = clock.timed(work)  # type: ignore[method-assign]
     functional.wait_tensor = clock.timed(tensor)

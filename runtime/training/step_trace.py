@@ -53,7 +53,7 @@ class StepTrace:
         self._barrier_s = 0.0
 
     def begin(self) -> None:
-        """Just before the step; ranks leave together."""
+        """Wait for the other ranks just before the step; ranks leave together."""
         dist.barrier()
         self._barrier_s = time.perf_counter()
 
@@ -81,7 +81,7 @@ class StepTrace:
 
 
 def slices_of(pieces: Sequence[StepSpan], plan: Plan, rank: int, step_time_s: float) -> list[Slice]:
-    """What a rank did, from the beginning of its step."""
+    """Return what a rank did, from the beginning of its step."""
     passes_end_s = max((piece.end_s for piece in pieces if piece.action is not None), default=0.0)
     layout = plan.layout
     collective = COLLECTIVE if layout.tp * layout.cp * layout.ep > 1 else DATA_PARALLEL
@@ -100,7 +100,7 @@ def slices_of(pieces: Sequence[StepSpan], plan: Plan, rank: int, step_time_s: fl
 
 
 def _rest(slices: Sequence[Slice], rank: int, passes_end_s: float, step_time_s: float) -> list[Slice]:
-    """What lies between the passes, the update and the end of the step."""
+    """Return what lies between the passes, the update and the end of the step."""
     updates = [(piece.start_s, piece.start_s + piece.seconds) for piece in slices if piece.stream == "optimizer"]
     ends = [passes_end_s, *(end for _, end in updates)]
     begins = [*(begin for begin, _ in updates), step_time_s]
@@ -109,7 +109,7 @@ def _rest(slices: Sequence[Slice], rank: int, passes_end_s: float, step_time_s: 
 
 
 def starts_of(ranks: Sequence[_Own]) -> list[float]:
-    """When the step began on each rank of the plan, seconds since it began on the first one."""
+    """Return when the step began on each rank of the plan, seconds since it began on the first one."""
     zero: dict[str, float] = {}
     for one in ranks:
         zero[one.machine] = min(one.barrier_s, zero.get(one.machine, one.barrier_s))
@@ -122,5 +122,5 @@ def _later(slices: Sequence[Slice], seconds: float) -> list[Slice]:
 
 
 def _machine() -> str:
-    """Ranks with the same answer read the same clock."""
+    """Return a name of this machine: ranks with the same answer read the same clock."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()

@@ -57,7 +57,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM as a request, not as the end."""
+        """Take SIGTERM as a request while inside, not as the end."""
         before = signal.signal(signal.SIGTERM, self._receive)
         try:
             yield
@@ -109,16 +109,16 @@ class TrainingRun:
 
     @property
     def steps_done(self) -> int:
-        """Steps of the whole run, those before a resumed checkpoint included."""
+        """Return the steps of the entire run, those before a resumed checkpoint included."""
         return self._steps
 
     @property
     def is_finished(self) -> bool:
-        """Whether every step is done, or the ranks agreed to end."""
+        """Tell whether every step is done, or the ranks agreed to end."""
         return self.is_stopped or self._steps >= self.options.steps
 
     def resume(self) -> int:
-        """Steps already done: those of the newest checkpoint, or none."""
+        """Return the steps already done: those of the newest checkpoint, or none."""
         options = self.options
         found = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
         newest = gather(str(found[-1]) if found else None)[0]
@@ -149,7 +149,7 @@ class TrainingRun:
             )
 
     def step(self, tokens: torch.Tensor) -> None:
-        """Forward, backward and update; the clock runs from the batch being there to the parameters being new."""
+        """Do one step; the clock runs from the batch being on the device to the parameters being new."""
         model, options = self.model, self.options
         trace = self._trace if self._steps + 1 == self._traced_step else None
         if trace is not None:
@@ -203,7 +203,7 @@ class TrainingRun:
         self.writer.write(record)
 
     def _losses(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the mean loss, after what the optimizer needs to know of the batch was found out."""
+        """Return what this rank adds to the mean loss, after what the optimizer needs to know of the batch was computed."""
         if not isinstance(self.optimizer, ZerothOrderSGD):
             return self.model.backward(tokens)
         self.optimizer.num_steps = self._steps
@@ -247,7 +247,7 @@ class TrainingRun:
             (Path(folder) / STOPPED_FILE).write_text(str(self._steps))
 
     def finish(self) -> None:
-        """Report the measurements of all ranks beside the prediction."""
+        """Report the measurements of all ranks with the prediction."""
         self.meter.stop_counting()
         self._progress.rest()
         own = RankRecord(
@@ -267,7 +267,7 @@ class TrainingRun:
 
 
 def gather(value: T) -> list[T]:
-    """One value of every rank, in the order of the processes."""
+    """Return one value of every rank, in the order of the processes."""
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -332,7 +332,7 @@ def _run_steps(run: TrainingRun, batches: TokenBatches) -> None:
 
 
 def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tensor]:
-    """Batches until the run is finished, each read while the one before is trained on."""
+    """Yield batches until the run is finished, each read while the one before is trained on."""
     batch = run.model.plan.workload.global_batch_size
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
         coming = reader.submit(batches.batch, run.samples)
@@ -344,7 +344,7 @@ def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tenso
 
 
 def _join(plan: Plan, timeout_s: float) -> torch.device:
-    """Enter the job's process group; this rank's device."""
+    """Enter the job's process group; return this rank's device."""
     cluster = plan.cluster
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     backend = _backend(plan)
@@ -361,7 +361,7 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
 
 
 def _backend(plan: Plan) -> str:
-    """Streamed parameters and their gradients are reduced and counted on the host."""
+    """Return the backend; streamed parameters and their gradients are reduced and counted on the host."""
     backend = plan.cluster.weakest_device.backend.collectives
     streams = plan.offload is not None and plan.offload.streamed_parameter_layers
     return f"cpu:gloo,cuda:{backend}" if streams and backend != "gloo" else backend

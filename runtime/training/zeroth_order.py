@@ -58,7 +58,10 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def losses(self, tokens: Tensor) -> Tensor:
-        """What this rank adds to the mean loss, [] on the device, half way between the two losses; no gradient is left anywhere."""
+        """Return what this rank adds to the mean loss, [] on the device, half way between the two losses.
+
+        No gradient remains anywhere.
+        """
         self._move(EPSILON)
         above = self._model.forward(tokens)
         self._move(-2 * EPSILON)
@@ -86,7 +89,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
                 local_tensor(parameter).add_(self._direction(parameter), alpha=distance)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """The part of z that this rank has."""
+        """Return the part of z that this rank has."""
         name = self._names[parameter]
         if name == "lm_head.weight" and self._model.plan.model.tie_embeddings:
             name = "model.embed_tokens.weight"

@@ -39,7 +39,7 @@ def parallelize_user_module(
     weights: str | Path | None = None,
     loss_fn: LossFunction | None = None,
 ) -> ParallelModel:
-    """See `parallelize`."""
+    """Apply a plan to a module that is no Decoder; see `parallelize`."""
     structure = find_structure(module)
     _check(module, structure, plan)
     is_meta = any(parameter.is_meta for parameter in module.parameters())
@@ -138,7 +138,7 @@ def _split(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan
 
 
 def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan) -> None:
-    """Blocks one by one; embedding, and last norm with head; all that is left, and what is tied, with the part itself."""
+    """Shard blocks one by one; embedding, and last norm with head; all that remains, and what is tied, with the part itself."""
     own = enumerate(structure.blocks_of(part), start=1)
     blocks = [(idx, block) for idx, block in own if any(True for _ in block.parameters())]
     outer: list[list[nn.Module]] = []
@@ -153,7 +153,7 @@ def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan
 
 
 def _tie(part: nn.Module, structure: Structure, is_tied: bool) -> None:
-    """New parameters (split, materialised) of embedding and head are two; of a tied model on one part they must be one."""
+    """Tie embedding and head of one part again: split or materialised, they had become two parameters."""
     if not is_tied:
         return
     embedding, head = _ends(part, structure)
@@ -162,7 +162,7 @@ def _tie(part: nn.Module, structure: Structure, is_tied: bool) -> None:
 
 
 def _ends(part: nn.Module, structure: Structure) -> tuple[nn.Module | None, nn.Module | None]:
-    """Embedding and head where the part has them."""
+    """Return embedding and head where the part has them."""
     assert structure.embedding is not None
     assert structure.head is not None
     found = [part.get_submodule(name) for name in (structure.embedding, structure.head)]
@@ -171,7 +171,7 @@ def _ends(part: nn.Module, structure: Structure) -> tuple[nn.Module | None, nn.M
 
 
 def _joined(module: nn.Module, structure: Structure, parts: list[nn.Module], own: set[int]) -> nn.Module:
-    """The layers of several parts under their names; never called."""
+    """Return the layers of several parts under their names; never called."""
     whole = stage_module(module, structure, own)
     if structure.head is not None and len(module.get_submodule(structure.blocks)) + 1 in own:  # type: ignore[arg-type]
         owner, _, name = structure.head.rpartition(".")
@@ -181,7 +181,7 @@ def _joined(module: nn.Module, structure: Structure, parts: list[nn.Module], own
 
 
 def _materialise(part: nn.Module, device: torch.device) -> None:
-    """Memory for what is on the meta device; tables that are no parameters are computed as transformers does."""
+    """Give memory to what is on the meta device; tables that are no parameters are computed as transformers does."""
     tables = [(owner, name) for owner in part.modules() for name, b in owner.named_buffers(recurse=False) if b.is_meta]
     part.to_empty(device=device)
     initialise: Any = getattr(part, "_init_weights", None)
@@ -195,12 +195,12 @@ def _materialise(part: nn.Module, device: torch.device) -> None:
 
 
 def _aliases(structure: Structure, is_tied: bool) -> dict[str, str]:
-    """A tied head alone on its stage starts as the embedding does."""
+    """Return which parameter another starts as: a tied head alone on its stage starts as the embedding does."""
     return {f"{structure.head}.weight": f"{structure.embedding}.weight"} if is_tied else {}
 
 
 def _load(module: nn.Module, structure: Structure, folder: str | Path, *, is_tied: bool) -> None:
-    """Weights by the module's own names, each rank what it holds.
+    """Load weights by the module's own names, each rank its part.
 
     Raises:
         ConfigError: one is missing or of another shape.

@@ -43,12 +43,12 @@ class Structure:
     is_transformers: bool = False
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
-        """The blocks; none where the module has no ModuleList."""
+        """Return the blocks; none where the module has no ModuleList."""
         found = module.get_submodule(self.blocks) if self.blocks else ()
         return list(found)  # type: ignore[call-overload]
 
     def is_tied(self, module: nn.Module) -> bool:
-        """Whether embedding and head are one parameter."""
+        """Tell whether embedding and head are one parameter."""
         if self.embedding is None or self.head is None:
             return False
         weights = [getattr(module.get_submodule(name), "weight", None) for name in (self.embedding, self.head)]
@@ -56,7 +56,7 @@ class Structure:
 
 
 def find_structure(module: nn.Module) -> Structure:
-    """Look a module through."""
+    """Find the blocks of a module, what stands before and after them, its embedding and its head."""
     path = _longest_list(module)
     base = path.rpartition(".")[0]
     before: list[str] = []
@@ -79,7 +79,7 @@ def find_structure(module: nn.Module) -> Structure:
 
 
 def is_transformers(module: object) -> bool:
-    """Whether it is a PreTrainedModel, without importing transformers where nothing else has."""
+    """Tell whether it is a PreTrainedModel, without importing transformers where nothing else has."""
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
@@ -127,7 +127,7 @@ class Skipped(nn.Module):
         vars(self).update({k: v for k, v in vars(layer).items() if isinstance(v, str | int) and not k.startswith("_")})
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The hidden states as they are."""
+        """Return the hidden states as they are."""
         return hidden
 
 
@@ -135,12 +135,12 @@ class Nothing(nn.Module):
     """An embedding of another stage: adds nothing."""
 
     def forward(self, idxs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Zero [], whatever is looked up."""
+        """Return zero [], whatever is looked up."""
         return torch.zeros((), device=idxs.device)
 
 
 def stage_module(model: nn.Module, structure: Structure, layer_idxs: Collection[int]) -> nn.Module:
-    """A model with these layers only, counted as in ``ModelSpec.iter_layers``; its modules are the given one's."""
+    """Return a model with these layers only, counted as in ``ModelSpec.iter_layers``; its modules are the given one's."""
     part = shell(model)
     parent = part
     for name in structure.base.split(".") if structure.base else ():
@@ -189,7 +189,7 @@ def run_as_stage(part: nn.Module, structure: Structure, layer_idxs: Collection[i
 
 
 def next_token_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss [1] of the next tokens, of a whole module that makes logits of tokens."""
+    """Return the mean loss [1] of the next tokens, of an unsplit module that makes logits of tokens."""
     out = module(inputs)
     logits = out if isinstance(out, Tensor) else out.logits
     return cross_entropy(logits, targets)

@@ -80,7 +80,7 @@ class Region:
 
 
 def transformers_rules(model: Any) -> dict[str, Rule]:
-    """By path, from the model's own plan; empty where it has none.
+    """Return the rules by path, from the model's own plan; none where it has none.
 
     Raises:
         RuntimeMismatchError: the plan has a style that is not known here.
@@ -104,7 +104,7 @@ def transformers_rules(model: Any) -> dict[str, Rule]:
 
 
 def derived_regions(module: nn.Module) -> list[Region]:
-    """Regions of a plain module, outermost first."""
+    """Return the regions of a plain module, outermost first."""
     return [region for path, parent in module.named_modules() for region in _regions_in(path, parent)]
 
 
@@ -122,7 +122,7 @@ def _regions_in(path: str, parent: nn.Module) -> Iterator[Region]:
 
 
 def _attention_of(linears: Mapping[str, nn.Linear]) -> tuple[str, ...]:
-    """Names of the projections of queries, keys, values and outputs; empty where one is missing."""
+    """Return the names of the projections of queries, keys, values and outputs; none where one is missing."""
     found = [next((name for name in names if name in linears), None) for names in (_QUERY, _KEY, _VALUE, _OUT)]
     if any(name is None for name in found):
         return ()
@@ -131,7 +131,7 @@ def _attention_of(linears: Mapping[str, nn.Linear]) -> tuple[str, ...]:
 
 
 def _pairs(names: list[str], children: Mapping[str, nn.Module]) -> Iterator[list[str]]:
-    """Runs of linear layers D to F with one from F to D behind them."""
+    """Yield runs of linear layers D to F with one from F to D behind them."""
     run: list[str] = []
     for name in names:
         child = children[name]
@@ -216,7 +216,7 @@ def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
 
 
 def _require_all(model: nn.Module, parent: str, inside: Mapping[str, Rule]) -> None:
-    """Every parameter of a region has a rule: the gradient of its input is summed over ranks."""
+    """Require a rule for every parameter of a region: the gradient of its input is summed over ranks."""
     owner = model.get_submodule(parent)
     named = {name.rpartition(".")[0] for name, _ in owner.named_parameters()}
     without = sorted(name for name in named if f"{parent}.{name}" not in inside)
@@ -246,7 +246,7 @@ def _require_even(module: nn.Module, rules: Mapping[str, Rule], tp: DeviceMesh) 
 
 
 def _split(layer: nn.Module, rule: Rule, tp: DeviceMesh, hidden: Placement, *, sums_inputs: bool) -> None:
-    """One layer: its parameters over tp, and what happens to its input and output."""
+    """Split one layer: its parameters over tp, and what happens to its input and output."""
     if rule == "heads_norm":
         sum_weight_gradients(layer, tp)
         return
@@ -282,7 +282,7 @@ def _local_bias(bias: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
 def _with_local_weights(
     layer: nn.Module, *, has_bias: bool = True, change: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[..., Any]:
-    """The layer's forward on what this rank has of its parameters; without the bias where that comes after a sum."""
+    """Return the layer's forward on this rank's parts of its parameters; without the bias where that comes after a sum."""
     original = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -304,14 +304,14 @@ def _with_local_weights(
 
 
 def sum_weight_gradients(layer: nn.Module, tp: DeviceMesh) -> None:
-    """Let every rank keep a layer whole, of which each sees a part of the work: the gradients of its weights are summed."""
+    """Leave a layer unsharded of which each rank sees a part of the work: the gradients of its weights are summed."""
     layer.forward = _with_local_weights(  # type: ignore[method-assign]
         layer, change=functools.partial(whole_input, tp=tp, hidden=Replicate())
     )
 
 
 def whole_input(x: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
-    """What every rank has of x, or has a part of, whole; each rank's gradient of it is a part of a sum."""
+    """Return x in full, of which every rank has all or a part; each rank's gradient of it is a part of a sum."""
     spread = DTensor.from_local(x, tp, [hidden], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
@@ -321,7 +321,7 @@ def _moved(x: Tensor, tp: DeviceMesh, source: Placement, target: Placement) -> T
 
 
 def _enter(parent: nn.Module, tp: DeviceMesh, hidden: Placement) -> None:
-    """Make the first argument of a region whole, with a gradient that is summed, once for all layers that read it."""
+    """Gather the first argument of a region, with a gradient that is summed, once for all layers that read it."""
     name = next(iter(inspect.signature(parent.forward).parameters))
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -369,7 +369,7 @@ def _divide_heads(attention: nn.Module, region: Region, tp: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _trial(module: nn.Module, region: Region) -> Tensor | str:
-    """What the module around a region makes of random input of the width of its first layer, or why it takes none."""
+    """Return what the module around a region makes of random input of the width of its first layer, or why it takes none."""
     parent, first = module.get_submodule(region.parent), module.get_submodule(next(iter(region.rules)))
     assert isinstance(first, nn.Linear)
     weight = first.weight.to_local() if isinstance(first.weight, DTensor) else first.weight

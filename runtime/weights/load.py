@@ -54,12 +54,12 @@ class StoredWeights:
     dtypes: Mapping[str, str]
 
     def name(self, piece: Piece) -> str:
-        """Under which name the folder holds a piece: with or without the base model's prefix."""
+        """Return the name under which the folder holds a piece: with or without the base model's prefix."""
         return piece.name if piece.name in self.file_of else without_prefix(piece.name)
 
 
 def find_weights(folder: str | Path) -> StoredWeights:
-    """Names, shapes and types of the tensors in a folder, from the headers of its files.
+    """Return the names, shapes and types of the tensors in a folder, from the headers of its files.
 
     Raises:
         ConfigError: there are none, a file is damaged, or the index names what is not there.
@@ -82,7 +82,7 @@ def find_weights(folder: str | Path) -> StoredWeights:
 
 
 def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
-    """The weights in a folder, after everything that can be wrong about them for a model was looked at.
+    """Return the weights in a folder, after checking everything about them that can be wrong for a model.
 
     Raises:
         ConfigError: they are damaged or of another model: with names, shapes or fields.
@@ -138,7 +138,7 @@ def read_pieces(stored: StoredWeights, wanted: list[tuple[str, Piece, Tensor]]) 
 
 
 def _tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[Tensor, tuple[Piece, ...]]]:
-    """Tensors of this rank with the pieces they are made of; a tied projection alone on its stage is the embedding."""
+    """Yield the tensors of this rank with the pieces they are made of; a tied projection alone on its stage is the embedding."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_adapter(name):
             continue
@@ -162,7 +162,7 @@ def _copy(source: Any, piece: Piece, tensor: Tensor) -> None:
 
 
 def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[slice]:
-    """Runs of the first dimension of at most `BLOCK_BYTES`."""
+    """Yield runs of the first dimension of at most `BLOCK_BYTES`."""
     row_bytes = element_bytes
     for size in shape[1:]:
         row_bytes *= size
@@ -172,14 +172,14 @@ def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[slice]:
 
 
 def decoder_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the parameters and buffers of the model's Decoder, in order."""
+    """Return the full shapes of the parameters and buffers of the model's Decoder, in order."""
     with torch.device("meta"):
         decoder = Decoder(spec)
     return {name: tuple(tensor.shape) for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())}
 
 
 def open_file(path: Path) -> safe_open:
-    """One safetensors file, mapped.
+    """Open one safetensors file, mapped.
 
     Raises:
         ConfigError: safetensors is not installed, or the file is not there, unreadable, cut off or no safetensors file.
@@ -195,7 +195,7 @@ def open_file(path: Path) -> safe_open:
 
 
 def _index(folder: Path) -> dict[str, str] | None:
-    """File of each tensor, as the folder's index says; None where there is one file and no index."""
+    """Return the file of each tensor, as the folder's index says; None where there is one file and no index."""
     if not folder.is_dir():
         raise ConfigError(f"no such folder of weights: {folder}")
     path = folder / INDEX_FILE
@@ -217,7 +217,7 @@ def _index(folder: Path) -> dict[str, str] | None:
 
 
 def _check_config(spec: ModelSpec, folder: Path) -> None:
-    """Settings that leave shapes as they are but not what the weights compute."""
+    """Refuse other settings that leave shapes as they are but not what the weights compute."""
     if not (folder / "config.json").is_file():
         return
     theirs = json.loads(ModelSpec.from_hf(folder).model_dump_json(exclude=set(_NOT_THE_MODEL)))

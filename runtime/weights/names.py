@@ -63,7 +63,7 @@ class Piece:
     is_transposed: bool = False
 
     def place(self, region: tuple[slice, ...]) -> tuple[slice, ...] | None:
-        """Where a region of our tensor stands in the file's; None where nothing of it does."""
+        """Return where a region of our tensor stands in the file's; None where nothing of it does."""
         if any(part.start >= part.stop for part in region):
             return None
         if self.row is not None:
@@ -75,7 +75,7 @@ class Piece:
 
 
 def pieces_of(name: str, shape: tuple[int, ...], spec: ModelSpec) -> tuple[Piece, ...]:
-    """The file's tensors that make up one of a Decoder's, given its name and whole shape."""
+    """Return the file's tensors that make up one of a Decoder's, given its name and full shape."""
     if spec.architecture == "GPT2LMHeadModel":
         return (_gpt2_piece(name, shape),)
     expert = _EXPERT.fullmatch(name)
@@ -90,7 +90,7 @@ def pieces_of(name: str, shape: tuple[int, ...], spec: ModelSpec) -> tuple[Piece
 
 
 def pieces_of_model(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
-    """By our names; a tied output projection is not stored."""
+    """Return the pieces by our names; a tied output projection is not stored."""
     return {
         name: pieces_of(name, shape, spec)
         for name, shape in shapes.items()
@@ -99,7 +99,7 @@ def pieces_of_model(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> d
 
 
 def may_be_ignored(name: str, spec: ModelSpec) -> bool:
-    """Whether files may hold a name that no tensor of the model has."""
+    """Tell whether files may hold a name that no tensor of the model has."""
     if spec.tie_embeddings and name == TIED_HEAD:
         return True
     found = _NOT_READ.fullmatch(name)
@@ -107,7 +107,7 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
 
 
 def without_prefix(name: str) -> str:
-    """The name in files of the model without its head, as GPT-2 is published."""
+    """Return the name in files of the model without its head, as GPT-2 is published."""
     return re.sub(r"^(model|transformer)\.", "", name)
 
 

@@ -86,7 +86,7 @@ class _Files:
 
 
 def check_weights_target(spec: ModelSpec, folder: str | Path) -> None:
-    """Whether the weights of a model can be saved in a folder, before a run depends on it.
+    """Check that the weights of a model can be saved in a folder, before a run depends on it.
 
     Raises:
         ConfigError: it is there already, cannot be written, has too little space, or the model has no config.json.
@@ -163,7 +163,7 @@ def save_weights(
 
 
 def _files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> _Files:
-    """Tensors in the order of the model, one file after the other filled up."""
+    """Lay out the tensors in the order of the model, one file after the other filled up."""
     shapes = {
         piece.name: piece.shape for pieces in pieces_of_model(decoder_shapes(spec), spec).values() for piece in pieces
     }
@@ -209,7 +209,7 @@ def _prepare(folder: Path, partial: Path, files: _Files) -> None:
 
 @torch.no_grad()
 def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.dtype) -> None:
-    """The ranges of all tensors that this rank has to write."""
+    """Write the ranges of all tensors that this rank has to write."""
     spec, opened = model.plan.model, dict[str, int]()
     tensors = (*model.module.named_parameters(), *model.module.named_buffers())
     try:
@@ -238,7 +238,7 @@ def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.d
 
 
 def _write_range(descriptor: int, place: _Place, part: tuple[slice, ...], values: Tensor, dtype: torch.dtype) -> None:
-    """A range of a tensor at its place, in as few pieces as stand together in the file."""
+    """Write a range of a tensor at its place, in as few pieces as stand together in the file."""
     # Every dimension is 1 or 2: rows of elements.
     width = prod(place.shape[1:])
     columns = part[1] if len(part) > 1 else slice(0, 1)
@@ -260,7 +260,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _write_rest(folder: Path, files: _Files, spec: ModelSpec, dtype: torch.dtype, like: Path | None) -> None:
-    """The index, config.json, and what belongs to the model besides."""
+    """Write the index, config.json, and what belongs to the model besides."""
     if len(files.sizes) > 1:
         size = sum(prod(place.shape) for place in files.places.values()) * dtype.itemsize
         weight_map = {name: place.file for name, place in sorted(files.places.items())}
@@ -278,7 +278,7 @@ def _write_rest(folder: Path, files: _Files, spec: ModelSpec, dtype: torch.dtype
 
 @contextlib.contextmanager
 def _together(message: str) -> Iterator[None]:
-    """A part of the work that all ranks do; where one fails, all of them say so instead of waiting for it."""
+    """Do a part of the work on all ranks; where one fails, all of them say so instead of waiting for it."""
     failure: MeshwrightError | None = None
     try:
         yield
