@@ -156,11 +156,11 @@ def _links() -> Iterator[Finding]:
     up = [name for name, link in psutil.net_if_stats().items() if link.isup and name != "lo"]
     rdma = Path("/sys/class/infiniband")
     cards = sorted(card.name for card in rdma.iterdir()) if rdma.is_dir() else []
-    found = f"interfaces {', '.join(up) or 'none but loopback'}; RDMA {', '.join(cards) or 'none'}"
+    actual = f"interfaces {', '.join(up) or 'none but loopback'}; RDMA {', '.join(cards) or 'none'}"
     yield Finding(
         subject="network",
         status="ok" if up else "limited",
-        found=found,
+        found=actual,
         means="" if up else "jobs over several nodes cannot meet",
     )
 

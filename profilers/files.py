@@ -62,23 +62,23 @@ def machine_differences(measured: Machine) -> tuple[str, ...]:
 
 def summary(profile: Profile) -> dict[str, float]:
     """Return named rates: FLOP/s, bytes/s or seconds, as the name says."""
-    found: dict[str, float] = {"memory_bandwidth_bytes_per_s": profile.memory_bandwidth_bytes_per_s}
+    rates_by_name: dict[str, float] = {"memory_bandwidth_bytes_per_s": profile.memory_bandwidth_bytes_per_s}
     try:
         peaks = peak_flops(profile.matmuls)
     except ProfileError:  # a profile of links alone
         peaks = None
     if peaks is not None:
         rates = peaks.model_dump(exclude_none=True)
-        found |= {f"{dtype}_flops_per_s": rate for dtype, rate in rates.items()}
+        rates_by_name |= {f"{dtype}_flops_per_s": rate for dtype, rate in rates.items()}
     for op in dict.fromkeys(point.op for point in profile.collectives):
-        mine = [point for point in profile.collectives if point.op == op]
-        large, small = max(mine, key=lambda p: p.size_bytes), min(mine, key=lambda p: p.size_bytes)
-        found[f"{op}_bus_bytes_per_s"] = bus_factor(op, large.group_size) * large.size_bytes / large.time_s
-        found[f"{op}_latency_s"] = small.time_s
+        same_op = [point for point in profile.collectives if point.op == op]
+        large, small = max(same_op, key=lambda p: p.size_bytes), min(same_op, key=lambda p: p.size_bytes)
+        rates_by_name[f"{op}_bus_bytes_per_s"] = bus_factor(op, large.group_size) * large.size_bytes / large.time_s
+        rates_by_name[f"{op}_latency_s"] = small.time_s
     for copy in profile.host_copies:
         if copy.host_memory == "pinned" and copy.devices_at_once == 1:
-            found[f"{copy.direction}_bytes_per_s"] = copy.size_bytes / copy.time_s
-    return found
+            rates_by_name[f"{copy.direction}_bytes_per_s"] = copy.size_bytes / copy.time_s
+    return rates_by_name
 
 
 def compare(first: Profile, second: Profile) -> dict[str, Any]:
@@ -145,22 +145,22 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
             raise ProfileError("the profiles are of different machines", details=_unlike(profile, newest))
     fields: dict[str, Any] = {}
     for name in dict.fromkeys(name for profile in ordered for name in point_lists(profile)):
-        fields[name] = _joined([getattr(profile, name) for profile in ordered])
+        fields[name] = _merge_timed([getattr(profile, name) for profile in ordered])
     for name in ("layer_memory", "step_memory", "allocator", "node_bandwidth_bytes_per_s", "overlaps"):
         fields[name] = next((value for p in reversed(ordered) if (value := getattr(p, name))), getattr(newest, name))
     fields["duration_s"] = sum(profile.duration_s for profile in ordered)
     return newest.replace(**fields, content_sha256="").sealed()
 
 
-def _joined(lists: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
+def _merge_timed(lists: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
     """Return the points of all lists, each once, with the median of its times and the largest of its spreads."""
-    found: dict[str, list[Timed]] = {}
+    by_identity: dict[str, list[Timed]] = {}
     for points in lists:
         for point in points:
-            found.setdefault(point_identity(point), []).append(point)
+            by_identity.setdefault(point_identity(point), []).append(point)
     return tuple(
         same[-1].replace(time_s=median(p.time_s for p in same), spread=max(p.spread for p in same))
-        for same in found.values()
+        for same in by_identity.values()
     )
 
 

@@ -1,8 +1,8 @@
 """The machine at hand as a cluster: measured in as many concurrent processes as training will use, and cached.
 
-The measurement runs in as many ranks, all at once, because ranks of one machine slow one
-another down: they share memory bandwidth, caches, cores and the clock. What is kept is the Profile;
-``cluster_from_profile`` makes a ClusterSpec of it each time, so that a better fit needs no new measurement.
+The measurement runs in as many ranks, all at once, because ranks of one machine slow one another down: they share memory bandwidth,
+caches, cores and the clock. What is stored is the Profile; ``cluster_from_profile`` makes a ClusterSpec of it each time, so that a
+better fit needs no new measurement.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure_local(
     cached = None if refresh else _cached(path, machine, say)
     if cached is not None:
         return cached
-    with _alone(path, say) as has_waited:
+    with _measuring_lock(path, say) as has_waited:
         if has_waited and not refresh and (cached := _cached(path, machine, say)) is not None:
             return cached
         profile = measure_profile(machine, say)
@@ -140,7 +140,7 @@ def _store(path: Path | None, profile: Profile, say: Say) -> None:
 
 
 @contextmanager
-def _alone(path: Path | None, say: Say) -> Iterator[bool]:
+def _measuring_lock(path: Path | None, say: Say) -> Iterator[bool]:
     """Let one process measure at a time, as two would slow each other down; yields whether another one was waited for.
 
     The lock goes with its process. Without a cache that can be written there is none, and everybody measures.

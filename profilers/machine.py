@@ -75,11 +75,11 @@ def check_memory(memory_bytes: int, num_ranks: int) -> None:
         ConfigError: less than ``MIN_MEMORY_PER_RANK`` for each.
     """
     if memory_bytes // num_ranks < MIN_MEMORY_PER_RANK:
-        fitting = memory_bytes // MIN_MEMORY_PER_RANK
-        each = format_bytes(MIN_MEMORY_PER_RANK)
+        max_ranks = memory_bytes // MIN_MEMORY_PER_RANK
+        needed = format_bytes(MIN_MEMORY_PER_RANK)
         raise ConfigError(
-            f"{num_ranks} ranks share {format_bytes(memory_bytes)} of host memory; each needs {each}",
-            help=f"use at most {fitting} ranks" if fitting else "free some memory",
+            f"{num_ranks} ranks share {format_bytes(memory_bytes)} of host memory; each needs {needed}",
+            help=f"use at most {max_ranks} ranks" if max_ranks else "free some memory",
         )
 
 
@@ -163,14 +163,14 @@ def _visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
     """
     if visible is None:
         return list(range(len(uuids)))
-    found: list[int] = []
+    visible_gpus: list[int] = []
     for entry in (part.strip() for part in visible.split(",")):
         by_uuid = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
         index = int(entry) if re.fullmatch(r"[0-9]{1,6}", entry) else by_uuid[0] if by_uuid else -1
-        if not 0 <= index < len(uuids) or index in found:
+        if not 0 <= index < len(uuids) or index in visible_gpus:
             break
-        found.append(index)
-    return found
+        visible_gpus.append(index)
+    return visible_gpus
 
 
 def cpu_name() -> str:
@@ -228,14 +228,14 @@ def pace(elapsed_s: float, cpu_s: float) -> float:
 
 def _memory_limits() -> list[tuple[int, int]]:
     """Return (limit, used) of each cgroup around this process; page cache that can be dropped does not count as used."""
-    found = []
+    limits = []
     for folder in _cgroup_folders("memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
         if limit:
-            found.append((limit, max(0, used - (int(cache[1]) if cache else 0))))
-    return found
+            limits.append((limit, max(0, used - (int(cache[1]) if cache else 0))))
+    return limits
 
 
 def _quota(folder: Path) -> float | None:
@@ -251,11 +251,11 @@ def _cgroup_folders(controller: str) -> list[Path]:
     """Return the folders of this process's cgroup of a controller and of all that enclose it, version 2 and version 1."""
     folders: dict[Path, None] = {}
     for line in _text(_OWN_CGROUPS).splitlines():
-        _, controllers, own = ([*line.split(":", 2), "", ""])[:3]
+        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if controllers and controller not in controllers.split(","):
             continue
         root = _CGROUPS / controller if controllers else _CGROUPS
-        inside = root / own.lstrip("/")
+        inside = root / path.lstrip("/")
         folders |= dict.fromkeys(folder for folder in (inside, *inside.parents) if folder.is_relative_to(root))
     return list(folders)
 
@@ -280,8 +280,8 @@ def cpu_rank_environment() -> dict[str, str]:
     keeps what its thread freed, and a 35 M model under zero 1 held 1.8 times the predicted memory instead of 1.1 times.
     """
     never = str(2**34)
-    wanted = {"MALLOC_MMAP_THRESHOLD_": never, "MALLOC_TRIM_THRESHOLD_": never, "MALLOC_ARENA_MAX": "1"}
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    defaults = {"MALLOC_MMAP_THRESHOLD_": never, "MALLOC_TRIM_THRESHOLD_": never, "MALLOC_ARENA_MAX": "1"}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def first_host(nodes: str) -> str:

@@ -234,7 +234,7 @@ class Tracer:
         self._calls: dict[nn.Module, tuple[Any, Any]] = {}
         self._before, self._after = Counts(), Counts()
         self._saved: dict[nn.Module | None, int] = {}
-        self._found: dict[Any, Traced] = {}
+        self._counted: dict[Any, Traced] = {}
         with self._mode:
             self._state = {name: _fake(t, grad=True) for name, t in model.named_parameters(remove_duplicate=False)}
             tied = {id(t): name for name, t in model.named_parameters(remove_duplicate=False)}
@@ -252,42 +252,42 @@ class Tracer:
         with self._mode, _noting(self.blocks, self._calls, self._before, self._after) as switch:
             inputs = tree_map(_one_sequence, example_inputs)
             args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-            kept: dict[int, tuple[Any, nn.Module | None]] = {}
-            with saved_tensors_hooks(self._saves(switch, kept), lambda t: t):
+            saved: dict[int, tuple[Any, nn.Module | None]] = {}
+            with saved_tensors_hooks(self._saves(switch, saved), lambda t: t):
                 output = self._call(self._model, "", args, kwargs)
-            self._share_out(kept)
+            self._share_out(saved)
             del output  # until here autograd holds all that it keeps
         if len(self._calls) < len(self.blocks):
             raise ConfigError(f"{len(self.blocks) - len(self._calls)} of {len(self.blocks)} blocks are not called")
         hidden = self._hidden(self._calls[self.blocks[0]])
         self.seq_len, self.width = hidden.shape[1], hidden.shape[2]
 
-    def _saves(self, switch: _Switch, kept: dict[int, tuple[Any, nn.Module | None]]) -> Callable[[Tensor], Tensor]:
+    def _saves(self, switch: _Switch, saved: dict[int, tuple[Any, nn.Module | None]]) -> Callable[[Tensor], Tensor]:
         """Note each storage that is kept besides parameters and buffers, and the block that keeps it first."""
         persistent = {_storage(t) for t in self._state.values()}
 
         def pack(tensor: Tensor) -> Tensor:
             key = _storage(tensor)
-            if key not in persistent and key not in kept:
-                kept[key] = tensor.untyped_storage(), switch.block
+            if key not in persistent and key not in saved:
+                saved[key] = tensor.untyped_storage(), switch.block
             return tensor
 
         return pack
 
-    def _share_out(self, kept: Mapping[int, tuple[Any, nn.Module | None]]) -> None:
+    def _share_out(self, saved: Mapping[int, tuple[Any, nn.Module | None]]) -> None:
         """Count the bytes that each block keeps, and the model outside.
 
         Also what several blocks are called with, as a table of angles.
         """
         read_by = Counter(key for call in self._calls.values() for key in _storages(call))
         self._saved = dict.fromkeys(self.blocks, 0) | {None: 0}
-        for key, (storage, block) in kept.items():
+        for key, (storage, block) in saved.items():
             self._saved[None if read_by[key] > 1 else block] += storage.nbytes()
 
     def _call(self, module: nn.Module, prefix: str, args: Any, kwargs: Any) -> Any:
         start = f"{prefix}." if prefix else ""
-        own = {name.removeprefix(start): t for name, t in self._state.items() if name.startswith(start)}
-        return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
+        state = {name.removeprefix(start): t for name, t in self._state.items() if name.startswith(start)}
+        return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
 
     @staticmethod
     def _hidden(call: tuple[Any, Any]) -> Tensor:
@@ -303,15 +303,15 @@ class Tracer:
         shapes = tuple(tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         layout = tuple((name, tuple(t.shape)) for name, t in block.named_parameters())
         key = (type(block), layout, shapes, str(block), self._saved[block])
-        if key not in self._found:
-            self._found[key] = self._count(block, args, kwargs)
-        return self._found[key]
+        if key not in self._counted:
+            self._counted[key] = self._count(block, args, kwargs)
+        return self._counted[key]
 
     def _count(self, block: nn.Module, args: Any, kwargs: Any) -> Traced:
-        kept: dict[int, Any] = {}
+        saved: dict[int, Any] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            kept[_storage(tensor)] = tensor.untyped_storage()
+            saved[_storage(tensor)] = tensor.untyped_storage()
             return tensor
 
         forward, backward = Counts(), Counts()
@@ -324,7 +324,7 @@ class Tracer:
             gradient = torch.ones_like(result)
             with backward:
                 result.backward(gradient)
-        products = sum(storage.nbytes() for key, storage in forward.kept_outputs.items() if key in kept)
+        products = sum(storage.nbytes() for key, storage in forward.kept_outputs.items() if key in saved)
         size = self._element_bytes
         num_params = sum(parameter.numel() for parameter in block.parameters())
         return _traced(
@@ -343,16 +343,16 @@ class Tracer:
             id(p) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.Conv2d) for p in m.parameters()
         }
         first = sum(numel for key, numel in sizes.items() if key in embeddings)
-        parts = []
+        ends = []
         for counts, params in ((self._before, first), (self._after, total - first)):
             saved = math.ceil(self._saved[None] / size) if counts is self._after else 0
-            parts.append(
+            ends.append(
                 _traced(
                     counts, self.seq_len, params, size, backward_elements=round(2 * counts.elements / size),
                     backward_kernels=2 * counts.kernels, saved_elements=saved,
                 )
             )  # fmt: skip
-        return parts[0], parts[1]
+        return ends[0], ends[1]
 
 
 def _traced(counts: Counts, seq_len: int, num_params: int, element_bytes: int, **others: int) -> Traced:

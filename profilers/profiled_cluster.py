@@ -27,21 +27,21 @@ def profiled_cluster(profile: Profile) -> ClusterSpec:
         ProfileError: the profile lacks a measurement that the description needs.
     """
     nodes = profile.machine.num_nodes
-    each = profile.machine.num_devices // nodes
-    alone = tuple(point for point in profile.collectives if point.concurrent_groups == 1 and point.stride == 1)
-    inside = tuple(point for point in alone if point.num_nodes == 1)
-    one_node = profile.machine.replace(num_devices=each, num_nodes=1)
+    ranks_per_node = profile.machine.num_devices // nodes
+    isolated = tuple(point for point in profile.collectives if point.concurrent_groups == 1 and point.stride == 1)
+    inside = tuple(point for point in isolated if point.num_nodes == 1)
+    one_node = profile.machine.replace(num_devices=ranks_per_node, num_nodes=1)
     machine = cluster_from_profile(profile.replace(machine=one_node, collectives=_widest(inside)))
     group = machine.groups[0].replace(num_nodes=nodes, **_host_link(profile), **_storage_rate(profile))
     levels = tuple(_with_points(level, inside) for level in machine.levels)
     if nodes > 1:
-        across = tuple(point for point in alone if point.num_nodes > 1)
+        across = tuple(point for point in isolated if point.num_nodes > 1)
         if not across:
             raise ProfileError(
                 f"the profile of {nodes} nodes has no collective between them", help="measure again, with more time"
             )
-        outer = LinkLevel(link=_between_nodes(profile, across), domain_size=nodes * each)
-        levels = (outer,) if each == 1 else (*levels, outer)
+        outer = LinkLevel(link=_between_nodes(profile, across), domain_size=nodes * ranks_per_node)
+        levels = (outer,) if ranks_per_node == 1 else (*levels, outer)
     return machine.replace(
         groups=(group,), levels=levels, bandwidth_matrix=profile.node_bandwidth_bytes_per_s, profile=profile,
         calibration=profile.calibration,
@@ -54,16 +54,16 @@ def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> Cluste
     Raises:
         ProfileError: its devices are others.
     """
-    own = measured.groups[0]
-    others = sorted({group.device.name for group in cluster.groups} - {own.device.name})
+    group = measured.groups[0]
+    others = sorted({group.device.name for group in cluster.groups} - {group.device.name})
     if others:
         raise ProfileError(
-            f"the profile is of {own.device.name}, the cluster has {', '.join(others)}",
+            f"the profile is of {group.device.name}, the cluster has {', '.join(others)}",
             help="give the profile without --cluster to plan for what was measured",
         )
-    device = own.device.replace(price_per_hour=cluster.groups[0].device.price_per_hour)
+    device = group.device.replace(price_per_hour=cluster.groups[0].device.price_per_hour)
     groups = tuple(
-        group.replace(device=device, host_link_bytes_per_s=own.host_link_bytes_per_s or group.host_link_bytes_per_s)
+        group.replace(device=device, host_link_bytes_per_s=group.host_link_bytes_per_s or group.host_link_bytes_per_s)
         for group in cluster.groups
     )
     levels = tuple(
@@ -92,11 +92,11 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     in for it.
     """
     link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}").replace(measured=())
-    each = profile.machine.num_devices // profile.machine.num_nodes
+    ranks_per_node = profile.machine.num_devices // profile.machine.num_nodes
     lines = {op: _line([p for p in _widest(points) if p.op == op]) for op in OPS}
     shared = ("all_reduce", "all_gather", "reduce_scatter")
-    lines = {op: (latency, rate / each if op in shared else rate) for op, (latency, rate) in lines.items()}
-    lines |= _of_groups_at_once(profile.collectives, each)
+    lines = {op: (latency, rate / ranks_per_node if op in shared else rate) for op, (latency, rate) in lines.items()}
+    lines |= _of_groups_at_once(profile.collectives, ranks_per_node)
     best = max(rate for _, rate in lines.values())
     return link.replace(
         name=f"{link.name}-nodes", kind="scale-out", title="between the measured nodes", bandwidth_bytes_per_s=best,
@@ -105,14 +105,18 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     )  # fmt: skip
 
 
-def _of_groups_at_once(points: Sequence[CollectivePoint], each: int) -> dict[str, tuple[float, float]]:
+def _of_groups_at_once(points: Sequence[CollectivePoint], ranks_per_node: int) -> dict[str, tuple[float, float]]:
     """Return latency and rate of one device between counterparts of all nodes, while its node's others send, too.
 
     Of the operations that have two sizes at least.
     """
-    at_once = [p for p in points if p.num_nodes > 1 and p.stride == each and p.concurrent_groups == each > 1]
-    by_op = {op: [point for point in _widest(at_once) if point.op == op] for op in OPS}
-    return {op: _line(mine) for op, mine in by_op.items() if len({point.size_bytes for point in mine}) > 1}
+    concurrent = [
+        p
+        for p in points
+        if p.num_nodes > 1 and p.stride == ranks_per_node and p.concurrent_groups == ranks_per_node > 1
+    ]
+    by_op = {op: [point for point in _widest(concurrent) if point.op == op] for op in OPS}
+    return {op: _line(same_op) for op, same_op in by_op.items() if len({point.size_bytes for point in same_op}) > 1}
 
 
 def _line(points: Sequence[CollectivePoint]) -> tuple[float, float]:

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside the products of a frozen model (LoRA, arXiv:2106.09685).
+"""Low-rank adapters on the products of a frozen model (LoRA, arXiv:2106.09685).
 
-Beside W [n, k] stand A [r, k] and B [n, r]: ``y = x W' + x A' B'``. A starts as weights do, B at zero, so that a new model is the
-frozen one; the paper's factor alpha / r is 1. Under tensor parallelism A and B are spread as W is: where W is cut by rows, so is B
-and A is whole; where it is cut by columns, so is A and B is whole. Query, key and value have adapters of their own.
+With W [n, k] go A [r, k] and B [n, r]: ``y = x W' + x A' B'``. A starts as weights do, B at zero, so that a new model is the frozen
+one; the paper's factor alpha / r is 1. Under tensor parallelism A and B are sharded as W is: where W is cut by rows, so is B
+and A is unsharded; where it is cut by columns, so is A and B is unsharded. Query, key and value have adapters of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .data_parallel import compute_dtype
 from .models.decoder import Decoder
 from .models.init import ADAPTER_DOWN as DOWN
 from .models.init import ADAPTER_UP as UP
-from .models.init import local_part, local_tensor
+from .models.sharded import full_tensor, local_part, local_tensor
+from .weights.save import write_safetensors
 
 if TYPE_CHECKING:
     from .parallel_model import ParallelModel
@@ -57,7 +58,7 @@ def apply_adapters(stage: Decoder, plan: Plan) -> None:
 def merge_adapters(model: ParallelModel) -> None:
     """Add every adapter to its product and start it again at zero; every rank calls it. What is saved then needs no adapters."""
     for linear in _products(model.module, model.plan):
-        down, up = (_whole(getattr(linear, name)) for name in (DOWN, UP))
+        down, up = (full_tensor(getattr(linear, name)) for name in (DOWN, UP))
         weight = linear.weight
         change = local_part(up @ down, weight)
         local_tensor(weight).add_(change.to(weight.device))
@@ -73,22 +74,22 @@ def save_adapters(model: ParallelModel, folder: str | Path) -> Path:
     adapters, folder = model.plan.workload.adapters, Path(folder)
     if adapters is None:
         raise ConfigError("the plan trains no adapters", help="plan with --train lora:r=16")
-    own = {
-        f"base_model.model.{name.removesuffix(kind)}{kind}.weight": _whole(parameter.detach()).float().cpu()
+    local = {
+        f"base_model.model.{name.removesuffix(kind)}{kind}.weight": full_tensor(parameter.detach()).float().cpu()
         for name, parameter in model.named_parameters()
         for kind in (DOWN, UP)
         if name.endswith(f".{kind}")
     }
-    found: list[dict[str, Tensor] | None] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(own, found or None)
+    by_rank: list[dict[str, Tensor] | None] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(local, by_rank or None)
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:
-        tensors = {name: value for part in found for name, value in (part or {}).items()}
+        tensors = {name: value for part in by_rank for name, value in (part or {}).items()}
         names = sorted({name.split(".")[-3] for name in tensors})
         config = {"peft_type": "LORA", "r": adapters.rank, "lora_alpha": adapters.rank, "target_modules": names}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write_safetensors(folder / "adapter_model.safetensors", tensors)
+            write_safetensors(folder / "adapter_model.safetensors", tensors)
             write_atomically(folder / "adapter_config.json", json.dumps({**config, "bias": "none"}, indent=2) + "\n")
         except OSError as error:
             problem[0] = str(error.strerror)
@@ -102,10 +103,10 @@ def save_adapters(model: ParallelModel, folder: str | Path) -> Path:
 
 def _products(stage: Decoder, plan: Plan) -> Iterator[nn.Linear]:
     assert plan.workload.adapters is not None
-    wanted = [name for target in plan.workload.adapters.targets for name in _PRODUCTS[target]]
+    names = [name for target in plan.workload.adapters.targets for name in _PRODUCTS[target]]
     for block in stage.model.layers.values():
         modules = dict(block.named_modules())
-        for name in wanted:
+        for name in names:
             module = modules.get(name)
             if isinstance(module, nn.Linear):
                 yield module
@@ -116,41 +117,18 @@ def _add(linear: nn.Linear, rank: int) -> None:
     device = local_tensor(weight).device
     down = torch.empty(rank, linear.in_features, dtype=torch.float32, device=device)
     up = torch.empty(linear.out_features, rank, dtype=torch.float32, device=device)
-    for name, whole, dim in ((DOWN, down, 1), (UP, up, 0)):
-        spread: Tensor = whole
+    for name, full, dim in ((DOWN, down, 1), (UP, up, 0)):
+        sharded: Tensor = full
         if isinstance(weight, DTensor):
-            placements = [place if place.is_shard(dim) else Replicate() for place in weight.placements]
-            spread = distribute_tensor(whole, weight.device_mesh, placements, src_data_rank=None)
-        linear.register_parameter(name, nn.Parameter(spread))
+            placements = [placement if placement.is_shard(dim) else Replicate() for placement in weight.placements]
+            sharded = distribute_tensor(full, weight.device_mesh, placements, src_data_rank=None)
+        linear.register_parameter(name, nn.Parameter(sharded))
     linear.forward = _forward(linear)  # type: ignore[method-assign]
 
 
 def _forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        beside = F.linear(F.linear(x, getattr(linear, DOWN)), getattr(linear, UP))
-        return F.linear(x, linear.weight, linear.bias) + beside
+        adapted = F.linear(F.linear(x, getattr(linear, DOWN)), getattr(linear, UP))
+        return F.linear(x, linear.weight, linear.bias) + adapted
 
     return forward
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file: 8 bytes with the length of a JSON header, the header, the tensors (github.com/huggingface/safetensors, "Format")."""
-    header, end = {}, 0
-    for name, tensor in sorted(tensors.items()):
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, tensor in sorted(tensors.items()):
-                file.write(tensor.contiguous().numpy().tobytes())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -79,10 +79,10 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, devic
 
 def local_positions(mesh: ParallelMesh, plan: Plan) -> Tensor:
     """Return the positions in the sequence of this rank's tokens [S / cp], ascending within each of its one or two runs."""
-    layout, places = plan.layout, torch.arange(plan.workload.seq_len)
+    layout, positions = plan.layout, torch.arange(plan.workload.seq_len)
     ring_size = layout.cp // layout.cp_ulysses
     ring_rank, exchange_rank = divmod(mesh.coordinates["cp"], layout.cp_ulysses)
-    pieces = places.chunk(2 * ring_size)
+    pieces = positions.chunk(2 * ring_size)
     share = torch.cat((pieces[ring_rank], pieces[2 * ring_size - 1 - ring_rank]))
     return share.chunk(layout.cp_ulysses)[exchange_rank]
 

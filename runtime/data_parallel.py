@@ -1,13 +1,15 @@
 """Data parallelism by FSDP2's `fully_shard`, for every zero_stage and for mixed precision.
 
-One mechanism for all of it, because it composes with tensor and pipeline parallelism and keeps parameter names; whole fp32 replicas
-and nothing else are replicated.py's:
+One mechanism for all of it, because it composes with tensor and pipeline parallelism and keeps parameter names. Only where
+ranks hold unsharded fp32 replicas and nothing else it is torch's composable DDP: `fully_shard` over replicas copies every
+parameter in and out of its buffers for each pass and each gradient for its reduction; with DDP gradients are views of the
+buckets that are all-reduced while the backward pass goes on.
 
 | layout                               | what happens                                                                          |
 |--------------------------------------|---------------------------------------------------------------------------------------|
 | dp_shard > 1, zero_stage 3           | parameters are gathered for each block's forward and again for its backward pass      |
 | zero_stage 2                         | gathered from forward to backward; gradients reduce-scattered after each micro-batch  |
-| zero_stage 1                         | gathered once a step; whole gradients are kept and reduced after the last micro-batch |
+| zero_stage 1                         | gathered once a step; full gradients are stored and reduced after the last micro-batch |
 | dp_replicate > 1, dp_shard = 1       | a mesh (dp_replicate, 1): nothing is sharded, gradients are all-reduced once a step   |
 | dp_replicate > 1, dp_shard > 1       | HSDP: sharded inside, all-reduced across                                              |
 | cp > 1                               | its ranks count as further ones of dp_shard, or of dp_replicate at zero_stage 0       |
@@ -18,15 +20,16 @@ Why the cast is FSDP's and not autocast: the same operators then run in the same
 norms in fp32 and would keep the residual stream in fp32), gradients accumulate in fp32, and master parameters are fp32.
 """
 
-from __future__ import annotations
-
+import time  # no `annotations` from __future__: torch compares those of DDP's hook with its classes
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate import DDP
+from torch.distributed._composable.replicate import DDP, replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..schema.errors import RuntimeMismatchError
@@ -36,7 +39,7 @@ from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .offload.schedule import layer_of
-from .replicated import ReductionTimer, apply_ddp, is_replicated
+from .training.step_clock import StepClock
 
 _DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -59,7 +62,7 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> ReductionTimer | None:
+def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> "ReductionTimer | None":
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
     if is_replicated(mesh, plan):
         return apply_ddp(stage, mesh) if plan.workload.has_backward else None
@@ -179,3 +182,52 @@ def reshard_all(module: torch.nn.Module) -> None:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+# --- unsharded replicas ----------------------------------------------------------------------------------------------
+
+
+def is_replicated(mesh: ParallelMesh, plan: Plan) -> bool:
+    """Tell whether ranks hold unsharded fp32 replicas of one stage and do nothing else: the case of DDP.
+
+    Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.
+    """
+    layout = plan.layout
+    is_only_axis = mesh.pp is None and mesh.tp is None and mesh.expert_mesh is None and layout.cp == 1
+    is_unsharded = layout.zero_stage == 0 and layout.dp_replicate > 1 and plan.offload is None
+    return is_only_axis and is_unsharded and plan.workload.precision == "fp32"
+
+
+class ReductionTimer:
+    """The moment when a module's last bucket of gradients was full, to tell waiting for it from computing. Final.
+
+    Attributes:
+        group: ranks that hold replicas.
+        filled_s: when the last bucket was full, by time.perf_counter; 0 where none was since `settle`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.filled_s = 0.0
+
+    def settle(self, clock: StepClock) -> None:
+        """Count what passed since the last bucket of a backward pass was full as waiting."""
+        if self.filled_s:
+            clock.waited(self.filled_s)
+            self.filled_s = 0.0
+
+
+def _reduce(state: ReductionTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket that is full: DDP's hook."""
+    state.filled_s = time.perf_counter()
+    return allreduce_hook(state.group, bucket)
+
+
+def apply_ddp(stage: nn.Module, mesh: ParallelMesh) -> ReductionTimer:
+    """Apply DDP in place; parameter names stay."""
+    group = mesh.fsdp["dp_replicate"].get_group()
+    reduction = ReductionTimer(group)
+    module = replicate(stage, process_group=group, gradient_as_bucket_view=True, init_sync=False)
+    assert isinstance(module, DDP)
+    module.register_comm_hook(reduction, _reduce)
+    return reduction

@@ -106,13 +106,13 @@ def _weight_mesh(expert_mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _experts_of(stage: Decoder, ranks: ExpertRanks) -> list[Experts]:
-    found = []
+    stacks = []
     for block in stage.model.layers.values():
         assert isinstance(block, DecoderBlock)
         if isinstance(block.mlp, MixtureOfExperts):
             block.mlp.ranks = ranks
-            found.append(block.mlp.experts)
-    return found
+            stacks.append(block.mlp.experts)
+    return stacks
 
 
 def _distribute(experts: Experts, mesh: DeviceMesh) -> None:
@@ -120,5 +120,5 @@ def _distribute(experts: Experts, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     for name, width in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
         placements: list[Placement] = [Shard(0) if axis == "ep" else Shard(width) for axis in names]
-        whole = getattr(experts, name).data
-        setattr(experts, name, nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
+        full = getattr(experts, name).data
+        setattr(experts, name, nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None)))

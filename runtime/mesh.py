@@ -148,7 +148,7 @@ def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
     first, last, tied_group = holders[0], holders[-1], None
     if plan.model.tie_embeddings and first != last:
         columns = devices.flatten(1)
-        tied_group = _own_group([[int(columns[first, i]), int(columns[last, i])] for i in range(columns.shape[1])])
+        tied_group = _local_group([[int(columns[first, i]), int(columns[last, i])] for i in range(columns.shape[1])])
     rank = plan.rank_map.index(dist.get_rank())
     pp_rank = rank // layout.stage_ranks
     stage_idxs = tuple(idx for idx, holder in enumerate(holders) if holder == pp_rank)
@@ -181,7 +181,7 @@ def _context_groups(layout: Layout, devices: torch.Tensor) -> tuple[dist.Process
     """Return the exchange group and the ring that this process is in."""
     by_cp = devices.movedim(AXES.index("cp"), -1).reshape(-1, layout.cp // layout.cp_ulysses, layout.cp_ulysses)
     exchanges, rings = by_cp.reshape(-1, layout.cp_ulysses), by_cp.mT.reshape(-1, layout.cp // layout.cp_ulysses)
-    groups = [_own_group(ranks.tolist()) if ranks.shape[1] > 1 else None for ranks in (exchanges, rings)]
+    groups = [_local_group(ranks.tolist()) if ranks.shape[1] > 1 else None for ranks in (exchanges, rings)]
     return groups[0], groups[1]
 
 
@@ -238,11 +238,11 @@ def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
             )
 
 
-def _own_group(ranks: list[list[int]]) -> dist.ProcessGroup | None:
+def _local_group(ranks: list[list[int]]) -> dist.ProcessGroup | None:
     """Return the group of ``ranks`` that this process is in; every process creates all of them, as torch requires."""
-    own = None
+    local = None
     for members in ranks:
         group = dist.new_group(members)
         if dist.get_rank() in members:
-            own = group
-    return own
+            local = group
+    return local

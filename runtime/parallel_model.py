@@ -1,4 +1,9 @@
-"""ParallelModel: this rank's part of a model that is being trained."""
+"""ParallelModel: this rank's part of a model that is being trained.
+
+What comes in: the tokens of this rank's share of a global batch. What goes out: the mean loss, and gradients on the parameters. The
+loss of micro-batch i of m counts 1 / m, and what a rank adds to the mean over the global batch is divided by the ranks that see
+different tokens; gradients are reduced by the axes themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,11 @@ from ..cost_models.pipeline.simulation import Action
 from ..schema.errors import RuntimeMismatchError
 from ..schema.plan import Plan
 from .context_parallel import local_positions
-from .data_parallel import before_micro_batch, reshard_all
-from .mesh import ParallelMesh
-from .models.init import local_tensor
+from .data_parallel import ReductionTimer, before_micro_batch, reshard_all
+from .mesh import EXPERT_AXES, ParallelMesh
+from .models.sharded import local_tensor
 from .offload.schedule import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
-from .replicated import ReductionTimer
 from .training.loss_scale import LossScale
 from .training.step_clock import StepClock
 
@@ -30,16 +34,16 @@ def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class ParallelModel:
-    """What `parallelize` returns.
+    """One rank's part of a model: what `parallelize` returns.
 
     Attributes:
         plan: what is executed.
-        mesh: where this rank stands.
-        module: this rank's layers, sharded: the whole model, one pipeline stage, or the layers of all its stages together (which
+        mesh: position of this rank.
+        module: this rank's layers, sharded: the entire model, one pipeline stage, or the layers of all its stages together (which
             the schedule runs stage by stage; this module then only holds them under their names).
         device: of this rank.
-        clock: where the seconds of a step go.
-        loss_scale: what the loss is multiplied by for the backward pass; whoever updates the parameters updates it as well.
+        clock: measures where the seconds of a step go.
+        loss_scale: factor on the loss for the backward pass; whoever updates the parameters updates it as well.
         offload: its traffic with the host; None where the plan has no offload schedule.
     """
 
@@ -104,10 +108,7 @@ class ParallelModel:
 
     def backward(self, tokens: Tensor) -> Tensor:
         """Do `forward_backward` without the last sum: return what this rank adds to the mean loss, [] on the device."""
-        tokens = self._checked(tokens).to(self.device)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        if self._positions is not None:
-            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
+        inputs, targets = self._inputs_and_targets(tokens)
         if self._schedule is not None:
             loss = run_schedule(self._schedule, self.mesh, self.loss_scale.value, inputs, targets)
         else:
@@ -122,10 +123,7 @@ class ParallelModel:
         Not of a pipeline.
         """
         assert self._schedule is None
-        tokens = self._checked(tokens).to(self.device)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        if self._positions is not None:
-            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
+        inputs, targets = self._inputs_and_targets(tokens)
         count = self.plan.num_microbatches
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
@@ -139,13 +137,32 @@ class ParallelModel:
         if self.plan.layout.world_size > 1:
             dist.all_reduce(values, group=self.mesh.loss_group)
 
+    def is_first_copy(self, name: str, tensor: Tensor | None) -> bool:
+        """Tell whether this rank counts its part of a parameter (or of its gradient) among the ranks that have a copy."""
+        if tensor is None:
+            return False
+        if self.mesh.pp is not None and self.plan.model.tie_embeddings and name == "lm_head.weight":
+            return False  # the first stage counts the tied embedding
+        copies = {"dp_replicate", "dp_shard", "cp", "tp"}
+        if isinstance(tensor, DTensor):
+            axes = tensor.device_mesh.mesh_dim_names or ()
+            if not set(axes).isdisjoint(EXPERT_AXES):
+                copies = set(EXPERT_AXES)
+            copies -= {
+                axis for axis, placement in zip(axes, tensor.placements, strict=True) if not placement.is_replicate()
+            }
+            if "dp_shard" not in copies and self.plan.layout.zero_stage:
+                copies -= {"cp"}  # part of that axis
+        return all(self.mesh.coordinates[axis] == 0 for axis in copies)
+
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the full gradients of this rank's layers by name; all ranks of a pipeline position must call it."""
         gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
         # A replicated DTensor's full tensor is the local one: copy it, or clipping would change the result.
         return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()}
 
-    def _checked(self, tokens: Tensor) -> Tensor:
+    def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Split tokens [B, S + 1] into inputs and targets [B, S / cp] on the device."""
         layout = self.plan.layout
         expected = (self.plan.num_microbatches * layout.micro_batch_size, self.plan.workload.seq_len + 1)
         if tuple(tokens.shape) != expected:
@@ -153,7 +170,11 @@ class ParallelModel:
                 f"tokens of shape {tuple(tokens.shape)}, the plan takes {expected}: num_microbatches "
                 f"{self.plan.num_microbatches} x micro_batch_size {layout.micro_batch_size}, seq_len + 1"
             )
-        return tokens
+        tokens = tokens.to(self.device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self._positions is not None:
+            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
+        return inputs, targets
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run all micro-batches in a row; return the mean loss [] of this rank's share."""
@@ -175,7 +196,7 @@ class ParallelModel:
         for parameter in self.parameters():
             gradient = parameter.grad
             # DTensor leaves gradients as its operators made them: those of norms under sequence parallelism are parts of a sum,
-            # others may be whole where the parameter is split.
+            # others may be unsharded where the parameter is split.
             if (
                 isinstance(gradient, DTensor)
                 and isinstance(parameter, DTensor)
@@ -183,12 +204,10 @@ class ParallelModel:
             ):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         if self.loss_scale.value != 1:
-            torch._foreach_mul_(self._local_gradients(), 1 / self.loss_scale.value)
+            gradients = [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         if self._ends is not None:
             reduce_tied_gradients(*self._ends, self.mesh)
-
-    def _local_gradients(self) -> list[Tensor]:
-        return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
     def _share_of_mean(self, loss: Tensor) -> Tensor:
         """Return this rank's share of the mean over the ranks that computed a loss: one of each tp group of the last stage."""

@@ -94,12 +94,8 @@ def parallelize(
             part.tie()
     if weights is not None:
         load_weights(module, plan.model, weights)
-        init_weights(module, seed, device, adapters_only=True)
-    elif model is None:
-        init_weights(module, seed, device)
-    else:
-        init_weights(module, seed, device, adapters_only=True)
-    loss_scale = LossScale.of(plan)
+    init_weights(module, seed, device, adapters_only=weights is not None or model is not None)
+    loss_scale = LossScale.from_plan(plan)
     schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
     ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
     return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends, reduction=reduction)
@@ -120,25 +116,14 @@ def _default_device(plan: Plan) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _not_of_foreign(plan: Plan) -> tuple[str, ...]:
-    """Return what of a plan is done to a Decoder only."""
-    lacking = {
-        "an offload schedule": plan.offload is not None,
-        "adapters": plan.workload.adapters is not None,
-    }
-    return tuple(
-        f"{name} for a module that is no Decoder   [foreign_module]" for name, wanted in lacking.items() if wanted
-    )
-
-
 def _check(model: nn.Module | None, plan: Plan) -> None:
     # Name and source say where a spec is from, not what it is.
-    is_own = model is None or isinstance(model, Decoder)
+    is_decoder = model is None or isinstance(model, Decoder)
     if isinstance(model, Decoder) and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
     require_our_engine(plan.workload)
-    lacking = why_not_runnable(plan.model, plan.workload) if is_own else why_not_trainable(plan.workload)
-    lacking += why_not_offloadable(plan) + (() if is_own else _not_of_foreign(plan))
+    lacking = why_not_runnable(plan.model, plan.workload) if is_decoder else why_not_trainable(plan.workload)
+    lacking += why_not_offloadable(plan)
     if lacking:
         raise RuntimeMismatchError(f"this version cannot run {plan.model.name}", details=lacking)
     compute_dtype(plan)

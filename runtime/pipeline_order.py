@@ -9,7 +9,7 @@ from ..cost_models.pipeline import orders
 from ..cost_models.pipeline.simulation import Order, Pipeline, placement, simulate
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
-from ..schema.schedules import V_SCHEDULES
+from ..schema.schedules import SCHEDULES
 from ..solvers.pipeline.torch_csv import planned_order
 
 
@@ -22,7 +22,8 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
     layout = plan.layout
     order = planned_order(plan)
     if order is None:
-        return placement(layout.pp, layout.num_model_chunks, "wave" if layout.schedule in V_SCHEDULES else "loop")
+        chunks = layout.num_model_chunks
+        return placement(layout.pp, chunks, SCHEDULES[layout.schedule].placement_of(chunks))
     holders = [
         [rank for rank, row in enumerate(order) if any(action.stage == stage for action in row)]
         for stage in range(len(plan.stages))
@@ -39,7 +40,7 @@ def pipeline_order(plan: Plan) -> Order:
         ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
             takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
     """
-    order = planned_order(plan) or _named(plan)
+    order = planned_order(plan) or _named_order(plan)
     simulate(_unit_pipeline(plan), order)
     last = len(plan.stages) - 1
     turns = [action.micro_batch for row in order for action in row if (action.stage, action.kind) == (last, "F")]
@@ -48,12 +49,12 @@ def pipeline_order(plan: Plan) -> Order:
     return order
 
 
-def _named(plan: Plan) -> Order:
+def _named_order(plan: Plan) -> Order:
     ranks, chunks, micro_batches = plan.layout.pp, plan.layout.num_model_chunks, plan.num_microbatches
     schedule = plan.layout.schedule
-    if schedule in V_SCHEDULES:
-        make = {"zb-v": orders.zb_v, "v-half": orders.v_half, "v-min": orders.v_min}[schedule]
-        return make(ranks, micro_batches)
+    v_shaped = {"zb-v": orders.zb_v, "v-half": orders.v_half, "v-min": orders.v_min}
+    if schedule in v_shaped:
+        return v_shaped[schedule](ranks, micro_batches)
     if chunks == 1:
         plain = {"gpipe": orders.gpipe, "1f1b": orders.one_f_one_b, "zb-h1": orders.zb_h1, "zb-h2": orders.zb_h2}
         return plain[schedule](ranks, micro_batches)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -27,17 +28,16 @@ from torch.distributed.pipelining.schedules import (
 
 from ..cost_models.pipeline.simulation import Action
 from ..schema.plan import Plan
+from ..schema.schedules import SCHEDULES
 from ..solvers.pipeline.torch_csv import to_torch_csv
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
-from .models.init import local_tensor
+from .models.sharded import local_tensor
 from .pipeline_order import pipeline_order
 from .training.loss_scale import LossScale
 from .training.step_clock import StepClock
 
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
-
-_OF_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def build_schedule(
@@ -47,11 +47,12 @@ def build_schedule(
     device: torch.device,
     loss_scale: LossScale,
     *,
-    whole_sequence: bool = False,
+    is_sequence_unsharded: bool = False,
 ) -> Schedule:
     """Build the schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
     stages = [
-        _stage(part, idx, mesh, plan, device, whole_sequence) for part, idx in zip(parts, mesh.stage_idxs, strict=True)
+        _stage(part, idx, mesh, plan, device, is_sequence_unsharded)
+        for part, idx in zip(parts, mesh.stage_idxs, strict=True)
     ]
     # scale_grads would divide after the reduction; dividing the loss keeps the arithmetic of the other layouts.
     count = plan.num_microbatches
@@ -59,9 +60,13 @@ def build_schedule(
     def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
         return loss.sum() * (loss_scale.value / count)
 
-    if plan.layout.schedule in _OF_ONE_STAGE and len(stages) == 1:
-        _set_ranks(stages[0], _group_ranks(mesh))
-        return _OF_ONE_STAGE[plan.layout.schedule](stages[0], count, loss_fn=loss_fn, scale_grads=False)
+    torch_class = SCHEDULES[plan.layout.schedule].torch_class
+    if torch_class and len(stages) == 1:
+        stages[0].stage_index_to_group_rank = dict(enumerate(_group_ranks(mesh)))
+        single: PipelineScheduleSingle = getattr(pipelining, torch_class)(
+            stages[0], count, loss_fn=loss_fn, scale_grads=False
+        )
+        return single
     runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
     _load_order(runtime, plan, _group_ranks(mesh))
     return runtime
@@ -147,13 +152,13 @@ def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _stage(
-    part: nn.Module, idx: int, mesh: ParallelMesh, plan: Plan, device: torch.device, whole_sequence: bool
+    part: nn.Module, idx: int, mesh: ParallelMesh, plan: Plan, device: torch.device, is_sequence_unsharded: bool
 ) -> PipelineStage:
     assert mesh.pp is not None
     layout, batch, last = plan.layout, plan.layout.micro_batch_size, len(plan.stages) - 1
-    own_tokens = plan.workload.seq_len // layout.cp
-    seq_len = own_tokens // (layout.tp if layout.sequence_parallel and not whole_sequence else 1)
-    tokens = torch.empty(batch, own_tokens, dtype=torch.long, device="meta")
+    local_tokens = plan.workload.seq_len // layout.cp
+    seq_len = local_tokens // (layout.tp if layout.sequence_parallel and not is_sequence_unsharded else 1)
+    tokens = torch.empty(batch, local_tokens, dtype=torch.long, device="meta")
     hidden = torch.empty(
         batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True
     )
@@ -173,10 +178,6 @@ def _group_ranks(mesh: ParallelMesh) -> list[int]:
     """Return ranks within the pipeline's process group, by position along pp: the group counts by rank."""
     assert mesh.pp is not None
     return [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
-
-
-def _set_ranks(stage: PipelineStage, group_ranks: Sequence[int]) -> None:
-    stage.stage_index_to_group_rank = dict(enumerate(group_ranks))
 
 
 def _load_order(runtime: _PipelineScheduleRuntime, plan: Plan, group_ranks: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,8 +24,8 @@ from .mesh import ParallelMesh
 from .models.attention import LatentSelfAttention
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts
-from .models.init import local_tensor
 from .models.layers import GeluMLP, LayerNorm, PositionEmbedding, ReplicatedLinear, RMSNorm, SwiGLU
+from .models.sharded import local_tensor, redistribute, shard_parameters
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
@@ -79,7 +79,7 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
 
 def _split_latent(attention: LatentSelfAttention, tp: DeviceMesh, hidden: Placement) -> None:
     """Keep compressed vectors on every rank, unsharded and with full gradients; split the heads."""
-    attention.spread, attention.hidden = tp, hidden
+    attention.tp, attention.hidden = tp, hidden
     for module in attention.children():
         if isinstance(module, ReplicatedLinear | RMSNorm):
             _replicate(module, tp, Replicate())
@@ -113,13 +113,13 @@ def _split_embedding(embedding: nn.Embedding, tp: DeviceMesh, shard: VocabShard,
 
     Not RowwiseParallel: under it DTensor computes the gradient of the whole table on every rank.
     """
-    embedding.weight = nn.Parameter(distribute_tensor(embedding.weight.data, tp, [Shard(0)], src_data_rank=None))
+    shard_parameters(embedding, tp, lambda _: [Shard(0)])
 
     def forward(tokens: Tensor) -> Tensor:
         weight = local_tensor(embedding.weight)
         idx, is_local = shard.local_idx(tokens, width=len(weight))
         rows = F.embedding(idx, weight) * is_local[..., None]
-        return DTensor.from_local(rows, tp, [Partial()], run_check=False).redistribute(placements=[hidden]).to_local()
+        return redistribute(rows, tp, Partial(), hidden)
 
     embedding.forward = forward  # type: ignore[method-assign, assignment]
 
@@ -136,14 +136,12 @@ def _replicate_norm(norm: RMSNorm | LayerNorm | PositionEmbedding, tp: DeviceMes
 
 def _split_norm(norm: RMSNorm, tp: DeviceMesh) -> None:
     """Split a norm over a dimension of which each rank has a part, with that part of the weight."""
-    norm.weight = nn.Parameter(distribute_tensor(norm.weight.data, tp, [Shard(0)], src_data_rank=None))
-    norm.spread = tp
+    shard_parameters(norm, tp, lambda _: [Shard(0)])
+    norm.tp = tp
 
 
 def _replicate(
     module: RMSNorm | LayerNorm | PositionEmbedding | ReplicatedLinear, tp: DeviceMesh, gradient: Placement
 ) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = distribute_tensor(parameter.data, tp, [Replicate()], src_data_rank=None)
-        setattr(module, name, nn.Parameter(whole))
+    shard_parameters(module, tp, lambda _: [Replicate()])
     module.weight_grad = [gradient]

@@ -99,7 +99,7 @@ class _Choices(Degrees):
 
     @cached_property
     def is_replicated(self) -> Numbers:
-        """Ranks hold replicas of an unsharded stage and nothing more (runtime/replicated.py)."""
+        """Ranks hold replicas of an unsharded stage and nothing more (runtime/data_parallel.py)."""
         has_one = (self.pp == 1) & (self.tp == 1) & (self.ep == 1) & (self.expert_tp == 1) & (self.offload == 0)
         return has_one & (self.zero_stage == 0) & (self.cp == 1) & (self.dp > 1)
 

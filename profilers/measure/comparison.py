@@ -1,9 +1,8 @@
-"""The cores of a rank on a CPU: a process that keeps to its own is slowed down by what else runs on those, and by nothing else.
-
-The same product on every rank at once, over and over between the other measurements: which rank is slower than its peers.
+"""The same product on every rank at once, over and over between the other measurements: which rank is slower than its peers.
 
 On a CPU each rank keeps to cores of its own meanwhile, since a scheduler that moves ranks about lets all of them pay for what
-disturbs one core. The repetitions lie all over the measurement, so that what comes and goes within seconds disturbs few of them.
+disturbs one core; a pinned process is slowed down by what else runs on its cores, and by nothing else. The repetitions lie all over
+the measurement, so that what comes and goes within seconds disturbs few of them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _THREADS = Path("/proc/self/task")
 
 def local_cores(allowed: frozenset[int], local_rank: int, ranks_per_node: int) -> frozenset[int]:
     """Return an even part of the allowed cores, disjoint from those of the node's other ranks; none where ranks outnumber cores."""
-    each = len(allowed) // ranks_per_node
-    return frozenset(sorted(allowed)[local_rank * each : (local_rank + 1) * each])
+    per_rank = len(allowed) // ranks_per_node
+    return frozenset(sorted(allowed)[local_rank * per_rank : (local_rank + 1) * per_rank])
 
 
 @contextmanager
@@ -52,11 +51,11 @@ def _affinities() -> dict[int, frozenset[int]]:
     """Return the affinity of every thread of this process."""
     if not hasattr(os, "sched_getaffinity") or not _THREADS.is_dir():
         return {}
-    found = {}
+    affinities = {}
     for thread in _THREADS.iterdir():
         with suppress(ProcessLookupError):  # it has just ended
-            found[int(thread.name)] = frozenset(os.sched_getaffinity(int(thread.name)))
-    return found
+            affinities[int(thread.name)] = frozenset(os.sched_getaffinity(int(thread.name)))
+    return affinities
 
 
 def _set_affinities(affinities: dict[int, frozenset[int]]) -> bool:

@@ -83,15 +83,15 @@ def measure_matmuls(bench: Bench, layers: Sequence[LinearShape]) -> list[dict[st
     for i, layer in enumerate(layers):
         for dtype in dtypes:
             rate = rates.get(dtype) or (rates["fp32"] * _UNKNOWN_FORMAT if rates else FIRST_RATE)
-            wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
+            products = _PRODUCTS[: 1 if layer.forward_only else 3]
             if not bench.has_time(
-                products_s(bench, layer, dtype, rate, len(wanted)), f"{dtype} {product_title(layer)}"
+                products_s(bench, layer, dtype, rate, len(products)), f"{dtype} {product_title(layer)}"
             ):
-                wanted = _PRODUCTS[:1] if i == 0 else ()
-            points += _measure_layer(bench, ring, layer, dtype, wanted)
-            found = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points if p["dtype"] == dtype]
-            if found:
-                rates[dtype] = max(found)
+                products = _PRODUCTS[:1] if i == 0 else ()
+            points += _measure_layer(bench, ring, layer, dtype, products)
+            measured_rates = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points if p["dtype"] == dtype]
+            if measured_rates:
+                rates[dtype] = max(measured_rates)
         if i == 0:
             forward = {point["dtype"]: bench.agree(point["time_s"]) for point in reversed(points)}
             slowest_s = forward["fp32"] / USEFUL_RATIO
@@ -110,12 +110,14 @@ def measure_shapes(
     ring = _Ring(bench.device)
     for i, (m, n, k) in enumerate(shapes):
         layer = LinearShape(m, k, n, forward_only=i % 4 != 3)
-        wanted = _PRODUCTS[: 1 if layer.forward_only else 3]
+        products = _PRODUCTS[: 1 if layer.forward_only else 3]
         num_bytes = 2 * WEIGHT_RING_BYTES + 2 * DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
         if not bench.has_memory(num_bytes):
             continue
-        if bench.has_time(products_s(bench, layer, dtype, flops_per_s, len(wanted)), f"{dtype} {product_title(layer)}"):
-            points += _measure_layer(bench, ring, layer, dtype, wanted)
+        if bench.has_time(
+            products_s(bench, layer, dtype, flops_per_s, len(products)), f"{dtype} {product_title(layer)}"
+        ):
+            points += _measure_layer(bench, ring, layer, dtype, products)
         elif bench.remaining_s() <= 0:
             bench.leave_out("", len(shapes) - i - 1)
             break
@@ -189,11 +191,11 @@ class _Ring:
 
 
 def _measure_layer(
-    bench: Bench, ring: _Ring, layer: LinearShape, dtype: str, wanted: Sequence[str]
+    bench: Bench, ring: _Ring, layer: LinearShape, dtype: str, products: Sequence[str]
 ) -> list[dict[str, Any]]:
     import torch
 
-    if not wanted:
+    if not products:
         return []
     bench.say(f"{dtype} {product_title(layer)}")
     m, k, n, _ = layer
@@ -201,7 +203,7 @@ def _measure_layer(
     def random(*shape: int) -> torch.Tensor:
         return random_tensor(shape, bench.device, dtype)  # zeros would flatter a GPU: less power, higher clocks
 
-    tokens, grad = random(m, k), random(m, n) if len(wanted) > 1 else None
+    tokens, grad = random(m, k), random(m, n) if len(products) > 1 else None
     weights = ring.weights(n, k, dtype)
     copies, turn = len(weights), iter(range(10**9))
     calls: dict[str, tuple[tuple[int, int, int], Callable[[], Any]]] = {
@@ -212,7 +214,7 @@ def _measure_layer(
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     points = []
-    for which in wanted:
+    for which in products:
         (rows, columns, inner), call = calls[which]
         fields = {"dtype": dtype, "m": rows, "n": columns, "k": inner, "which": which}
         points.append({**fields, **bench.measure(call).fields()})

@@ -1,6 +1,6 @@
-"""The host beside the devices: copies in either direction and in both, and AdamW of parameters that lie in host memory.
+"""The host and its drives: copies to and from the device, AdamW of parameters in host memory, and the rate of a file system.
 
-Rate of a file system, past the page cache where it allows that: blocks written and read by a few threads.
+Storage is measured past the page cache where the file system allows that: blocks written and read by a few threads.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def copy_calls(device: torch.device, size: int, *, pinned: bool) -> dict[Copy, C
     import torch
 
     host = [torch.ones(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    there = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_device = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def both() -> None:
@@ -77,15 +77,15 @@ def copy_calls(device: torch.device, size: int, *, pinned: bool) -> dict[Copy, C
         for stream in streams:
             stream.wait_stream(current)
         with torch.cuda.stream(streams[0]):
-            there[0].copy_(host[0], non_blocking=pinned)
+            on_device[0].copy_(host[0], non_blocking=pinned)
         with torch.cuda.stream(streams[1]):
-            host[1].copy_(there[1], non_blocking=pinned)
+            host[1].copy_(on_device[1], non_blocking=pinned)
         for stream in streams:
             current.wait_stream(stream)
 
     return {
-        "to_device": lambda: there[0].copy_(host[0], non_blocking=pinned),
-        "to_host": lambda: host[1].copy_(there[1], non_blocking=pinned),
+        "to_device": lambda: on_device[0].copy_(host[0], non_blocking=pinned),
+        "to_host": lambda: host[1].copy_(on_device[1], non_blocking=pinned),
         "both": both,
     }
 

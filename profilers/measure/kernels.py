@@ -1,7 +1,4 @@
-"""Kernels beside single products: what memory bounds, attention, and the grouped products of experts.
-
-Forward and backward pass of a module: seconds, and on a GPU what its allocator holds meanwhile.
-"""
+"""Kernels other than single products: what memory bounds, attention, the grouped products of experts, and entire modules."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""Which ranks talk to one another in a training job, as process groups to be measured.
+"""Collectives and messages between ranks: the groups to measure, the measurements, and the link they amount to.
 
-Ranks are numbered node by node, G on each of N nodes. A mesh axis of k ranks beside s ranks of inner axes is the ranks
+Ranks are numbered node by node, G on each of N nodes. A mesh axis of k ranks outside s ranks of inner axes is the ranks
 ``r, r + s, .., r + (k - 1) s``: inside a node where k s divides G, between counterparts of all nodes for s = G, k = N.
-
-Collectives between the ranks of one machine: measuring them, and the link they amount to.
 
 Sizes are full buffers and bandwidths are bus bandwidths (nccl-tests): for n ranks, a buffer of S bytes and t seconds
 all_reduce ``2(n-1)/n * S/t``; all_gather, reduce_scatter, all_to_all ``(n-1)/n * S/t``; p2p ``S/t``.
-
-Bandwidth between every two ranks of a node and every two nodes, and which link is slower than the others.
 """
 
 from __future__ import annotations
@@ -75,19 +71,19 @@ def axes_of(num_nodes: int, ranks_per_node: int) -> list[GroupAxis]:
     The whole node, counterparts across nodes (alone, then all at once: what a shared NIC costs), then the parts of a node as
     neighbours and at a distance, and those alone (what they cost one another).
     """
-    size, found = ranks_per_node, []
+    size, axes = ranks_per_node, []
     if num_nodes > 1 and size > 1:
-        found += [
+        axes += [
             GroupAxis(size, 1),
             GroupAxis(num_nodes, size),
             GroupAxis(num_nodes, size, alone=True),
             GroupAxis(size, 1, alone=True),
         ]
-    parts = [k for k in range(2, size) if size % k == 0]
-    found += [GroupAxis(k, 1) for k in reversed(parts)]
-    found += [GroupAxis(k, size // k) for k in reversed(parts)]
-    found += [GroupAxis(k, 1, alone=True) for k in reversed(parts)]
-    return found
+    part_sizes = [k for k in range(2, size) if size % k == 0]
+    axes += [GroupAxis(k, 1) for k in reversed(part_sizes)]
+    axes += [GroupAxis(k, size // k) for k in reversed(part_sizes)]
+    axes += [GroupAxis(k, 1, alone=True) for k in reversed(part_sizes)]
+    return axes
 
 
 def axis_groups(axis: GroupAxis, world_size: int) -> list[tuple[int, ...]]:
@@ -114,16 +110,16 @@ def groups_of(axes: list[GroupAxis], num_nodes: int, ranks_per_node: int) -> Ite
     world_size, rank = num_nodes * ranks_per_node, dist.get_rank()
     for axis in axes:
         groups = axis_groups(axis, world_size)
-        mine = next(ranks for ranks in groups if rank in ranks)
+        local_ranks = next(ranks for ranks in groups if rank in ranks)
         if axis[:2] not in made:
             made[axis[:2]] = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])[0]
         yield RankGroup(
             process_group=made[axis[:2]],
-            ranks=mine,
-            rank=mine.index(rank),
-            member=not axis.alone or mine == groups[0],
+            ranks=local_ranks,
+            rank=local_ranks.index(rank),
+            member=not axis.alone or local_ranks == groups[0],
             stride=axis.stride,
-            num_nodes=len({r // ranks_per_node for r in mine}),
+            num_nodes=len({r // ranks_per_node for r in local_ranks}),
             concurrent=1 if axis.alone else len(groups),
             is_world=False,
         )
@@ -260,11 +256,11 @@ def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"]
     """
     lines: dict[str, tuple[float, float]] = {}
     for op in OPS:
-        mine = [point for point in points if point.op == op]
-        if not mine:
+        same_op = [point for point in points if point.op == op]
+        if not same_op:
             raise ProfileError(f"the profile has no measurement of {op}", help="measure again with `--cluster local`")
-        latency, rate = fit_line([point.size_bytes for point in mine], [point.time_s for point in mine])
-        lines[op] = latency, rate * bus_factor(op, mine[0].group_size)
+        latency, rate = fit_line([point.size_bytes for point in same_op], [point.time_s for point in same_op])
+        lines[op] = latency, rate * bus_factor(op, same_op[0].group_size)
     best = max(bandwidth for _, bandwidth in lines.values())
     return Link(
         name=f"local-{backend}",
@@ -325,20 +321,20 @@ def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dic
             if not bench.has_time(bench.point_s(2 * expected_message_s(size, known)), what):
                 continue
             bench.say(what)
-            mine = next((pair for pair in pairs if rank in pair), None)
+            pair = next((pair for pair in pairs if rank in pair), None)
 
-            def there_and_back(mine: tuple[int, int] | None = mine, buffer: torch.Tensor = buffer) -> None:
-                for sender in mine or ():
-                    receiver = sum(mine or ()) - sender
+            def there_and_back(pair: tuple[int, int] | None = pair, buffer: torch.Tensor = buffer) -> None:
+                for sender in pair or ():
+                    receiver = sum(pair or ()) - sender
                     dist.send(buffer, receiver) if rank == sender else dist.recv(buffer, sender)
 
             timing = bench.measure(there_and_back)
             taken_s = bench.agree(timing.time_s) / 2
             known = size, taken_s if known is None or known[0] != size else max(known[1], taken_s)
-            if mine is not None:
+            if pair is not None:
                 fields = {
-                    "first_rank": mine[0],
-                    "second_rank": mine[1],
+                    "first_rank": pair[0],
+                    "second_rank": pair[1],
                     "size_bytes": size,
                     "concurrent_pairs": len(pairs),
                 }

@@ -52,7 +52,7 @@ def measure_overlap(bench: Bench, dtype: str, measured: Points) -> list[dict[str
         if not bench.has_time(_all_sets_s(names, longest_s(measured, size, on_gpu=on_gpu)), what):
             continue
         starts = _starts(bench, size, shape, dtype, with_collective=world_size > 1)
-        alone = {name: _seconds(bench, [start]) for name, start in starts.items()}
+        isolated = {name: _seconds(bench, [start]) for name, start in starts.items()}
         for streams in _sets(list(starts)):
             if bench.remaining_s() <= 0:
                 bench.leave_out(what, 1)
@@ -64,7 +64,7 @@ def measure_overlap(bench: Bench, dtype: str, measured: Points) -> list[dict[str
                 "group_size": world_size if "collective" in streams else 1,
                 "copy_bytes": size if {"to_device", "to_host"} & set(streams) else 0,
             }
-            alone_s = [alone[name] for name in streams]
+            alone_s = [isolated[name] for name in streams]
             fields = {"streams": list(streams), "matmul": list(shape), "dtype": dtype, **sizes}
             points.append({**fields, "alone_s": alone_s, "together_s": together_s})
     return points
@@ -137,8 +137,8 @@ def _copies(device: torch.device, size: int) -> dict[str, Start]:
     import torch
 
     host = [torch.ones(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2)]
-    targets = {"to_device": (there[0], host[0]), "to_host": (host[1], there[1])}
+    on_device = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    targets = {"to_device": (on_device[0], host[0]), "to_host": (host[1], on_device[1])}
 
     def start(name: str, stream: torch.cuda.Stream) -> Callable[[], Any]:
         target, source = targets[name]

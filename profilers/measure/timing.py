@@ -1,9 +1,8 @@
-"""Which measurements still fit into the time: those that are expected to end before it does, and the others are left out.
+"""Median seconds of a call that all ranks make at the same time, within a budget of time and memory that all ranks agree on.
 
-Expected seconds come from FLOPs and bytes and the rates measured so far. What a machine under load makes of them is its pace,
-the seconds taken by the points of the last seconds over those expected of them; it multiplies every expectation.
-
-Median seconds of a call that all ranks make at the same time, within a budget that all ranks agree on.
+A measurement is admitted where it is expected to end in time. Expected seconds come from FLOPs and bytes and the rates measured so
+far. What a machine under load makes of them is its pace, the seconds taken by the points of the last seconds over those expected of
+them; it multiplies every expectation.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Admission:
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, pace: float = 1.0) -> None:
         self._clock = clock
         self._expected_s, self._taken_s = _PRIOR_S, _PRIOR_S * pace
-        self.left_out: list[tuple[str, float]] = []
+        self._left_out: list[tuple[str, float]] = []
         self._end_s = float("inf")
         self._begun: tuple[float, float] | None = None
 
@@ -68,13 +67,13 @@ class Admission:
         """Give an end back that `start` returned."""
         self._end_s = end_s
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Return the seconds until the end; negative after it."""
         return self._end_s - self._clock()
 
     def late_s(self, expected_s: float = 0.0) -> float:
         """Return by how many seconds something that is begun now would end too late; negative where it fits."""
-        return self.paced_s(expected_s) - self.left_s()
+        return self.paced_s(expected_s) - self.remaining_s()
 
     def paced_s(self, expected_s: float) -> float:
         """Return the seconds of something on this machine that takes ``expected_s`` on an idle one."""
@@ -91,21 +90,21 @@ class Admission:
         begin_s, expected_s = self._begun
         self._begun = None
         taken_s = self._clock() - begin_s
-        kept = exp(-taken_s / MEMORY_S)
-        self._taken_s = kept * self._taken_s + taken_s
-        self._expected_s = kept * self._expected_s + expected_s
+        retained = exp(-taken_s / MEMORY_S)
+        self._taken_s = retained * self._taken_s + taken_s
+        self._expected_s = retained * self._expected_s + expected_s
 
     def leave_out(self, what: str, expected_s: float, count: int = 1) -> None:
         """Note something that does not fit."""
-        self.left_out += [(what, self.paced_s(expected_s))] * count
+        self._left_out += [(what, self.paced_s(expected_s))] * count
 
     def why(self) -> str:
         """Return what was left out since the last call, in words; empty where nothing was."""
-        if not self.left_out:
+        if not self._left_out:
             return ""
-        what, expected_s = self.left_out[0]
-        count = len(self.left_out)
-        self.left_out = []
+        what, expected_s = self._left_out[0]
+        count = len(self._left_out)
+        self._left_out = []
         first = f"{what} ({expected_s:.2g} s expected)" if expected_s else what
         return f"no time for {first}" + (f" and {count - 1} more" if count > 1 else "")
 
@@ -182,11 +181,11 @@ class Bench:
 
     def remaining_s(self) -> float:
         """Return the seconds that the slowest rank still has."""
-        return max(0.0, self.agree_min(self._admission.left_s()))
+        return max(0.0, self.agree_min(self._admission.remaining_s()))
 
     def remaining_work_s(self) -> float:
         """Return what an idle machine would take for what the slowest rank can still do in its time."""
-        return max(0.0, self.agree_min(self._admission.left_s() / self._admission.pace))
+        return max(0.0, self.agree_min(self._admission.remaining_s() / self._admission.pace))
 
     def has_time(self, for_s: float = 0.0, what: str = "more") -> bool:
         """Tell whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
@@ -218,7 +217,7 @@ class Bench:
     @contextmanager
     def part_of_budget(self, fraction: float) -> Iterator[None]:
         """Set a tighter end for a while: a fraction of the time that remains."""
-        before = self._admission.start(max(0.0, self._admission.left_s()) * fraction)
+        before = self._admission.start(max(0.0, self._admission.remaining_s()) * fraction)
         try:
             yield
         finally:
@@ -261,10 +260,10 @@ class Bench:
 
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         longest = int(self.agree(len(text)))
-        mine = torch.full((longest,), ord(" "), dtype=torch.uint8, device=self.device)
-        mine[: len(text)] = text
-        texts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(texts, mine)
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = text
+        texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+        dist.all_gather(texts, padded)
         return [json.loads(bytes(other.cpu().numpy()).decode()) for other in texts]
 
     def median_s(self, call: Callable[[], Any]) -> float:
@@ -280,18 +279,18 @@ class Bench:
         calls = calls or self._calls
         self._seconds(call, calls)
         first = self._seconds(call, calls)
-        further = self.num_samples(first * calls, self.sample_s) - 1
-        return summarise_samples([first, *(self._seconds(call, calls) for _ in range(further))])
+        num_more = self.num_samples(first * calls, self.sample_s) - 1
+        return summarise_samples([first, *(self._seconds(call, calls) for _ in range(num_more))])
 
-    def num_samples(self, each_s: float, sample_s: float) -> int:
+    def num_samples(self, sample_each_s: float, sample_s: float) -> int:
         """Return the samples of ``each_s`` seconds to take: for ``sample_s``, within limits.
 
         Less where the time is over, but one.
         """
-        each_s = max(each_s, 1e-9)
-        wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, int(sample_s / each_s)))
-        affordable = max(1.0, min(self._admission.left_s() / each_s, MAX_SAMPLES))
-        return int(self.agree_min(min(wanted, affordable)))
+        sample_each_s = max(sample_each_s, 1e-9)
+        target = min(MAX_SAMPLES, max(MIN_SAMPLES, int(sample_s / sample_each_s)))
+        affordable = max(1.0, min(self._admission.remaining_s() / sample_each_s, MAX_SAMPLES))
+        return int(self.agree_min(min(target, affordable)))
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -1,13 +1,11 @@
-"""The points of all ranks as one profile: medians over the ranks, and how far each rank is from the others.
-
-Which ranks, nodes and links are slower than their peers beyond noise.
+"""The points of all ranks as one profile: medians over the ranks; and which ranks, nodes and links are slower than their peers.
 
 A rank's ratio for a point is its time over the median of the other ranks' times; what is reported is the median over its points,
 and the noise is the distance of the lower quartile from it. It is slow where ``ratio - noise > SLOW_RATIO``: by more than a
 little, at three of four points.
 
 Repetitions of one product that all ranks made at the same time (`measure.comparison`) are judged by the sign test: if a rank were
-like its peers, it would be beyond ``SLOW_RATIO`` of them in at most half of n repetitions, and in k or more of them with the
+as its peers, it would be beyond ``SLOW_RATIO`` of them in at most half of n repetitions, and in k or more of them with the
 probability ``sum_{i >= k} binom(n, i) / 2^n``, times the number of ranks of which one may be so by chance.
 """
 
@@ -35,11 +33,11 @@ def point_key(point: Mapping[str, Any]) -> str:
 
 def merge_points(by_rank: Iterable[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, Any], ...]:
     """Merge points of every rank: medians over the ranks that have a time, the largest spread; in the order of first sight."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    by_key: dict[str, list[Mapping[str, Any]]] = {}
     for points in by_rank:
         for point in points:
-            found.setdefault(point_key(point), []).append(point)
-    together = (_merged_point(same) for same in found.values())
+            by_key.setdefault(point_key(point), []).append(point)
+    together = (_merged_point(same) for same in by_key.values())
     return tuple(point for point in together if point.get("time_s", 0.0) is not None)
 
 
@@ -61,15 +59,15 @@ def merge_rounds(rounds: Iterable[Points]) -> dict[str, list[dict[str, Any]]]:
     Other processes of the machine come and go within seconds and disturb one round more than the other; what the ranks do
     to one another is in every round, so the minimum keeps it.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    by_field: dict[str, dict[str, dict[str, Any]]] = {}
     for points in rounds:
         for field, new in points.items():
-            known = found.setdefault(field, {})
+            known = by_field.setdefault(field, {})
             for point in new:
                 other = known.setdefault(point_key(point), point)
                 if point.get("time_s") is not None and point["time_s"] < other["time_s"]:
                     known[point_key(point)] = point
-    return {field: list(points.values()) for field, points in found.items()}
+    return {field: list(points.values()) for field, points in by_field.items()}
 
 
 SLOW_RATIO = 1.1
@@ -117,12 +115,12 @@ def compared_ratios(by_rank: Sequence[Points]) -> list[Ratio] | None:
     rows = list(zip(*([p["time_s"] for p in points.get(FIELD, ())] for points in by_rank), strict=False))
     if len(by_rank) < 2 or not rows:
         return None
-    found = []
+    results = []
     for rank in range(len(by_rank)):
         ratios = [row[rank] / median([*row[:rank], *row[rank + 1 :]]) for row in rows]
         count = sum(ratio > SLOW_RATIO for ratio in ratios)
-        found.append(Ratio(*_middle(ratios), chance=min(1.0, len(by_rank) * sign_chance(count, len(ratios)))))
-    return found
+        results.append(Ratio(*_middle(ratios), chance=min(1.0, len(by_rank) * sign_chance(count, len(ratios)))))
+    return results
 
 
 def sign_chance(count: int, number: int) -> float:
@@ -143,7 +141,7 @@ def rank_reports(
     compute = compared_ratios(by_rank) or compute
     pairs = [PairPoint(**point) for points in by_rank for point in points.get("pairs", ()) if point["time_s"]]
     links = _link_ratios(pairs, nodes)
-    of_rank = [[ratio for pair, ratio in links.items() if rank in pair] for rank in range(len(by_rank))]
+    links_of_rank = [[ratio for pair, ratio in links.items() if rank in pair] for rank in range(len(by_rank))]
     ranks = tuple(
         RankReport(
             rank=rank,
@@ -151,7 +149,7 @@ def rank_reports(
             device=devices[rank],
             compute_ratio=compute[rank].ratio,
             memory_ratio=memory[rank].ratio,
-            link_ratio=median([ratio.ratio for ratio in of_rank[rank]] or [1.0]),
+            link_ratio=median([ratio.ratio for ratio in links_of_rank[rank]] or [1.0]),
         )
         for rank in range(len(by_rank))
     )
@@ -172,20 +170,23 @@ def _said(ratio: Ratio) -> dict[str, float]:
 
 def _slow_ranks(what: What, ratios: Sequence[Ratio], nodes: Sequence[int], hosts: Sequence[str]) -> list[SlowComponent]:
     """Return slow nodes, where all ranks of one are and there are others, and slow ranks of other nodes."""
-    found: list[SlowComponent] = []
+    components: list[SlowComponent] = []
     slow = [rank for rank, ratio in enumerate(ratios) if _is_slow(ratio)]
     for node in sorted(set(nodes)):
         members = [rank for rank, owner in enumerate(nodes) if owner == node]
-        mine = [rank for rank in members if rank in slow]
-        if mine == members and len(hosts) > 1 and len(members) > 1:
+        slow_members = [rank for rank in members if rank in slow]
+        if slow_members == members and len(hosts) > 1 and len(members) > 1:
             ratio, noise = (median(getattr(ratios[rank], name) for rank in members) for name in ("ratio", "noise"))
-            found.append(SlowComponent(kind="node", name=f"node {hosts[node]}", what=what, ratio=ratio, noise=noise))
+            components.append(
+                SlowComponent(kind="node", name=f"node {hosts[node]}", what=what, ratio=ratio, noise=noise)
+            )
             continue
         place = f" on {hosts[node]}" if len(hosts) > 1 else ""
-        found += [
-            SlowComponent(kind="rank", name=f"rank {rank}{place}", what=what, **_said(ratios[rank])) for rank in mine
+        components += [
+            SlowComponent(kind="rank", name=f"rank {rank}{place}", what=what, **_said(ratios[rank]))
+            for rank in slow_members
         ]
-    return found
+    return components
 
 
 def _link_ratios(pairs: Sequence[PairPoint], nodes: Sequence[int]) -> dict[tuple[int, int], Ratio]:
@@ -194,21 +195,21 @@ def _link_ratios(pairs: Sequence[PairPoint], nodes: Sequence[int]) -> dict[tuple
     for point in pairs:
         inside = nodes[point.first_rank] == nodes[point.second_rank]
         kinds[inside, point.size_bytes][point.first_rank, point.second_rank].append(point)
-    found: dict[tuple[int, int], Ratio] = {}
-    for (_, _), of_pair in sorted(kinds.items(), key=lambda item: item[0][1]):
-        if len(of_pair) < 3:
+    ratios: dict[tuple[int, int], Ratio] = {}
+    for (_, _), by_pair in sorted(kinds.items(), key=lambda item: item[0][1]):
+        if len(by_pair) < 3:
             continue
-        usual = median(point.time_s for points in of_pair.values() for point in points)
-        for pair, points in of_pair.items():
+        usual = median(point.time_s for points in by_pair.values() for point in points)
+        for pair, points in by_pair.items():
             ratio = median(point.time_s for point in points) / usual
-            found[pair] = Ratio(ratio, ratio * max(point.spread for point in points) / 2)
-    return found
+            ratios[pair] = Ratio(ratio, ratio * max(point.spread for point in points) / 2)
+    return ratios
 
 
 def _slow_links(links: dict[tuple[int, int], Ratio], nodes: Sequence[int], hosts: Sequence[str]) -> list[SlowComponent]:
     """Return slow links; a node is named instead where all links to other nodes are slow."""
     named: dict[str, list[Ratio]] = defaultdict(list)
-    of_node: dict[int, set[str]] = defaultdict(set)
+    names_by_node: dict[int, set[str]] = defaultdict(set)
     for (first, second), ratio in links.items():
         ends = nodes[first], nodes[second]
         name = (
@@ -216,18 +217,21 @@ def _slow_links(links: dict[tuple[int, int], Ratio], nodes: Sequence[int], hosts
         )
         named[name].append(ratio)
         if ends[0] != ends[1]:
-            of_node[ends[0]].add(name)
-            of_node[ends[1]].add(name)
+            names_by_node[ends[0]].add(name)
+            names_by_node[ends[1]].add(name)
     together = {
-        name: Ratio(median(one.ratio for one in of), median(one.noise for one in of)) for name, of in named.items()
+        name: Ratio(median(one.ratio for one in same_name), median(one.noise for one in same_name))
+        for name, same_name in named.items()
     }
     slow = {name: ratio for name, ratio in together.items() if _is_slow(ratio)}
-    found: list[SlowComponent] = []
-    for node, names in sorted(of_node.items()):
+    components: list[SlowComponent] = []
+    for node, names in sorted(names_by_node.items()):
         if len(names) > 1 and names <= slow.keys():
             worst = max((slow.pop(name) for name in names), key=lambda ratio: ratio.ratio)
-            found.append(SlowComponent(kind="node", name=f"node {hosts[node]}", what="link", **_said(worst)))
-    return found + [SlowComponent(kind="link", name=name, what="link", **_said(ratio)) for name, ratio in slow.items()]
+            components.append(SlowComponent(kind="node", name=f"node {hosts[node]}", what="link", **_said(worst)))
+    return components + [
+        SlowComponent(kind="link", name=name, what="link", **_said(ratio)) for name, ratio in slow.items()
+    ]
 
 
 def describe_slow(slow: SlowComponent) -> str:

@@ -85,8 +85,8 @@ class NodeJob:
             "GROUP_RANK": self.node_rank,
             _LAUNCHER: os.getpid(),
         }
-        own = {name: str(number) for name, number in numbers.items()} | {ERROR_FILE: str(self.error_file(local_rank))}
-        return {**os.environ, **own, **self.variables}
+        local = {name: str(number) for name, number in numbers.items()} | {ERROR_FILE: str(self.error_file(local_rank))}
+        return {**os.environ, **local, **self.variables}
 
 
 @dataclass(frozen=True, kw_only=True)

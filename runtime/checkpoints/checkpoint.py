@@ -181,8 +181,8 @@ def prepare_folder(partial: Path) -> None:
 
 def remove_partial(root: Path) -> None:
     """Delete what saves that were cut short have left."""
-    for left in root.glob(".step-*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
+    for folder in root.glob(".step-*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> None:

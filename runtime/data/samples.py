@@ -1,13 +1,11 @@
-"""Which tokens every rank trains on: the samples of a stream, shuffled anew in each epoch.
+"""The tokens that every rank trains on: what ``--data`` names as a stream, and its samples, shuffled anew in each epoch.
 
 Sample ``i`` of a stream are the tokens ``i * seq_len .. (i + 1) * seq_len``, the last one a target only. The run sees sample
 ``order(epoch, position)`` as its ``epoch * num_samples + position``-th, and that count is all the state there is: two layouts with
 the same global batch see the same sequences, and a run that resumes, under whatever layout or batch, goes on with the next one.
 
 The order is a Feistel network over the indices (four rounds make a pseudo-random permutation, Luby and Rackoff, 1988), walked on
-where it leaves the range: no list of samples is kept, however many there are.
-
-What ``--data`` names, as a stream of tokens.
+where it leaves the range: no list of samples is stored, however many there are.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class TokenBatches:
             )
         self._stream = stream
         self._seq_len = seq_len
-        self._own = dp_rank * local_batch + np.arange(local_batch)
+        self._rows = dp_rank * local_batch + np.arange(local_batch)
         self._seed = seed
         self._vocab_size = vocab_size
 
@@ -126,7 +124,7 @@ class TokenBatches:
         return torch.from_numpy(tokens)
 
     def _starts(self, seen: int) -> np.ndarray:
-        epochs, positions = np.divmod(seen + self._own, self.num_samples)
+        epochs, positions = np.divmod(seen + self._rows, self.num_samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             is_its = epochs == epoch
@@ -140,18 +138,18 @@ def open_data(paths: Sequence[str], *, vocab_size: int) -> TextCorpus | TokenFil
     Raises:
         ConfigError: nothing there, both kinds mixed, or a token that the model's vocabulary lacks.
     """
-    found = [_token_files(Path(path)) for path in paths]
-    if not any(found):
+    token_files = [_token_files(Path(path)) for path in paths]
+    if not any(token_files):
         if vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
                 f"the data has {BYTE_VOCAB_SIZE} kinds of byte, the model a vocabulary of {vocab_size}",
                 help="give token files, or a --tokenizer",
             )
         return find_text(paths)
-    if not all(found):
-        texts = [path for path, files in zip(paths, found, strict=True) if not files]
+    if not all(token_files):
+        texts = [path for path, files in zip(paths, token_files, strict=True) if not files]
         raise ConfigError(f"--data names token files and text ({', '.join(texts)}); a run reads one kind")
-    tokens = open_token_files([file for files in found for file in files])
+    tokens = open_token_files([file for files in token_files for file in files])
     if tokens.largest >= vocab_size:
         raise ConfigError(
             f"the data holds the token id {tokens.largest}; the model's vocabulary has {vocab_size}",

@@ -1,6 +1,6 @@
-"""Byte-level training data: every text file under the given paths as one long stream of tokens 0..255.
+"""Text as training data: every text file under the given paths as one long stream of bytes, or as token files made by a tokenizer.
 
-Text made into token files by a tokenizer of the `tokenizers` package (``tokenizer.json``).
+A tokenizer is a ``tokenizer.json`` of the package `tokenizers`.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class TextCorpus:
 
     def read(self, start: int, length: int) -> bytes:
         """Return the bytes ``start .. start + length - 1`` of the stream."""
-        parts = []
+        pieces = []
         idx = bisect_right(self.ends, start)
         while length > 0:
             begin = self.ends[idx - 1] if idx else 0
             with self.files[idx].open("rb") as file:
                 file.seek(start - begin)
-                part = file.read(min(length, self.ends[idx] - start))
-            if not part:
+                piece = file.read(min(length, self.ends[idx] - start))
+            if not piece:
                 raise ConfigError(f"{self.files[idx]} became shorter while it was being read")
-            parts.append(part)
-            start, length = start + len(part), length - len(part)
+            pieces.append(piece)
+            start, length = start + len(piece), length - len(piece)
             idx += start == self.ends[idx]
-        return b"".join(parts)
+        return b"".join(pieces)
 
 
 def find_text(paths: Sequence[str | Path] = ()) -> TextCorpus:
@@ -92,18 +92,18 @@ def find_text(paths: Sequence[str | Path] = ()) -> TextCorpus:
     """
     suffix = "" if paths else ".py"
     roots = [Path(path) for path in paths] or [Path(sysconfig.get_path("stdlib"))]
-    found = []
+    files = []
     for root in roots:
         if not root.exists():
             raise ConfigError(f"no such data file or folder: {root}", help="give a text file or a folder of text files")
-        found += [(file, size) for file in _walk(root, suffix) if (size := _text_size(file))]
-    if not found:
+        files += [(file, size) for file in _walk(root, suffix) if (size := _text_size(file))]
+    if not files:
         raise ConfigError(
             f"no text found in {', '.join(str(root) for root in roots)}",
             details=("hidden files, empty files and binary files (a NUL byte in the first 8 KiB) are left out",),
             help="give a text file or a folder of text files",
         )
-    return TextCorpus(tuple(file for file, _ in found), tuple(accumulate(size for _, size in found)))
+    return TextCorpus(tuple(file for file, _ in files), tuple(accumulate(size for _, size in files)))
 
 
 def _walk(root: Path, suffix: str) -> Iterator[Path]:

@@ -153,11 +153,11 @@ def _open_npy(path: Path) -> tuple[np.ndarray, int]:
     except Exception as error:  # a damaged header can fail in any way
         raise ConfigError(f"{path} is damaged or is no array of numbers: {error}") from None
     if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        found = "no .npy file" if ids is None else f"an array {list(ids.shape)} of {ids.dtype}"
-        raise ConfigError(f"{path} is {found}; token ids are one row of integers")
-    least, largest = _scan(ids)
-    if least < 0:
-        raise ConfigError(f"{path} holds the token id {least}; ids are not negative")
+        actual = "no .npy file" if ids is None else f"an array {list(ids.shape)} of {ids.dtype}"
+        raise ConfigError(f"{path} is {actual}; token ids are one row of integers")
+    smallest, largest = _scan(ids)
+    if smallest < 0:
+        raise ConfigError(f"{path} holds the token id {smallest}; ids are not negative")
     return ids, largest
 
 

@@ -1,7 +1,4 @@
-"""Does this machine match the plan? Checked before anything starts, and on each rank for its own GPU.
-
-A rank that has no memory left says so itself: which rank, at what, what was predicted and what there is.
-"""
+"""Checks of a plan against this machine, before the start and on each rank; and the message of a rank without memory."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...profilers.machine import available_memory, num_cores
+from ...profilers.run.faults import is_out_of_memory
 from ...schema import MeshwrightError, NodeGroup, Plan, RuntimeMismatchError
 from ...schema.units import format_bytes
 
@@ -63,16 +61,16 @@ def check_machine(plan: Plan, group: NodeGroup) -> None:
     if group.device.backend.is_host:
         _check_host(plan, group)
         return
-    found = torch.cuda.device_count()
-    if found == 0:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
         raise RuntimeMismatchError(
             f"the plan is for {planned} in each node; this machine has no GPU that torch can use",
             details=(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",),
             help="run it on a machine with these GPUs, or plan for this one with --cluster local",
         )
-    if found < group.devices_per_node:
+    if num_gpus < group.devices_per_node:
         raise RuntimeMismatchError(
-            f"the plan is for {planned} in each node; this machine has {found} GPUs",
+            f"the plan is for {planned} in each node; this machine has {num_gpus} GPUs",
             details=_visible_devices(),
             help="run it on larger nodes, or plan again with --cluster local",
         )
@@ -86,34 +84,34 @@ def check_device(plan: Plan, group: NodeGroup, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    planned, found = group.device, torch.cuda.get_device_properties(device)
-    if not is_same_chip(planned.name, found.name):
+    planned, actual = group.device, torch.cuda.get_device_properties(device)
+    if not is_same_chip(planned.name, actual.name):
         raise RuntimeMismatchError(
-            f"the plan is for {planned.name}; {device} of this machine is {found.name}",
+            f"the plan is for {planned.name}; {device} of this machine is {actual.name}",
             details=("times, memory and the choice of the layout would not hold",),
             help="plan again for this GPU, e.g. with --cluster local",
         )
-    if found.total_memory < planned.memory_bytes * (1 - _MEMORY_TOLERANCE):
+    if actual.total_memory < planned.memory_bytes * (1 - _MEMORY_TOLERANCE):
         raise RuntimeMismatchError(
             f"the plan counts on {format_bytes(planned.memory_bytes)} of memory on each {planned.name}; "
-            f"{device} of this machine ({found.name}) has {format_bytes(found.total_memory)}",
+            f"{device} of this machine ({actual.name}) has {format_bytes(actual.total_memory)}",
             details=(f"predicted peak: {format_bytes(plan.estimate.peak_reserved_bytes)}",),
             help="plan again for this GPU, e.g. with --cluster local",
         )
 
 
-def is_same_chip(planned: str, found: str) -> bool:
+def is_same_chip(planned: str, actual: str) -> bool:
     """Tell whether torch's name of a GPU is what a plan names: ``H100-SXM-80GB`` is ``NVIDIA H100 80GB HBM3``.
 
     Compared are the model (the first word with a digit in the plan's name that is not a size) and the words for slower
     variants of it; a plan's name without such a word matches every GPU.
     """
-    if planned == found:
+    if planned == actual:
         return True
-    planned_words, found_words = _words(planned), _words(found)
+    planned_words, actual_words = _words(planned), _words(actual)
     chip = next((word for word in planned_words if re.search(r"\d", word)), None)
-    same_variant = all((variant in planned_words) == (variant in found_words) for variant in _VARIANTS)
-    return chip is None or (chip in found_words and same_variant)
+    same_variant = all((variant in planned_words) == (variant in actual_words) for variant in _VARIANTS)
+    return chip is None or (chip in actual_words and same_variant)
 
 
 def _words(name: str) -> list[str]:
@@ -159,8 +157,6 @@ def _visible_devices() -> tuple[str, ...]:
     return () if visible is None else (f"CUDA_VISIBLE_DEVICES={visible}",)
 
 
-_CPU_ALLOCATOR = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|not enough memory")
-
 OUT_OF_MEMORY_HELP = (
     "plan again with a smaller memory budget, or with recompute=full or a smaller micro_batch_size fixed"
 )
@@ -175,10 +171,8 @@ def explain_out_of_memory(plan: Plan, device: torch.device) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _out_of_memory(plan, device, str(error).splitlines()[:1]) from None
-    except RuntimeError as error:
-        if not _CPU_ALLOCATOR.search(str(error)):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(f"{type(error).__name__}: {error}"):
             raise
         raise _out_of_memory(plan, device, str(error).splitlines()[:1]) from None
 
@@ -204,10 +198,10 @@ def memory_line(plan: Plan, device: torch.device) -> str:
     predicted = format_bytes(plan.estimate.peak_reserved_bytes)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device)
+        reserved = torch.cuda.memory_reserved(device)
         return (
-            f"predicted peak {predicted}; the device has {format_bytes(total)}, of which this rank holds {format_bytes(own)} and "
-            f"{format_bytes(free)} are free"
+            f"predicted peak {predicted}; the device has {format_bytes(total)}, of which this rank holds "
+            f"{format_bytes(reserved)} and {format_bytes(free)} are free"
         )
     memory = psutil.virtual_memory()
     return (

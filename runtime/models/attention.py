@@ -1,7 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1), as trained: keys and values expanded for every head.
+"""Causal attention: multi-head or grouped-query, and multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1).
 
-Shapes: B micro-batch, S sequence, D hidden_dim, H heads (this rank's share under tensor parallelism), C = N + R width of a query
-or key, of which N without and R with position, V width of a value.
+Latent attention is as trained: keys and values expanded for every head.
+
+Shapes: B micro-batch, S sequence, D hidden_dim, H heads and K kv heads (this rank's share under tensor parallelism), C head_dim. Of
+latent attention C = N + R is the width of a query or key, of which N without and R with position, V the width of a value.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.layers import LatentAttention, SoftmaxAttention
 from .layers import ReplicatedLinear, RMSNorm
 from .ring_attention import SequenceRanks
 from .rotary import Rotary, rotate
+from .sharded import redistribute
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms of compressed vectors. Source: DeepSeek's modeling files, whose RMSNorm defaults to it there."""
@@ -29,8 +32,8 @@ class LatentSelfAttention(nn.Module):
     """Causal attention whose queries, keys and values are made from compressed vectors.
 
     Attributes:
-        spread: ranks that share the heads; None where this one has all. The compressed vectors are made on each of them.
-        hidden: how the input is spread over them.
+        tp: ranks that share the heads; None where this one has all. The compressed vectors are made on each of them.
+        hidden: placement of the input on them.
         context: who attends where S is only this rank's part of the sequence.
     """
 
@@ -50,7 +53,7 @@ class LatentSelfAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = nn.Linear(spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * spec.v_head_dim, hidden_dim, bias=False)
-        self.spread: DeviceMesh | None = None
+        self.tp: DeviceMesh | None = None
         self.hidden: Placement = Replicate()
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -82,19 +85,19 @@ class LatentSelfAttention(nn.Module):
 
     def _gathered(self, hidden: Tensor) -> Tensor:
         """Gather the entire sequence on every rank; what is made of it is the same on all, and so is its gradient."""
-        if self.spread is None or self.hidden.is_replicate():
+        if self.tp is None or self.hidden.is_replicate():
             return hidden
-        return DTensor.from_local(hidden, self.spread, [self.hidden], run_check=False).full_tensor()
+        return redistribute(hidden, self.tp, self.hidden, Replicate())
 
     def _shared(self, x: Tensor) -> Tensor:
         """Return what the heads of all ranks read: each rank's gradient of it is a part."""
-        if self.spread is None:
+        if self.tp is None:
             return x
-        return DTensor.from_local(x, self.spread, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        return redistribute(x, self.tp, Replicate(), Replicate(), gradient=Partial())
 
     def _heads(self, x: Tensor) -> Tensor:
         """Reshape [B, S, H * width] to [B, H, S, width]; H of this rank."""
-        heads = self.spec.num_heads // (1 if self.spread is None else self.spread.size())
+        heads = self.spec.num_heads // (1 if self.tp is None else self.tp.size())
         return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
 
     def _rotated(self, x: Tensor) -> Tensor:

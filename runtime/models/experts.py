@@ -1,18 +1,13 @@
 """Mixture of experts: a router, the experts a token visits, and a shared expert for every token.
 
-Dropless: every token reaches all of its top_k experts, however unevenly they are chosen. Rows stand sorted by expert in one
-matrix, and one grouped product multiplies each expert's rows with its weights.
+Dropless: every token reaches all of its top_k experts, however unevenly they are chosen. Rows are sorted by expert in one matrix,
+and one grouped product multiplies each expert's rows with its weights. An expert may be in several slots, each of which takes a
+share of its rows: weights stay where they are stored, sharded by expert in order, and for each pass a rank fetches the weights of
+its slots from the ranks that store them; the backward pass brings the gradients of all replicas back and adds them.
 
-Shapes: T tokens of this rank, k experts of a token, M = T k rows, D hidden_dim, F ffn_dim, E experts. Under expert parallelism
-this rank holds E / ep experts, each cut to F / etp, and the rows are those that all ranks send to them.
-
-Experts in slots: an expert may stand in several slots, each of which takes a share of its rows.
-
-Weights stay where they are stored, sharded by expert in order, whatever the placement: optimizer and checkpoints know nothing of
-it. For each pass a rank fetches the weights of its slots from the ranks that store them, and the backward pass brings the
-gradients of all replicas back and adds them.
-
-Shapes: E experts, S slots, R replicas of an expert at most, M rows; E / ep experts are stored and S / ep slots held by each rank.
+Shapes: T tokens of this rank, k experts of a token, M = T k rows, D hidden_dim, F ffn_dim, E experts, S slots, R replicas of an
+expert at most. Under expert parallelism this rank stores E / ep experts, each cut to F / etp, it has S / ep slots, and the rows are
+those that all ranks send to them.
 """
 
 from __future__ import annotations
@@ -29,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import Partial, Placement, Replicate
 
 from ...schema.layers import DenseMLP, MoE
-from .init import local_tensor
 from .layers import ReplicatedLinear, SwiGLU, silu_product
+from .sharded import local_tensor, redistribute
 
 _MIN_SUM = 1e-20
 """Beside the sum of the chosen scores, against division by zero (DeepSeek-V3's modeling file)."""
@@ -57,17 +52,13 @@ class ExpertRanks:
         """Gather tokens [T, D] of this rank to those of all ranks that share its experts."""
         if self.cut is None:
             return tokens
-        whole = DTensor.from_local(tokens, self.cut, [self.tokens], run_check=False).full_tensor(
-            grad_placements=[Partial()]
-        )
-        return whole
+        return redistribute(tokens, self.cut, self.tokens, Replicate(), gradient=Partial())
 
     def reduce(self, outputs: Tensor) -> Tensor:
         """Sum the parts of all ranks that share these experts: for the tokens of this rank."""
         if self.cut is None:
             return outputs
-        parts = DTensor.from_local(outputs, self.cut, [Partial()], run_check=False)
-        return parts.redistribute(placements=[self.tokens]).to_local()
+        return redistribute(outputs, self.cut, Partial(), self.tokens)
 
 
 class Router(ReplicatedLinear):
@@ -91,13 +82,13 @@ class Router(ReplicatedLinear):
         """Route [T, D] to weights and experts [T, k]; scores are fp32."""
         logits = self(tokens).float()
         scores = logits.sigmoid() if self.spec.router == "sigmoid" else logits.softmax(dim=-1)
-        experts = self._wanted(scores.detach()).topk(self.spec.top_k, dim=-1).indices
+        experts = self._choice_scores(scores.detach()).topk(self.spec.top_k, dim=-1).indices
         chosen = scores.gather(1, experts)
         if self.spec.normalize:
             chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + _MIN_SUM)
         return (chosen * self.spec.scale).to(tokens.dtype), experts
 
-    def _wanted(self, scores: Tensor) -> Tensor:
+    def _choice_scores(self, scores: Tensor) -> Tensor:
         """Return the scores [T, E] to choose by: corrected, and minus infinity outside the best groups of experts.
 
         A group counts as its two best experts (sigmoid), or as its best one (softmax, arXiv:2405.04434 section 2.2.2).
@@ -182,10 +173,14 @@ class ExpertSlots:
         slots: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.experts):
             slots[expert].append(slot)
-        most = max(len(mine) for mine in slots)
-        table = torch.tensor([mine + [mine[-1]] * (most - len(mine)) for mine in slots])
+        max_replicas = max(len(expert_slots) for expert_slots in slots)
+        table = torch.tensor(
+            [expert_slots + [expert_slots[-1]] * (max_replicas - len(expert_slots)) for expert_slots in slots]
+        )
         taken = torch.tensor(self.shares, dtype=torch.float64)[table]
-        is_unused = torch.arange(most)[None] >= torch.tensor([len(mine) for mine in slots])[:, None]
+        is_unused = (
+            torch.arange(max_replicas)[None] >= torch.tensor([len(expert_slots) for expert_slots in slots])[:, None]
+        )
         taken = taken.masked_fill(is_unused, 0.0).cumsum(1)
         return table, taken / taken[:, -1:]
 
@@ -204,13 +199,13 @@ class ExpertSlots:
     def weights(self, stored: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the weights [S / ep, ...] of this rank's slots, from those [E / ep, ...] that each rank of the group stores."""
         ranks, rank = group.size(), group.rank()
-        of_rank = [list(part) for part in torch.tensor(self.experts).view(ranks, -1).tolist()]
+        slots_of_rank = [list(part) for part in torch.tensor(self.experts).view(ranks, -1).tolist()]
         num_stored = self.num_experts // ranks
-        mine = range(rank * num_stored, (rank + 1) * num_stored)
-        sent = [[expert - mine.start for expert in slots if expert in mine] for slots in of_rank]
-        owners = [expert // num_stored for expert in of_rank[rank]]
+        stored_here = range(rank * num_stored, (rank + 1) * num_stored)
+        sent = [[expert - stored_here.start for expert in slots if expert in stored_here] for slots in slots_of_rank]
+        owners = [expert // num_stored for expert in slots_of_rank[rank]]
         received = [owners.count(owner) for owner in range(ranks)]
-        rows = stored.flatten(1)[torch.tensor(_joined(sent), dtype=torch.long, device=stored.device)]
+        rows = stored.flatten(1)[torch.tensor(_flatten(sent), dtype=torch.long, device=stored.device)]
         arrived: Tensor = all_to_all_single_autograd(rows, received, [len(part) for part in sent], group)
         # They arrive by owner, each owner's in the order of this rank's slots.
         by_owner = sorted(range(len(owners)), key=lambda slot: owners[slot])
@@ -282,7 +277,7 @@ class MixtureOfExperts(nn.Module):
         if group is None:
             result: Tensor = self.experts(rows, counts)
             return result
-        arriving = _Arriving.of(counts, group)
+        arriving = _Arriving.exchange(counts, group)
         received = _all_to_all(rows, arriving.received, arriving.sent, group)
         by_expert = arriving.expert_of_row.argsort(stable=True)
         outputs = self.experts(received[by_expert], arriving.counts)
@@ -298,7 +293,7 @@ class _Arriving(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, counts: Tensor, group: dist.ProcessGroup) -> _Arriving:
+    def exchange(cls, counts: Tensor, group: dist.ProcessGroup) -> _Arriving:
         """Exchange the counts [E] of rows this rank has for each expert; every rank holds E / ranks experts in a row."""
         num_ranks = group.size()
         by_rank = counts.view(num_ranks, -1)
@@ -320,5 +315,5 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.
     return result
 
 
-def _joined(parts: Sequence[Sequence[int]]) -> list[int]:
-    return [item for part in parts for item in part]
+def _flatten(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [item for items in lists for item in items]

@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
+
+from .sharded import local_part, local_tensor
 
 ADAPTER_DOWN, ADAPTER_UP = "lora_A", "lora_B"
 """Names of the two parameters of a low-rank adapter beside a product's own."""
@@ -51,11 +52,11 @@ def init_weights(
             continue
         # A tied head that stands alone on the last pipeline stage must start as the embedding does.
         source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else (aliases or {}).get(name, name)
-        where = device or parameter.device
-        generator = torch.Generator(where).manual_seed(parameter_seed(seed, source))
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
-        whole.normal_(0.0, STD, generator=generator)
-        local_tensor(parameter).copy_(local_part(whole, parameter))
+        generator_device = device or parameter.device
+        generator = torch.Generator(generator_device).manual_seed(parameter_seed(seed, source))
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator_device)
+        full.normal_(0.0, STD, generator=generator)
+        local_tensor(parameter).copy_(local_part(full, parameter))
 
 
 def is_adapter(name: str) -> bool:
@@ -67,34 +68,3 @@ def parameter_seed(seed: int, name: str) -> int:
     """Return 63 bits from a seed and a parameter's name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor (sharing its storage); a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the part of ``full`` that this rank holds of ``target``."""
-    return whole[local_region(like)]
-
-
-def local_region(like: Tensor) -> tuple[slice, ...]:
-    """Return where in the full tensor this rank's part of it stands, one range a dimension.
-
-    Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard; each cut in parts of
-    equal width, rounded up, as torch.chunk makes them.
-    """
-    region = [slice(0, size) for size in like.shape]
-    if not isinstance(like, DTensor):
-        return tuple(region)
-    mesh = like.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        dim = getattr(like.placements[axis], "dim", None)  # strided shards are no Shard in every version; both have dim
-        if dim is None:
-            continue
-        first, stop = region[dim].start, region[dim].stop
-        width = -(-(stop - first) // mesh.size(axis))
-        start = min(first + width * mesh.get_local_rank(axis), stop)
-        region[dim] = slice(start, min(start + width, stop))
-    return tuple(region)

@@ -1,5 +1,4 @@
-"""Small layers of a block: norms, feed-forward parts, learned positions, and linear layers that every
-tensor-parallel rank has whole.
+"""Small layers of a block: norms, feed-forward parts, learned positions, linear layers that tensor parallelism leaves unsharded.
 
 Shapes: B micro-batch, S sequence, D hidden_dim, F ffn_dim.
 """
@@ -13,19 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Partial, Placement, Replicate
 
 from ...schema.layers import DenseMLP, NormKind
+from .sharded import local_weight, redistribute
 
 
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dimension.
 
-    It works on local tensors, because dispatching every activation through DTensor costs more than the norm.
-
     Attributes:
-        weight_grad: how the gradient of a DTensor weight is spread over tp; None where it is split like the weight.
-        spread: ranks over which the last dimension is split; None where each has all of it.
+        weight_grad: placements over tp of the gradient of a DTensor weight; None where it is split as the weight is.
+        tp: ranks over which the last dimension is split; None where each has all of it.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -33,19 +31,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
         self.weight_grad: Sequence[Placement] | None = None
-        self.spread: DeviceMesh | None = None
+        self.tp: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to the same shape."""
-        weight: Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=self.weight_grad)
-        if self.spread is None:
+        weight = local_weight(self.weight, self.weight_grad)
+        if self.tp is None:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        squares = x.float().square().mean(dim=-1, keepdim=True) / self.spread.size()
-        # Every rank's part of the output depends on the whole sum, so the gradients of the sum are parts as well.
-        parts = DTensor.from_local(squares, self.spread, [Partial()], run_check=False)
-        mean = parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        squares = x.float().square().mean(dim=-1, keepdim=True) / self.tp.size()
+        # Every rank's part of the output depends on the full sum, so the gradients of the sum are parts as well.
+        mean = redistribute(squares, self.tp, Partial(), Replicate(), gradient=Partial())
         return (x.float() * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
 
 
@@ -70,16 +65,11 @@ def build_norm(kind: NormKind, dim: int, eps: float) -> RMSNorm | LayerNorm:
     return RMSNorm(dim, eps) if kind == "rmsnorm" else LayerNorm(dim, eps)
 
 
-def local_weight(weight: Tensor, weight_grad: Sequence[Placement] | None) -> Tensor:
-    """Return this rank's part of a weight, for arithmetic on local tensors."""
-    return weight.to_local(grad_placements=weight_grad) if isinstance(weight, DTensor) else weight
-
-
 class ReplicatedLinear(nn.Module):
     """``x W'`` without bias.
 
     Attributes:
-        weight_grad: how the gradient of a DTensor weight is spread over tp, as in RMSNorm.
+        weight_grad: placements over tp of the gradient of a DTensor weight, as in RMSNorm.
     """
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
@@ -89,10 +79,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_dim] to [..., out_dim]."""
-        weight: Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=self.weight_grad)
-        return F.linear(x, weight)
+        return F.linear(x, local_weight(self.weight, self.weight_grad))
 
 
 class SwiGLU(nn.Module):
@@ -149,7 +136,7 @@ class PositionEmbedding(nn.Module):
     Attributes:
         positions: places of the tokens of all ranks that share a sequence under sequence parallelism; None for 0, 1, 2...
         share: which part of them this rank has, of how many.
-        weight_grad: how the gradient of a DTensor weight is spread over tp, as in RMSNorm.
+        weight_grad: placements over tp of the gradient of a DTensor weight, as in RMSNorm.
     """
 
     def __init__(self, num_positions: int, hidden_dim: int) -> None:

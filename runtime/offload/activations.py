@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...schema.offload import LayerOffload
 from ..models.decoder import Decoder
-from ..models.init import local_tensor
 from ..models.rotary import Rotary
+from ..models.sharded import local_tensor
 from .copies import Copies, HostBuffer
 
 SMALLEST_BYTES = {"cpu": 1 << 10}
@@ -279,5 +279,5 @@ class _Saved:
 def _as_bytes(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
     with torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return whole.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+        full = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return full.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]

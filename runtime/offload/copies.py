@@ -1,13 +1,13 @@
-"""Copies between the device and the host's memory: streams, pinned buffers that are used again, and a count of what moved.
+"""Copies between the device, the host's memory and the node's drives.
 
-On CUDA copies run on one stream for each direction, beside compute. On a CPU the same code copies into a second allocation at once:
-what "the device" may forget is then really freed, so that schedules can be tested without a GPU.
+Device and host: on CUDA one stream for each direction, overlapping with compute, and pinned buffers that are used again. On a CPU
+the same code copies into a second allocation at once: what "the device" may forget is then really freed, so that schedules can be
+tested without a GPU.
 
-Optimizer states in a file on the node's drives: one file a rank, read before an update and written after it.
-
-Its space is taken at the start, so that a full drive is found before the first step. Reads and writes name their places (``pread``,
-``pwrite``) and run on threads of their own: unlike a page of a memory map that cannot be written, a write that fails raises. The
-file has no name once it is open: whatever ends the process, nothing is left of it.
+Drives: one file of optimizer states a rank, read before an update and written after it. Its space is taken at the start, so that
+a full drive is noticed before the first step. Reads and writes name their positions (``pread``, ``pwrite``) and run on threads of
+their own: unlike a page of a memory map that cannot be written, a write that fails raises. The file has no name once it is open:
+whatever ends the process, nothing remains of it.
 """
 
 from __future__ import annotations
@@ -132,14 +132,14 @@ class HostPool:
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8), False
         pages = _Pages(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = torch.frombuffer(pages, dtype=torch.uint8)
-        is_pinned = self._pin is not None and self._pin(whole)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        is_pinned = self._pin is not None and self._pin(buffer)
         if is_pinned:
-            pages.pinned_at = whole.data_ptr()
+            pages.pinned_at = buffer.data_ptr()
         elif self._pin is not None:
             self._pin = _refuse
             self._traffic.unpinned_bytes += num_bytes
-        return whole[:num_bytes], is_pinned
+        return buffer[:num_bytes], is_pinned
 
 
 class _Pages(mmap.mmap):
@@ -268,13 +268,15 @@ class StateFile:
         """Begin to read ``target.nbytes`` bytes from there."""
         self._traffic.read_bytes += target.nbytes
         return self._threads.submit(
-            self._all, lambda part, at: os.preadv(self._file.fileno(), [part], at), start, target
+            self._all, lambda part, offset: os.preadv(self._file.fileno(), [part], offset), start, target
         )
 
     def write(self, start: int, source: Tensor) -> Future[None]:
         """Begin to write the bytes; they must not change until it is over."""
         self._traffic.stored_bytes += source.nbytes
-        return self._threads.submit(self._all, lambda part, at: os.pwrite(self._file.fileno(), part, at), start, source)
+        return self._threads.submit(
+            self._all, lambda part, offset: os.pwrite(self._file.fileno(), part, offset), start, source
+        )
 
     def finish(self, transfer: Future[None]) -> None:
         """Wait for a read or write.

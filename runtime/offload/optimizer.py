@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from ..models.init import local_tensor
+from ..models.sharded import local_tensor
 from .copies import Copies, HostBuffer, StateFile
 
 Place = Literal["own", "host", "streamed"]
@@ -167,7 +167,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         on_host = [(group, states) for group, states in away if states.place != "streamed"]
         gradients = [self._bring_down(states) for _, states in on_host]
         for group, chosen in groups:
-            self._update_own(group, [p for p in chosen if p not in self._away])
+            self._update_on_device(group, [p for p in chosen if p not in self._away])
         self._update_streamed([(group, states) for group, states in away if states.place == "streamed"])
         self._update_on_host(on_host, gradients)
         for transfer, buffer in self._writing:
@@ -179,9 +179,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over states into the places they have here; torch's own would first put them all on the device."""
         self._settle()
-        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update({name: value for name, value in given.items() if name != "params" and name in own})
-            for parameter, key in zip(own["params"], given["params"], strict=True):
+        for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in given.items() if name != "params" and name in group})
+            for parameter, key in zip(group["params"], given["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():
                     local_tensor(self.state[parameter][name]).copy_(local_tensor(torch.as_tensor(value)))
 
@@ -203,10 +203,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         moments = local.new_zeros((2, *local.shape)) if away is None else away.moments
         self.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=moments.device),
-            **{name: _like(parameter, part) for name, part in zip(_MOMENTS, moments, strict=True)},
+            **{name: _sharded_as(parameter, part) for name, part in zip(_MOMENTS, moments, strict=True)},
         }
 
-    def _update_own(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
+    def _update_on_device(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
         if parameters:
             states = [self.state[parameter] for parameter in parameters]
             moments = [[local_tensor(state[name]) for state in states] for name in _MOMENTS]
@@ -228,9 +228,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             step += 1
             leaving.append((moments, on_device, self._copies.to_host(on_device, moments.host)))
             if len(leaving) > 1:
-                self._left(*leaving.popleft())
+                self._release(*leaving.popleft())
         while leaving:
-            self._left(*leaving.popleft())
+            self._release(*leaving.popleft())
 
     def _arriving(self, work: _Work) -> Iterator[tuple[_Moments, Tensor, torch.cuda.Event | None]]:
         """Yield moments on the device and the event when they are; the next ones have been sent for."""
@@ -242,7 +242,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 yield coming.popleft()
         yield from coming
 
-    def _left(self, moments: _Moments, _: Tensor, down: torch.cuda.Event | None) -> None:
+    def _release(self, moments: _Moments, _: Tensor, down: torch.cuda.Event | None) -> None:
         """Let the device's copy go when it is down; with a file it goes on from there."""
         self._copies.wait(down)
         self._leaving = down
@@ -345,7 +345,7 @@ def _update(
     )
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
+def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
     """Return a state sharded as the parameter is; by the constructor, because `DTensor.from_local` would move it to the device."""
     return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
 

@@ -1,4 +1,4 @@
-"""What a plan's offload schedule asks of one rank: whose activations travel, where optimizer states lie, what streams in."""
+"""The offload schedule of a plan on one rank: whose activations travel, where optimizer states lie, what streams in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...schema.offload import OffloadSchedule
 from ...schema.plan import Plan, Stage
 from ...schema.units import format_bytes
 from ..models.decoder import Decoder
-from ..models.init import local_tensor
+from ..models.sharded import local_tensor
 from ..training.metrics import OffloadRecord
 from .activations import ActivationOffload
 from .copies import Copies, Pin, Traffic

@@ -30,7 +30,7 @@ class LossScale:
     steps: int = 0
 
     @classmethod
-    def of(cls, plan: Plan) -> LossScale:
+    def from_plan(cls, plan: Plan) -> LossScale:
         """Return the factor at the start of a run."""
         is_dynamic = plan.workload.precision == "fp16-mixed"
         return cls(INITIAL_SCALE if is_dynamic else 1.0, is_dynamic)

@@ -1,16 +1,14 @@
 """Peak memory of this rank since a baseline.
 
-CUDA: the caching allocator's own peaks (``max_memory_allocated``, ``max_memory_reserved``): exact, and what plans
-predict. CPU: torch counts nothing there. Reserved is the growth of the resident set: the highest resident set since the
-baseline minus the resident set at the baseline; allocated is the same unless tensors are counted (allocations.py). The
-kernel keeps that highest value (VmHWM) and resets it on a write to ``/proc/self/clear_refs``; where that is not allowed,
-the process's lifetime peak (``ru_maxrss``) stands in, an upper bound. Code and buffers of libraries that load only later
-count as well, some tens of MiB, and so does memory that the C allocator keeps: models of a few MiB drown in that.
+CUDA: the caching allocator's own peaks (``max_memory_allocated``, ``max_memory_reserved``): exact, and what plans predict.
 
-Bytes of tensors on a CPU, exactly: torch's profiler notes each one that is made or freed, where torch itself keeps no count.
-
-Their sum is what `torch.cuda.memory_allocated` says on a GPU. A tensor's end is noted only where its beginning was, so
-that counting begins before the model is there. It slows code down: not for steps whose time counts.
+CPU: torch counts nothing. Reserved is the growth of the resident set: the highest resident set since the baseline minus the one
+at the baseline. The kernel stores that highest value (VmHWM) and resets it on a write to ``/proc/self/clear_refs``; where that is
+not allowed, the process's lifetime peak (``ru_maxrss``) stands in, an upper bound. Code and buffers of libraries that load only
+later count as well, some tens of MiB, and so does memory that the C allocator keeps: models of a few MiB drown in that. Allocated
+is the same, unless tensors are counted: torch's profiler notes each one that is made or freed, whose sum is what
+`torch.cuda.memory_allocated` says on a GPU. A tensor's end is noted only where its beginning was, so that counting begins before
+the model exists. It slows code down: not for steps whose time counts.
 """
 
 from __future__ import annotations
@@ -148,13 +146,13 @@ class AllocationCount:
 
 def _changes(events: Iterable[Any]) -> list[tuple[int, int, int]]:
     """Return when, where and by how many bytes memory was given out, or taken back (negative), in order."""
-    found, waiting = [], deque(events)
+    changes, waiting = [], deque(events)
     while waiting:
         event = waiting.popleft()
         if event.tag.name == "Allocation":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
         waiting.extend(event.children)
-    return sorted(found, key=itemgetter(0))
+    return sorted(changes, key=itemgetter(0))
 
 
 def _peak_bytes(changes: Iterable[tuple[int, int, int]]) -> int:

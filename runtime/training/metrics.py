@@ -1,17 +1,16 @@
-"""What a run reports: one JSON object a step, and a last one with the measurements beside the plan's prediction.
+"""Metrics of a run: one JSON object a step, and a last one with the measurements next to the plan's prediction.
 
-Ranks that compute slower than their peers beyond noise: an exact sign test over the steps of a run.
-
-Of every rank r and step t the seconds c[r, t] of its own work, waiting left out. Peers have the same work: the other ranks of the
-same pipeline stage; of a stage with one rank all others, each over what the plan expects of it. With
+A slow rank is named by an exact sign test over the steps. Of every rank r and step t let c[r, t] be the seconds of its own work,
+waiting left out. Peers have the same work: the other ranks of the same pipeline stage; of a stage with one rank all others, each
+over what the plan expects of it. With
 
     d[r, t] = log(c[r, t] / expected[r]) - median over peers of the same,   m[r] = median over steps of d[r]
 
 a rank is slow where m exceeds the smallest difference that is worth naming, `SLOWER` among ranks with the same work and
-`SLOWER_THAN_EXPECTED` where only the plan's expectation makes them comparable, and where d is above zero in more steps than chance
-allows: of a rank like its peers each step is above or below with equal odds, so that k or more of T are above with the probability
-of a binomial tail, whatever the distribution of the noise. Over all ranks together a run without a slow rank names one at most
-once in 1 / `FALSE_ALARMS` runs (Bonferroni), which is why few steps name nobody: T >= log2(R / FALSE_ALARMS).
+`SLOWER_THAN_EXPECTED` where only the plan's expectation makes them comparable, and where d is above zero in more steps than
+chance allows: of a rank that is as its peers each step is above or below with equal odds, so that k or more of T are above with
+the probability of a binomial tail, whatever the distribution of the noise. Over all ranks together a run without a slow rank
+names one at most once in 1 / `FALSE_ALARMS` runs (Bonferroni), which is why few steps name nobody: T >= log2(R / FALSE_ALARMS).
 """
 
 from __future__ import annotations
@@ -160,8 +159,8 @@ def summarise(
         "warmup_steps": warmup,
         "memory_source": memory_source,
         "ranks": [
-            {**rank, "stage_idx": rank["rank"] // plan.layout.stage_ranks, "parts_s": own}
-            for rank, own in zip(ranks, medians, strict=True)
+            {**rank, "stage_idx": rank["rank"] // plan.layout.stage_ranks, "parts_s": median_parts}
+            for rank, median_parts in zip(ranks, medians, strict=True)
         ],
     }
     ratio = {
@@ -198,8 +197,8 @@ def _parts_of_steps(
     parts_s: Sequence[dict[StepPart, float]], num_counted: int
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Parts [T, len(PARTS)] of the steps that count, as far as they were kept."""
-    kept = parts_s[max(0, len(parts_s) - num_counted) :]
-    return np.array([[step[name] for name in STEP_PARTS] for step in kept], dtype=np.float64).reshape(
+    counted = parts_s[max(0, len(parts_s) - num_counted) :]
+    return np.array([[step[name] for name in STEP_PARTS] for step in counted], dtype=np.float64).reshape(
         -1, len(STEP_PARTS)
     )
 
@@ -207,12 +206,12 @@ def _parts_of_steps(
 def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
     """Return slow ranks by their own work: passes and update on a CPU; on a GPU, whose passes include waiting, the update."""
     on_gpu = plan.cluster.weakest_device.backend.has_streams
-    own = [
+    columns = [
         STEP_PARTS.index(name)
         for name in STEP_PARTS
         if name == "optimizer" or (name in ("forward", "backward") and not on_gpu)
     ]
-    compute_s = np.array([parts[:, own].sum(axis=1) for parts in parts_s])
+    compute_s = np.array([parts[:, columns].sum(axis=1) for parts in parts_s])
     stage_of_rank = np.arange(len(parts_s)) // plan.layout.stage_ranks
     if compute_s.ndim < 2 or not compute_s.size:
         return []
@@ -266,14 +265,14 @@ def stragglers(compute_s: FloatArray, stage_of_rank: NDArray[np.int64], expected
     from scipy.special import bdtrc  # here: no launcher needs it, of the ranks the one that reports, at its end
 
     logs = np.log(compute_s / expected_s[:, None])
-    found = []
+    slow = []
     for rank in range(num_ranks):
         others = np.arange(num_ranks) != rank
         peers = others & (stage_of_rank == stage_of_rank[rank])
-        least = SLOWER if peers.any() else SLOWER_THAN_EXPECTED
+        min_slower = SLOWER if peers.any() else SLOWER_THAN_EXPECTED
         difference = logs[rank] - np.median(logs[peers if peers.any() else others], axis=0)
         slower = math.expm1(float(np.median(difference)))
         chance = float(bdtrc(max(np.count_nonzero(difference > 0), 1) - 1, num_steps, 0.5))
-        if slower > least and chance * num_ranks <= FALSE_ALARMS:
-            found.append(Straggler(rank=rank, slower_fraction=slower, chance=chance))
-    return sorted(found, key=lambda entry: -entry["slower_fraction"])
+        if slower > min_slower and chance * num_ranks <= FALSE_ALARMS:
+            slow.append(Straggler(rank=rank, slower_fraction=slower, chance=chance))
+    return sorted(slow, key=lambda entry: -entry["slower_fraction"])

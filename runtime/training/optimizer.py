@@ -1,11 +1,9 @@
-"""The optimizer of a plan, and gradient clipping that is exact over all axes.
+"""The update of a step: the optimizer, gradient clipping that is exact over all axes, and the corrections of sigmoid routers.
 
-Even loads of experts without a loss of their own (DeepSeek-V3, arXiv:2412.19437 section 2.1.2).
-
-A sigmoid router chooses by score plus a correction. After each step the correction of an expert that saw fewer tokens than the mean
-rises by a fixed rate, that of one that saw more falls. Tokens are counted where they are routed and added over all ranks; a rank
-that counts the same tokens as another, or counts them again when it recomputes, does so for all experts alike, which leaves the
-signs as they are.
+Routers: even loads of experts without a loss of their own (DeepSeek-V3, arXiv:2412.19437 section 2.1.2). A sigmoid router chooses
+by score plus a correction. After each step the correction of an expert that saw fewer tokens than the mean rises by a fixed rate,
+that of one that saw more falls. Tokens are counted where they are routed and added over all ranks; a rank that counts the same
+tokens as another, or counts them again when it recomputes, does so for all experts alike, which leaves the signs as they are.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...schema.layers import Block, MoE
-from ..mesh import EXPERT_AXES
 from ..models.experts import MixtureOfExperts, Router
-from ..models.init import local_tensor
+from ..models.sharded import local_tensor
 from ..offload.optimizer import OffloadedAdamW
 from ..parallel_model import ParallelModel
 from .options import TrainOptions
@@ -41,11 +38,11 @@ def build_optimizer(
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
-            "params": [p for p in parameters if (p.ndim > 1) == is_matrix and isinstance(p, DTensor) == is_spread],
+            "params": [p for p in parameters if (p.ndim > 1) == is_matrix and isinstance(p, DTensor) == is_sharded],
             "weight_decay": weight_decay if is_matrix else 0.0,
         }
         for is_matrix in (True, False)
-        for is_spread in (True, False)
+        for is_sharded in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     if zeroth_order or not model.plan.workload.has_backward:
@@ -81,7 +78,7 @@ def clip_gradients(model: ParallelModel, max_norm: float) -> float:
 @torch.no_grad()
 def local_square(model: ParallelModel) -> Tensor:
     """Return what this rank adds to the square of the norm of all gradients, fp32 []."""
-    counted = [local_tensor(p.grad) for name, p in model.named_parameters() if is_first_copy(model, name, p.grad)]
+    counted = [local_tensor(p.grad) for name, p in model.named_parameters() if model.is_first_copy(name, p.grad)]
     if not counted:
         return torch.zeros((), dtype=torch.float32, device=model.device)
     return nn.utils.get_total_norm(counted).square().to(model.device)
@@ -105,24 +102,6 @@ def build_scheduler(optimizer: torch.optim.Optimizer, options: TrainOptions, *, 
     for group in optimizer.param_groups:
         group["initial_lr"] = options.learning_rate
     return LambdaLR(optimizer, lambda idx: options.learning_rate_factor(idx + 1), last_epoch=done - 1)
-
-
-def is_first_copy(model: ParallelModel, name: str, gradient: Tensor | None) -> bool:
-    """Tell whether this rank counts its part of a parameter (or of its gradient) among the ranks that have a copy."""
-    if gradient is None:
-        return False
-    mesh = model.mesh
-    if mesh.pp is not None and model.plan.model.tie_embeddings and name == "lm_head.weight":
-        return False  # the first stage counts the tied embedding
-    copies = {"dp_replicate", "dp_shard", "cp", "tp"}
-    if isinstance(gradient, DTensor):
-        names = gradient.device_mesh.mesh_dim_names or ()
-        if not set(names).isdisjoint(EXPERT_AXES):
-            copies = set(EXPERT_AXES)
-        copies -= {axis for axis, place in zip(names, gradient.placements, strict=True) if not place.is_replicate()}
-        if "dp_shard" not in copies and model.plan.layout.zero_stage:
-            copies -= {"cp"}  # part of that axis
-    return all(mesh.coordinates[axis] == 0 for axis in copies)
 
 
 class RouterBalance:

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 
 from ...schema import ConfigError, Plan, RuntimeMismatchError
+from ...schema.schedules import SCHEDULES
 from ..checkpoints import check_writable, list_checkpoints
 from ..data.samples import TokenBatches, TokenStream, open_data, tokenize_paths
 from .options import TrainOptions
@@ -20,10 +21,10 @@ def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
     """
     if options.checkpoint_dir is None and (options.checkpoint_every or options.resume):
         raise ConfigError("--checkpoint-every and --resume need a folder", help="add --checkpoint-dir DIR")
-    found = list_checkpoints(options.checkpoint_dir) if options.checkpoint_dir and not options.resume else ()
-    if found:
+    present = list_checkpoints(options.checkpoint_dir) if options.checkpoint_dir and not options.resume else ()
+    if present:
         raise ConfigError(
-            f"{options.checkpoint_dir} already holds {found[-1].name}",
+            f"{options.checkpoint_dir} already holds {present[-1].name}",
             help="add --resume to go on from it, or give another --checkpoint-dir",
         )
     if options.compile_blocks:
@@ -68,10 +69,6 @@ def open_batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank
     return batches, hashlib.sha256(f"{stream.fingerprint} {seq_len}".encode()).hexdigest()
 
 
-SPLIT_BACKWARD = frozenset({"zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "synthesised"})
-"""Schedules with passes for the gradients of inputs and of weights apart; a compiled block has one backward pass."""
-
-
 def require_compilable(plan: Plan) -> None:
     """Refuse what torch.compile does not take.
 
@@ -79,7 +76,7 @@ def require_compilable(plan: Plan) -> None:
         RuntimeMismatchError: with what is in the way.
     """
     reasons = []
-    if plan.layout.schedule in SPLIT_BACKWARD:
+    if SCHEDULES[plan.layout.schedule].splits_backward:
         reasons.append(f"schedule {plan.layout.schedule} splits backward passes, a compiled block has one")
     if plan.layout.cp > 1:
         reasons.append("attention over the ranks of cp cannot be traced")

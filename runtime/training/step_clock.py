@@ -1,13 +1,11 @@
-"""The parts of a step, by name.
-
-Where the seconds of a step go on one rank: passes, waiting for other ranks, the update.
+"""The clock of a step: where its seconds go on one rank, in forward, backward, waiting for other ranks, update and the rest.
 
 On a CPU every collective and message blocks the process, so waiting is timed where torch waits and counts to no other part:
 during a pass, the clipping or the loss it is communication, between the passes of a pipeline it is waiting for a neighbour. On a
 GPU nothing blocks: parts are the stream's seconds between two events, waiting included. A part costs microseconds, so that
 all steps of every run have them. All-to-alls of a backward pass wait inside torch's C++ and count as backward.
 
-Of one step the clock can also keep when each part and each wait began and ended, as `StepSpan`s.
+Of one step the clock can also record when each part and each wait began and ended, as `StepSpan`s.
 """
 
 from __future__ import annotations
@@ -96,12 +94,12 @@ class StepClock:
         finally:
             self._depth -= 1
             ended = time.perf_counter()
-            own = ended - start - (self._waited - before)
+            busy_s = ended - start - (self._waited - before)
             if self._begun is not None:
                 self._pieces.append(StepSpan(name, start - self._begun, ended - self._begun, action))
-            self._seconds[name] += own
+            self._seconds[name] += busy_s
             if name != "data":
-                self._seconds["preempted"] += max(0.0, own - (time.thread_time() - ran))
+                self._seconds["preempted"] += max(0.0, busy_s - (time.thread_time() - ran))
 
     def take(self, step_time_s: float) -> dict[StepPart, float]:
         """Return the parts of the step that has ended, seconds, and begin anew; on a GPU after it was synchronised."""

@@ -35,7 +35,7 @@ SHORTEST_FRACTION = 1e-4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _Own(NamedTuple):
+class _RankStep(NamedTuple):
     """What a rank tells of its step: its machine, when the barrier and the step began there, and what it did."""
 
     rank: int
@@ -69,18 +69,18 @@ class StepTrace:
             ConfigError: the file cannot be written.
         """
         rank = self._plan.rank_map.index(dist.get_rank())
-        slices = slices_of(self._clock.take_pieces(), self._plan, rank, step_time_s)
-        own = _Own(rank, _machine(), self._barrier_s, start_s, slices)
-        found: list[_Own] = [own] * dist.get_world_size()
-        dist.all_gather_object(found, own)
+        slices = step_slices(self._clock.take_pieces(), self._plan, rank, step_time_s)
+        local = _RankStep(rank, _machine(), self._barrier_s, start_s, slices)
+        by_rank: list[_RankStep] = [local] * dist.get_world_size()
+        dist.all_gather_object(by_rank, local)
         if rank == 0:
-            starts_s = starts_of(found)
-            by_rank = [_later(one.slices, starts_s[one.rank]) for one in sorted(found)]
+            starts_s = step_starts_s(by_rank)
+            by_rank = [_later(one.slices, starts_s[one.rank]) for one in sorted(by_rank)]
             trace = measured_trace(self._plan, by_rank, starts_s=starts_s, step=step, step_time_s=step_time_s)
             write_atomically(Path(self._path), json.dumps(trace))
 
 
-def slices_of(pieces: Sequence[StepSpan], plan: Plan, rank: int, step_time_s: float) -> list[Slice]:
+def step_slices(pieces: Sequence[StepSpan], plan: Plan, rank: int, step_time_s: float) -> list[Slice]:
     """Return what a rank did, from the beginning of its step."""
     passes_end_s = max((piece.end_s for piece in pieces if piece.action is not None), default=0.0)
     layout = plan.layout
@@ -108,7 +108,7 @@ def _rest(slices: Sequence[Slice], rank: int, passes_end_s: float, step_time_s: 
     return [Slice(rank, stream, REST, a, b - a) for a, b in zip(ends, begins, strict=True) if b > a]
 
 
-def starts_of(ranks: Sequence[_Own]) -> list[float]:
+def step_starts_s(ranks: Sequence[_RankStep]) -> list[float]:
     """Return when the step began on each rank of the plan, seconds since it began on the first one."""
     zero: dict[str, float] = {}
     for one in ranks:

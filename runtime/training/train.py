@@ -1,7 +1,4 @@
-"""One rank's training run: step, checkpoint, measurements.
-
-The built-in training loop that every rank runs: AdamW, warm-up and cosine, clipping, metrics, checkpoints.
-"""
+"""The built-in training of every rank: join the job, build the model, then batch, step, checkpoint and metrics, step by step."""
 
 from __future__ import annotations
 
@@ -120,8 +117,8 @@ class TrainingRun:
     def resume(self) -> int:
         """Return the steps already done: those of the newest checkpoint, or none."""
         options = self.options
-        found = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
-        newest = gather(str(found[-1]) if found else None)[0]
+        checkpoints = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
+        newest = gather(str(checkpoints[-1]) if checkpoints else None)[0]
         if newest is None:
             return 0
         self.meter.pause()
@@ -158,8 +155,8 @@ class TrainingRun:
         if trace is not None:
             model.clock.keep()
         share = self._losses(tokens)
-        asked = torch.full_like(share, float(self.stop.received))
-        sums = torch.stack((share.float(), local_square(model), asked.float()))
+        stop_votes = torch.full_like(share, float(self.stop.received))
+        sums = torch.stack((share.float(), local_square(model), stop_votes.float()))
         model.add_over_ranks(sums)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         overflowed = model.loss_scale.is_dynamic and not math.isfinite(sums[1].item())
@@ -250,13 +247,13 @@ class TrainingRun:
         """Report the measurements of all ranks with the prediction."""
         self.meter.stop_counting()
         self._progress.rest()
-        own = RankRecord(
+        local = RankRecord(
             rank=self.model.plan.rank_map.index(dist.get_rank()),
             peak_allocated_bytes=self.meter.peak_allocated_bytes(),
             peak_reserved_bytes=self.meter.peak_reserved_bytes(),
             parts_s=list(self.parts_s),
         )
-        ranks = sorted(gather(own), key=lambda entry: entry["rank"])
+        ranks = sorted(gather(local), key=lambda entry: entry["rank"])
         self.writer.write(summarise(self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source))
         self.writer.close()
 
@@ -320,7 +317,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
         if options.save_weights and not run.is_stopped:
             if plan.workload.adapters is not None:
                 merge_adapters(model)
-            save_weights(model, options.save_weights, like=options.weights)
+            save_weights(model, options.save_weights, origin=options.weights)
     dist.destroy_process_group()
 
 

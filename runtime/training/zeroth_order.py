@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...schema.errors import RuntimeMismatchError
 from ...schema.plan import Plan
-from ..models.init import local_part, local_tensor, parameter_seed
+from ..models.init import parameter_seed
+from ..models.sharded import local_part, local_tensor
 
 if TYPE_CHECKING:
     from ..parallel_model import ParallelModel
@@ -96,5 +97,5 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         device = local_tensor(parameter).device
         seed = parameter_seed(self._seed, f"{self.num_steps}/{name}")
         generator = torch.Generator(device).manual_seed(seed)
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)
-        return local_part(whole, parameter)
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)
+        return local_part(full, parameter)

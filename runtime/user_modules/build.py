@@ -1,4 +1,4 @@
-"""A foreign module and a plan made into this rank's part of a training job."""
+"""Apply a plan to a user's module, a model of `transformers` or a plain one: this rank's part of it as a ParallelModel."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def parallelize_user_module(
     if not is_meta:
         module.to(device, torch.float32)
     stages = [plan.stages[idx] for idx in mesh.stage_idxs]
-    parts, whole = [module], module
+    parts, joined = [module], module
     if mesh.pp is not None:
         require_decoder(module, structure, f"pp {plan.layout.pp}")
         parts = [stage_module(module, structure, stage.layer_idxs) for stage in stages]
-        own = {idx for stage in stages for idx in stage.layer_idxs}
-        whole = parts[0] if len(parts) == 1 else _joined(module, structure, parts, own)
+        local_layers = {idx for stage in stages for idx in stage.layer_idxs}
+        joined = parts[0] if len(parts) == 1 else _join_stages(module, structure, parts, local_layers)
     for part, stage in zip(parts, stages, strict=True):
         _split(part, structure, mesh, plan, is_tied=is_tied)
         _tie(part, structure, is_tied)
@@ -74,15 +74,17 @@ def parallelize_user_module(
             _materialise(part, device)
             _tie(part, structure, is_tied)
     if weights is not None:
-        _load(whole, structure, weights, is_tied=is_tied)
+        _load(joined, structure, weights, is_tied=is_tied)
     elif is_meta:
-        init_weights(whole, seed, aliases=_aliases(structure, is_tied))
-    loss_scale = LossScale.of(plan)
+        init_weights(joined, seed, aliases=_aliases(structure, is_tied))
+    loss_scale = LossScale.from_plan(plan)
     schedule = None
     if mesh.pp is not None:
-        schedule = build_schedule(parts, mesh, plan, device, loss_scale, whole_sequence=True)
-    ends = _ends(whole, structure) if is_tied else None
-    return ParallelModel(plan, mesh, whole, device, loss_scale, schedule, ends=ends, loss_fn=loss_fn or next_token_loss)
+        schedule = build_schedule(parts, mesh, plan, device, loss_scale, is_sequence_unsharded=True)
+    ends = _ends(joined, structure) if is_tied else None
+    return ParallelModel(
+        plan, mesh, joined, device, loss_scale, schedule, ends=ends, loss_fn=loss_fn or next_token_loss
+    )
 
 
 def _check(module: nn.Module, structure: Structure, plan: Plan) -> None:
@@ -139,8 +141,8 @@ def _split(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan
 
 def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan) -> None:
     """Shard blocks one by one; embedding, and last norm with head; all that remains, and what is tied, with the part itself."""
-    own = enumerate(structure.blocks_of(part), start=1)
-    blocks = [(idx, block) for idx, block in own if any(True for _ in block.parameters())]
+    numbered = enumerate(structure.blocks_of(part), start=1)
+    blocks = [(idx, block) for idx, block in numbered if any(True for _ in block.parameters())]
     outer: list[list[nn.Module]] = []
     head = part.get_submodule(structure.head) if structure.head else None
     if structure.is_transformers and not structure.is_tied(part):
@@ -148,7 +150,7 @@ def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan
         groups = [[base.get_submodule(name) for name in names] for names in (structure.before, structure.after)]
         if head is not None:
             groups[1].append(head)
-        outer = [kept for group in groups if (kept := [m for m in group if any(True for _ in m.parameters())])]
+        outer = [sharded for group in groups if (sharded := [m for m in group if any(True for _ in m.parameters())])]
     shard_units(part, mesh, plan, blocks=blocks, outer=outer, head=head)
 
 
@@ -165,19 +167,19 @@ def _ends(part: nn.Module, structure: Structure) -> tuple[nn.Module | None, nn.M
     """Return embedding and head where the part has them."""
     assert structure.embedding is not None
     assert structure.head is not None
-    found = [part.get_submodule(name) for name in (structure.embedding, structure.head)]
-    ends = [end if hasattr(end, "weight") else None for end in found]
+    modules = [part.get_submodule(name) for name in (structure.embedding, structure.head)]
+    ends = [end if hasattr(end, "weight") else None for end in modules]
     return ends[0], ends[1]
 
 
-def _joined(module: nn.Module, structure: Structure, parts: list[nn.Module], own: set[int]) -> nn.Module:
+def _join_stages(module: nn.Module, structure: Structure, parts: list[nn.Module], layer_idxs: set[int]) -> nn.Module:
     """Return the layers of several parts under their names; never called."""
-    whole = stage_module(module, structure, own)
-    if structure.head is not None and len(module.get_submodule(structure.blocks)) + 1 in own:  # type: ignore[arg-type]
+    joined = stage_module(module, structure, layer_idxs)
+    if structure.head is not None and len(module.get_submodule(structure.blocks)) + 1 in layer_idxs:  # type: ignore[arg-type]
         owner, _, name = structure.head.rpartition(".")
         head = next(h for part in parts if hasattr(h := part.get_submodule(structure.head), "weight"))
-        whole.get_submodule(owner).add_module(name, head)
-    return whole
+        joined.get_submodule(owner).add_module(name, head)
+    return joined
 
 
 def _materialise(part: nn.Module, device: torch.device) -> None:
@@ -206,16 +208,18 @@ def _load(module: nn.Module, structure: Structure, folder: str | Path, *, is_tie
         ConfigError: one is missing or of another shape.
     """
     stored, aliases = find_weights(folder), _aliases(structure, is_tied)
-    wanted = []
+    pieces = []
     for name, parameter in module.named_parameters():
         piece = Piece(aliases.get(name, name), tuple(parameter.shape))
-        found = stored.name(piece)
-        if found not in stored.file_of:
+        stored_name = stored.name(piece)
+        if stored_name not in stored.file_of:
             raise ConfigError(
                 f"{folder} lacks {piece.name}",
                 help="models whose files hold every expert by itself: use parallelize(None, plan, weights=...)",
             )
-        if stored.shapes[found] != piece.shape:
-            raise ConfigError(f"{found} in {folder} is {list(stored.shapes[found])}, the model's {list(piece.shape)}")
-        wanted.append((found, piece, parameter))
-    read_pieces(stored, wanted)
+        if stored.shapes[stored_name] != piece.shape:
+            raise ConfigError(
+                f"{stored_name} in {folder} is {list(stored.shapes[stored_name])}, the model's {list(piece.shape)}"
+            )
+        pieces.append((stored_name, piece, parameter))
+    read_pieces(stored, pieces)

@@ -1,10 +1,9 @@
-"""The parts of a user's module: its row of blocks, what stands before and after it, and pipeline stages cut from it.
+"""The structure of a user's module: its row of blocks, what comes before and after it, and pipeline stages cut from it.
 
 The blocks are those of the longest ModuleList. In a model of `transformers` the base model holds them; what it has before them
-(embeddings) belongs to the first pipeline stage, what comes after (the last norm) and the head to the last one. A
-stage is the model
-itself, in which layers of other stages let everything through: names stay those of the unsplit model, lists keep their length
-(models look at a layer's index), and the model's own forward runs, so that positions and masks are made on every stage.
+(embeddings) belongs to the first pipeline stage, what comes after (the last norm) and the head to the last one. A stage is the
+model itself, in which layers of other stages let everything through: names stay those of the unsplit model, lists keep their
+length (models look at a layer's index), and the model's own forward runs, so that positions and masks are made on every stage.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Structure:
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
         """Return the blocks; none where the module has no ModuleList."""
-        found = module.get_submodule(self.blocks) if self.blocks else ()
-        return list(found)  # type: ignore[call-overload]
+        blocks = module.get_submodule(self.blocks) if self.blocks else ()
+        return list(blocks)  # type: ignore[call-overload]
 
     def is_tied(self, module: nn.Module) -> bool:
         """Tell whether embedding and head are one parameter."""
@@ -105,9 +104,9 @@ def _longest_list(module: nn.Module) -> str:
 
 
 def _call(module: nn.Module, method: str) -> Any:
-    found = getattr(module, method, None)
+    function = getattr(module, method, None)
     try:
-        return found() if callable(found) else None
+        return function() if callable(function) else None
     except (NotImplementedError, AttributeError):
         return None
 
@@ -148,8 +147,8 @@ def stage_module(model: nn.Module, structure: Structure, layer_idxs: Collection[
         parent.add_module(name, child)
         parent = child
     blocks = structure.blocks_of(model)
-    own = [block if idx + 1 in layer_idxs else Skipped(block) for idx, block in enumerate(blocks)]
-    parent.add_module(structure.blocks.rpartition(".")[2], nn.ModuleList(own))
+    stage_blocks = [block if idx + 1 in layer_idxs else Skipped(block) for idx, block in enumerate(blocks)]
+    parent.add_module(structure.blocks.rpartition(".")[2], nn.ModuleList(stage_blocks))
     if 0 not in layer_idxs:
         for name in structure.before:
             parent.add_module(name, Nothing())
@@ -175,14 +174,14 @@ def stage_module(model: nn.Module, structure: Structure, layer_idxs: Collection[
 def run_as_stage(part: nn.Module, structure: Structure, layer_idxs: Collection[int], num_layers: int) -> None:
     """Let a part be called as a pipeline calls its stages: tokens or hidden states to hidden states or the loss [1]."""
     is_first, is_last = 0 in layer_idxs, num_layers - 1 in layer_idxs
-    whole, base = part.forward, part.get_submodule(structure.base)
+    forward_all, base = part.forward, part.get_submodule(structure.base)
 
     def forward(inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         given = {"input_ids": inputs} if is_first else {"inputs_embeds": inputs}
         if not is_last:
             hidden: Tensor = base(**given, use_cache=False).last_hidden_state
             return hidden
-        logits: Tensor = whole(**given, use_cache=False).logits
+        logits: Tensor = forward_all(**given, use_cache=False).logits
         return logits if targets is None else cross_entropy(logits, targets)
 
     part.forward = forward  # type: ignore[method-assign]

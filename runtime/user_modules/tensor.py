@@ -1,23 +1,21 @@
-"""Which linear layers of a module tensor parallelism splits, and how.
+"""Tensor parallelism of a user's module: which linear layers are split and how; the module's own code works on local tensors.
 
-| rule        | weight [out, in]      | input                      | output                                  |
-|-------------|-----------------------|----------------------------|-----------------------------------------|
-| by_output   | rows over tp          | whole                      | this rank's part                        |
-| by_input    | columns over tp       | this rank's part           | sum over ranks                          |
-| gathered    | rows over tp          | whole                      | gathered: whole                         |
-| by_slice    | columns over tp       | whole, of which it takes   | sum over ranks                          |
-| heads_norm  | whole on every rank   | this rank's heads          | this rank's heads                       |
+| rule        | weight [out, in]         | input                     | output                |
+|-------------|--------------------------|---------------------------|-----------------------|
+| by_output   | rows over tp             | full                      | this rank's part      |
+| by_input    | columns over tp          | this rank's part          | sum over ranks        |
+| gathered    | rows over tp             | full                      | gathered: full        |
+| by_slice    | columns over tp          | full, of which it takes   | sum over ranks        |
+| heads_norm  | unsharded on every rank  | this rank's heads         | this rank's heads     |
 
-A model of transformers says so itself (`base_model_tp_plan`). For any other module it is derived: a module with projections of
-queries, keys, values and outputs is split by heads; of the other linear layers that stand side by side, one or several from D to F
-followed by one from F back are split along F, if nothing but element-wise modules and dropout stands between them. What a module's
-own forward does between them is not seen: `foreign/tensor.py` tries each on random input.
-
-Tensor parallelism of a foreign module: weights are split, the module's own code works on local tensors.
+A model of transformers states its rules itself (`base_model_tp_plan`). For any other module they are derived: a module with
+projections of queries, keys, values and outputs is split by heads; of the other linear layers in a row, one or several from D to
+F followed by one from F back are split along F, if there is nothing but element-wise modules and dropout between them. What a
+module's own forward does between them is not seen: each is tried on random input.
 
 Each split layer has its part of the weight as a DTensor under its old name, and its forward sees the local part. Before a region
-the input is whole on every rank, and its gradient is summed over them; behind it the outputs are summed. Everything else is whole
-on every rank and gets whole gradients.
+the input is full on every rank, and its gradient is summed over them; behind it the outputs are summed. Everything else is
+unsharded on every rank and gets full gradients.
 
 Sequence parallelism, for decoders of transformers: between the first block and the last one a rank has its part of the sequence,
 which is gathered before a region and cut behind it; weights of norms there get parts of their gradient, which are summed at once.
@@ -35,9 +33,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ...schema.errors import RuntimeMismatchError
+from ..models.sharded import local_tensor, redistribute, shard_parameters
 from .structure import Structure, require_decoder
 
 Rule = Literal["by_output", "by_input", "gathered", "by_slice", "heads_norm"]
@@ -113,20 +112,20 @@ def _regions_in(path: str, parent: nn.Module) -> Iterator[Region]:
     linears = {name: child for name, child in children.items() if type(child) is nn.Linear}
     attention = _attention_of(linears)
     if attention:
-        rules: dict[str, Rule] = {_joined(path, name): "by_output" for name in attention[:3]}
-        yield Region(path, {**rules, _joined(path, attention[3]): "by_input"}, is_attention=True)
+        rules: dict[str, Rule] = {_path_to(path, name): "by_output" for name in attention[:3]}
+        yield Region(path, {**rules, _path_to(path, attention[3]): "by_input"}, is_attention=True)
     rest = [name for name in children if name not in attention]
     for group in _pairs(rest, children):
-        rules = {_joined(path, name): "by_output" for name in group[:-1]}
-        yield Region(path, {**rules, _joined(path, group[-1]): "by_input"})
+        rules = {_path_to(path, name): "by_output" for name in group[:-1]}
+        yield Region(path, {**rules, _path_to(path, group[-1]): "by_input"})
 
 
 def _attention_of(linears: Mapping[str, nn.Linear]) -> tuple[str, ...]:
     """Return the names of the projections of queries, keys, values and outputs; none where one is missing."""
-    found = [next((name for name in names if name in linears), None) for names in (_QUERY, _KEY, _VALUE, _OUT)]
-    if any(name is None for name in found):
+    projections = [next((name for name in names if name in linears), None) for names in (_QUERY, _KEY, _VALUE, _OUT)]
+    if any(name is None for name in projections):
         return ()
-    names = tuple(str(name) for name in found)
+    names = tuple(str(name) for name in projections)
     return names if linears[names[0]].out_features == linears[names[3]].in_features else ()
 
 
@@ -149,7 +148,7 @@ def _pairs(names: list[str], children: Mapping[str, nn.Module]) -> Iterator[list
             run = [name]
 
 
-def _joined(path: str, name: str) -> str:
+def _path_to(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
@@ -251,23 +250,24 @@ def _split(layer: nn.Module, rule: Rule, tp: DeviceMesh, hidden: Placement, *, s
         sum_weight_gradients(layer, tp)
         return
     is_rows = rule in ("by_output", "gathered")
-    for name, parameter in list(layer.named_parameters(recurse=False)):
-        place: Placement = Replicate() if name == "bias" and not is_rows else Shard(0 if is_rows else 1)
-        split = distribute_tensor(parameter.data, tp, [place], src_data_rank=None)
-        setattr(layer, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+
+    def placement(name: str) -> list[Placement]:
+        return [Replicate() if name == "bias" and not is_rows else Shard(0 if is_rows else 1)]
+
+    shard_parameters(layer, tp, placement)
     original = _with_local_weights(layer, has_bias=is_rows)
 
     def forward(x: Tensor) -> Tensor:
         if sums_inputs:
-            x = whole_input(x, tp, Replicate())
+            x = gathered_input(x, tp, Replicate())
         if rule == "by_slice":
-            x = _moved(x, tp, Replicate(), Shard(_LAST))
+            x = redistribute(x, tp, Replicate(), Shard(_LAST))
         out: Tensor = original(x)
         if rule == "gathered":
-            return _moved(out, tp, Shard(out.ndim - 1), Replicate())
+            return redistribute(out, tp, Shard(out.ndim - 1), Replicate())
         if is_rows:
             return out
-        out = _moved(out, tp, Partial(), hidden)
+        out = redistribute(out, tp, Partial(), hidden)
         bias = layer.bias
         return out if bias is None else out + _local_bias(bias, tp, hidden)
 
@@ -275,8 +275,8 @@ def _split(layer: nn.Module, rule: Rule, tp: DeviceMesh, hidden: Placement, *, s
 
 
 def _local_bias(bias: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
-    local = bias.to_local() if isinstance(bias, DTensor) else bias
-    return whole_input(local, tp, Replicate()) if hidden.is_shard() else local
+    local = local_tensor(bias)
+    return gathered_input(local, tp, Replicate()) if hidden.is_shard() else local
 
 
 def _with_local_weights(
@@ -287,17 +287,17 @@ def _with_local_weights(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # An attribute of the instance is found before a parameter of the same name.
-        own: dict[str, Tensor | None] = {}
+        locals_by_name: dict[str, Tensor | None] = {}
         for name, parameter in layer.named_parameters(recurse=False):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            own[name] = local if change is None else change(local)
+            local = local_tensor(parameter)
+            locals_by_name[name] = local if change is None else change(local)
         if not has_bias:
-            own["bias"] = None
-        vars(layer).update(own)
+            locals_by_name["bias"] = None
+        vars(layer).update(locals_by_name)
         try:
             return original(*args, **kwargs)
         finally:
-            for name in own:
+            for name in locals_by_name:
                 del vars(layer)[name]
 
     return forward
@@ -306,18 +306,13 @@ def _with_local_weights(
 def sum_weight_gradients(layer: nn.Module, tp: DeviceMesh) -> None:
     """Leave a layer unsharded of which each rank sees a part of the work: the gradients of its weights are summed."""
     layer.forward = _with_local_weights(  # type: ignore[method-assign]
-        layer, change=functools.partial(whole_input, tp=tp, hidden=Replicate())
+        layer, change=functools.partial(gathered_input, tp=tp, hidden=Replicate())
     )
 
 
-def whole_input(x: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
+def gathered_input(x: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
     """Return x in full, of which every rank has all or a part; each rank's gradient of it is a part of a sum."""
-    spread = DTensor.from_local(x, tp, [hidden], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-
-
-def _moved(x: Tensor, tp: DeviceMesh, source: Placement, target: Placement) -> Tensor:
-    return DTensor.from_local(x, tp, [source], run_check=False).redistribute(placements=[target]).to_local()
+    return redistribute(x, tp, hidden, Replicate(), gradient=Partial())
 
 
 def _enter(parent: nn.Module, tp: DeviceMesh, hidden: Placement) -> None:
@@ -326,8 +321,8 @@ def _enter(parent: nn.Module, tp: DeviceMesh, hidden: Placement) -> None:
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (whole_input(args[0], tp, hidden), *args[1:]), kwargs
-        return args, {**kwargs, name: whole_input(kwargs[name], tp, hidden)}
+            return (gathered_input(args[0], tp, hidden), *args[1:]), kwargs
+        return args, {**kwargs, name: gathered_input(kwargs[name], tp, hidden)}
 
     parent.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -345,10 +340,10 @@ def _cut_sequence(model: nn.Module, structure: Structure, tp: DeviceMesh, split:
         return
 
     def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_moved(args[0], tp, Replicate(), Shard(1)), *args[1:])
+        return (redistribute(args[0], tp, Replicate(), Shard(1)), *args[1:])
 
     def gather(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        return _moved(out, tp, Shard(1), Replicate())
+        return redistribute(out, tp, Shard(1), Replicate())
 
     blocks[0].register_forward_pre_hook(cut)
     blocks[-1].register_forward_hook(gather)
@@ -372,7 +367,7 @@ def _trial(module: nn.Module, region: Region) -> Tensor | str:
     """Return what the module around a region makes of random input of the width of its first layer, or why it takes none."""
     parent, first = module.get_submodule(region.parent), module.get_submodule(next(iter(region.rules)))
     assert isinstance(first, nn.Linear)
-    weight = first.weight.to_local() if isinstance(first.weight, DTensor) else first.weight
+    weight = local_tensor(first.weight)
     if weight.is_meta:
         return "it has no weights yet"
     generator = torch.Generator().manual_seed(0)

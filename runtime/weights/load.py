@@ -23,7 +23,8 @@ from ...schema import ConfigError, ModelSpec
 from ...schema.base import read_json
 from ...schema.units import MIB
 from ..models.decoder import Decoder
-from ..models.init import is_adapter, local_region, local_tensor
+from ..models.init import is_adapter
+from ..models.sharded import local_region, local_tensor
 from .names import TIED_HEAD, Piece, may_be_ignored, pieces_of, pieces_of_model, without_prefix
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ def find_weights(folder: str | Path) -> StoredWeights:
                 file_of[name], shapes[name], dtypes[name] = file, tuple(part.get_shape()), part.get_dtype()
     missing = [name for name, file in (listed or {}).items() if file_of.get(name) != file]
     if missing:
-        raise ConfigError(f"{folder / INDEX_FILE} names tensors that its files do not hold", details=_some(missing))
+        raise ConfigError(
+            f"{folder / INDEX_FILE} names tensors that its files do not hold", details=_first_few(missing)
+        )
     return StoredWeights(folder, file_of, shapes, dtypes)
 
 
@@ -92,26 +95,28 @@ def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
     pieces = [piece for parts in pieces_of_model(decoder_shapes(spec), spec).values() for piece in parts]
     missing = [piece.name for piece in pieces if stored.name(piece) not in stored.file_of]
     if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} tensors of {spec.name}", details=_some(missing))
+        raise ConfigError(f"{folder} lacks {len(missing)} tensors of {spec.name}", details=_first_few(missing))
     wrong = [
         f"{piece.name} is {list(stored.shapes[stored.name(piece)])}, the model's {list(piece.shape)}"
         for piece in pieces
         if stored.shapes[stored.name(piece)] != piece.shape
     ]
     if wrong:
-        raise ConfigError(f"{folder} has {len(wrong)} tensors of another shape than {spec.name}", details=_some(wrong))
+        raise ConfigError(
+            f"{folder} has {len(wrong)} tensors of another shape than {spec.name}", details=_first_few(wrong)
+        )
     used = {stored.name(piece) for piece in pieces}
     odd = [f"{name} is {stored.dtypes[name]}" for name in sorted(used) if stored.dtypes[name] not in _DTYPES]
     if odd:
         raise ConfigError(
             f"{folder} holds {len(odd)} tensors in a type that cannot be trained",
-            details=_some(odd),
+            details=_first_few(odd),
             help="convert them to BF16, F16 or F32 first",
         )
     unknown = sorted(name for name in stored.file_of if name not in used and not may_be_ignored(name, spec))
     if unknown:
         raise ConfigError(
-            f"{folder} holds {len(unknown)} tensors that {spec.name} does not have", details=_some(unknown)
+            f"{folder} holds {len(unknown)} tensors that {spec.name} does not have", details=_first_few(unknown)
         )
     return stored
 
@@ -123,16 +128,16 @@ def load_weights(module: nn.Module, spec: ModelSpec, folder: str | Path) -> None
         ConfigError: the weights are damaged or of another model.
     """
     stored = check_weights(spec, folder)
-    wanted = [(stored.name(piece), piece, tensor) for tensor, pieces in _tensors(module, spec) for piece in pieces]
-    read_pieces(stored, wanted)
+    pieces = [(stored.name(piece), piece, tensor) for tensor, pieces in _tensors(module, spec) for piece in pieces]
+    read_pieces(stored, pieces)
 
 
 @torch.no_grad()
-def read_pieces(stored: StoredWeights, wanted: list[tuple[str, Piece, Tensor]]) -> None:
+def read_pieces(stored: StoredWeights, pieces: list[tuple[str, Piece, Tensor]]) -> None:
     """Copy the part that this rank holds of each tensor, given the name of a piece of it in the files; file by file."""
-    for file in sorted({stored.file_of[name] for name, _, _ in wanted}):
+    for file in sorted({stored.file_of[name] for name, _, _ in pieces}):
         with open_file(stored.folder / file) as opened:
-            for name, piece, tensor in wanted:
+            for name, piece, tensor in pieces:
                 if stored.file_of[name] == file:
                     _copy(opened.get_slice(name), piece, tensor)
 
@@ -212,7 +217,7 @@ def _index(folder: Path) -> dict[str, str] | None:
         raise ConfigError(f"{path} has no weight_map of names to files")
     outside = [file for file in listed.values() if PurePath(file).name != file or not file.endswith(".safetensors")]
     if outside:
-        raise ConfigError(f"{path} names what is no file of its folder", details=_some(outside))
+        raise ConfigError(f"{path} names what is no file of its folder", details=_first_few(outside))
     return listed
 
 
@@ -233,6 +238,6 @@ def _check_config(spec: ModelSpec, folder: Path) -> None:
         )
 
 
-def _some(names: list[str]) -> tuple[str, ...]:
+def _first_few(names: list[str]) -> tuple[str, ...]:
     rest = len(names) - _SHOWN
     return (*names[:_SHOWN], *((f"and {rest} more",) if rest > 0 else ()))

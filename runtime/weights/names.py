@@ -102,8 +102,8 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
     """Tell whether files may hold a name that no tensor of the model has."""
     if spec.tie_embeddings and name == TIED_HEAD:
         return True
-    found = _NOT_READ.fullmatch(name)
-    return found is not None and (found[3] is None or int(found[3]) >= spec.num_blocks)
+    match = _NOT_READ.fullmatch(name)
+    return match is not None and (match[3] is None or int(match[3]) >= spec.num_blocks)
 
 
 def without_prefix(name: str) -> str:
@@ -122,9 +122,9 @@ def _block_name(name: str, architecture: str) -> str:
 def _gpt2_piece(name: str, shape: tuple[int, ...]) -> Piece:
     if name in _GPT2_OUTER:
         return Piece(_GPT2_OUTER[name], shape)
-    found = _BLOCK.fullmatch(name)
-    assert found is not None, name
-    number, module, kind = found.groups()
+    match = _BLOCK.fullmatch(name)
+    assert match is not None, name
+    number, module, kind = match.groups()
     is_transposed = len(shape) > 1
     if module in _GPT2_FUSED:
         place, width = _GPT2_FUSED.index(module), shape[0]

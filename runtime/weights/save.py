@@ -35,8 +35,8 @@ from ...schema import (
 from ...schema.hf_export import hf_config
 from ...schema.units import GB, format_bytes
 from ..models.decoder import Decoder
-from ..models.init import is_adapter, local_region, local_tensor
-from ..training.optimizer import is_first_copy
+from ..models.init import is_adapter
+from ..models.sharded import local_region, local_tensor
 from .load import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -114,14 +114,15 @@ def save_weights(
     folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    like: str | Path | None = None,
+    origin: str | Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write the model's weights in Hugging Face's layout; every rank calls it.
 
     Args:
         dtype: of the files; unset, what the plan computes in (bf16 for bf16-mixed).
-        like: folder the weights came from, whose config.json and tokenizer go with them; unset, config.json is made from the plan.
+        origin: folder the weights came from, whose config.json and tokenizer go with them; unset, config.json is made from the
+            plan.
         max_file_bytes: of one file, unless it holds one tensor only.
 
     Raises:
@@ -148,10 +149,10 @@ def save_weights(
             if is_first:
                 _prepare(folder, partial, files)
         with _together(f"cannot save the weights to {folder}"):
-            _write_own(model, partial, files, dtype)
+            _write_local(model, partial, files, dtype)
         with _together(f"cannot save the weights to {folder}"):
             if is_first:
-                _write_rest(partial, files, spec, dtype, Path(like) if like is not None else None)
+                _write_rest(partial, files, spec, dtype, Path(origin) if origin is not None else None)
                 if folder.exists():
                     folder.rmdir()
                 partial.rename(folder)
@@ -196,6 +197,25 @@ def _header(group: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int
     return len(text).to_bytes(8, "little") + text
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write full fp32 tensors as one file, under another name until it is complete."""
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items()):
+        places[name] = (end, end + tensor.nbytes)
+        end += tensor.nbytes
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(_header(places, shapes, _SPELLING[torch.float32]))
+            for name in places:
+                file.write(tensors[name].contiguous().numpy().tobytes())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _prepare(folder: Path, partial: Path, files: _Files) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} already exists", help="save to a new folder")
@@ -208,17 +228,13 @@ def _prepare(folder: Path, partial: Path, files: _Files) -> None:
 
 
 @torch.no_grad()
-def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.dtype) -> None:
+def _write_local(model: ParallelModel, folder: Path, files: _Files, dtype: torch.dtype) -> None:
     """Write the ranges of all tensors that this rank has to write."""
     spec, opened = model.plan.model, dict[str, int]()
     tensors = (*model.module.named_parameters(), *model.module.named_buffers())
     try:
         for name, tensor in tensors:
-            if (
-                is_adapter(name)
-                or (spec.tie_embeddings and name == TIED_HEAD)
-                or not is_first_copy(model, name, tensor)
-            ):
+            if is_adapter(name) or (spec.tie_embeddings and name == TIED_HEAD) or not model.is_first_copy(name, tensor):
                 continue
             region, local = local_region(tensor), local_tensor(tensor)
             for piece in pieces_of(name, tuple(tensor.shape), spec):
@@ -228,8 +244,8 @@ def _write_own(model: ParallelModel, folder: Path, files: _Files, dtype: torch.d
                 place = files.places[piece.name]
                 if place.file not in opened:
                     opened[place.file] = os.open(folder / place.file, os.O_WRONLY)
-                own = local if piece.row is None else local[piece.row - region[0].start]
-                _write_range(opened[place.file], place, part, own.T if piece.is_transposed else own, dtype)
+                values = local if piece.row is None else local[piece.row - region[0].start]
+                _write_range(opened[place.file], place, part, values.T if piece.is_transposed else values, dtype)
         for descriptor in opened.values():
             os.fsync(descriptor)
     finally:
@@ -259,21 +275,21 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _write_rest(folder: Path, files: _Files, spec: ModelSpec, dtype: torch.dtype, like: Path | None) -> None:
+def _write_rest(folder: Path, files: _Files, spec: ModelSpec, dtype: torch.dtype, origin: Path | None) -> None:
     """Write the index, config.json, and what belongs to the model besides."""
     if len(files.sizes) > 1:
         size = sum(prod(place.shape) for place in files.places.values()) * dtype.itemsize
         weight_map = {name: place.file for name, place in sorted(files.places.items())}
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    source = like / "config.json" if like is not None else None
+    source = origin / "config.json" if origin is not None else None
     config = json.loads(source.read_text("utf-8")) if source is not None and source.is_file() else hf_config(spec)
     spelled = "dtype" if "dtype" in config else "torch_dtype"
     config[spelled] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in _COPIED if like is not None else ():
-        if (like / name).is_file():
-            shutil.copyfile(like / name, folder / name)
+    for name in _COPIED if origin is not None else ():
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
 
 
 @contextlib.contextmanager
@@ -288,6 +304,6 @@ def _together(message: str) -> Iterator[None]:
         failure = error
     failures: list[MeshwrightError | None] = [failure] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
-    first = next((found for found in failures if found is not None), None)
+    first = next((error for error in failures if error is not None), None)
     if first is not None:
         raise first

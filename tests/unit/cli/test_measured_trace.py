@@ -12,7 +12,7 @@ from meshwright.cost_models.pipeline.simulation import Action
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.machine import num_cores
 from meshwright.runtime.training.step_clock import StepSpan
-from meshwright.runtime.training.step_trace import NEIGHBOUR, REST, SUMS, _Own, slices_of, starts_of
+from meshwright.runtime.training.step_trace import NEIGHBOUR, REST, SUMS, _Own, step_slices, step_starts_s
 from meshwright.schema import Layout
 from meshwright.schema.trace import DATA_PARALLEL, STREAMS, chrome_trace, measured_trace
 from small_jobs import read_lines, small_plan
@@ -76,12 +76,12 @@ def test_what_waits_are_called_and_what_is_left_out() -> None:
         StepSpan("pipeline_wait", 0.75, 0.8, is_wait=True),
         StepSpan("optimizer", 0.85, 0.95),
     ]
-    found = slices_of(pieces, small_plan(Layout(pp=2)), 1, 1.0)
+    found = step_slices(pieces, small_plan(Layout(pp=2)), 1, 1.0)
     waits = [(piece.kind, piece.start_s) for piece in found if piece.stream == "communication"]
     assert waits == [(DATA_PARALLEL, 0.1), (NEIGHBOUR, 0.3), (SUMS, 0.75)]
     rest = [(piece.start_s, piece.seconds) for piece in found if piece.kind == REST]
     assert rest == [(0.7, pytest.approx(0.15)), (0.95, pytest.approx(0.05))]
-    skipped = slices_of(pieces[:-1], small_plan(Layout(pp=2)), 1, 1.0)  # gradients that overflowed: no update
+    skipped = step_slices(pieces[:-1], small_plan(Layout(pp=2)), 1, 1.0)  # gradients that overflowed: no update
     assert [(piece.start_s, piece.seconds) for piece in skipped if piece.kind == REST] == [(0.7, pytest.approx(0.3))]
 
 
@@ -91,13 +91,13 @@ def test_clocks_of_two_machines_meet_at_the_barrier() -> None:
         _Own(0, "a", 5.01, 5.02, []),
         _Own(1, "a", 5.00, 5.04, []),
     ]
-    assert starts_of(told) == pytest.approx([0.0, 0.02, 0.01])
+    assert step_starts_s(told) == pytest.approx([0.0, 0.02, 0.01])
 
 
 def test_of_many_ranks_the_one_that_computed_longest_stands_for_its_stage() -> None:
     plan = small_plan(Layout(dp_replicate=4, pp=4), num_blocks=4)
     pieces = [[StepSpan("forward", 0.0, 0.1 + 0.01 * (rank == 6), Action(0, "F", 0))] for rank in range(16)]
-    by_rank = [slices_of(own, plan, rank, 0.5) for rank, own in enumerate(pieces)]
+    by_rank = [step_slices(own, plan, rank, 0.5) for rank, own in enumerate(pieces)]
     trace = measured_trace(plan, by_rank, starts_s=[0.0] * 16, step=3, step_time_s=0.5)
     assert trace["otherData"]["ranks"] == [0, 6, 8, 12]
     drawn = [e["args"]["name"] for e in of_kind(trace, "M") if e["name"] == "process_name"]

@@ -175,7 +175,7 @@ def test_second_process_waits_for_the_first_measurement(cache, measured, profile
     path = local._cache_file(machine.identify(2))
     said: list[str] = []
     waiting = threading.Thread(target=measure_local, args=(2,), kwargs={"on_progress": said.append})
-    with local._alone(path, silent) as has_waited:
+    with local._measuring_lock(path, silent) as has_waited:
         assert not has_waited
         waiting.start()
         while not said and waiting.is_alive():

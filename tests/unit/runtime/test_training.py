@@ -61,7 +61,7 @@ def test_scale_grows_after_a_while_and_is_one_elsewhere() -> None:
     for _ in range(loss_scale.GROWTH_STEPS):
         scale.update(overflowed=False)
     assert (scale.value, scale.steps) == (16.0, 0)
-    other = LossScale.of(small_plan())
+    other = LossScale.from_plan(small_plan())
     other.update(overflowed=True)
     assert other.value == 1
 
