@@ -9,6 +9,7 @@ the flash kernels of GPUs save the same.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -186,6 +187,7 @@ def _with_counts(model: ModelSpec, counts: list[int]) -> ModelSpec:
 def _trace(
     build: Callable[[ModelSpec], nn.Module], model: ModelSpec, *, shape: tuple[int, int], dtype: torch.dtype
 ) -> StepTrace:
+    gc.collect()  # checkpoints leave cycles, which the collector then frees at the same layers in every trace
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
