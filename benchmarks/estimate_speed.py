@@ -62,8 +62,8 @@ def measure(case: Case) -> dict[str, object]:
     model, cluster = ModelSpec.named(case.model), ClusterSpec.parse(case.cluster)
     workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size)
     batch = build_space(PlanRequest(model, cluster, workload)).batch
-    bound_s = best_of(lambda: lower_bounds(CostTable.of(model, workload, cluster, batch)))
-    costs = CostTable.of(model, workload, cluster, batch)
+    bound_s = best_of(lambda: lower_bounds(CostTable.from_layouts(model, workload, cluster, batch)))
+    costs = CostTable.from_layouts(model, workload, cluster, batch)
     sample = range(0, len(batch), max(1, len(batch) // SAMPLE))
     exact_s = best_of(lambda: [expand(costs, idx) for idx in sample])
     return {

@@ -1,85 +1,76 @@
-"""The default coefficients, read once from coefficients.toml (which holds their sources)."""
+"""Coefficients of the cost model, immutable; coefficients.toml holds the packaged ones with their sources.
+
+They are an argument: a `Scenario` joins them with the workload and the cluster that costs are computed for.
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
-from functools import cache, wraps
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
+from ..schema import ClusterSpec, Workload
 from ..schema.errors import ConfigError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+
+@dataclass(frozen=True, eq=False)
+class Coefficients:
+    """Values by section and name; sections may nest. Compared by identity, so that they can be the key of a cache."""
+
+    sections: Mapping[str, Any]
+
+    def __getitem__(self, section: str) -> Any:
+        return self.sections[section]
+
+    def value(self, path: str) -> Any:
+        """Return the coefficient called ``section.name``, sections nested by more dots.
+
+        Raises:
+            ConfigError: there is no such coefficient.
+        """
+        value: Any = self.sections
+        for key in path.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                raise ConfigError(f"no coefficient {path}", help="names are those of cost_models/coefficients.toml")
+            value = value[key]
+        return value
+
+    def replaced(self, values: Mapping[str, Any]) -> Coefficients:
+        """Return a copy in which the coefficients at these paths have these values.
+
+        Raises:
+            ConfigError: there is no such coefficient.
+        """
+        changed = deepcopy(dict(self.sections))
+        for path, value in values.items():
+            self.value(path)
+            section: Any = changed
+            *sections, name = path.split(".")
+            for key in sections:
+                section = section[key]
+            section[name] = value
+        return Coefficients(changed)
 
 
 @cache
-def _read() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files(__package__).joinpath("coefficients.toml").read_text(encoding="utf-8"))
+def packaged_coefficients() -> Coefficients:
+    """Return the coefficients of coefficients.toml."""
+    return Coefficients(tomllib.loads(files(__package__).joinpath("coefficients.toml").read_text(encoding="utf-8")))
 
 
-_overrides: list[dict[str, dict[str, Any]]] = []
-_clear: list[Callable[[], None]] = []
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """What every cost depends on besides model and layout. Compared by identity, so that it can be the key of a cache."""
 
+    workload: Workload
+    cluster: ClusterSpec
+    coefficients: Coefficients
 
-def coefficients() -> dict[str, dict[str, Any]]:
-    """Section -> name -> value."""
-    return _overrides[-1] if _overrides else _read()
-
-
-def remembered(function: Callable[P, R]) -> Callable[P, R]:
-    """`functools.cache` for what depends on coefficients: forgotten where `overridden` begins and ends."""
-    found = cache(function)
-    _clear.append(found.cache_clear)
-
-    @wraps(function)
-    def lookup(*args: P.args, **kwargs: P.kwargs) -> R:
-        return found(*args, **kwargs)  # type: ignore[arg-type]  # cache wants hashable arguments
-
-    return lookup
-
-
-def value_at(path: str) -> Any:
-    """The coefficient called ``section.name``, sections nested by more dots.
-
-    Raises:
-        ConfigError: there is no such coefficient.
-    """
-    value: Any = coefficients()
-    for key in path.split("."):
-        if not isinstance(value, dict) or key not in value:
-            raise ConfigError(f"no coefficient {path}", help="names are those of cost_models/coefficients.toml")
-        value = value[key]
-    return value
-
-
-@contextmanager
-def overridden(values: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, coefficients by path have these values; to fit them, not for plans, which say nothing about it.
-
-    Raises:
-        ConfigError: there is no such coefficient.
-    """
-    changed = deepcopy(coefficients())
-    for path, value in values.items():
-        value_at(path)
-        section: Any = changed
-        *sections, name = path.split(".")
-        for key in sections:
-            section = section[key]
-        section[name] = value
-    _overrides.append(changed)
-    try:
-        _forget()
-        yield
-    finally:
-        _overrides.pop()
-        _forget()
-
-
-def _forget() -> None:
-    for clear in _clear:
-        clear()
+    @classmethod
+    def build(cls, workload: Workload, cluster: ClusterSpec, coefficients: Coefficients | None = None) -> Scenario:
+        """Return the scenario with these coefficients, or the packaged ones."""
+        return cls(workload, cluster, coefficients or packaged_coefficients())

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cost_models.coefficients import overridden, value_at
+from ..cost_models.coefficients import packaged_coefficients
 from ..schema import ConfigError
 from ..validation.inputs import RunInputs, run_inputs
 from ..validation.predict import estimate_runs
@@ -112,8 +112,7 @@ def measured(rows: Sequence[RunRow], cap: int | None = None) -> Measured:
 
 def errors(runs: Measured, values: Mapping[str, float]) -> dict[str, np.ndarray]:
     """Log(predicted / measured) by source, with these coefficients."""
-    with overridden(_with_shared(values)):
-        estimates = estimate_runs(runs.inputs)
+    estimates = estimate_runs(runs.inputs, packaged_coefficients().replaced(_with_shared(values)))
     found: dict[str, list[float]] = defaultdict(list)
     for source, estimate, seconds in zip(runs.sources, estimates, runs.measured_s, strict=True):
         if not isinstance(estimate, str):
@@ -173,7 +172,7 @@ def search(options: Namespace) -> str:
         raise ConfigError(f"nothing is known of {', '.join(unknown)}; known are {', '.join(PRIORS)}")
     rows = read_runs(options.runs)
     halves = {part: measured([row for row in rows if row.part == part], options.cap) for part in ("fit", "held-out")}
-    start = {name: float(value_at(name)) for name in names}
+    start = {name: float(packaged_coefficients().value(name)) for name in names}
     found = fit(start, lambda values: loss(errors(halves["fit"], values), values))
     lines = [f"{name}: {start[name]:.4g} -> {value:.4g}" for name, value in found.items()]
     for part, runs in halves.items():

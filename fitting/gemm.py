@@ -56,12 +56,15 @@ def is_fp8(software: str) -> bool:
 @cache
 def device_rates(device: str, software: str) -> GemmRates:
     """Data sheet of a catalogue device in the format of a build, before any fit."""
-    from ..cost_models.hardware.device import gemm_hardware
+    from ..cost_models.coefficients import packaged_coefficients
+    from ..cost_models.hardware.device import gemm_device
     from ..schema.catalogue import find_device
     from ..schema.cluster_files import catalogue_device
 
     key, entry = find_device(device)
-    sheet = gemm_hardware(catalogue_device(key, entry), "fp8" if is_fp8(software) else "bf16-mixed")
+    sheet = gemm_device(
+        catalogue_device(key, entry), "fp8" if is_fp8(software) else "bf16-mixed", packaged_coefficients()
+    )
     return GemmRates(_START, sheet, SOFTWARE[software], 1.0 if is_fp8(software) else 2.0)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost_models.coefficients import Scenario
 from ..cost_models.layer.layer import context_of_attention
 from ..cost_models.layer.operators import CostInputs
 from ..cost_models.stage.table import CostTable
@@ -69,7 +70,7 @@ def _added(
     crossed = {name: np.repeat(column, repeats) for name, column in columns.items()}
     crossed["micro_batch_size"] = np.tile(np.asarray(micro_batch_sizes, dtype=np.int64), size)
     batch = LayoutTable.filled(size * repeats, **crossed)
-    setting = CostInputs(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
+    setting = CostInputs(hidden_dim=model.hidden_dim, layouts=batch, scenario=Scenario.build(workload, cluster))
     parts = []
     for attention in dict.fromkeys(block.attention for block, _ in model.block_runs):
         block = next(block for block, _ in model.block_runs if block.attention == attention)
@@ -113,7 +114,7 @@ def _whole_and_split(
         "sequence_parallel": np.repeat(np.arange(2), options * size),
         "recompute": np.tile(np.repeat(np.arange(options), size), 2),
     }
-    return CostTable.of(model, workload, cluster, LayoutTable.filled(2 * options * size, **crossed))
+    return CostTable.from_layouts(model, workload, cluster, LayoutTable.filled(2 * options * size, **crossed))
 
 
 def _work(costs: CostTable) -> FloatArray:
@@ -121,11 +122,11 @@ def _work(costs: CostTable) -> FloatArray:
 
     A stage has a block for certain, so the embedding and the head count with one of every kind.
     """
-    layers = tuple(zip(costs.kinds, costs.inside, strict=True))
+    layers = tuple(zip(costs.kinds, costs.by_case, strict=True))
     ends = [cost.busy_s for kind, cost in layers if isinstance(kind, Embedding | Head)]
     beside = [np.zeros_like(ends[0]), *ends, np.sum(ends, axis=0)]
     parts = []
     for kind, cost in layers:
         if not isinstance(kind, Embedding | Head):
             parts += [cost.busy_s + other for other in (beside if isinstance(kind, Block) else beside[:1])]
-    return np.stack(parts)[:, costs.like]
+    return np.stack(parts)[:, costs.case_idx]

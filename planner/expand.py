@@ -68,18 +68,18 @@ def replayed_bound(costs: CostTable, idx: int, *, below_s: float, fits: Fits | N
 
 
 def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> split_bound.SplitBoundInstance | None:
-    b, row = costs.batch, np.array([idx])
-    if b.pp[idx] == 1 or b.vocabulary[idx] or (costs.parts and is_aligned(costs.select(row))[0]):
+    b, row = costs.layouts, np.array([idx])
+    if b.pp[idx] == 1 or b.vocabulary[idx] or (costs.device_pools and is_aligned(costs.select(row))[0]):
         return None
     shape = pipeline_shape(costs, idx)
     try:
         paths_past(shape)
     except ConfigError:  # the step has a closed form, whose bound is as good
         return None
-    options = RecomputeCosts.of(costs) if b.recompute[idx] == MIXED else None
+    options = RecomputeCosts.from_table(costs) if b.recompute[idx] == MIXED else None
     seconds = _seconds(costs, idx)
-    once = _once_s(costs, idx, options.least_exposed_by_kind if options else costs.dp_exposed_by_kind)
-    under = options.under if options else ()
+    once = _once_s(costs, idx, options.min_exposed_by_kind if options else costs.dp_exposed_by_kind)
+    under = options.by_option if options else ()
     choices = [(_seconds(one, idx), _once_s(one, idx, one.dp_exposed_by_kind)) for one in under]
     is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
     fixed = np.zeros((3, shape.num_stages))
@@ -109,7 +109,9 @@ def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> spli
 
 def _seconds(costs: CostTable, idx: int) -> FloatArray:
     """Forward, input and weight pass of a layer of each kind [3, K]."""
-    own = [cost.at(costs.like[[idx]]) for cost in costs.inside]  # of this layout alone: sums over all cases take long
+    own = [
+        cost.take(costs.case_idx[[idx]]) for cost in costs.by_case
+    ]  # of this layout alone: sums over all cases take long
     total = np.concatenate([cost.busy_s for cost in own])
     forward = np.concatenate([cost.forward_s + cost.comm_forward_s for cost in own])
     weight = np.concatenate([cost.weight_s for cost in own])
@@ -118,9 +120,9 @@ def _seconds(costs: CostTable, idx: int) -> FloatArray:
 
 def _once_s(costs: CostTable, idx: int, exposed_by_kind: Sequence[FloatArray]) -> FloatArray:
     """What a layer of each kind adds to its rank once, exposed communication and its update [2, K]."""
-    case = costs.like[idx]
-    trained = np.array([cost.num_trained[case] for cost in costs.inside])
-    experts = np.array([cost.expert_params[case] for cost in costs.inside])
+    case = costs.case_idx[idx]
+    trained = np.array([cost.num_trained[case] for cost in costs.by_case])
+    experts = np.array([cost.expert_params[case] for cost in costs.by_case])
     exposed = np.array([seconds[idx] for seconds in exposed_by_kind])
     return np.stack([exposed, costs.update_s(trained, experts, idx)])
 
@@ -156,7 +158,7 @@ def rank_fits(costs: CostTable, idx: int, *, cap_bytes: float) -> Fits | None:
     last = blocks[0] + even + 0 * stages
     first[:, -1], last[:, -1] = blocks[-1] + 1 - even[:, 0], len(is_block)
     _, parts = rank_memory_terms(costs, idx, contents_between(costs, idx, first, last))
-    required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], costs.workload, costs.cluster)
+    required = memory.required_by_terms(parts, costs.scenario)
     most = (np.asarray(required <= cap_bytes).sum(axis=0) + 1) * shape.num_model_chunks - 1  # [R]
     size = np.arange(len(blocks) + 1) - np.arange(len(blocks) + 1)[:, None]
     return np.asarray((size >= 0) & (size <= most[:, None, None]))
@@ -193,7 +195,7 @@ class Candidate:
 def expand_layout(request: PlanRequest, layout: Layout) -> Candidate:
     """`expand` one given layout; without memory limits where no split is within them."""
     batch = LayoutTable.from_layouts([layout], request.workload.global_batch_size)
-    return expand(CostTable.of(request.model, request.workload, request.cluster, batch), 0)
+    return expand(CostTable.from_layouts(request.model, request.workload, request.cluster, batch), 0)
 
 
 def expand_row(costs: CostTable, row: int, *, bound_s: float = 0.0) -> Candidate:
@@ -213,9 +215,9 @@ def expand(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate:
     found = expand_fitting(costs, idx, bound_s=bound_s)
     if found is not None:
         return found
-    if costs.batch.recompute[idx] == MIXED:
+    if costs.layouts.recompute[idx] == MIXED:
         costs = costs.by_option[RECOMPUTES.index("full")]
-    if costs.batch.schedule[idx] == SYNTHESISED:
+    if costs.layouts.schedule[idx] == SYNTHESISED:
         costs, idx = with_schedule(costs.select(np.array([idx])), LEANEST), 0
     boundaries = _cuts(costs, idx, cap_bytes=np.inf)[0][0]
     return Candidate(idx, boundaries, estimate_step(costs, idx, boundaries), bound_s, _same_for_all(costs, idx))
@@ -223,7 +225,7 @@ def expand(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate:
 
 def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand`, or None where no split into stages is within memory."""
-    if costs.parts and is_aligned(costs.select(np.array([idx])))[0]:
+    if costs.device_pools and is_aligned(costs.select(np.array([idx])))[0]:
         return _expand_mixed(costs, idx, bound_s)
     found = _expand_as_listed(costs, idx, bound_s=bound_s)
     if found is None or costs.cluster.bandwidth_matrix is None:
@@ -245,16 +247,16 @@ def _expand_mixed(costs: CostTable, idx: int, bound_s: float) -> Candidate | Non
 
 def _with_rank_map(costs: CostTable, found: Candidate) -> Candidate:
     """The same layout with its ranks on other nodes, where that is faster."""
-    uniform, at = costs.by_option[0] if costs.batch.is_mixed else costs, found.idx
+    uniform, at = costs.by_option[0] if costs.layouts.is_mixed else costs, found.idx
     if (
-        costs.batch.schedule[at] == SYNTHESISED
+        costs.layouts.schedule[at] == SYNTHESISED
     ):  # an order made for one map says nothing of another: a named one weighs the axes
         uniform, at = with_schedule(costs.select(np.array([at])), LEANEST), 0
     nodes = node_order(uniform, at, found.boundaries)
     if not nodes:
         return found
-    row = costs.batch.select(np.array([found.idx]))
-    there = CostTable.of(costs.model, costs.workload, in_order(costs.cluster, nodes), row)
+    row = costs.layouts.select(np.array([found.idx]))
+    there = costs.evaluate(row, in_order(costs.cluster, nodes))
     moved = _expand_as_listed(there, 0)
     if moved is None or moved.estimate.step_time_s >= found.estimate.step_time_s:
         return found
@@ -263,9 +265,9 @@ def _with_rank_map(costs: CostTable, found: Candidate) -> Candidate:
 
 def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
     """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
-    if costs.batch.schedule[idx] == SYNTHESISED:
+    if costs.layouts.schedule[idx] == SYNTHESISED:
         return _expand_synthesised(costs, idx, bound_s)
-    if costs.batch.recompute[idx] == MIXED:
+    if costs.layouts.recompute[idx] == MIXED:
         return _expand_with_choices(costs, idx, bound_s)
     cuts, least_s = _cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
     if not cuts:
@@ -279,9 +281,9 @@ def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Ca
 def _as_replayed(costs: CostTable, found: Candidate) -> Candidate:
     """The candidate, or the cut that a replay promises most of where that is faster; bounded by what no cut beats."""
     idx, cap_bytes = found.idx, costs.cluster.memory_budget_bytes
-    if int(costs.batch.pp[idx]) == 1:
+    if int(costs.layouts.pp[idx]) == 1:
         return found
-    in_chunks = costs.batch.num_model_chunks[idx] > 1
+    in_chunks = costs.layouts.num_model_chunks[idx] > 1
     fits = rank_fits(costs, idx, cap_bytes=cap_bytes) if in_chunks else _stage_fits(costs, idx, cap_bytes=cap_bytes)
     least = replayed_bound(costs, idx, below_s=found.estimate.step_time_s, fits=fits)
     raised_s = max(found.bound_s, min(least.bound_s, found.estimate.step_time_s))
@@ -311,8 +313,8 @@ def _expand_synthesised(costs: CostTable, idx: int, bound_s: float) -> Candidate
     Raises:
         ConfigError: the layout has no V.
     """
-    if costs.batch.num_model_chunks[idx] != 2 or costs.batch.pp[idx] == 1:
-        chunks, pp = int(costs.batch.num_model_chunks[idx]), int(costs.batch.pp[idx])
+    if costs.layouts.num_model_chunks[idx] != 2 or costs.layouts.pp[idx] == 1:
+        chunks, pp = int(costs.layouts.num_model_chunks[idx]), int(costs.layouts.pp[idx])
         raise ConfigError(
             f"an order is made for two model chunks a rank over a V, not for {chunks} with pp {pp}",
             help="set num_model_chunks=2 with pp > 1, or name a schedule",
@@ -330,12 +332,12 @@ def _expand_synthesised(costs: CostTable, idx: int, bound_s: float) -> Candidate
 
 
 def _same_for_all(costs: CostTable, idx: int) -> tuple[int, ...]:
-    return (int(costs.batch.recompute[idx]),) * len(costs.kind_of_layer)
+    return (int(costs.layouts.recompute[idx]),) * len(costs.kind_of_layer)
 
 
 def _expand_with_choices(costs: CostTable, idx: int, bound_s: float) -> Candidate | None:
     """The fastest of the answers for the pipeline alone and with what stages do once."""
-    found = choose_stages(Layers(RecomputeCosts.of(costs), idx, costs.cluster.memory_budget_bytes))
+    found = choose_stages(Layers(RecomputeCosts.from_table(costs), idx, costs.cluster.memory_budget_bytes))
     candidates = [_candidate(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in found]
     best = min(candidates, key=lambda c: c.estimate.step_time_s, default=None)
     if best is None:
@@ -349,7 +351,7 @@ def _expand_with_choices(costs: CostTable, idx: int, bound_s: float) -> Candidat
 
 def _candidate(costs: CostTable, idx: int, stages: Stages, bound_s: float) -> Candidate:
     """A mixed layout with its stages; ``options`` are equal where all blocks do the same."""
-    options = RecomputeCosts.of(costs)
+    options = RecomputeCosts.from_table(costs)
     used = {stages.options[layer] for layer in np.flatnonzero(options.has_choice[costs.kind_of_layer])}
     chosen = stages.options if len(used) > 1 else tuple(used) * len(stages.options)
     if len(used) > 1:
@@ -366,8 +368,8 @@ def _cuts(costs: CostTable, idx: int, *, cap_bytes: float) -> tuple[list[tuple[i
     With model chunks nothing is known but the bound of the layout.
     """
     busy = costs.per_layer("busy_s", idx)
-    both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.batch.num_microbatches[idx]))
-    if costs.batch.num_model_chunks[idx] > 1:
+    both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.layouts.num_microbatches[idx]))
+    if costs.layouts.num_model_chunks[idx] > 1:
         required = chunk_split.memoized(_required_bytes(costs, idx))
         shape = pipeline_shape(costs, idx)
         instances = (
@@ -389,8 +391,7 @@ def _required_bytes(costs: CostTable, idx: int) -> chunk_split.Required:
     def required_bytes(boundaries: NDArray[np.int64]) -> NDArray[np.float64]:
         contents = contents_between(costs, idx, boundaries[:, :-1], boundaries[:, 1:])
         _, parts = rank_memory_terms(costs, idx, contents)
-        total = memory.total_bytes(parts)
-        return np.asarray(memory.required_bytes(total, parts["parameters"], costs.workload, costs.cluster))
+        return np.asarray(memory.required_by_terms(parts, costs.scenario))
 
     return required_bytes
 
@@ -414,7 +415,7 @@ def _stage_fits(costs: CostTable, idx: int, *, cap_bytes: float) -> NDArray[np.b
 
     More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
     """
-    pp, size = int(costs.batch.pp[idx]), len(costs.kind_of_layer) + 1
+    pp, size = int(costs.layouts.pp[idx]), len(costs.kind_of_layer) + 1
     first, last = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     blocks = np.concatenate([[0], np.cumsum(_is_block(costs))])
     has_block = blocks[last] > blocks[first]
@@ -426,7 +427,7 @@ def _stage_fits(costs: CostTable, idx: int, *, cap_bytes: float) -> NDArray[np.b
         middle = (fitting + too_large) // 2
         contents = contents_between(costs, idx, starts, middle)
         parts = stage_memory_terms(costs, idx, contents, np.arange(pp)[:, None])
-        required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], costs.workload, costs.cluster)
+        required = memory.required_by_terms(parts, costs.scenario)
         fits = required <= cap_bytes
         fitting, too_large = np.where(fits, middle, fitting), np.where(fits, too_large, np.maximum(middle, fitting + 1))
     return np.asarray(has_block & (last <= fitting[:, :, None]))

@@ -15,10 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models.stage.step import (
-    busy_of_stages,
     edges_s,
-    estimate_on_pools,
-    exposed_of_stages,
+    estimate_step,
     transfer_of_stages,
     values_of_stages,
 )
@@ -26,7 +24,6 @@ from ..cost_models.stage.table import CostTable, stages_of_pools
 from ..schema import Estimate
 from ..schema.arrays import FloatArray, IntArray
 from ..schema.cluster import with_parts_in_order
-from ..schema.layers import Block
 from ..schema.schedules import SCHEDULE_NAMES
 from ..solvers.stages import stage_split
 
@@ -55,7 +52,7 @@ def expand_on_parts(costs: CostTable, idx: int, stage_fits: StageFits) -> OnPart
     """
     if costs.cluster.bandwidth_matrix is not None:  # every order has links of its own between the stages
         costs, idx = costs.select(np.array([idx])), 0
-    fits = [_fits_on(part, idx, stage_fits) for part in costs.parts]
+    fits = [_fits_on(part, idx, stage_fits) for part in costs.device_pools]
     found: list[OnParts] = []
     bound_s = np.inf
     for order in orders(costs):
@@ -65,7 +62,7 @@ def expand_on_parts(costs: CostTable, idx: int, stage_fits: StageFits) -> OnPart
         splits, least_s = _splits(placed, idx, part_of_stage, allowed)
         bound_s = min(bound_s, least_s)
         for boundaries in splits:
-            estimate = estimate_on_pools(placed, idx, boundaries, part_of_stage)
+            estimate = estimate_step(placed, idx, boundaries, part_of_stage)
             found.append(OnParts(boundaries, tuple(int(g) for g in part_of_stage), estimate, 0.0))
     if not found:
         return None
@@ -75,10 +72,10 @@ def expand_on_parts(costs: CostTable, idx: int, stage_fits: StageFits) -> OnPart
 
 def orders(costs: CostTable) -> list[tuple[int, ...]]:
     """Orders of the parts along the pipeline."""
-    listed = tuple(range(len(costs.parts)))
+    listed = tuple(range(len(costs.device_pools)))
     if len(listed) <= MAX_PARTS_IN_EVERY_ORDER:
         return list(itertools.permutations(listed))
-    by_memory = tuple(sorted(listed, key=lambda g: -costs.parts[g].cluster.memory_budget_bytes))
+    by_memory = tuple(sorted(listed, key=lambda g: -costs.device_pools[g].cluster.memory_budget_bytes))
     return list(dict.fromkeys((listed, listed[::-1], by_memory, by_memory[::-1])))
 
 
@@ -93,14 +90,13 @@ def in_order_of_parts(costs: CostTable, order: tuple[int, ...]) -> CostTable:
     if costs.cluster.bandwidth_matrix is None:
         return costs
     links = with_parts_in_order(costs.cluster, [costs.cluster.parts[g] for g in order])
-    return replace(costs, parts=tuple(replace(part, links_of_whole=links) for part in costs.parts))
+    return replace(costs, device_pools=tuple(replace(part, cluster_of_pools=links) for part in costs.device_pools))
 
 
 def _fits_on(part: CostTable, idx: int, stage_fits: StageFits) -> NDArray[np.bool_]:
     """FITS of every stage if it lay on this part, with a block for each chunk."""
-    is_block = np.array([isinstance(kind, Block) for kind in part.kinds])[part.kind_of_layer]
-    blocks = np.concatenate([[0], np.cumsum(is_block)])
-    has_blocks = blocks[None, :] - blocks[:, None] >= part.batch.num_model_chunks[idx]
+    blocks = np.concatenate([[0], np.cumsum(part.is_block)])
+    has_blocks = blocks[None, :] - blocks[:, None] >= part.layouts.num_model_chunks[idx]
     return np.asarray(stage_fits(part, idx, part.cluster.memory_budget_bytes) & has_blocks)
 
 
@@ -108,16 +104,20 @@ def _splits(
     costs: CostTable, idx: int, part_of_stage: IntArray, fits: NDArray[np.bool_]
 ) -> tuple[list[tuple[int, ...]], float]:
     """Boundaries worth costing in this order of the parts, and what no split in it is faster than; none where none fits."""
-    m = int(costs.batch.num_microbatches[idx])
-    busy, transfer = busy_of_stages(costs, idx, part_of_stage), transfer_of_stages(costs, idx, part_of_stage)
-    exposed, update = exposed_of_stages(costs, idx, part_of_stage), _updates(costs, idx, part_of_stage)
+    m = int(costs.layouts.num_microbatches[idx])
+
+    def of_stages(of_pool: Callable[[CostTable], FloatArray]) -> FloatArray:
+        return values_of_stages(costs, part_of_stage, of_pool)
+
+    busy, exposed = of_stages(lambda pool: pool.per_layer("busy_s", idx)), of_stages(lambda pool: pool.exposed_s(idx))
+    update, transfer = of_stages(lambda pool: pool.layer_updates_s(idx)), transfer_of_stages(costs, idx, part_of_stage)
     even = stage_split.solve(stage_split.StageSplitInstance(busy, fits, transfer, m - 1.0))
     if even.choice is None:
         return [], np.inf
     once = stage_split.solve(stage_split.StageSplitInstance(busy + (exposed + update) / m, fits, transfer, m - 1.0))
     replayed_s, balanced = _least_replay(costs, idx, stage_split.StageSplitInstance(busy, fits, transfer, m - 1.0))
     least = (stage_split.min_slowest_s(stage_split.StageSplitInstance(values, fits)) for values in (exposed, update))
-    bound_s = replayed_s + edges_s(costs, idx) + sum(least)
+    bound_s = replayed_s + edges_s(costs, idx, part_of_stage) + sum(least)
     return [split for split in dict.fromkeys((even.choice, once.choice, *balanced)) if split], bound_s
 
 
@@ -125,8 +125,8 @@ def _least_replay(
     costs: CostTable, idx: int, instance: stage_split.StageSplitInstance
 ) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds that the replay of no split is below (`pipeline.single_stages_s`, with the least of its terms), and the splits."""
-    m, pp = int(costs.batch.num_microbatches[idx]), instance.num_stages
-    if SCHEDULE_NAMES[costs.batch.schedule[idx]] == "gpipe":
+    m, pp = int(costs.layouts.num_microbatches[idx]), instance.num_stages
+    if SCHEDULE_NAMES[costs.layouts.schedule[idx]] == "gpipe":
         return stage_split.solve(instance).objective, []
     times, rounds = (2.0, (m - pp - 1) / 2) if m > pp else (1.0, (m - 1) / 2)
     balanced = stage_split.solve(replace(instance, rounds=rounds))
@@ -135,12 +135,3 @@ def _least_replay(
     if m == pp:
         least_s = max(least_s, 2 * pp / (pp + 1) * shortest.objective)
     return least_s, [balanced.choice or ()]
-
-
-def _updates(costs: CostTable, idx: int, part_of_stage: IntArray) -> FloatArray:
-    """Seconds of each layer's update on each stage [S, L]."""
-
-    def update(part: CostTable) -> FloatArray:
-        return part.update_s(part.per_layer("num_trained", idx), part.per_layer("expert_params", idx), idx)
-
-    return values_of_stages(costs, part_of_stage, update)

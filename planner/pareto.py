@@ -140,8 +140,8 @@ class _CappedLayouts:
     def __init__(self, request: PlanRequest) -> None:
         """Bound every layout that may fit."""
         space = build_space(request)
-        costs = CostTable.of(request.model, request.workload, request.cluster, space.batch)
-        self.costs, self._request = replace(costs, parts=()), request
+        costs = CostTable.from_layouts(request.model, request.workload, request.cluster, space.batch)
+        self.costs, self._request = replace(costs, device_pools=()), request
         rows, bound_s, self._min_bytes = _bounds(self.costs, request.deadline)
         order = np.lexsort((rows, bound_s))
         self._rows: IntArray = rows[order]
@@ -217,20 +217,20 @@ class _CappedLayouts:
         """Return the point of a cap."""
         candidate = fastest.candidate
         layers = tuple(int(n) for n in np.diff(candidate.boundaries))
-        return _point(candidate.layout(self.costs.batch), candidate.estimate, fastest.bound_s, cap_bytes, layers)
+        return _point(candidate.layout(self.costs.layouts), candidate.estimate, fastest.bound_s, cap_bytes, layers)
 
 
 def _bounds(costs: CostTable, deadline: Deadline) -> tuple[IntArray, FloatArray, FloatArray]:
     """Return layouts that may fit, bounds on their time, and [N] of the space what each requires at least."""
-    costs = replace(bounding_costs(costs), parts=())
-    cluster, size = costs.cluster, len(costs.batch)
+    costs = replace(bounding_costs(costs), device_pools=())
+    cluster, size = costs.cluster, len(costs.layouts)
     min_bytes = np.full(size, np.inf)
     rows_that_fit, bounds_s = [], []
     for start in range(0, size, BLOCK):
         deadline.require(f"bounding {size} layouts")
         rows = np.arange(start, min(start + BLOCK, size))
         block = costs.select(rows).compacted()
-        min_bytes[rows] = memory.lower_bound_required_bytes(memory_bounds(block), costs.workload, cluster)
+        min_bytes[rows] = memory.lower_bound_required_bytes(memory_bounds(block), costs.scenario)
         fits = np.flatnonzero(min_bytes[rows] <= cluster.memory_budget_bytes)
         rows_that_fit.append(rows[fits])
         bounds_s.append(uniform_time_bounds(block.select(fits)) if len(fits) else np.zeros(0))

@@ -61,7 +61,7 @@ def node_order(costs: CostTable, idx: int, boundaries: Sequence[int]) -> tuple[i
     Nodes move as wholes, among those of their group. Where a replica of a stage fills neither whole nodes nor a part of one, or
     nodes differ in size, ranks stay as listed.
     """
-    cluster, row = costs.cluster, costs.batch.select(np.array([idx]))
+    cluster, row = costs.cluster, costs.layouts.select(np.array([idx]))
     links = node_links(cluster)
     block = _block_of_place(cluster, row)
     if links is None or cluster.num_nodes < 3 or block is None:
@@ -126,7 +126,7 @@ def _axes(
 
 def _step_s(costs: CostTable, row: LayoutTable, matrix: FloatArray, boundaries: Sequence[int]) -> float:
     cluster = costs.cluster.replace(bandwidth_matrix=_as_tuples(matrix))
-    return estimate_step(CostTable.of(costs.model, costs.workload, cluster, row), 0, boundaries).step_time_s
+    return estimate_step(costs.evaluate(row, cluster), 0, boundaries).step_time_s
 
 
 def _as_tuples(matrix: FloatArray) -> tuple[tuple[float, ...], ...]:

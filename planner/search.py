@@ -80,7 +80,7 @@ class Pool:
         """Bound the groups and take in the most promising ones, or every layout where there are no groups."""
 
         def costs_of(table: LayoutTable) -> tuple[CostTable, CostTable]:
-            costs = CostTable.of(
+            costs = CostTable.from_layouts(
                 request.model,
                 request.workload,
                 request.cluster,
@@ -93,7 +93,7 @@ class Pool:
         self.bound_s = np.inf
         if space.groups is None or request.cluster.parts:
             self.costs, self.bounding = costs_of(space.batch)
-            self.positions: IntArray = np.arange(len(self.costs.batch))
+            self.positions: IntArray = np.arange(len(self.costs.layouts))
             return
         recomputes = np.unique(space.groups.options["recompute"])
         recompute = int(recomputes[0]) if len(recomputes) == 1 else MIXED
@@ -132,16 +132,16 @@ def bounding_costs(costs: CostTable) -> CostTable:
     if costs.cluster.bandwidth_matrix is None:
         return costs
     fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
-    return CostTable.of(costs.model, costs.workload, fastest, costs.batch)
+    return costs.evaluate(costs.layouts, fastest)
 
 
 def _append(costs: CostTable, of_groups: CostTable, batch: LayoutTable, of_group: IntArray) -> CostTable:
     """Return the costs with further layouts, whose layers cost what those of their group do under their own recompute."""
-    case_idx = of_groups.like[of_group]
-    if of_groups.batch.is_mixed:
+    case_idx = of_groups.case_idx[of_group]
+    if of_groups.layouts.is_mixed:
         case_idx = case_idx + (batch.recompute - MIXED) * of_groups.cases_by_option
-    joined = LayoutTable.concatenate([costs.batch, batch])
-    return replace(costs, batch=joined, like=np.concatenate([costs.like, case_idx]))
+    joined = LayoutTable.concatenate([costs.layouts, batch])
+    return costs.with_layouts(joined, np.concatenate([costs.case_idx, case_idx]))
 
 
 class Frontier:
@@ -245,7 +245,7 @@ class Frontier:
     def _may_fit(self, rows: IntArray | slice) -> NDArray[np.bool_]:
         """Compare the least that layouts require with their budget."""
         costs = self._pool.bounding
-        required = memory.lower_bound_required_bytes(self.bound_bytes[rows], costs.workload, costs.cluster)
+        required = memory.lower_bound_required_bytes(self.bound_bytes[rows], costs.scenario)
         return np.asarray(required <= self._budget_bytes[rows])
 
 
@@ -297,11 +297,11 @@ class LayoutProblem:
         return self._expand_first(node)
 
     def _degrees(self, row: int) -> tuple[int, ...]:
-        return self.pool.costs.batch.degrees(row)
+        return self.pool.costs.layouts.degrees(row)
 
     def _memory_degrees(self, row: int) -> tuple[int, ...]:
         """Without sequence parallelism the same degrees may not fit, and are bounded first."""
-        return (*self._degrees(row), int(self.pool.costs.batch.sequence_parallel[row]))
+        return (*self._degrees(row), int(self.pool.costs.layouts.sequence_parallel[row]))
 
     def _raise_first(self, below_s: float) -> bool:
         """Raise the bound of the first layout, once for each: by a replay, up to ``below_s``."""
@@ -375,7 +375,7 @@ class SearchResult:
         """Expand the most promising layouts of other degrees, for comparison, until ``count`` more of them fit."""
         if self.stopped_early or not self.feasible:
             return
-        missing = count + 1 - len({self.costs.batch.degrees(c.idx) for c in self.feasible})
+        missing = count + 1 - len({self.costs.layouts.degrees(c.idx) for c in self.feasible})
         stop = Stop(rel_gap=None, max_leaves=missing, max_effort=MAX_RUNNER_UP_TRIES, deadline=deadline)
         answer = self.tree.run(stop, expand=self.problem.expand_runner_up)
         self.feasible += [leaf.candidate for leaf in answer.leaves]

@@ -19,7 +19,6 @@ from ..cost_models.stage.contents import contents_between
 from ..cost_models.stage.memory import stage_headroom_bytes, stage_memory_terms
 from ..cost_models.stage.recompute import RecomputeCosts
 from ..schema.arrays import FloatArray, IntArray
-from ..schema.layers import Block
 from ..schema.layout_table import RECOMPUTES
 from ..schema.schedules import SCHEDULE_NAMES
 from ..solvers.stages import stage_split
@@ -58,12 +57,12 @@ class Layers:
     @property
     def num_stages(self) -> int:
         """S."""
-        return int(self.costs.least.batch.pp[self.idx])
+        return int(self.costs.minimum.layouts.pp[self.idx])
 
     @property
     def chunks(self) -> int:
         """Model chunks of a stage."""
-        return int(self.costs.least.batch.num_model_chunks[self.idx])
+        return int(self.costs.minimum.layouts.num_model_chunks[self.idx])
 
     @cached_property
     def weights(self) -> tuple[float, float]:
@@ -72,13 +71,13 @@ class Layers:
 
     @property
     def _num_microbatches(self) -> float:
-        return float(self.costs.least.batch.num_microbatches[self.idx])
+        return float(self.costs.minimum.layouts.num_microbatches[self.idx])
 
     @cached_property
     def least_weights(self) -> tuple[tuple[float, float], ...]:
         """The same at least, each pair by itself: the bounds of cost_models/pipeline/lower_bounds.py for one stage a rank."""
         m, pp = self._num_microbatches, self.num_stages
-        if SCHEDULE_NAMES[self.costs.least.batch.schedule[self.idx]] == "gpipe":
+        if SCHEDULE_NAMES[self.costs.minimum.layouts.schedule[self.idx]] == "gpipe":
             return (self.weights,)
         if m > pp:
             return (m - pp - 1, 2.0), (m, 0.0)
@@ -92,7 +91,7 @@ class Layers:
     @property
     def kinds(self) -> IntArray:
         """Kind of each layer [L]."""
-        return self.costs.least.kind_of_layer
+        return self.costs.minimum.kind_of_layer
 
     @cached_property
     def busy_s(self) -> FloatArray:
@@ -112,19 +111,19 @@ class Layers:
     @cached_property
     def update_s(self) -> FloatArray:
         """Seconds of each layer's update [L]."""
-        costs = self.costs.under[0]
+        costs = self.costs.by_option[0]
         trained, experts = (costs.per_layer(name, self.idx) for name in ("num_trained", "expert_params"))
         return costs.update_s(trained, experts, self.idx)
 
     @cached_property
     def constant_s(self) -> float:
         """What a step adds to (O) whatever its stages hold."""
-        return float(self.costs.under[0].dp_edges_s[self.idx])
+        return float(self.costs.by_option[0].dp_edges_s[self.idx])
 
     @cached_property
     def transfer_s(self) -> float:
         """Seconds a stage passes activations on and gradients back, for one micro-batch."""
-        return 2 * float(self.costs.least.transfer_s[self.idx]) if self.num_stages > 1 else 0.0
+        return 2 * float(self.costs.minimum.transfer_s[self.idx]) if self.num_stages > 1 else 0.0
 
     @cached_property
     def fits(self) -> Fits:
@@ -132,7 +131,7 @@ class Layers:
 
         More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
         """
-        least, idx, num_options = self.costs.least, self.idx, len(RECOMPUTES)
+        least, idx, num_options = self.costs.minimum, self.idx, len(RECOMPUTES)
         size, stage = len(self.kinds) + 1, np.arange(self.num_stages)[:, None]
         working = self.costs.working_bytes(idx)[:, None, None]
         kept, option = _prefix(self.kept_bytes), np.arange(num_options)[:, None, None]
@@ -146,12 +145,11 @@ class Layers:
                 working_bytes=np.broadcast_to(working, starts.shape),
             )
             parts = stage_memory_terms(least, idx, contents, stage)
-            allocated = memory.total_bytes(parts)
-            required = memory.required_bytes(allocated, parts["parameters"], least.workload, least.cluster)
+            required = memory.required_by_terms(parts, least.scenario)
             fits = required <= self.memory_budget_bytes
             fitting = np.where(fits, middle, fitting)
             too_large = np.where(fits, too_large, np.maximum(middle, fitting + 1))
-        is_block = np.array([isinstance(kind, Block) for kind in least.kinds])[self.kinds]
+        is_block = least.is_block
         blocks = np.concatenate([[0], np.cumsum(is_block)])
         has_block = blocks[None, :] - blocks[:, None] >= self.chunks
         return np.asarray(has_block & (np.arange(size) <= fitting[..., None]))
@@ -198,11 +196,11 @@ class Layers:
     def room_bytes(self) -> FloatArray:
         """Activations of one micro-batch that each span's stage may keep [P, O] while it reserves the option's working set."""
         stage, first, last = self.spans
-        contents = contents_between(self.costs.least, self.idx, first, last)
+        contents = contents_between(self.costs.minimum, self.idx, first, last)
         working = self.costs.working_bytes(self.idx)
         rooms = [
             stage_headroom_bytes(
-                self.costs.least,
+                self.costs.minimum,
                 self.idx,
                 replace(contents, working_bytes=np.full(len(stage), value)),
                 stage,
@@ -303,7 +301,7 @@ def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bo
 
 def programs(layers: Layers, worth_s: list[float]) -> Iterator[Program]:
     """The programs of a layout one of whose answers may be faster than the last of ``worth_s``, which the caller adds to."""
-    if not layers.costs.least.workload.engine_facts.recomputes_first_blocks:
+    if not layers.costs.minimum.workload.engine_facts.recomputes_first_blocks:
         yield free_program(layers)
         return
     most = int(layers.first_blocks(np.ones(len(layers.kinds)), len(layers.kinds)).max(initial=0))

@@ -48,14 +48,13 @@ def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> Synth
 
 def with_schedule(costs: CostTable, schedule: int) -> CostTable:
     """The same layouts with another schedule: nothing that one layer costs differs."""
-    other = replace(costs, batch=costs.batch.replace(schedule=np.full_like(costs.batch.schedule, schedule)))
-    return other
+    return costs.with_layouts(costs.layouts.replace(schedule=np.full_like(costs.layouts.schedule, schedule)))
 
 
 def pipeline_of(costs: CostTable, boundaries: tuple[int, ...]) -> Pipeline:
     """The passes of a layout (row 0) as `estimate_step` replays them: transfers are part of the passes that they join."""
     first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
-    shape, passes = pipeline_shape(costs, 0), pass_seconds(costs, 0, first, last)
+    shape, passes = pipeline_shape(costs, 0), pass_seconds(costs, 0, boundaries)
     each_way = float(costs.transfer_s[0]) / shape.num_model_chunks
     kept = contents_between(costs, 0, first, last).activation_bytes
 

@@ -25,7 +25,6 @@ from ..cost_models.stage.step import (
     StagePasses,
     copies_and_collectives,
     pass_seconds,
-    passes_on_pools,
     transfer_of_stages,
 )
 from ..cost_models.stage.table import CostTable
@@ -75,11 +74,11 @@ def costs_of(plan: Plan) -> CostTable:
     """Costs of the plan's layout (row 0), each layer with the recompute that its stage gives it."""
     batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
     cluster = plan.cluster if _is_on_parts(plan) else place_as_planned(plan, plan.cluster)
-    costs = CostTable.of(plan.model, plan.workload, cluster, batch)
+    costs = CostTable.from_layouts(plan.model, plan.workload, cluster, batch)
     if plan.layout.recompute != "mixed":
         return costs
     options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
-    return RecomputeCosts.of(costs).assigned(0, options)
+    return RecomputeCosts.from_table(costs).assigned(0, options)
 
 
 def _is_on_parts(plan: Plan) -> bool:
@@ -90,15 +89,15 @@ def _is_on_parts(plan: Plan) -> bool:
 def _passes(plan: Plan, costs: CostTable, shape: PipelineShape) -> tuple[StagePasses, FloatArray]:
     """Seconds of one micro-batch in each stage, and of its transfers one way [S]."""
     first = np.array([stage.first_layer_idx for stage in plan.stages])
-    last = first + np.array([stage.num_layers for stage in plan.stages])
+    boundaries = (*first.tolist(), int(first[-1]) + plan.stages[-1].num_layers)
     if not _is_on_parts(plan):
         each_way = float(costs.transfer_s[0]) / shape.num_model_chunks if shape.pp > 1 else 0.0
-        return pass_seconds(costs, 0, first, last), np.full(shape.num_stages, each_way)
+        return pass_seconds(costs, 0, boundaries), np.full(shape.num_stages, each_way)
     parts = plan.cluster.parts
     part_of_label = {part_label(parts, g): g for g in range(len(parts))}
     part_of_stage = np.array([part_of_label[stage.device] for stage in plan.estimate.stages])
     placed = in_order_of_parts(costs, tuple(dict.fromkeys(part_of_stage.tolist())))
-    passes = passes_on_pools(placed, 0, (*first, int(last[-1])), part_of_stage)
+    passes = pass_seconds(placed, 0, boundaries, part_of_stage)
     return passes, transfer_of_stages(placed, 0, part_of_stage) / 2
 
 
@@ -186,7 +185,7 @@ def offload_timeline(plan: Plan) -> StepTimeline:
         for piece in passes
     ]
     end_s = found.instance.num_microbatches * microbatch_s
-    copied_s = float(found.options.under[0].copied_s(0).sum())
+    copied_s = float(found.options.by_option[0].copied_s(0).sum())
     exposed_s = constant_s(found.options, 0) - copied_s
     once: tuple[tuple[Stream, str, float], ...] = (
         ("compute", COPIED, copied_s),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..cost_models.coefficients import Coefficients
 from ..cost_models.stage.step import estimate_step, with_memory
 from ..cost_models.stage.table import CostTable
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
@@ -56,22 +57,22 @@ def with_calibrations(runs: Sequence[RunInputs], calibrations: Mapping[str, Cali
     return [replace(run, cluster=clusters[id(run.cluster)]) for run in runs]
 
 
-def estimate_runs(runs: Sequence[RunInputs]) -> list[Estimate | str]:
-    """An estimate of each run, or why the cost model has none."""
+def estimate_runs(runs: Sequence[RunInputs], coefficients: Coefficients | None = None) -> list[Estimate | str]:
+    """Return an estimate of each run, or why the cost model has none; ``coefficients`` stand for the packaged ones."""
     batches: dict[object, list[int]] = defaultdict(list)
     for idx, run in enumerate(runs):
         batches[(id(run.model), id(run.cluster), run.workload)].append(idx)
     found: dict[int, Estimate | str] = {}
     for members in batches.values():
-        found.update(zip(members, _estimate_batch([runs[idx] for idx in members]), strict=True))
+        found.update(zip(members, _estimate_batch([runs[idx] for idx in members], coefficients), strict=True))
     return [found[idx] for idx in range(len(runs))]
 
 
-def _estimate_batch(runs: Sequence[RunInputs]) -> list[Estimate | str]:
+def _estimate_batch(runs: Sequence[RunInputs], coefficients: Coefficients | None) -> list[Estimate | str]:
     first = runs[0]
     try:
         batch = LayoutTable.from_layouts([run.layout for run in runs], first.workload.global_batch_size)
-        costs = CostTable.of(first.model, first.workload, first.cluster, batch)
+        costs = CostTable.from_layouts(first.model, first.workload, first.cluster, batch, coefficients=coefficients)
     except ConfigError as error:
         return [f"estimate: {error.message}"] * len(runs)
     return [_estimate(costs, n, run) for n, run in enumerate(runs)]
@@ -88,10 +89,10 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> Estimate:
 def _with_stage_layouts(costs: CostTable, estimate: Estimate, inputs: RunInputs, cuts: tuple[int, ...]) -> Estimate:
     """Memory where each stage recomputes and offloads another part: the fullest stage under its own layout."""
     batch = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
-    own = CostTable.of(costs.model, costs.workload, costs.cluster, batch)
+    own = costs.evaluate(batch)
     stages = [estimate_step(own, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
     fullest = max(stages, key=lambda stage: stage.memory_bytes.total)
-    return with_memory(estimate, fullest.memory_bytes, costs.workload, costs.cluster)
+    return with_memory(estimate, fullest.memory_bytes, costs.scenario)
 
 
 def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]:
@@ -99,7 +100,7 @@ def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]
 
     Where the blocks do not divide, embedding and head count as a layer each (as recipes for such models do), else by cost.
     """
-    pp, num_blocks, size = int(costs.batch.pp[idx]), costs.model.num_blocks, len(costs.kind_of_layer)
+    pp, num_blocks, size = int(costs.layouts.pp[idx]), costs.model.num_blocks, len(costs.kind_of_layer)
     if pp == 1:
         return (0, size)
     if num_blocks < pp:  # some stages have no block

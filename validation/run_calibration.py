@@ -102,7 +102,7 @@ def reestimate(plan: Plan, cluster: ClusterSpec) -> Estimate:
     if batch.recompute[0] == MIXED or cluster.parts:
         return fresh_estimate(plan.model, cluster, plan.workload, plan.layout)
     boundaries = [*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers]
-    costs = replace(CostTable.of(plan.model, plan.workload, cluster, batch), order=planned_order(plan))
+    costs = replace(CostTable.from_layouts(plan.model, plan.workload, cluster, batch), order=planned_order(plan))
     return estimate_step(costs, 0, boundaries)
 
 

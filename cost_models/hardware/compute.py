@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.arrays import FloatArray, IntArray
-from ..coefficients import coefficients
 from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 from ..learned.attention import AttentionShape, attention_seconds
 from ..learned.gemm import Pass, gemm_seconds
-from .device import DeviceRates
+from .device import DeviceRates, GroupedGemm
 
 TENSOR_CORE_ALIGNMENT_BYTES = 16
 """Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
@@ -33,14 +32,26 @@ class OperatorTime:
     backward_dispatches: int | FloatArray
     weight_s: FloatArray | float = 0.0
 
-    def at(self, rows: IntArray) -> OperatorTime:
-        """The same for some of the layouts."""
+    def take(self, rows: IntArray) -> OperatorTime:
+        """Return the time under a subset of the layouts."""
         forward, backward = (
             dispatches if np.ndim(dispatches) == 0 else np.asarray(dispatches)[rows]
             for dispatches in (self.forward_dispatches, self.backward_dispatches)
         )
         weight = self.weight_s if np.ndim(self.weight_s) == 0 else np.asarray(self.weight_s)[rows]
         return OperatorTime(self.forward_s[rows], self.backward_s[rows], forward, backward, weight)
+
+    def scaled(
+        self, forward: FloatArray | float, backward: FloatArray | float, *, with_dispatches: bool = False
+    ) -> OperatorTime:
+        """Return the time with both passes multiplied; with their dispatches where these are part of the seconds."""
+        return OperatorTime(
+            self.forward_s * forward,
+            self.backward_s * backward,
+            self.forward_dispatches * forward if with_dispatches else self.forward_dispatches,
+            self.backward_dispatches * backward if with_dispatches else self.backward_dispatches,
+            self.weight_s * backward,
+        )
 
 
 def operator_time(
@@ -53,18 +64,18 @@ def operator_time(
     compute_bytes: int,
     ep: IntArray | FloatArray | int = 1,
 ) -> OperatorTime:
-    """Time of one operator on one rank for a micro-batch of ``tokens`` [N] tokens; its matrices are spread over ``ep`` ranks."""
+    """Return the time of one operator on one rank for ``tokens`` [N] tokens of a micro-batch; ``ep`` ranks share its matrices."""
     if isinstance(op, Gemm):
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         rows = np.asarray(tokens * op.rows_per_token, dtype=np.float64)
         if op.head_dim is not None:
             return _score_product_s(rows, n, k, op.head_dim, rates, compute_bytes)
-        used = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
+        rates = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
         if op.num_matrices > 1:
-            forward, backward, weight = grouped_gemm_s(rows, n, k, op.num_matrices / ep, used, compute_bytes)
+            forward, backward, weight = grouped_gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
         else:
-            forward, backward, weight = _product_s(rows, n, k, used, compute_bytes)
+            forward, backward, weight = _product_s(rows, n, k, rates, compute_bytes)
         if op.frozen:  # no gradient of the weights; that of the input takes as long as the product itself
             backward, weight = forward, np.zeros_like(forward)
         dispatches = (1, 1 if op.frozen else 2)
@@ -81,7 +92,7 @@ def operator_time(
 def _score_product_s(
     rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, head_dim: int, rates: DeviceRates, element_bytes: int
 ) -> OperatorTime:
-    """A product inside unfused attention: one small matrix for each sequence and head, without weights."""
+    """Return the time of a product in unfused attention: one small matrix for each sequence and head, without weights."""
     aligned = head_dim * element_bytes % TENSOR_CORE_ALIGNMENT_BYTES == 0
     peak = rates.gemm_flops_per_s if aligned else min(rates.vector_flops_per_s, rates.gemm_flops_per_s)
     forward = gemm_s(rows, n, k, rates._replace(gemm=None, gemm_flops_per_s=peak), element_bytes)
@@ -91,21 +102,21 @@ def _score_product_s(
 def _product_s(
     rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Seconds of a product forward, of its two gradients, and of that of the weights alone."""
+    """Return the seconds of a product forward, of its two gradients, and of that of the weights alone."""
     if rates.gemm is None:
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
         forward = gemm_s(rows, n, k, rates, element_bytes)
         return forward, 2 * forward, forward
-    m, own = np.asarray(rows, dtype=np.float64), rates.gemm
+    m = np.asarray(rows, dtype=np.float64)
     passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
-    forward, dgrad, wgrad = (gemm_seconds(m, n, k, own, which=which) for which in passes)
+    forward, dgrad, wgrad = (gemm_seconds(m, n, k, rates.gemm, which=which) for which in passes)
     return forward, dgrad + wgrad, wgrad
 
 
 def gemm_s(
     rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
 ) -> FloatArray:
-    """Seconds of one [rows,k] x [k,n] product."""
+    """Return the seconds of one [rows,k] x [k,n] product."""
     if rates.gemm is not None:
         return gemm_seconds(np.asarray(rows, dtype=np.float64), n, k, rates.gemm)
     flops = 2.0 * rows * n * k / rates.gemm_flops_per_s
@@ -121,31 +132,28 @@ def grouped_gemm_s(
     rates: DeviceRates,
     element_bytes: int,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Seconds of one product for every expert, the rows spread evenly over ``num_matrices`` experts: forward, backward, weights.
+    """Return the seconds of one product for every expert, rows divided evenly over ``num_matrices``: forward, backward, weights.
 
         pass = experts * per_expert_s + ratio * max(one product of all rows, bytes / (W e_m))
 
     Sizes that leave few rows to an expert are bound by the weights and by what each expert costs by itself. The weights'
     gradients add up in fp32, read and written. Coefficients: coefficients.toml, [grouped_gemm].
     """
-    c, together = coefficients()["grouped_gemm"], gemm_s(rows, n, k, rates, element_bytes)
+    together = gemm_s(rows, n, k, rates, element_bytes)
     one_by_one = num_matrices * 1.0 if rates.expert_by_expert else 0.0
-    forward, to_inputs, to_weights = (
-        one_by_one * c[f"{name}_expert_s"]
-        + c[f"{name}_ratio"]
-        * np.maximum(
-            together,
-            (element_bytes * rows * (n + k) + weight_bytes * num_matrices * n * k) / rates.gemm_bytes_per_s,
-        )
-        for name, weight_bytes in (("forward", element_bytes), ("dgrad", element_bytes), ("wgrad", 8))
-    )
-    seconds = (forward, to_inputs + to_weights, to_weights)
-    forward, backward, weight = (np.asarray(values, dtype=np.float64) for values in seconds)
-    return forward, backward, weight
+
+    def pass_s(grouped: GroupedGemm, weight_bytes: int) -> FloatArray:
+        traffic = (element_bytes * rows * (n + k) + weight_bytes * num_matrices * n * k) / rates.gemm_bytes_per_s
+        seconds = one_by_one * grouped.expert_s + grouped.ratio * np.maximum(together, traffic)
+        return np.asarray(seconds, dtype=np.float64)
+
+    forward = pass_s(rates.grouped_forward, element_bytes)
+    to_inputs, to_weights = pass_s(rates.grouped_dgrad, element_bytes), pass_s(rates.grouped_wgrad, 8)
+    return forward, to_inputs + to_weights, to_weights
 
 
 def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArray:
-    """Seconds of casting the input of a product to fp8, forward its activations and backward the gradient of its output."""
+    """Return the seconds of casting a product's input to fp8: forward its activations, backward the gradient of its output."""
     return np.asarray(
         rates.kernel_s + elements * rates.quantize_bytes / rates.elementwise_bytes_per_s, dtype=np.float64
     )
@@ -160,7 +168,7 @@ def attention_s(
     *,
     backward: bool,
 ) -> FloatArray:
-    """Seconds of fused causal attention of ``tokens`` tokens on one rank."""
+    """Return the seconds of fused causal attention of ``tokens`` tokens on one rank."""
     if rates.attention is None:
         flops = op.forward_flops_per_token * tokens / tp * (BACKWARD_ATTENTION_RATIO if backward else 1.0)
         traffic = (2 if backward else 1) * element_bytes * tokens * op.num_heads * (2 * op.qk_dim + 2 * op.v_dim) / tp
@@ -177,14 +185,13 @@ def attention_s(
         width=np.full(rows.shape, (op.qk_dim + op.v_dim) / 2),
         element_bytes=np.full(rows.shape, float(element_bytes)),
     )
-    own = rates.attention
     seconds = attention_seconds(
-        own.kernel,
+        rates.attention.kernel,
         shape,
-        own.silicon,
+        rates.attention.device,
         backward=backward,
-        arithmetic_ratio=own.arithmetic_ratio,
-        reference=own.reference,
+        arithmetic_ratio=rates.attention.arithmetic_ratio,
+        reference=rates.attention.reference,
     )
     return np.asarray(seconds[inverse.reshape(np.shape(tokens / tp))], dtype=np.float64)
 
@@ -210,5 +217,5 @@ def _elementwise_time(
 
 
 def elementwise_update_s(num_params: FloatArray, bytes_per_param: float, rates: DeviceRates) -> FloatArray:
-    """Seconds of a memory-bound pass over parameters (the optimizer update)."""
+    """Return the seconds of a memory-bound pass over parameters (the optimizer update)."""
     return np.asarray(num_params * bytes_per_param / rates.update_bytes_per_s, dtype=np.float64)

@@ -1,68 +1,23 @@
-"""What one device achieves: peaks of the data sheet times measured efficiencies and the calibration."""
+"""What one device achieves: peaks of the data sheet times efficiencies (its own fit where it has one) and the calibration."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from statistics import geometric_mean
 from typing import Literal, NamedTuple
 
-from ...schema import ClusterSpec, Device, Workload
+from ...schema import Device
 from ...schema.catalogue import find_device
 from ...schema.cluster_files import catalogue_device
 from ...schema.devices import GemmFit
 from ...schema.errors import ConfigError
 from ...schema.profile import MatmulPoint
 from ...schema.task import Precision
-from ..coefficients import coefficients
+from .. import measured
+from ..coefficients import Coefficients, Scenario
 from ..learned.attention import PROCESSORS, AttentionDevice, kernel_name
 from ..learned.calibration import corrected_by
 from ..learned.gemm import GemmDevice, GemmRates, is_known, known_coefficients, known_devices
-
-
-class AttentionRates(NamedTuple):
-    """Fused attention on one device.
-
-    Attributes:
-        kernel: whose coefficients (learned/attention.py).
-        silicon: what the device has.
-        arithmetic_ratio: what this generation's arithmetic takes over the kernel's.
-        reference: what the learned residual takes the device for (`_reference`), and nothing of a calibration.
-    """
-
-    kernel: str
-    silicon: AttentionDevice
-    arithmetic_ratio: float
-    reference: AttentionDevice
-
-
-class DeviceRates(NamedTuple):
-    """What one device achieves.
-
-    Attributes:
-        gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
-        full_gemm: the same for those that fp8 training keeps in bf16.
-        gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
-        quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
-        expert_by_expert: the engine launches a product for each expert instead of one for all.
-        attention: fused attention; None where it runs at the rate of products (CPUs).
-        gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
-        launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
-        update_bytes_per_s: passes of the optimizer over parameters and states.
-    """
-
-    gemm: GemmRates | None
-    full_gemm: GemmRates | None
-    gemm_flops_per_s: float
-    quantize_bytes: float
-    expert_by_expert: bool
-    attention: AttentionRates | None
-    gemm_bytes_per_s: float
-    elementwise_bytes_per_s: float
-    launch_s: float
-    kernel_s: float
-    update_bytes_per_s: float
-    vector_flops_per_s: float
-
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -74,8 +29,102 @@ _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp
 }
 
 
+class AttentionRates(NamedTuple):
+    """Fused attention on one device.
+
+    Attributes:
+        kernel: whose coefficients (learned/attention.py).
+        device: rates and processors.
+        arithmetic_ratio: seconds of this generation's arithmetic over the kernel's.
+        reference: what the learned residual takes the device for (`_reference`); no calibration in it.
+    """
+
+    kernel: str
+    device: AttentionDevice
+    arithmetic_ratio: float
+    reference: AttentionDevice
+
+
+class GroupedGemm(NamedTuple):
+    """One pass of the products of all experts: seconds for each expert launched by itself, and a ratio to the roofline."""
+
+    expert_s: float
+    ratio: float
+
+
+class DeviceRates(NamedTuple):
+    """What one device achieves.
+
+    Attributes:
+        gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
+        full_gemm: the same for products that fp8 training keeps in bf16.
+        gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
+        quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
+        expert_by_expert: the engine launches a product for each expert instead of one for all.
+        grouped_forward, grouped_dgrad, grouped_wgrad: products of experts.
+        attention: fused attention; None where it runs at the rate of products (CPUs).
+        gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
+        launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
+        update_bytes_per_s: passes of the optimizer over parameters and states.
+    """
+
+    gemm: GemmRates | None
+    full_gemm: GemmRates | None
+    gemm_flops_per_s: float
+    quantize_bytes: float
+    expert_by_expert: bool
+    grouped_forward: GroupedGemm
+    grouped_dgrad: GroupedGemm
+    grouped_wgrad: GroupedGemm
+    attention: AttentionRates | None
+    gemm_bytes_per_s: float
+    elementwise_bytes_per_s: float
+    launch_s: float
+    kernel_s: float
+    update_bytes_per_s: float
+    vector_flops_per_s: float
+
+
+@lru_cache(maxsize=64)
+def device_rates(scenario: Scenario) -> DeviceRates:
+    """Return the rates of the weakest device of the scenario's cluster under its workload."""
+    workload, cluster, c = scenario.workload, scenario.cluster, scenario.coefficients
+    device, ratio = cluster.weakest_device, cluster.calibration
+    # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
+    is_host, is_fp8 = device.backend.is_host, workload.precision == "fp8"
+    points = cluster.profile.matmuls if cluster.profile is not None else ()
+    gemm = None if is_host else gemm_rates(device, workload.precision, c, ratio.products, points)
+    fit = _host_fit(device, c) if gemm is None else gemm.coefficients
+    slowed = ratio.products if gemm is None else gemm.sustained_ratio
+    elementwise = measured.elementwise_bytes_per_s(cluster, workload)
+    if elementwise is None:
+        in_sheet = 1.0 if is_host else c["elementwise"]["memory_efficiency"]
+        elementwise = device.memory_bandwidth_bytes_per_s * in_sheet
+    grouped = {
+        name: GroupedGemm(c["grouped_gemm"][f"{name}_expert_s"], c["grouped_gemm"][f"{name}_ratio"])
+        for name in ("forward", "dgrad", "wgrad")
+    }
+    return DeviceRates(
+        gemm=gemm,
+        full_gemm=gemm_rates(device, "bf16-mixed", c, ratio.products, points) if is_fp8 else gemm,
+        gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
+        quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
+        expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
+        grouped_forward=grouped["forward"],
+        grouped_dgrad=grouped["dgrad"],
+        grouped_wgrad=grouped["wgrad"],
+        attention=None if is_host else _attention_rates(scenario),
+        gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
+        elementwise_bytes_per_s=elementwise * ratio.elementwise,
+        launch_s=fit.launch_s,
+        kernel_s=0.0 if is_host else c["elementwise"]["kernel_s"],
+        update_bytes_per_s=_update_bytes_per_s(scenario),
+        vector_flops_per_s=_vector_flops_per_s(device, c) * slowed,
+    )
+
+
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
-    """Dense peak of the device for a precision, FLOP/s (fp32 products run as tf32 where the device has it).
+    """Return the dense peak of the device for a precision, FLOP/s (fp32 products run as tf32 where the device has it).
 
     Raises:
         ConfigError: the device has no unit for this precision.
@@ -91,86 +140,56 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
     )
 
 
-def device_rates(cluster: ClusterSpec, workload: Workload) -> DeviceRates:
-    """Peaks of the data sheet times measured efficiencies (the device's own fit where there is one) and the calibration."""
-    from ..measured import elementwise_bytes_per_s
-
-    c, device, ratio = coefficients(), cluster.weakest_device, cluster.calibration
-    # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
-    is_cpu = device.backend.is_host
-    is_fp8 = workload.precision == "fp8"
-    points = cluster.profile.matmuls if cluster.profile is not None else ()
-    gemm = None if is_cpu else gemm_rates(device, workload.precision, ratio.products, points)
-    fit = _cpu_fit(device) if gemm is None else gemm.coefficients
-    slowed = ratio.products if gemm is None else gemm.sustained_ratio
-    elementwise = elementwise_bytes_per_s(cluster, workload)
-    if elementwise is None:
-        in_sheet = 1.0 if is_cpu else c["elementwise"]["memory_efficiency"]
-        elementwise = device.memory_bandwidth_bytes_per_s * in_sheet
-    return DeviceRates(
-        gemm=gemm,
-        full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points) if is_fp8 else gemm,
-        gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
-        quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
-        expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
-        attention=None if is_cpu else _attention_rates(cluster, workload),
-        gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
-        elementwise_bytes_per_s=elementwise * ratio.elementwise,
-        launch_s=fit.launch_s,
-        kernel_s=0.0 if is_cpu else c["elementwise"]["kernel_s"],
-        update_bytes_per_s=_update_bytes_per_s(cluster),
-        vector_flops_per_s=_vector_flops_per_s(device) * slowed,
-    )
-
-
-def _update_bytes_per_s(cluster: ClusterSpec) -> float:
-    """A device's traffic in an update; ranks that compute in host memory do as a profile's AdamW on the host."""
-    from ..measured import measured_host_update_bytes_per_s
-
-    device = cluster.weakest_device
+def _update_bytes_per_s(scenario: Scenario) -> float:
+    """Return a device's traffic in an update; ranks that compute in host memory do as a profile's AdamW on the host."""
+    device, cluster = scenario.cluster.weakest_device, scenario.cluster
     if not device.backend.is_host:
-        return float(device.memory_bandwidth_bytes_per_s * coefficients()["optimizer"]["memory_efficiency"])
-    measured = measured_host_update_bytes_per_s(cluster)
-    return device.memory_bandwidth_bytes_per_s if measured is None else measured / cluster.largest_node
+        return float(device.memory_bandwidth_bytes_per_s * scenario.coefficients["optimizer"]["memory_efficiency"])
+    of_node = measured.host_update_bytes_per_s(cluster)
+    return device.memory_bandwidth_bytes_per_s if of_node is None else of_node / cluster.largest_node
 
 
-def _vector_flops_per_s(device: Device) -> float:
-    """Rate of products outside the matrix units: they accumulate in fp32 whatever the operands are. Without limit where unknown."""
+def _vector_flops_per_s(device: Device, coefficients: Coefficients) -> float:
+    """Return the rate of products outside the matrix units: they accumulate in fp32 whatever the operands. Unknown: infinite."""
     peak = device.peak_flops_per_s.fp32
     if peak is None or device.backend.is_host:
         return float("inf")
-    return float(peak) * float(coefficients()["attention"]["misaligned_efficiency"])
+    return float(peak) * float(coefficients["attention"]["misaligned_efficiency"])
 
 
 def gemm_rates(
-    device: Device, precision: Precision, calibration: float = 1.0, points: tuple[MatmulPoint, ...] = ()
+    device: Device,
+    precision: Precision,
+    coefficients: Coefficients,
+    calibration: float = 1.0,
+    points: tuple[MatmulPoint, ...] = (),
 ) -> GemmRates:
-    """Matrix products of an accelerator: its data sheet, what is known of its kind, and ``points`` measured on it."""
-    # Measured fp8 products hold the cast of their inputs (11 to 16 bytes an element); training's own is counted beside them.
-    own, software, _ = known_coefficients(device.name, device.architecture)
-    dtype = _dtype(device, "bf16-mixed" if precision == "fp8" else precision)
-    if device.gemm is not None and not any(point.dtype == dtype for point in points):
+    """Return the rates of matrix products on an accelerator: data sheet, what is known of its kind, ``points`` measured on it."""
+    # Measured fp8 products include the cast of their inputs (11 to 16 bytes an element); training's own cast is counted apart.
+    fitted, software, _ = known_coefficients(device.name, device.architecture)
+    products: Precision = "bf16-mixed" if precision == "fp8" else precision
+    dtype = _dtype(device, products)
+    is_measured_here = any(point.dtype == dtype for point in points)
+    if device.gemm is not None and not is_measured_here:
         fit = device.gemm
-        own = own._replace(
+        fitted = fitted._replace(
             launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
         )
-    ratio = coefficients()[precision]["gemm_efficiency_ratio"] if precision == "nvfp4" else 1.0
+    ratio = coefficients[precision]["gemm_efficiency_ratio"] if precision == "nvfp4" else 1.0
     if precision == "fp8":
         # The bf16 product of the same shape with arithmetic that much faster, so that its residual stays in the trained range.
         ratio = peak_flops_per_s(device, "fp8") / peak_flops_per_s(device, "bf16-mixed")
-        ratio *= coefficients()["fp8"]["gemm_efficiency_ratio"]
+        ratio *= coefficients["fp8"]["gemm_efficiency_ratio"]
     element_bytes = {"nvfp4": 0.5, "fp32": 4.0}.get(precision, 2.0)
-    products: Precision = "bf16-mixed" if precision == "fp8" else precision
-    is_measured_here = any(point.dtype == dtype for point in points)
-    like = None if is_measured_here else _reference(device, products)
-    reference = None if like is None else gemm_hardware(like, products)
-    sheet = gemm_hardware(device, products)
-    rates = corrected_by(points, dtype, GemmRates(own, sheet, software, element_bytes, reference=reference))
-    return rates._replace(sustained_ratio=_sustained(device) * calibration * ratio)
+    known = None if is_measured_here else _reference(device, products)
+    reference = None if known is None else gemm_device(known, products, coefficients)
+    sheet = gemm_device(device, products, coefficients)
+    rates = corrected_by(points, dtype, GemmRates(fitted, sheet, software, element_bytes, reference=reference))
+    return rates._replace(sustained_ratio=_sustained(device, coefficients) * calibration * ratio)
 
 
 def _reference(device: Device, precision: Precision) -> Device | None:
-    """What the learned residuals take a device for: the catalogue's of its name, else itself at usual rates.
+    """Return what the learned residuals take a device for: the catalogue's of its name, else itself at usual rates.
 
     Not at its own: a residual that follows them may grow by more than higher rates save. Usual are those of the measured devices
     of its architecture, of all where none is measured; None where no measured device has a unit for the precision.
@@ -187,9 +206,9 @@ def _reference(device: Device, precision: Precision) -> Device | None:
 
 @cache
 def _usual_rates(architecture: str, dtype: str) -> tuple[float, float] | None:
-    """Geometric means of peak FLOP/s and bytes/s of the measured devices of an architecture that have a unit for ``dtype``."""
-    measured = [device for name in known_devices() if (device := _catalogued(name)) is not None]
-    able = [device for device in measured if getattr(device.peak_flops_per_s, dtype, None)]
+    """Return geometric means of peak FLOP/s and bytes/s of an architecture's measured devices that have a unit for ``dtype``."""
+    devices = [device for name in known_devices() if (device := _catalogued(name)) is not None]
+    able = [device for device in devices if getattr(device.peak_flops_per_s, dtype, None)]
     alike = [device for device in able if device.architecture == architecture] or able
     if not alike:
         return None
@@ -199,7 +218,7 @@ def _usual_rates(architecture: str, dtype: str) -> tuple[float, float] | None:
 
 @cache
 def _catalogued(name: str) -> Device | None:
-    """The catalogue's device of this name; None where it has none."""
+    """Return the catalogue's device of this name; None where it has none."""
     try:
         return catalogue_device(*find_device(name))
     except ConfigError:
@@ -207,18 +226,18 @@ def _catalogued(name: str) -> Device | None:
 
 
 def _dtype(device: Device, precision: Precision) -> str:
-    """Of the products of a precision on a device; empty where it has no unit for it."""
+    """Return the dtype of a precision's products on a device; empty where it has no unit for it."""
     return next((name for name in _PEAKS[precision] if getattr(device.peak_flops_per_s, name) is not None), "")
 
 
 def is_measured(device: Device) -> bool:
-    """Whether matrix products were measured on this device or on its kind, not only on its architecture."""
+    """Return whether matrix products were measured on this device or on its kind, not only on its architecture."""
     return device.gemm is not None or (not device.backend.is_host and is_known(device.name))
 
 
-def gemm_hardware(device: Device, precision: Precision) -> GemmDevice:
-    """What the learned model of matrix products knows of a device."""
-    c = coefficients()["gemm"]
+def gemm_device(device: Device, precision: Precision, coefficients: Coefficients) -> GemmDevice:
+    """Return what the learned model of matrix products knows of a device."""
+    c = coefficients["gemm"]
     return GemmDevice(
         peak_flops_per_s(device, precision),
         device.memory_bandwidth_bytes_per_s,
@@ -227,31 +246,36 @@ def gemm_hardware(device: Device, precision: Precision) -> GemmDevice:
     )
 
 
-def _cpu_fit(device: Device) -> GemmFit:
-    c = coefficients()["gemm"]
+def _host_fit(device: Device, coefficients: Coefficients) -> GemmFit:
+    c = coefficients["gemm"]
     return device.gemm or GemmFit(**{name: c[name] for name in GemmFit.model_fields})
 
 
-def _sustained(device: Device) -> float:
-    """Arithmetic over hours over that of a short benchmark; clocks fall with a root of the power limit (f V^2, V rising with f)."""
-    c = coefficients()["sustained"]
+def _sustained(device: Device, coefficients: Coefficients) -> float:
+    """Return arithmetic over hours over that of a short benchmark.
+
+    Clocks fall with a root of the power limit (f V^2, V rising with f).
+    """
+    c = coefficients["sustained"]
     return float(c.get(device.architecture, c["other"]) * device.power_limit_ratio ** c["power_exponent"])
 
 
-def _attention_rates(cluster: ClusterSpec, workload: Workload) -> AttentionRates:
-    """Kernel and device of fused attention; fp8 and nvfp4 training run it in bf16."""
+def _attention_rates(scenario: Scenario) -> AttentionRates:
+    """Return kernel and device of fused attention; fp8 and nvfp4 training run it in bf16."""
+    workload, cluster = scenario.workload, scenario.cluster
     device, in_bf16 = cluster.weakest_device, workload.precision in ("fp8", "nvfp4")
     precision: Precision = "bf16-mixed" if in_bf16 else workload.precision
-    c, kernel = coefficients()["attention"], kernel_name(device.architecture, workload.engine)
+    c, on_hopper = scenario.coefficients["attention"], workload.engine_facts.uses_hopper_attention
+    kernel = kernel_name(device.architecture, uses_hopper_attention=on_hopper)
 
-    # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
-    def silicon(device: Device, ratio: float) -> AttentionDevice:
-        sustained = ratio * (1.0 if kernel == "hopper_fa2" else _sustained(device))
+    def rates(device: Device, ratio: float) -> AttentionDevice:
+        # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
+        sustained = ratio * (1.0 if kernel == "hopper_fa2" else _sustained(device, scenario.coefficients))
         processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
         return AttentionDevice(
             peak_flops_per_s(device, precision) * sustained, device.memory_bandwidth_bytes_per_s, processors
         )
 
-    reference = silicon(_reference(device, precision) or device, 1.0)
+    reference = rates(_reference(device, precision) or device, 1.0)
     ratio = c["first_generation_ratio"] if workload.flash_generation == 1 else 1.0
-    return AttentionRates(kernel, silicon(device, cluster.calibration.attention), ratio, reference)
+    return AttentionRates(kernel, rates(device, cluster.calibration.attention), ratio, reference)

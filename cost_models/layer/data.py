@@ -1,10 +1,4 @@
-"""Gathering of parameters and reduction of gradients of one layer over the ranks that share them.
-
-What each engine does with gradients and updated parameters, in data parallelism and in the update: facts of its code, not
-coefficients.
-
-aceso: as Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021).
-"""
+"""Data parallelism of one layer: gathering parameters, reducing gradients, what of both is exposed, and the copies around them."""
 
 from __future__ import annotations
 
@@ -13,13 +7,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schema import ClusterSpec, Workload
+from ...schema import Workload
 from ...schema.arrays import Array, FloatArray, IntArray
 from ...schema.layout_table import OFFLOADS, LayoutTable
-from ..coefficients import coefficients
+from .. import measured
 from ..hardware.collectives import collective_s
 from ..hardware.host import host_link_bytes_per_s
+from ..hardware.overlap import Pair, exposed_s, slowdown_law
 from .operators import CostInputs
+
+ZEROTH_ORDER_ELEMENTS = 14
+"""Elements that zeroth-order training reads and writes of one parameter in a step: three moves and a step along the direction, each
+of two reads and a write, and the decay (runtime/training/zeroth_order.py)."""
+
+DIRECTION_ELEMENTS = 4
+"""Elements written of one parameter's direction, drawn unsharded by every rank for each of the four."""
 
 
 class ShardGroups(NamedTuple):
@@ -66,183 +68,215 @@ class LayerParams:
     num_tensors: int
 
 
-def data_parallel_s(params: LayerParams, setting: CostInputs) -> DataParallelTime:
-    """Gathers and reductions over the ranks that share parameters [N]; experts with axes of their own have their own groups.
+def data_parallel_s(params: LayerParams, inputs: CostInputs) -> DataParallelTime:
+    """Return gathers and reductions over the ranks that share parameters [N]; experts with axes of their own have their own groups.
 
     Where the engine runs them tensor by tensor, each further one costs the steps of a ring: its latency is not shared.
     Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
     """
-    batch, workload = setting.batch, setting.workload
-    together = np.where(batch.experts_follow_tp, params.trained, params.trained - params.routed)
-    frozen = np.where(batch.zero_stage == 3, params.frozen_bytes, 0.0)
-    replicas = batch.num_replicas * batch.num_shards // batch.num_optimizer_shards
-    ranks = ShardGroups(batch.num_shards, batch.num_gradient_shards, batch.num_optimizer_shards, replicas, batch.tp)
-    found = _sharded_s(together, frozen, ranks, setting)
-    further = num_collectives(batch, workload, params.num_tensors) - 1
-    steps_s = further * batch.num_shards * coefficients()["data_parallel"]["tensor_step_s"]
-    fetch_s = _fetch_s(params, setting)
-    found = DataParallelTime(
-        found.gather_s + steps_s + fetch_s,
-        found.regather_s + steps_s + fetch_s,
-        found.reduce_s + steps_s,
-        found.levels_s,
+    layouts = inputs.layouts
+    dense = np.where(layouts.experts_follow_tp, params.trained, params.trained - params.routed)
+    frozen = np.where(layouts.zero_stage == 3, params.frozen_bytes, 0.0)
+    replicas = layouts.num_replicas * layouts.num_shards // layouts.num_optimizer_shards
+    shards = (layouts.num_shards, layouts.num_gradient_shards, layouts.num_optimizer_shards)
+    seconds = _sharded_s(dense, frozen, ShardGroups(*shards, replicas, layouts.tp), inputs)
+    by_tensor = inputs.workload.engine_facts.data_parallel.zero1_by_tensor & (layouts.zero_stage == 1)
+    further = np.where(by_tensor, params.num_tensors, 1) - 1
+    steps_s = further * layouts.num_shards * inputs.scenario.coefficients["data_parallel"]["tensor_step_s"]
+    fetch_s = _fetch_s(params, inputs)
+    seconds = DataParallelTime(
+        seconds.gather_s + steps_s + fetch_s,
+        seconds.regather_s + steps_s + fetch_s,
+        seconds.reduce_s + steps_s,
+        seconds.levels_s,
     )
-    if np.all(batch.experts_follow_tp):
-        return found
-    alone = np.where(batch.experts_follow_tp, 0.0, params.routed)
-    levels = (batch.expert_shards, batch.expert_gradient_shards, batch.expert_optimizer_shards)
-    replicas = np.maximum(batch.expert_replicas * batch.expert_shards // batch.expert_optimizer_shards, 1)
-    ranks = ShardGroups(*levels, replicas, batch.ep * batch.expert_tp)
-    of_experts = _sharded_s(alone, np.zeros(len(batch)), ranks, setting)
-    has_own = alone > 0
-    return DataParallelTime(*(a + np.where(has_own, b, 0.0) for a, b in zip(found, of_experts, strict=True)))
+    if np.all(layouts.experts_follow_tp):
+        return seconds
+    routed = np.where(layouts.experts_follow_tp, 0.0, params.routed)
+    shards = (layouts.expert_shards, layouts.expert_gradient_shards, layouts.expert_optimizer_shards)
+    replicas = np.maximum(layouts.expert_replicas * layouts.expert_shards // layouts.expert_optimizer_shards, 1)
+    groups = ShardGroups(*shards, replicas, layouts.ep * layouts.expert_tp)
+    of_experts = _sharded_s(routed, np.zeros(len(layouts)), groups, inputs)
+    return DataParallelTime(*(a + np.where(routed > 0, b, 0.0) for a, b in zip(seconds, of_experts, strict=True)))
 
 
-def without_reductions(found: DataParallelTime, batch: LayoutTable) -> DataParallelTime:
-    """Of zeroth-order training: parameters move before each of its two passes, so that below zero 3 they are gathered twice too."""
-    none = np.zeros(len(batch))
-    gather = np.where(batch.zero_stage == 3, found.gather_s, 2 * found.gather_s)
-    return DataParallelTime(gather, found.regather_s, none, none)
+def without_reductions(seconds: DataParallelTime, layouts: LayoutTable) -> DataParallelTime:
+    """Return the collectives of zeroth-order training.
+
+    Parameters move before each of its two passes, so that below zero 3 they are gathered twice too.
+    """
+    none = np.zeros(len(layouts))
+    gather = np.where(layouts.zero_stage == 3, seconds.gather_s, 2 * seconds.gather_s)
+    return DataParallelTime(gather, seconds.regather_s, none, none)
 
 
 def _sharded_s(
-    num_trained: FloatArray, frozen_bytes: FloatArray, ranks: ShardGroups, setting: CostInputs
+    num_trained: FloatArray, frozen_bytes: FloatArray, groups: ShardGroups, inputs: CostInputs
 ) -> DataParallelTime:
-    """All-gathers of parameters in the compute dtype; reduce-scatter of gradients, and all-reduce over replicas in buckets [N].
+    """Return all-gathers of parameters in the compute dtype, reduce-scatters of gradients, all-reduces over replicas [N].
 
     With P, G, S ranks that share parameters, gradients and optimizer states: passes gather over P, and reduce over G. Once a step
     gradients are reduced from G to S and updated parameters gathered from S to P, unless the engine gathers over S in every
-    forward pass. What is whole (parameters below zero 3) is gathered over S.
+    forward pass. What is unsharded (parameters below zero 3) is gathered over S.
     """
-    workload, cluster, batch = setting.workload, setting.cluster, setting.batch
+    workload, cluster, layouts = inputs.workload, inputs.cluster, inputs.layouts
     facts = workload.engine_facts.data_parallel
-    in_parts = batch.zero_stage == 3
+    is_zero3 = layouts.zero_stage == 3
     gathered = num_trained * workload.compute_bytes + frozen_bytes
     reduced = num_trained * float(workload.gradient_bytes)
-    regather = collective_s("all_gather", gathered, ranks.parameters, ranks.stride, cluster)
+    regather = collective_s("all_gather", gathered, groups.parameters, groups.stride, cluster)
     gather = regather
-    scatter = collective_s("reduce_scatter", reduced, ranks.gradients, ranks.stride, cluster)
-    buckets, distance = num_buckets(batch, workload, num_trained), ranks.stride * ranks.optimizer
-    bucket_s = collective_s("all_reduce", reduced / ranks.optimizer / buckets, ranks.replicas, distance, cluster)
+    scatter = collective_s("reduce_scatter", reduced, groups.gradients, groups.stride, cluster)
+    # All-reduces of a layer's unsharded gradients; a share of a bucket is filled by its neighbours.
+    buckets = num_trained * workload.compute_bytes / facts.bucket_bytes
+    buckets = np.where((layouts.zero_stage == 0) & (buckets > 0), buckets, 1.0)
+    distance = groups.stride * groups.optimizer
+    bucket_s = collective_s("all_reduce", reduced / groups.optimizer / buckets, groups.replicas, distance, cluster)
     over_replicas = buckets * bucket_s
-    levels = np.zeros(len(batch))
-    if np.any(ranks.optimizer > ranks.parameters):
-        from_owners = collective_s("all_gather", gathered, ranks.optimizer, ranks.stride, cluster)
-        gather = np.where(in_parts & (not facts.gathers_from_owners), regather, from_owners)
-        levels = levels + np.where(
-            in_parts & (not facts.gathers_from_owners), _gather_once_s(gathered, ranks, cluster), 0.0
-        )
-        levels = levels + collective_s(
-            "reduce_scatter",
-            reduced / ranks.gradients,
-            ranks.optimizer // ranks.gradients,
-            ranks.stride * ranks.gradients,
+    levels = np.zeros(len(layouts))
+    if np.any(groups.optimizer > groups.parameters):
+        from_owners = collective_s("all_gather", gathered, groups.optimizer, groups.stride, cluster)
+        gathers_once = is_zero3 & (not facts.gathers_from_owners)
+        gather = np.where(gathers_once, regather, from_owners)
+        once = collective_s(
+            "all_gather",
+            gathered / groups.parameters,
+            groups.optimizer // groups.parameters,
+            groups.stride * groups.parameters,
             cluster,
         )
-    once = (ranks.optimizer > ranks.gradients) | (in_parts & facts.sums_replicas_once)
-    reduce = scatter + np.where(once, 0.0, over_replicas)
-    return DataParallelTime(gather, regather, reduce, levels + np.where(once, over_replicas, 0.0))
+        levels = levels + np.where(gathers_once, once, 0.0)
+        levels = levels + collective_s(
+            "reduce_scatter",
+            reduced / groups.gradients,
+            groups.optimizer // groups.gradients,
+            groups.stride * groups.gradients,
+            cluster,
+        )
+    sums_once = (groups.optimizer > groups.gradients) | (is_zero3 & facts.sums_replicas_once)
+    reduce = scatter + np.where(sums_once, 0.0, over_replicas)
+    return DataParallelTime(gather, regather, reduce, levels + np.where(sums_once, over_replicas, 0.0))
 
 
-def _gather_once_s(gathered: FloatArray, ranks: ShardGroups, cluster: ClusterSpec) -> FloatArray:
-    """Seconds [N] to bring updated parameters from the shards of the optimizer states to those that passes gather."""
-    return collective_s(
-        "all_gather",
-        gathered / ranks.parameters,
-        ranks.optimizer // ranks.parameters,
-        ranks.stride * ranks.parameters,
-        cluster,
-    )
+def _fetch_s(params: LayerParams, inputs: CostInputs) -> FloatArray:
+    """Return the seconds of one rank's shard over the host's link, where parameters are offloaded [N]."""
+    layouts = inputs.layouts
+    shard_bytes = params.trained * inputs.workload.compute_bytes + params.frozen_bytes
+    rate = host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
+    is_offloaded = layouts.offload == OFFLOADS.index("parameters")
+    return np.where(is_offloaded, shard_bytes / layouts.num_optimizer_shards / rate, 0.0)
 
 
-def _fetch_s(params: LayerParams, setting: CostInputs) -> FloatArray:
-    """Seconds of one rank's shard over the host's link, where parameters are offloaded [N]."""
-    batch = setting.batch
-    shard_bytes = (params.trained * setting.workload.compute_bytes + params.frozen_bytes) / batch.num_optimizer_shards
-    rate = host_link_bytes_per_s(batch.offload_to_storage, setting.cluster)
-    return np.where(batch.offload == OFFLOADS.index("parameters"), shard_bytes / rate, 0.0)
+def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_head: bool) -> FloatArray:
+    """Return what gathering and reducing one layer adds to its own compute in one pass over data [N].
+
+    Args:
+        cost: LayerCost of the layer.
+        overlap: part of the compute time that collectives hide behind.
+        inputs: layouts and scenario.
+        is_head: the layer is the head, which stays gathered: its backward pass follows at once.
+    """
+    layouts, workload = inputs.layouts, inputs.workload
+    facts = workload.engine_facts.data_parallel
+    forward = overlap * (cost.forward_s + cost.comm_forward_s)
+    backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
+    forward = forward * (workload.overlap & (layouts.zero_stage >= facts.gather_hides_from))
+    backward = backward * (workload.overlap & (layouts.zero_stage >= facts.reduction_hides_from))
+    if workload.engine_facts.reduces_after_pipeline:
+        # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
+        backward = np.where(layouts.pp > 1, 0.0, backward)
+    gather_backward = np.where((layouts.zero_stage == 3) & (not is_head), cost.regather_s, 0.0)
+    gathered, reduced = cost.num_params * workload.compute_bytes, cost.num_params * workload.gradient_bytes
+    # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small next to it.
+    shard, dp = layouts.dp_shard, layouts.dp
+    again, sent = (shard - 1) / shard * gathered, (dp - 1) / dp * reduced
+    from_owners = facts.gathers_from_owners | (layouts.zero_stage < 3)
+    gathers = np.where(from_owners, shard * (layouts.num_optimizer_shards // layouts.num_shards), shard)
+    first = (gathers - 1) / gathers * gathered
+    both_s = gather_backward + cost.reduce_s
+    both = np.where(gather_backward > 0, again, 0.0) + sent
+    in_forward = _added_s(forward, cost.gather_s, first, inputs)
+    in_backward = _added_s(backward, both_s, both, inputs)
+    return np.asarray(in_forward + in_backward)
 
 
-ZEROTH_ORDER_ELEMENTS = 14
-"""Elements that zeroth-order training reads and writes of one parameter in a step: three moves and a step along the direction, each
-of two reads and a write, and the decay (runtime/training/zeroth_order.py)."""
+def _added_s(compute_s: FloatArray, collective_s: FloatArray, sent_bytes: FloatArray, inputs: CostInputs) -> FloatArray:
+    """Return what a collective adds to its layer's compute, or in all chunks but one to pp micro-batches of the next [N].
+
+    Each device sends ``sent_bytes`` [N] in it.
+    """
+    layouts, memory = inputs.layouts, inputs.cluster.weakest_device.memory_bandwidth_bytes_per_s
+    rate = np.divide(sent_bytes, collective_s, out=np.zeros_like(collective_s), where=collective_s > 0)
+    law, ratio = slowdown_law(rate / memory, inputs.scenario.coefficients), measured.overlap_ratio(inputs.scenario)
+    pair = Pair(compute=law.compute * ratio, collective=law.collective * ratio)
+    of_layer = exposed_s(compute_s, collective_s, pair)
+    if not overlaps_across_chunks(inputs.workload):
+        return of_layer
+    of_others = exposed_s(compute_s * np.minimum(layouts.num_microbatches, layouts.pp), collective_s, pair)
+    return np.asarray(of_layer / layouts.num_model_chunks + of_others * (1 - 1 / layouts.num_model_chunks))
 
 
-DIRECTION_ELEMENTS = 4
-"""Elements written of one parameter's direction, drawn whole by every rank for each of the four."""
+def overlaps_across_chunks(workload: Workload) -> bool:
+    """Return whether communication of one model chunk runs while others compute."""
+    return workload.overlap and workload.engine_facts.data_parallel.hides_in_chunks
 
 
-def passes_bytes_per_param(batch: LayoutTable, workload: Workload) -> FloatArray:
-    """Bytes that all micro-batches of a step read and write for one parameter, beside the layers' own operators [N].
+def num_passes(layouts: LayoutTable, workload: Workload) -> IntArray:
+    """Return how often in a step parameters are gathered and gradients reduced [N].
+
+    Under a pipeline fully_shard keeps parameters gathered and reduces once: torch's PipelineStage asks for it in its last
+    backward pass, and torchtitan's reshard_after_forward is off there.
+    """
+    once = (layouts.zero_stage < 2) | ((layouts.pp > 1) & workload.engine_facts.reduces_after_pipeline)
+    return np.asarray(np.where(once, 1, layouts.num_microbatches))
+
+
+def copied_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return the bytes that all micro-batches of a step read and write for one parameter, besides the layers' operators [N].
 
     Megatron's weight-gradient products read and write the fp32 sum when they end (gradient_accumulation_fusion); others add in a
     pass of their own once micro-batches accumulate: autograd in the compute dtype, nanotron in fp32 (FP32GradientAccumulator). Runs
     of Megatron-Core on H100 and GB200 show 10 +- 1 bytes beyond their products, whatever the micro-batch.
     """
-    m, b, summed_by = batch.num_microbatches, workload.compute_bytes, workload.engine_facts.sums_gradients
-    if summed_by == "shards":
-        return _copied_bytes_per_param(batch, workload)
-    if summed_by == "products":
+    m, b, sums = layouts.num_microbatches, workload.compute_bytes, workload.engine_facts.sums_gradients
+    if sums == "shards":
+        return _bytes_copied_by_torch(layouts, workload)
+    if sums == "products":
         return np.asarray(m * 8.0, dtype=np.float64)
-    added = b + 8 if summed_by == "fp32" else 3 * b
+    added = b + 8 if sums == "fp32" else 3 * b
     return np.asarray(np.where(m > 1, m * added, 0), dtype=np.float64)
 
 
-def _copied_bytes_per_param(batch: LayoutTable, workload: Workload) -> FloatArray:
-    """What torch copies, casts and adds in a step for one parameter, bytes read and written [N].
+def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return what torch copies, casts and adds in a step for one parameter, bytes read and written [N].
 
     fully_shard casts shards into its buffer, copies gathered parameters out of it and gradients into the one that is reduced: in
     every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline) once a step. Gradients that
-    wait for the last micro-batch add up whole in the reduction's dtype, those that are reduced more than once as shards. DDP, which
-    replicas in one dtype have, copies into its buckets and divides there. Source: torch.distributed.fsdp, torch.nn.parallel.
+    wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as shards. DDP,
+    which replicas in one dtype have, copies into its buckets and divides there.
+    Source: torch.distributed.fsdp, torch.nn.parallel.
     """
-    m, b, g, master = batch.num_microbatches, workload.compute_bytes, workload.gradient_bytes, workload.master_bytes
-    ranks, owners, piped = batch.dp * batch.cp, batch.num_optimizer_shards, batch.pp > 1
-    gathers = np.where(piped | (batch.zero_stage < 2), 1, np.where(batch.zero_stage == 3, 2 * m, m))
+    m, b, g, master = layouts.num_microbatches, workload.compute_bytes, workload.gradient_bytes, workload.master_bytes
+    ranks, owners, is_piped = layouts.dp * layouts.cp, layouts.num_optimizer_shards, layouts.pp > 1
+    gathers = np.where(is_piped | (layouts.zero_stage < 2), 1, np.where(layouts.zero_stage == 3, 2 * m, m))
     gathered = gathers * (np.where(owners > 1, 2 * b, 0) + (b + master) / owners * (b != master))
     if not workload.has_backward:
         return np.asarray(gathered, dtype=np.float64)
-    waits = (m > 1) & (piped | (batch.zero_stage < 2))
+    waits = (m > 1) & (is_piped | (layouts.zero_stage < 2))
     # The first gradient is cast where dtypes differ; each further one is read, and the sum read and written.
-    summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / batch.num_gradient_shards)
-    is_ddp = (batch.zero_stage == 0) & (b == g) & (batch.stage_ranks == batch.dp) & ~piped
+    summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / layouts.num_gradient_shards)
+    is_ddp = (layouts.zero_stage == 0) & (b == g) & (layouts.stage_ranks == layouts.dp) & ~is_piped
     buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g))
     reductions = np.where(waits, 1, m)
     return np.asarray(gathered + summed + np.where(ranks > 1, reductions * buffered, 0), dtype=np.float64)
 
 
-def hides(batch: LayoutTable, workload: Workload) -> tuple[IntArray, IntArray]:
-    """1 where gathers, and where reductions, run beside compute, 0 where after it [N]."""
-    facts = workload.engine_facts.data_parallel
-    return (
-        np.asarray(workload.overlap & (batch.zero_stage >= facts.gather_hides_from), dtype=np.int64),
-        np.asarray(workload.overlap & (batch.zero_stage >= facts.reduction_hides_from), dtype=np.int64),
-    )
-
-
-def hides_in_chunks(workload: Workload) -> bool:
-    """Whether communication of one model chunk runs beside the compute of others."""
-    return workload.overlap and workload.engine_facts.data_parallel.hides_in_chunks
-
-
-def num_buckets(batch: LayoutTable, workload: Workload, num_params: FloatArray) -> FloatArray:
-    """All-reduces of a layer's whole gradients [N]; a share of a bucket is filled by its neighbours."""
-    buckets = num_params * workload.compute_bytes / workload.engine_facts.data_parallel.bucket_bytes
-    return np.asarray(np.where((batch.zero_stage == 0) & (buckets > 0), buckets, 1.0))
-
-
-def num_collectives(batch: LayoutTable, workload: Workload, num_tensors: int) -> IntArray:
-    """Collectives of one layer's parameters under ZeRO-1 [N]: one bucket, or one a tensor."""
-    by_tensor = workload.engine_facts.data_parallel.zero1_by_tensor & (batch.zero_stage == 1)
-    return np.asarray(np.where(by_tensor, num_tensors, 1), dtype=np.int64)
-
-
-def has_copies(layout: Any, workload: Workload) -> Array:
-    """Whether parameters are gathered or cast by fully_shard, not replicated by DDP; ``layout`` is a StepShape or a LayoutBatch."""
+def has_copies(layouts: Any, workload: Workload) -> Array:
+    """Return whether parameters are gathered or cast by fully_shard, not replicated by DDP; of a StepShape or a LayoutTable."""
     is_cast = workload.precision not in ("fp32", "bf16")
-    return ((layout.dp_shard * layout.dp_replicate > 1) & ~_is_whole(layout, workload)) | is_cast
+    return ((layouts.dp_shard * layouts.dp_replicate > 1) & ~has_plain_replicas(layouts, workload)) | is_cast
 
 
-def _is_whole(layout: Any, workload: Workload) -> Array:
-    """Whether our runtime has whole fp32 replicas and nothing more: gradients are reduced in DDP's buckets, which stay."""
-    return layout.is_replicated & workload.engine_facts.is_own_runtime & (workload.precision == "fp32")
+def has_plain_replicas(layouts: Any, workload: Workload) -> Array:
+    """Return whether our runtime has fp32 replicas and nothing more: gradients are reduced in DDP's buckets, which stay."""
+    return layouts.is_replicated & (workload.engine_facts.is_own_runtime & (workload.precision == "fp32"))

@@ -1,59 +1,38 @@
-"""What all layers of one evaluation have in common.
+"""Layers as lists of operators: the arithmetic and traffic of one layer for T tokens, before any device is known.
 
-Layers as lists of operators: the arithmetic and traffic of one layer for T tokens, before any device is known.
-
-T tokens of one micro-batch; widths as in schema/model.py. `shard` says how tensor parallelism cuts an operator:
-column (its output width), row (its input width), none (every rank does it all), tokens (split over tp with sequence
-parallelism, else whole on every rank).
+T tokens of one micro-batch; widths as in schema/layers.py. `shard` says how tensor parallelism cuts an operator:
+column (its output width), row (its input width), none (every rank does all of it), tokens (split over tp with sequence
+parallelism, else unsharded).
 Source of the FLOP counts: a matrix product [T,k] x [k,n] takes 2*T*k*n, its two backward products the same each;
 causal attention takes 2*T*c*(dk + dv) per head for c attended tokens on average, its backward 2.5 times that
 (five products for two, FlashAttention-2, arXiv:2307.08691 section 2.2).
+
+A kind of layer is added by registering its operators with `operators_of` and what it saves with `saved.saved_by_layer`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import lru_cache, singledispatch
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
-from ...schema.engine_facts import OWN_ENGINE, EngineKernels, KernelTraffic
+from ...schema.engine_facts import (
+    FUSED_GATED,
+    FUSED_NORM,
+    FUSED_ROTARY,
+    TORCH_KERNELS,
+    EngineKernels,
+    KernelTraffic,
+)
 from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention, Traced
 from ...schema.layout_table import LayoutTable
-from ...schema.task import Engine, Fusion
-from ..coefficients import coefficients, remembered
-from ..hardware.kernels import DROPOUT, add_traffic, kernels_of_engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostInputs:
-    """The layouts [N] that are evaluated at once, and the model's width, workload and cluster they share."""
-
-    hidden_dim: int
-    batch: LayoutTable
-    workload: Workload
-    cluster: ClusterSpec
-
-    def select(self, rows: IntArray) -> CostInputs:
-        """The same for some of the layouts."""
-        return replace(self, batch=self.batch.select(rows))
-
-    @property
-    def tokens(self) -> IntArray:
-        """Tokens of one micro-batch on one rank, before tensor parallelism cuts them [N]."""
-        return self.batch.tokens(self.workload.seq_len)
-
-    @property
-    def hidden_bytes(self) -> FloatArray:
-        """Hidden states of those tokens in the compute dtype [N]."""
-        return np.asarray(self.tokens * self.hidden_dim * self.workload.compute_bytes, dtype=np.float64)
-
+from ..coefficients import Scenario
 
 Shard = Literal["column", "row", "none", "tokens"]
-
-
 Layer = Embedding | Block | Head | MTPHead
 
 
@@ -131,75 +110,174 @@ class Elementwise:
 
 Operator = Gemm | FusedAttention | Elementwise
 
-
-def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) -> float:
-    """Mean number of tokens a causal query sees: (s+1)/2, or with a window w < s: w - w*(w-1)/(2*s); in chunks of w: (w+1)/2.
-
-    A last chunk that is not full counts by its own length.
-    """
-    w = min(window or seq_len, seq_len)
-    if chunked:
-        full, rest = divmod(seq_len, w)
-        return (full * w * (w + 1) + rest * (rest + 1)) / (2 * seq_len)
-    return w - w * (w - 1) / (2 * seq_len)
-
-
-Softmax = Literal["separate", "fused"]
-"""Kernels between the two products of unfused attention: one each for scale, mask and softmax, or Megatron's one for all three."""
-
-
 CORE_ATTENTION = ("attention", "scores", "softmax", "context")
 """Names of the operators between query, key, value and the output projection."""
 
 
-@remembered
-def layer_operators(
-    layer: Layer,
-    hidden_dim: int,
-    seq_len: int,
-    *,
-    unfused: Softmax | None = None,
-    engine: Engine = OWN_ENGINE,
-    dropout: bool = False,
-    fusion: Fusion = "engine",
-    on_cpu: bool = False,
-) -> tuple[Operator, ...]:
-    """Operators of one layer in an engine, forward order.
+@dataclass(frozen=True, kw_only=True)
+class CostInputs:
+    """What the costs of all layers in one evaluation share: the layouts [N], the model's width and the scenario."""
 
-    ``unfused`` attention computes and stores whole [heads, seq, seq] scores.
+    hidden_dim: int
+    layouts: LayoutTable
+    scenario: Scenario
+
+    @property
+    def workload(self) -> Workload:
+        """Of the scenario."""
+        return self.scenario.workload
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """Of the scenario."""
+        return self.scenario.cluster
+
+    def select(self, rows: IntArray) -> CostInputs:
+        """Return the inputs for a subset of the layouts."""
+        return replace(self, layouts=self.layouts.select(rows))
+
+    @property
+    def tokens(self) -> IntArray:
+        """Tokens of one micro-batch on one rank, before tensor parallelism cuts them [N]."""
+        return self.layouts.tokens(self.workload.seq_len)
+
+    @property
+    def hidden_bytes(self) -> FloatArray:
+        """Hidden states of those tokens in the compute dtype [N]."""
+        return np.asarray(self.tokens * self.hidden_dim * self.workload.compute_bytes, dtype=np.float64)
+
+
+_COMPILED = TORCH_KERNELS._replace(
+    norm=FUSED_NORM, rotary=FUSED_ROTARY, gated=FUSED_GATED, loss=KernelTraffic(2.5, 3.5, 3, 3)
+)
+"""torch.compile: each chain of pointwise kernels and its sum is one kernel."""
+
+_COMPOSITE_NORM = KernelTraffic(18, 36, 6, 12)
+"""RMSNorm as torch ran it eagerly before 2.8: cast, square, mean, product, cast, product, and their gradients, half of it in fp32.
+
+Compiled, Llama-3-8B on H100 (HBM2e) takes 0.39 s a step less (torchtitan benchmarks/llama3_h100_202412); counted 0.27 to 0.37 s.
+"""
+
+_NORM_ON_HOST = KernelTraffic(7, 19, 6, 13)
+"""F.rms_norm on a CPU, which has no fused kernel: square, mean, product and weight; gradients of each, those over rows and over
+tokens as sums. Without casts: CPUs train in fp32."""
+
+_DROPOUT = KernelTraffic(1, 5, 0, 2)
+"""What dropout before both additions of a block adds to them, fused with them forward: a mask of one byte an element is written
+forward and read backward, where the gradient is read and written as well."""
+
+
+def kernels_of(workload: Workload, *, on_host: bool) -> EngineKernels:
+    """Return the memory-bound kernels of an engine under a workload's ``fusion``."""
+    fusion, kernels = workload.fusion, workload.engine_facts.kernels
+    if fusion == "engine":
+        return kernels._replace(norm=_NORM_ON_HOST) if on_host else kernels
+    if fusion == "compiled":
+        return _COMPILED
+    if fusion == "compiled_blocks":  # all but the loss
+        return _COMPILED._replace(loss=TORCH_KERNELS.loss)
+    kernels = TORCH_KERNELS if fusion == "eager" else kernels
+    return kernels._replace(norm=_COMPOSITE_NORM) if fusion in ("composite_norm", "eager") else kernels
+
+
+class SoftmaxKernels(NamedTuple):
+    """KernelTraffic over the score matrix between the two products of unfused attention, and the kernels that make them."""
+
+    forward_passes: float
+    backward_passes: float
+    forward_kernels: int
+    backward_kernels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRules:
+    """What the operators of a layer depend on besides the layer.
+
+    Attributes:
+        kernels: memory-bound kernels of the engine.
+        softmax: of unfused attention, which computes and stores all [heads, seq, seq] scores; None for fused attention.
+        dropout: hidden states pass a dropout before both additions of a block.
     """
-    kernels = kernels_of_engine(engine, fusion, on_cpu=on_cpu)
+
+    hidden_dim: int
+    seq_len: int = 1
+    kernels: EngineKernels = TORCH_KERNELS
+    softmax: SoftmaxKernels | None = None
+    dropout: bool = False
+
+
+def operator_rules(hidden_dim: int, scenario: Scenario) -> OperatorRules:
+    """Return the rules of a scenario."""
+    workload, is_host = scenario.workload, scenario.cluster.weakest_device.backend.is_host
+    return OperatorRules(
+        hidden_dim=hidden_dim,
+        seq_len=workload.attended_len,
+        kernels=kernels_of(workload, on_host=is_host),
+        softmax=None if workload.attention == "flash" else _softmax_kernels(scenario),
+        dropout=workload.dropout,
+    )
+
+
+def _softmax_kernels(scenario: Scenario) -> SoftmaxKernels:
+    """Return how unfused attention turns scores into probabilities: one kernel each for scale, mask and softmax, or one for all.
+
+    Megatron's scale-mask-softmax kernel takes 16-bit inputs only (FusedScaleMaskSoftmax.is_kernel_available).
+    """
+    workload, passes = scenario.workload, scenario.coefficients["attention"]
+    if workload.engine_facts.is_eager_like_megatron and workload.compute_bytes == 2:
+        return SoftmaxKernels(*passes["fused_softmax_passes"], 2, 2)
+    return SoftmaxKernels(*passes["separate_softmax_passes"], 5, 6)
+
+
+@lru_cache(maxsize=4096)
+def layer_operators(layer: Layer, rules: OperatorRules) -> tuple[Operator, ...]:
+    """Return the operators of one layer, forward order; those counted of it where it was traced from code."""
     if not isinstance(layer, MTPHead) and layer.traced is not None:
         return traced_operators(layer.traced)
-    if isinstance(layer, Embedding):
-        return (Elementwise("embedding", 2 * hidden_dim, 3 * hidden_dim, 1, 2, "tokens"),)
-    if isinstance(layer, Head):
-        return (_norm("final_norm", hidden_dim, "tokens", kernels), *_logits(layer.vocab_size, hidden_dim, kernels))
-    if isinstance(layer, MTPHead):
-        norms = tuple(_norm(f"mtp_norm_{i}", hidden_dim, "tokens", kernels) for i in range(3))
-        projection = Gemm("mtp_projection", hidden_dim, 2 * hidden_dim, "none")
-        block = layer_operators(
-            layer.block,
-            hidden_dim,
-            seq_len,
-            unfused=unfused,
-            engine=engine,
-            dropout=dropout,
-            fusion=fusion,
-            on_cpu=on_cpu,
-        )
-        return (*norms, projection, *block)
+    return operators_of(layer, rules)
+
+
+@singledispatch
+def operators_of(layer: Layer, rules: OperatorRules) -> tuple[Operator, ...]:
+    """Return the operators of a kind of layer, forward order; each kind registers its own."""
+    raise TypeError(f"no operators are registered for {type(layer).__name__}")
+
+
+@operators_of.register
+def _(layer: Embedding, rules: OperatorRules) -> tuple[Operator, ...]:
+    return (Elementwise("embedding", 2 * rules.hidden_dim, 3 * rules.hidden_dim, 1, 2, "tokens"),)
+
+
+@operators_of.register
+def _(layer: Head, rules: OperatorRules) -> tuple[Operator, ...]:
+    loss = _elementwise("cross_entropy", layer.vocab_size, rules.kernels.loss, "column", element_bytes=4)
+    logits = Gemm("logits", layer.vocab_size, rules.hidden_dim, "column", quantized=False)
+    return (_norm("final_norm", rules.hidden_dim, "tokens", rules.kernels), logits, loss)
+
+
+@operators_of.register
+def _(layer: MTPHead, rules: OperatorRules) -> tuple[Operator, ...]:
+    norms = tuple(_norm(f"mtp_norm_{i}", rules.hidden_dim, "tokens", rules.kernels) for i in range(3))
+    projection = Gemm("mtp_projection", rules.hidden_dim, 2 * rules.hidden_dim, "none")
+    return (*norms, projection, *layer_operators(layer.block, rules))
+
+
+@operators_of.register
+def _(layer: Block, rules: OperatorRules) -> tuple[Operator, ...]:
+    kernels, hidden_dim = rules.kernels, rules.hidden_dim
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
-    adds = add_traffic(kernels.residual, DROPOUT) if dropout else kernels.residual
-    residuals = _passes("residual_adds", hidden_dim, adds, "tokens")
-    attention = _attention(layer.attention, hidden_dim, seq_len, kernels)
-    if unfused is not None:
-        attention = tuple(part for op in attention for part in _unfused(op, seq_len, unfused))
-    return (*norms, *attention, *_mlp(layer.mlp, hidden_dim, kernels), residuals)
+    additions = kernels.residual
+    if rules.dropout:
+        additions = KernelTraffic(*(a + b for a, b in zip(additions, _DROPOUT, strict=True)))
+    attention = attention_operators(layer.attention, rules)
+    if rules.softmax is not None:
+        attention = tuple(part for op in attention for part in _unfused(op, rules.seq_len, rules.softmax))
+    residuals = _elementwise("residual_adds", hidden_dim, additions, "tokens")
+    return (*norms, *attention, *feed_forward_operators(layer.mlp, rules), residuals)
 
 
 def traced_operators(traced: Traced) -> tuple[Operator, ...]:
-    """The operators counted of a layer, none of them split; rows are fractions of one for each token of the sequence."""
+    """Return the operators counted of a layer, none of them split; rows are fractions of one for each token of the sequence."""
     each = 1 / traced.seq_len
     products = tuple(
         Gemm(f"product_{i}", p.n, p.k, "none", p.rows * each)
@@ -221,87 +299,67 @@ def traced_operators(traced: Traced) -> tuple[Operator, ...]:
     return (*products, *attentions, rest)
 
 
-def _unfused(op: Operator, seq_len: int, softmax: Softmax) -> tuple[Operator, ...]:
-    """Attention without a fused kernel: two products of every token with all others, and passes over the score matrix.
+def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) -> float:
+    """Return the mean number of tokens a causal query sees.
 
-    The products write and read the scores themselves. Dropout reads, writes and keeps or reads a mask of one byte.
+    (s+1)/2, or with a window w < s: w - w*(w-1)/(2*s); in chunks of w: (w+1)/2, a last chunk that is not full by its own length.
     """
-    if not isinstance(op, FusedAttention):
-        return (op,)
-    c, width = coefficients()["attention"], op.num_heads * seq_len
-    forward, backward = c[f"{softmax}_softmax_passes"]
-    kernels = (2, 2) if softmax == "fused" else (5, 6)
-    return (
-        Gemm("scores", width, op.qk_dim, "column", head_dim=op.qk_dim),
-        Elementwise("softmax", forward * width, backward * width, *kernels, "column"),
-        Gemm("context", op.v_dim, width, "row", head_dim=op.v_dim),
-    )
+    w = min(window or seq_len, seq_len)
+    if chunked:
+        full, rest = divmod(seq_len, w)
+        return (full * w * (w + 1) + rest * (rest + 1)) / (2 * seq_len)
+    return w - w * (w - 1) / (2 * seq_len)
 
 
-def _norm(name: str, width: int, shard: Shard, kernels: EngineKernels) -> Elementwise:
-    return _passes(name, width, kernels.norm, shard)
+@singledispatch
+def attention_operators(attention: SoftmaxAttention | LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
+    """Return the operators of attention, with its projections; each kind registers its own."""
+    raise TypeError(f"no operators are registered for {type(attention).__name__}")
 
 
-def _passes(
-    name: str, width: float, passes: KernelTraffic, shard: Shard, element_bytes: int | None = None
-) -> Elementwise:
-    elements = (width * passes.forward, width * passes.backward)
-    return Elementwise(name, *elements, passes.forward_kernels, passes.backward_kernels, shard, element_bytes)
-
-
-def _logits(vocab_size: int, hidden_dim: int, kernels: EngineKernels) -> tuple[Operator, ...]:
-    loss = _passes("cross_entropy", vocab_size, kernels.loss, "column", element_bytes=4)
-    return (Gemm("logits", vocab_size, hidden_dim, "column", quantized=False), loss)
-
-
-def _attention(
-    attention: SoftmaxAttention | LatentAttention, hidden_dim: int, seq_len: int, kernels: EngineKernels
-) -> tuple[Operator, ...]:
-    chunked = isinstance(attention, SoftmaxAttention) and attention.chunked
-    context = attended_tokens(seq_len, attention.window, chunked=chunked)
-    if isinstance(attention, LatentAttention):
-        return _latent_attention(attention, hidden_dim, seq_len, kernels)
-    q, kv = attention.q_dim, attention.kv_dim
+@attention_operators.register
+def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]:
+    q, kv, kernels, seq_len = attention.q_dim, attention.kv_dim, rules.kernels, rules.seq_len
     rotated = int((q + kv) * attention.rope_fraction)
-    operators: list[Operator] = [Gemm("qkv", q + 2 * kv, hidden_dim, "column")]
+    operators: list[Operator] = [Gemm("qkv", q + 2 * kv, rules.hidden_dim, "column")]
     if attention.qkv_bias:
-        operators.append(_passes("qkv_bias", q + 2 * kv, kernels.bias, "column"))
-    operators.append(_passes("qkv_copies", q + 2 * kv, kernels.qkv, "column"))
+        operators.append(_elementwise("qkv_bias", q + 2 * kv, kernels.bias, "column"))
+    operators.append(_elementwise("qkv_copies", q + 2 * kv, kernels.qkv, "column"))
     if attention.qk_norm != "none":
         operators.append(_norm("qk_norm", q + kv, "column", kernels))
     if rotated:
-        operators.append(_passes("rotary", rotated, kernels.rotary, "column"))
-    longest, width = min(attention.window or seq_len, seq_len), attention.head_dim
+        operators.append(_elementwise("rotary", rotated, kernels.rotary, "column"))
     operators.append(
         FusedAttention(
-            "attention", attention.num_heads, width, width, context, seq_len, longest, attention.num_kv_heads
+            "attention", attention.num_heads, attention.head_dim, attention.head_dim,
+            attended_tokens(seq_len, attention.window, chunked=attention.chunked), seq_len,
+            min(attention.window or seq_len, seq_len), attention.num_kv_heads,
         )
-    )
-    operators.append(Gemm("attention_out", hidden_dim, q, "row"))
+    )  # fmt: skip
+    operators.append(Gemm("attention_out", rules.hidden_dim, q, "row"))
     if attention.out_bias:
-        operators.append(_passes("out_bias", hidden_dim, kernels.bias, "tokens"))
+        operators.append(_elementwise("out_bias", rules.hidden_dim, kernels.bias, "tokens"))
     return tuple(operators)
 
 
-def _latent_attention(
-    attention: LatentAttention, hidden_dim: int, seq_len: int, kernels: EngineKernels
-) -> tuple[Operator, ...]:
-    """Rotary parts of queries and keys are joined to the rest, and values split off, by copies."""
-    heads, rank = attention.num_heads, attention.q_lora_rank
+@attention_operators.register
+def _(attention: LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
+    # Rotary parts of queries and keys are joined to the rest, and values split off, by copies.
+    heads, rank, hidden_dim, seq_len = attention.num_heads, attention.q_lora_rank, rules.hidden_dim, rules.seq_len
     joined = attention.q_dim + heads * (attention.head_dim + attention.v_head_dim)
     kv_up = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
     if rank is None:
         query: tuple[Operator, ...] = (Gemm("q", attention.q_dim, hidden_dim, "column"),)
     else:
         down = Gemm("q_down", rank, hidden_dim, "none")
-        query = (down, _norm("q_norm", rank, "none", kernels), Gemm("q_up", attention.q_dim, rank, "column"))
+        query = (down, _norm("q_norm", rank, "none", rules.kernels), Gemm("q_up", attention.q_dim, rank, "column"))
     return (
         *query,
         Gemm("kv_down", attention.kv_lora_rank + attention.qk_rope_head_dim, hidden_dim, "none"),
-        _norm("kv_norm", attention.kv_lora_rank, "none", kernels),
+        _norm("kv_norm", attention.kv_lora_rank, "none", rules.kernels),
         Gemm("kv_up", kv_up, attention.kv_lora_rank, "column"),
-        _passes("latent_copies", joined, KernelTraffic(2, 2, 3, 3), "column"),
-        _passes("rotary", heads * attention.qk_rope_head_dim, kernels.rotary, "column"),
+        _elementwise("latent_copies", joined, KernelTraffic(2, 2, 3, 3), "column"),
+        _elementwise("rotary", heads * attention.qk_rope_head_dim, rules.kernels.rotary, "column"),
         FusedAttention(
             "attention", heads, attention.head_dim, attention.v_head_dim, (seq_len + 1) / 2, seq_len, seq_len, heads
         ),
@@ -309,22 +367,53 @@ def _latent_attention(
     )
 
 
+def _unfused(op: Operator, seq_len: int, softmax: SoftmaxKernels) -> tuple[Operator, ...]:
+    """Return attention without a fused kernel: two products of every token with all others, and passes over the score matrix.
+
+    The products write and read the scores themselves. Dropout reads, writes and saves or reads a mask of one byte.
+    """
+    if not isinstance(op, FusedAttention):
+        return (op,)
+    width = op.num_heads * seq_len
+    elements = (softmax.forward_passes * width, softmax.backward_passes * width)
+    return (
+        Gemm("scores", width, op.qk_dim, "column", head_dim=op.qk_dim),
+        Elementwise("softmax", *elements, softmax.forward_kernels, softmax.backward_kernels, "column"),
+        Gemm("context", op.v_dim, width, "row", head_dim=op.v_dim),
+    )
+
+
+@singledispatch
+def feed_forward_operators(mlp: DenseMLP | MoE, rules: OperatorRules) -> tuple[Operator, ...]:
+    """Return the operators of a feed-forward part; each kind registers its own."""
+    raise TypeError(f"no operators are registered for {type(mlp).__name__}")
+
+
+@feed_forward_operators.register
+def _(mlp: DenseMLP, rules: OperatorRules) -> tuple[Operator, ...]:
+    return _dense(mlp, rules, "mlp_")
+
+
+@feed_forward_operators.register
+def _(mlp: MoE, rules: OperatorRules) -> tuple[Operator, ...]:
+    # Routing copies each token's vector to its experts and back: gather and weighted scatter, read and write.
+    width = 5 * mlp.top_k * rules.hidden_dim
+    dispatch = Elementwise("dispatch", width, width, 6, 6, "none", routed=True)
+    shared = _dense(mlp.shared, rules, "shared_") if mlp.shared else ()
+    router = Gemm("router", mlp.num_experts, rules.hidden_dim, "none", quantized=False)
+    experts = _dense(mlp.expert, rules, "expert_", mlp.top_k, mlp.num_experts, routed=True)
+    return (router, dispatch, *experts, *shared)
+
+
 def _dense(
-    mlp: DenseMLP,
-    hidden_dim: int,
-    prefix: str,
-    kernels: EngineKernels,
-    rows: int = 1,
-    matrices: int = 1,
-    *,
-    routed: bool = False,
+    mlp: DenseMLP, rules: OperatorRules, prefix: str, rows: int = 1, matrices: int = 1, *, routed: bool = False
 ) -> tuple[Operator, ...]:
-    width = (2 if mlp.gated else 1) * mlp.ffn_dim
-    passes = kernels.gated if mlp.gated else kernels.plain
-    activation = replace(_passes(f"{prefix}activation", mlp.ffn_dim * rows, passes, "column"), routed=routed)
+    kernels, hidden_dim, width = rules.kernels, rules.hidden_dim, (2 if mlp.gated else 1) * mlp.ffn_dim
+    traffic = kernels.gated if mlp.gated else kernels.plain
+    activation = replace(_elementwise(f"{prefix}activation", mlp.ffn_dim * rows, traffic, "column"), routed=routed)
     biases = (
-        _passes(f"{prefix}up_bias", width * rows, kernels.bias, "column"),
-        _passes(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens"),
+        _elementwise(f"{prefix}up_bias", width * rows, kernels.bias, "column"),
+        _elementwise(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens"),
     )
     return (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
@@ -334,28 +423,27 @@ def _dense(
     )
 
 
-def _mlp(mlp: DenseMLP | MoE, hidden_dim: int, kernels: EngineKernels) -> tuple[Operator, ...]:
-    if isinstance(mlp, DenseMLP):
-        return _dense(mlp, hidden_dim, "mlp_", kernels)
-    # Routing copies each token's vector to its experts and back: gather and weighted scatter, read and write.
-    width = 5 * mlp.top_k * hidden_dim
-    dispatch = Elementwise("dispatch", width, width, 6, 6, "none", routed=True)
-    shared = _dense(mlp.shared, hidden_dim, "shared_", kernels) if mlp.shared else ()
-    router = Gemm("router", mlp.num_experts, hidden_dim, "none", quantized=False)
-    experts = _dense(mlp.expert, hidden_dim, "expert_", kernels, mlp.top_k, mlp.num_experts, routed=True)
-    return (router, dispatch, *experts, *shared)
+def _norm(name: str, width: int, shard: Shard, kernels: EngineKernels) -> Elementwise:
+    return _elementwise(name, width, kernels.norm, shard)
+
+
+def _elementwise(
+    name: str, width: float, traffic: KernelTraffic, shard: Shard, element_bytes: int | None = None
+) -> Elementwise:
+    elements = (width * traffic.forward, width * traffic.backward)
+    return Elementwise(name, *elements, traffic.forward_kernels, traffic.backward_kernels, shard, element_bytes)
 
 
 def model_flops_per_token(
     layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int, *, frozen: bool = False
 ) -> float:
-    """FLOPs a training step needs per token: forward plus backward, no recompute, causal attention counted once.
+    """Return the FLOPs of a training step per token: forward plus backward, no recompute, causal attention counted once.
 
     A frozen model needs no gradients of its weights: four FLOPs for each instead of six (its adapters are left out).
     """
     total = 0.0
     for layer, count in layers:
-        for op in layer_operators(layer, hidden_dim, seq_len):
+        for op in layer_operators(layer, OperatorRules(hidden_dim=hidden_dim, seq_len=seq_len)):
             if isinstance(op, Gemm):
                 total += count * (4 if frozen else 6) * op.n * op.k * op.rows_per_token
             elif isinstance(op, FusedAttention):

@@ -1,28 +1,27 @@
-"""Communication of tensor parallelism in one layer: what it takes, what hides, what recompute repeats.
+"""Communication within one layer, one micro-batch at a time: tensor, context and expert parallelism.
+
+Tensor parallelism: two pairs of all-gather and reduce-scatter a block and pass, some of them hidden behind products.
 
 Context parallelism: what a ring of ranks, and an exchange of tokens for heads, add to the attention of one block.
-
 Every rank holds 1 / cp of each sequence, cut into 2 cp pieces and dealt head to tail, so that causal work is even (Megatron's
 `cp_comm_type` p2p, arXiv:2310.01889; load balancing as in Llama 3, arXiv:2407.21783 section 3.3.2). In r steps it works through
 the keys and values of all ranks; while it works on one part the next arrives from its neighbour:
 
     exposed = (r - 1) * max(0, transfer of k and v - attention / r)      backward: twice the bytes, k, v and their gradients
 
-Each further step adds kernels of its own and merges its part into the output (backward: into the gradients of q, k and v).
+Each further step adds kernels and merges its part into the output (backward: into the gradients of q, k and v).
 All-gathered keys and values move the same bytes at once; grouped queries and latent attention send what their kernels read.
 
 With Ulysses degree u (arXiv:2309.14509; Megatron's a2a, and a2a+p2p where the ring has r = cp / u > 1 steps) u neighbours first
 exchange queries, keys and values, so that each has all their tokens for a u-th of the heads, and exchange the output back. Work and
-kept bytes are those of the ring with fewer steps: u times the tokens, a u-th of the heads. Nothing runs beside the exchanges:
+saved bytes are those of the ring with fewer steps: u times the tokens, a u-th of the heads. Nothing overlaps the exchanges:
 
     exposed = all-to-all of q, k, v and out over u, forward; of their gradients, backward
 
 and each tensor is put into the order of its receivers and back, a copy each.
 
-Expert parallelism: where the experts of a block are, which rows reach them, and what it takes to send them.
-
-Within a stage ep * expert_tp * copies = ranks. A rank holds E / ep experts, each cut over expert_tp ranks. It keeps T / tp of a
-micro-batch's tokens for itself (sequence parallelism), so that with an even router its experts get
+Expert parallelism: within a stage ep * expert_tp * copies = ranks. A rank holds E / ep experts, each cut over expert_tp ranks. It
+keeps T / tp of a micro-batch's tokens for itself (sequence parallelism), so that with an even router its experts get
 
     rows = top_k * T * expert_tp / tp
 
@@ -49,47 +48,48 @@ from ..hardware.compute import OperatorTime
 from ..hardware.device import device_rates
 from .operators import CostInputs, Layer, Operator
 
+# Tensor parallelism
 
-def tensor_parallel_s(layer: Layer, setting: CostInputs) -> tuple[FloatArray, FloatArray]:
-    """Exposed communication [N] of a layer forward and backward, what recompute repeats included in the latter.
+
+def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
+    """Return exposed communication [N] of a layer forward and backward, what recompute repeats included in the latter.
 
     Two pairs of all-gather and reduce-scatter a block and pass, or two all-reduces without sequence parallelism; the embedding
     and the head have the half that faces the blocks.
     """
-    batch = setting.batch
-    stride, in_parts = np.ones_like(batch.tp), batch.sequence_parallel == 1
-    gather = np.where(
-        in_parts, collective_s("all_gather", setting.hidden_bytes, batch.tp, stride, setting.cluster), 0.0
-    )
-    reduce = _reduction_s(setting)
+    layouts = inputs.layouts
+    stride = np.ones_like(layouts.tp)
+    gather = collective_s("all_gather", inputs.hidden_bytes, layouts.tp, stride, inputs.cluster)
+    gather = np.where(layouts.sequence_parallel == 1, gather, 0.0)
+    reduce = _reduction_s(inputs)
     if isinstance(layer, Embedding):
         return reduce, gather
     if isinstance(layer, Head):
         return gather, reduce
     # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
     moe = mixture_of(layer)
-    pairs = np.where(batch.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
+    pairs = np.where(layouts.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
     once = pairs * (gather + reduce)
-    return once, once + batch.recompute_fraction * _repeated_communication_s(once, reduce, batch, setting.workload)
+    return once, once + layouts.recompute_fraction * _repeated_s(once, reduce, layouts, inputs.workload)
 
 
 def overlapped_s(
-    operators: tuple[Operator, ...], times: list[OperatorTime], setting: CostInputs
+    operators: tuple[Operator, ...], times: list[OperatorTime], inputs: CostInputs
 ) -> tuple[FloatArray, FloatArray]:
-    """What runs beside products, forward and backward [N].
+    """Return what of the tensor-parallel communication runs with products, forward and backward [N].
 
     With userbuffers (``tp_overlap``) a product starts on the rank's own chunk while the others arrive, and sends finished chunks
     while it computes the next: of tp chunks one is exposed where a product's output is reduced, none of those it reads, as far
     as the product is long enough. Gathers of gradients hide behind the dgrad of the row-parallel products.
     Source: Transformer Engine, ring_exchange and pipeline methods of its communication overlap.
     """
-    batch, workload = setting.batch, setting.workload
-    reduced, none = _overlapped_reduction_s(operators, times, setting), np.zeros(len(batch))
+    layouts, workload = inputs.layouts, inputs.workload
+    reduced, none = _overlapped_reduction_s(operators, times, inputs), np.zeros(len(layouts))
     if not workload.tp_overlap or workload.adapters is not None:
         return none, reduced
-    size, stride = setting.hidden_bytes, np.ones_like(batch.tp)
-    gather = collective_s("all_gather", size, batch.tp, stride, setting.cluster)
-    scatter = collective_s("reduce_scatter", size, batch.tp, stride, setting.cluster) * (1 - 1 / batch.tp)
+    size, stride = inputs.hidden_bytes, np.ones_like(layouts.tp)
+    gather = collective_s("all_gather", size, layouts.tp, stride, inputs.cluster)
+    scatter = collective_s("reduce_scatter", size, layouts.tp, stride, inputs.cluster) * (1 - 1 / layouts.tp)
     forward, backward = none, none
     for op, time in zip(operators, times, strict=True):
         if op.name in ("qkv", "mlp_up"):
@@ -97,65 +97,62 @@ def overlapped_s(
         elif op.name in ("attention_out", "mlp_down"):
             forward = forward + np.minimum(scatter, time.forward_s)
             backward = backward + np.minimum(gather, time.backward_s / 2)
-    chunked = (batch.sequence_parallel == 1) & (batch.tp > 1)
+    chunked = (layouts.sequence_parallel == 1) & (layouts.tp > 1)
     return np.where(chunked, forward, 0.0), reduced + np.where(chunked, backward, 0.0)
 
 
 def _overlapped_reduction_s(
-    operators: tuple[Operator, ...], times: list[OperatorTime], setting: CostInputs
+    operators: tuple[Operator, ...], times: list[OperatorTime], inputs: CostInputs
 ) -> FloatArray:
-    """Part of the backward reductions [N] that runs beside the gradient of a weight.
+    """Return the part of the backward reductions [N] that runs with the gradient of a weight.
 
     Megatron reduces the gradient of a column-parallel product's input while it computes that of its weight, half of the product's
     backward time (arXiv:2205.05198 section 4.2.2 and LinearWithGradAccumulationAndAsyncCommunication). One for each of the two
-    places of a block where a reduction is due.
+    positions of a block where a reduction is due.
     """
-    hidden = np.zeros(len(setting.batch))
-    if not (setting.workload.overlap and setting.workload.engine_facts.hides_reduction_in_weight_gradient):
-        return hidden
-    one_s = _reduction_s(setting)
+    overlapped = np.zeros(len(inputs.layouts))
+    if not (inputs.workload.engine_facts.hides_reduction_in_weight_gradient and inputs.workload.overlap):
+        return overlapped
+    one_s = _reduction_s(inputs)
     for op, time in zip(operators, times, strict=True):
         if op.name in ("qkv", "mlp_up", "logits"):
-            hidden = hidden + np.minimum(one_s, time.backward_s / 2)
-    return hidden
+            overlapped = overlapped + np.minimum(one_s, time.backward_s / 2)
+    return overlapped
 
 
-def _reduction_s(setting: CostInputs) -> FloatArray:
-    """Seconds of one reduction of hidden states over tp [N]: scattered with sequence parallelism, else whole."""
-    batch, size = setting.batch, setting.hidden_bytes
-    stride = np.ones_like(batch.tp)
-    scatter = collective_s("reduce_scatter", size, batch.tp, stride, setting.cluster)
-    whole = collective_s("all_reduce", size, batch.tp, stride, setting.cluster)
-    return np.where(batch.sequence_parallel == 1, scatter, whole)
+def _reduction_s(inputs: CostInputs) -> FloatArray:
+    """Return the seconds of one reduction of hidden states over tp [N]: scattered with sequence parallelism, else unsharded."""
+    layouts, size = inputs.layouts, inputs.hidden_bytes
+    stride = np.ones_like(layouts.tp)
+    scatter = collective_s("reduce_scatter", size, layouts.tp, stride, inputs.cluster)
+    unsharded = collective_s("all_reduce", size, layouts.tp, stride, inputs.cluster)
+    return np.where(layouts.sequence_parallel == 1, scatter, unsharded)
 
 
-def _repeated_communication_s(
-    pairs_s: FloatArray, last: FloatArray, batch: LayoutTable, workload: Workload
-) -> FloatArray:
-    """Forward communication [N] that recompute repeats.
+def _repeated_s(pairs_s: FloatArray, last_s: FloatArray, layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return the forward communication [N] that recompute repeats.
 
-    Megatron: all of it, and none for the core of unfused attention alone. Ours: all but the ``last`` reduction, which nothing in
+    Megatron: all of it, and none for the core of unfused attention alone. Ours: all but the ``last_s`` reduction, which nothing in
     the backward pass reads.
     """
-    full = selective = pairs_s - last
+    full = selective = pairs_s - last_s
     if workload.engine_facts.is_eager_like_megatron:
         full = pairs_s
         selective = np.zeros_like(pairs_s) if workload.attention == "math" else selective
-    is_kind = [batch.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
+    is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     return np.select(is_kind, [full, selective], 0.0)
 
+
+# Context parallelism
 
 MERGE_KERNELS = 3
 """Kernels that merge one step's part: rescale the sums of exponentials, rescale and add the output (TransformerEngine)."""
 
-
 EXCHANGED_COPIES = 2
 """Copies of each tensor around its all-to-all: into the order of the receivers, and back into that of the sequence."""
 
-
 _EXCHANGE_DISPATCHES = 12
 """Operators the host dispatches for the exchanges of one pass: two copies and a collective for each of four tensors."""
-
 
 _STEP_DISPATCHES = 5
 """Operators the host dispatches for one more step: attention, its merging kernels, a batch of sends and receives."""
@@ -172,53 +169,51 @@ class AddedTime(NamedTuple):
 
 
 def kv_width(attention: SoftmaxAttention | LatentAttention) -> int:
-    """Elements of the keys and values of one token, all heads, as the attention kernel reads them."""
-    v_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
-    return attention.num_kv_heads * (attention.head_dim + v_dim)
+    """Return the elements of the keys and values of one token, all heads, as the attention kernel reads them."""
+    return attention.num_kv_heads * (attention.head_dim + _v_dim(attention))
+
+
+def _v_dim(attention: SoftmaxAttention | LatentAttention) -> int:
+    return attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
 
 
 def context_parallel(
-    attention: SoftmaxAttention | LatentAttention, attention_s: tuple[FloatArray, FloatArray], setting: CostInputs
+    attention: SoftmaxAttention | LatentAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
 ) -> AddedTime:
-    """What the ring and the exchange add to a block whose attention takes ``attention_s`` seconds forward and backward."""
-    parts = zip(ring_attention(attention, attention_s, setting), ulysses_exchange(attention, setting), strict=True)
-    return AddedTime(*(np.asarray(of_ring + of_exchange) for of_ring, of_exchange in parts))
+    """Return what ring and exchange add to a block whose attention takes ``attention_s`` seconds forward and backward."""
+    terms = zip(ring_attention(attention, attention_s, inputs), ulysses_exchange(attention, inputs), strict=True)
+    return AddedTime(*(np.asarray(of_ring + of_exchange) for of_ring, of_exchange in terms))
 
 
-def ulysses_exchange(attention: SoftmaxAttention | LatentAttention, setting: CostInputs) -> AddedTime:
-    """What the exchange of tokens for heads over cp_ulysses ranks adds to a block."""
-    batch, workload, rates = setting.batch, setting.workload, device_rates(setting.cluster, setting.workload)
-    v_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
+def ulysses_exchange(attention: SoftmaxAttention | LatentAttention, inputs: CostInputs) -> AddedTime:
+    """Return what the exchange of tokens for heads over cp_ulysses ranks adds to a block."""
+    layouts, rates, ranks = inputs.layouts, device_rates(inputs.scenario), inputs.layouts.cp_ulysses
     each = kv_width(attention) / 2
-    tensors = (attention.q_dim, each, each, attention.num_heads * v_dim)
-    element = np.asarray(setting.tokens / batch.tp * float(workload.compute_bytes))
-    exposed = sum(
-        collective_s("all_to_all", element * width, batch.cp_ulysses, batch.tp, setting.cluster) for width in tensors
-    )
-    copied = 2 * element * sum(tensors) / rates.elementwise_bytes_per_s  # read and written
-    exchanges = batch.cp_ulysses > 1
-    copies_s = np.where(exchanges, EXCHANGED_COPIES * (len(tensors) * rates.kernel_s + copied), 0.0)
-    dispatches = np.where(exchanges, float(_EXCHANGE_DISPATCHES), 0.0)
+    widths = (attention.q_dim, each, each, attention.num_heads * _v_dim(attention))
+    element = np.asarray(inputs.tokens / layouts.tp * float(inputs.workload.compute_bytes))
+    exposed = sum(collective_s("all_to_all", element * width, ranks, layouts.tp, inputs.cluster) for width in widths)
+    copied = 2 * element * sum(widths) / rates.elementwise_bytes_per_s  # read and written
+    copies_s = np.where(ranks > 1, EXCHANGED_COPIES * (len(widths) * rates.kernel_s + copied), 0.0)
+    dispatches = np.where(ranks > 1, float(_EXCHANGE_DISPATCHES), 0.0)
     return AddedTime(copies_s, copies_s, np.asarray(exposed), np.asarray(exposed), dispatches)
 
 
 def ring_attention(
-    attention: SoftmaxAttention | LatentAttention, attention_s: tuple[FloatArray, FloatArray], setting: CostInputs
+    attention: SoftmaxAttention | LatentAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
 ) -> AddedTime:
-    """What the ring adds to a block whose attention takes ``attention_s`` seconds forward and backward on one rank."""
-    batch, workload, rates = setting.batch, setting.workload, device_rates(setting.cluster, setting.workload)
-    degree = batch.cp // batch.cp_ulysses
-    tokens, steps = setting.tokens, degree - 1
-    kv_bytes = np.asarray(tokens * kv_width(attention) / batch.tp * workload.compute_bytes)
+    """Return what the ring adds to a block whose attention takes ``attention_s`` seconds forward and backward on one rank."""
+    layouts, compute_bytes, rates = inputs.layouts, inputs.workload.compute_bytes, device_rates(inputs.scenario)
+    degree = layouts.cp // layouts.cp_ulysses
+    tokens, steps = inputs.tokens, degree - 1
+    kv_bytes = np.asarray(tokens * kv_width(attention) / layouts.tp * compute_bytes)
     # The ring crosses whatever its ranks span, and its slowest link decides.
-    transfer_s = p2p_s(kv_bytes, Hops(degree, batch.tp * batch.cp_ulysses, "ring"), setting.cluster)
+    transfer_s = p2p_s(kv_bytes, Hops(degree, layouts.tp * layouts.cp_ulysses, "ring"), inputs.cluster)
     exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / degree, 0.0)
     exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / degree, 0.0)
-    v_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
-    out, q = attention.num_heads * v_dim, attention.q_dim
+    out, q = attention.num_heads * _v_dim(attention), attention.q_dim
     floor = rates.launch_s + MERGE_KERNELS * rates.kernel_s
     # Reads the running and the new part and writes the sum; half of the steps concern half of the rows only.
-    merged = 0.75 * 3 * tokens / batch.tp * workload.compute_bytes / rates.elementwise_bytes_per_s
+    merged = 0.75 * 3 * tokens / layouts.tp * compute_bytes / rates.elementwise_bytes_per_s
     return AddedTime(
         steps * (floor + merged * out),
         steps * (floor + merged * (q + kv_width(attention))),
@@ -228,79 +223,82 @@ def ring_attention(
     )
 
 
+# Expert parallelism
+
+
 def mixture_of(layer: Layer) -> MoE | None:
-    """The mixture of experts of a layer, None where it has none."""
+    """Return the mixture of experts of a layer, None where it has none."""
     block = layer.block if isinstance(layer, MTPHead) else layer
     return block.mlp if isinstance(block, Block) and isinstance(block.mlp, MoE) else None
 
 
 def sharded_params(params: Any, expert_params: Any, num_shards: Any, expert_shards: Any) -> Any:
-    """Parameters of which one rank owns the states: of ``params``, those of experts are sharded over groups of their own."""
+    """Return the parameters of which one rank owns the states: of ``params``, experts' are sharded over groups of their own."""
     return params / num_shards + expert_params * (1 / expert_shards - 1 / num_shards)
 
 
-def token_share(batch: LayoutTable, workload: Workload) -> FloatArray:
-    """Routed rows of the rank with most over those of its tensor-parallel group's tokens, ``imbalance expert_tp / tp`` [N]."""
-    return np.asarray(expert_imbalance(batch, workload) * batch.expert_tp / batch.tp)
+def token_share(layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return the routed rows of the rank with most over its tensor-parallel group's tokens, ``imbalance expert_tp / tp`` [N]."""
+    return np.asarray(expert_imbalance(layouts, workload) * layouts.expert_tp / layouts.tp)
 
 
-def expert_imbalance(batch: LayoutTable, workload: Workload) -> FloatArray:
-    """Rows of the rank with most over the average [N]; 1 without measured loads, and where every rank has all experts."""
-    ratio = np.ones(len(batch))
+def expert_imbalance(layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return the rows of the rank with most over the average [N]; 1 without measured loads, or with all experts on every rank."""
+    ratio = np.ones(len(layouts))
     for ep, measured in workload.expert_imbalance:
-        ratio[batch.ep == ep] = measured
+        ratio[layouts.ep == ep] = measured
     return ratio
 
 
-def expert_params(layer: Layer, hidden_dim: int, batch: LayoutTable) -> FloatArray:
-    """Parameters of routed experts on one rank [N]: E / ep experts, their products cut over expert_tp."""
+def expert_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray:
+    """Return the parameters of routed experts on one rank [N]: E / ep experts, their products cut over expert_tp."""
     moe = mixture_of(layer)
     if moe is None:
-        return np.zeros(len(batch))
+        return np.zeros(len(layouts))
     weights = moe.expert.replace(bias=False).num_params(hidden_dim)
     biases = moe.expert.num_params(hidden_dim) - weights
-    return np.asarray(moe.num_experts * (weights / batch.expert_tp + biases) / batch.ep)
+    return np.asarray(moe.num_experts * (weights / layouts.expert_tp + biases) / layouts.ep)
 
 
 def expected_distinct(num_groups: IntArray, picks: int) -> FloatArray:
-    """Expected number of different groups among ``picks`` even picks of ``num_groups``: n (1 - (1 - 1/n)^k)."""
+    """Return the expected number of different groups among ``picks`` even picks of ``num_groups``: n (1 - (1 - 1/n)^k)."""
     return np.asarray(num_groups * (1 - (1 - 1 / num_groups) ** picks))
 
 
-def dispatch_s(layer: Layer, setting: CostInputs) -> FloatArray:
-    """Seconds [N] that the tokens of one micro-batch travel to their experts and back in one pass; 0 where experts follow tp."""
-    moe, batch, cluster = mixture_of(layer), setting.batch, setting.cluster
+def dispatch_s(layer: Layer, inputs: CostInputs) -> FloatArray:
+    """Return the seconds [N] in which one pass sends tokens to their experts and back; 0 where experts follow tp."""
+    moe, layouts, cluster = mixture_of(layer), inputs.layouts, inputs.cluster
     if moe is None:
-        return np.zeros(len(batch))
-    token_bytes = setting.tokens / batch.tp * setting.hidden_dim * float(setting.workload.compute_bytes)
-    token_bytes = token_bytes * expert_imbalance(batch, setting.workload)
-    there_and_back = 2 * _exchange_s(token_bytes, moe, setting)
-    gathered, stride = moe.top_k * token_bytes * batch.expert_tp, np.ones_like(batch.tp)
-    gather = collective_s("all_gather", gathered, batch.expert_tp, stride, cluster)
-    scatter = collective_s("reduce_scatter", gathered, batch.expert_tp, stride, cluster)
-    return np.asarray(np.where(batch.experts_follow_tp, 0.0, there_and_back + gather + scatter))
+        return np.zeros(len(layouts))
+    token_bytes = inputs.tokens / layouts.tp * inputs.hidden_dim * float(inputs.workload.compute_bytes)
+    token_bytes = token_bytes * expert_imbalance(layouts, inputs.workload)
+    exchanges_s = 2 * _exchange_s(token_bytes, moe, inputs)
+    gathered, stride = moe.top_k * token_bytes * layouts.expert_tp, np.ones_like(layouts.tp)
+    gather = collective_s("all_gather", gathered, layouts.expert_tp, stride, cluster)
+    scatter = collective_s("reduce_scatter", gathered, layouts.expert_tp, stride, cluster)
+    return np.asarray(np.where(layouts.experts_follow_tp, 0.0, exchanges_s + gather + scatter))
 
 
-def expert_parallel_s(layer: Layer, setting: CostInputs) -> tuple[FloatArray, FloatArray]:
-    """Tokens to their experts and back, forward and backward [N]; recomputing whole blocks sends them again."""
-    once = dispatch_s(layer, setting)
-    return once, once * np.where(setting.batch.recompute == RECOMPUTES.index("full"), 2, 1)
+def expert_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of tokens to experts and back, forward and backward [N]; recomputing entire blocks sends them again."""
+    once = dispatch_s(layer, inputs)
+    return once, once * np.where(inputs.layouts.recompute == RECOMPUTES.index("full"), 2, 1)
 
 
-def _exchange_s(token_bytes: FloatArray, moe: MoE, setting: CostInputs) -> FloatArray:
-    """All-to-all over ep of ``token_bytes`` [N] bytes, top_k copies of them.
+def _exchange_s(token_bytes: FloatArray, moe: MoE, inputs: CostInputs) -> FloatArray:
+    """Return the seconds of an all-to-all over ep of ``token_bytes`` [N] bytes, top_k copies of them.
 
     Megatron's recipes for experts that span nodes use dispatchers that send a token once to each node and copy it there
     (DeepEP, HybridEP): a node gets it if any of its experts does, and of all nodes at most those of the token's groups.
     """
-    top_k, batch, cluster = moe.top_k, setting.batch, setting.cluster
-    plain = collective_s("all_to_all", top_k * token_bytes, batch.ep, batch.expert_tp, cluster)
-    if not setting.workload.engine_facts.sends_tokens_once_per_node or len(cluster.levels) == 1:
+    top_k, layouts, cluster = moe.top_k, inputs.layouts, inputs.cluster
+    plain = collective_s("all_to_all", top_k * token_bytes, layouts.ep, layouts.expert_tp, cluster)
+    if not inputs.workload.engine_facts.sends_tokens_once_per_node or len(cluster.levels) == 1:
         return plain
-    inside = np.gcd(np.maximum(cluster.scaleup_domain // batch.expert_tp, 1), batch.ep)
-    domains = batch.ep // inside
+    within = np.gcd(np.maximum(cluster.scaleup_domain // layouts.expert_tp, 1), layouts.ep)
+    domains = layouts.ep // within
     reached = np.minimum(domains, moe.top_groups * np.maximum(domains // moe.num_groups, 1))
     between_bytes = expected_distinct(reached if moe.num_groups > 1 else domains, top_k) * token_bytes
-    between = collective_s("all_to_all", between_bytes, domains, batch.expert_tp * inside, cluster)
-    within = collective_s("all_to_all", top_k * token_bytes, inside, batch.expert_tp, cluster)
-    return np.minimum(plain, np.maximum(between, within))
+    between_s = collective_s("all_to_all", between_bytes, domains, layouts.expert_tp * within, cluster)
+    within_s = collective_s("all_to_all", top_k * token_bytes, within, layouts.expert_tp, cluster)
+    return np.minimum(plain, np.maximum(between_s, within_s))

@@ -50,20 +50,20 @@ class VocabularyShare:
     logits: FloatArray
 
     def total(self, name: str) -> FloatArray:
-        """A LayerCost field of both shares [N]."""
+        """Return a LayerCost field of both shares [N]."""
         return np.asarray(getattr(self.embedding, name) + getattr(self.head, name))
 
-    def at(self, rows: IntArray) -> VocabularyShare:
-        """The same under some of the layouts."""
+    def take(self, rows: IntArray) -> VocabularyShare:
+        """Return the shares under a subset of the layouts."""
         return VocabularyShare(
-            embedding=self.embedding.at(rows),
-            head=self.head.at(rows),
+            embedding=self.embedding.take(rows),
+            head=self.head.take(rows),
             sent_s=self.sent_s[rows],
             logits=self.logits[rows],
         )
 
     def masked(self, keep: NDArray[np.bool_]) -> VocabularyShare:
-        """Nothing where not ``keep`` [N]."""
+        """Return zero shares where not ``keep`` [N]."""
         return VocabularyShare(
             embedding=self.embedding.masked(keep),
             head=self.head.masked(keep),
@@ -72,41 +72,40 @@ class VocabularyShare:
         )
 
     @property
-    def held_bytes(self) -> FloatArray:
+    def waiting_bytes(self) -> FloatArray:
         """Activations of the head's share that wait for the barrier or follow it [N]."""
         return np.asarray(ALIVE * self.head.activation_bytes)
 
 
-def vocabulary_share(embedding: Embedding, head: Head, setting: CostInputs) -> VocabularyShare:
-    """Shares under every layout [N] of a setting whose vocabularies are split."""
-    batch, parts, logits = setting.batch, [], np.zeros(len(setting.batch))
-    for pp in np.unique(batch.pp):
-        rows = np.flatnonzero(batch.pp == pp)
-        part = -(-head.vocab_size // int(pp))
-        here = setting.select(rows)
-        costs = [_share(layer.replace(vocab_size=part), here) for layer in (embedding, head)]
-        logits[rows] = ALIVE * here.tokens * part / here.batch.tp
-        parts.append((rows, costs))
-    order = np.argsort(np.concatenate([rows for rows, _ in parts]), kind="stable")
-    shares = [LayerCost.concatenate([costs[which] for _, costs in parts]).at(order) for which in (0, 1)]
-    return VocabularyShare(embedding=shares[0], head=shares[1], sent_s=_sent_s(setting), logits=logits)
+def vocabulary_share(embedding: Embedding, head: Head, inputs: CostInputs) -> VocabularyShare:
+    """Return the shares under every layout [N] of inputs whose vocabularies are split."""
+    layouts, by_pp, logits = inputs.layouts, [], np.zeros(len(inputs.layouts))
+    for pp in np.unique(layouts.pp):
+        rows = np.flatnonzero(layouts.pp == pp)
+        num_rows = -(-head.vocab_size // int(pp))
+        subset = inputs.select(rows)
+        costs = [_share(layer.replace(vocab_size=num_rows), subset) for layer in (embedding, head)]
+        logits[rows] = ALIVE * subset.tokens * num_rows / subset.layouts.tp
+        by_pp.append((rows, costs))
+    order = np.argsort(np.concatenate([rows for rows, _ in by_pp]), kind="stable")
+    shares = [LayerCost.concatenate([costs[end] for _, costs in by_pp]).take(order) for end in (0, 1)]
+    return VocabularyShare(embedding=shares[0], head=shares[1], sent_s=_sent_s(inputs), logits=logits)
 
 
-def _share(layer: Embedding | Head, setting: CostInputs) -> LayerCost:
-    cost = within_layer_cost(layer, setting)
+def _share(layer: Embedding | Head, inputs: CostInputs) -> LayerCost:
+    cost = within_layer_cost(layer, inputs)
     if isinstance(layer, Head) and layer.tied:
-        copy = layer.vocab_size * setting.hidden_dim / setting.batch.tp
-        trained = cost.num_trained if setting.workload.adapters is not None else cost.num_trained - copy
+        copy = layer.vocab_size * inputs.hidden_dim / inputs.layouts.tp
+        trained = cost.num_trained if inputs.workload.adapters is not None else cost.num_trained - copy
         cost = replace(cost, num_params=cost.num_params - copy, num_trained=trained)
-    return with_data_parallel(cost, layer, setting)
+    return with_data_parallel(cost, layer, inputs)
 
 
-def _sent_s(setting: CostInputs) -> FloatArray:
-    """Seconds of a micro-batch's collectives over the stages [N]."""
-    batch, cluster = setting.batch, setting.cluster
-    stride: IntArray = batch.stage_ranks
-    hidden = np.asarray(setting.hidden_bytes / np.where(batch.sequence_parallel == 1, batch.tp, 1), dtype=np.float64)
-    to_all = collective_s("all_gather", hidden, batch.pp, stride, cluster)
-    reduced = collective_s("reduce_scatter", hidden, batch.pp, stride, cluster)
-    sums = collective_s("all_reduce", np.asarray(8.0 * setting.tokens, dtype=np.float64), batch.pp, stride, cluster)
+def _sent_s(inputs: CostInputs) -> FloatArray:
+    """Return the seconds of a micro-batch's collectives over the stages [N]."""
+    b, cluster = inputs.layouts, inputs.cluster
+    hidden = np.asarray(inputs.hidden_bytes / np.where(b.sequence_parallel == 1, b.tp, 1), dtype=np.float64)
+    to_all = collective_s("all_gather", hidden, b.pp, b.stage_ranks, cluster)
+    reduced = collective_s("reduce_scatter", hidden, b.pp, b.stage_ranks, cluster)
+    sums = collective_s("all_reduce", np.asarray(8.0 * inputs.tokens, dtype=np.float64), b.pp, b.stage_ranks, cluster)
     return np.asarray(2 * (to_all + reduced) + sums)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema.arrays import FloatArray
-from ...schema.engine_facts import ENGINES
 from .trees import ResidualModel
 
 TERMS = ("launch_s", "product", "softmax", "tail", "traffic")
@@ -64,14 +63,14 @@ class AttentionKernel(NamedTuple):
     backward: tuple[float, ...]
 
 
-def kernel_name(architecture: str, engine: str) -> str:
-    """Which kernel an engine runs on an architecture.
+def kernel_name(architecture: str, *, uses_hopper_attention: bool) -> str:
+    """Return the name of the kernel that runs on an architecture.
 
-    Transformer Engine (megatron) takes FlashAttention-3 or cuDNN on Hopper; torch and others take FlashAttention-2, which does
-    not use Hopper's matrix instructions. On Blackwell all of them take cuDNN or its like (torch ranks it first there).
+    On Hopper Transformer Engine takes FlashAttention-3 or cuDNN; torch and others take FlashAttention-2, which does not use its
+    matrix instructions (``uses_hopper_attention``). On Blackwell all of them take cuDNN or its like (torch ranks it first there).
     """
     if architecture == "hopper":
-        return "hopper" if ENGINES[engine].uses_hopper_attention else "hopper_fa2"
+        return "hopper" if uses_hopper_attention else "hopper_fa2"
     return architecture if architecture in ("ampere", "ada", "blackwell") else "other"
 
 

@@ -12,20 +12,22 @@ not on the device: which ones are needed is known too late. Latent attention att
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
+from ...schema.engine_facts import OWN_ENGINE
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
 from ...schema.task import Generation
-from ..coefficients import coefficients
+from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..hardware.collectives import collective_s
 from ..hardware.compute import operator_time
 from ..hardware.device import device_rates
 from ..hardware.host import host_costs
-from ..layer.operators import CORE_ATTENTION, Gemm, Layer, layer_operators
+from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, layer_operators
+from ..layer.parallel import mixture_of
+from ..layer.parameters import split_params
 
 DECODE_PARTS = 3
 """Parts of the decoding, each costed at its mean length."""
@@ -115,33 +117,39 @@ def _layer_group(model: ModelSpec, layer: Layer, idxs: tuple[int, ...], tp: int,
 
 
 def _rank_params(layer: Layer, hidden_dim: int, tp: int) -> float:
-    """Parameters on one rank: products and vocabularies split, the rest whole."""
+    """Return the parameters on one rank: products and vocabularies split, the rest unsharded."""
     total = layer.num_params(hidden_dim)
     if isinstance(layer, Embedding):
         split = layer.vocab_size * hidden_dim
     elif isinstance(layer, Head):
         split = 0 if layer.tied else layer.vocab_size * hidden_dim
     else:
-        operators = layer_operators(layer, hidden_dim, 1)
-        split = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.shard in ("column", "row"))
+        split = split_params(layer_operators(layer, OperatorRules(hidden_dim=hidden_dim)))
     return total - split + split / tp
 
 
 def cache_bytes_per_token(block: Block, tp: int, element_bytes: int) -> float:
-    """Keys and values of one token in a block on one rank; heads fewer than ranks, and compressed vectors, are on all."""
+    """Return the bytes of a token's keys and values in a block on a rank; too few heads, and compressed ones, are on all."""
     attention = block.attention
     if isinstance(attention, LatentAttention):
         return float((attention.kv_lora_rank + attention.qk_rope_head_dim) * element_bytes)
     return 2.0 * attention.head_dim * max(attention.num_kv_heads / tp, 1.0) * element_bytes
 
 
-def pass_costs(model: ModelSpec, cluster: ClusterSpec, generation: Generation, tp: int, batches: IntArray) -> PassCosts:
-    """Costs of batches [B] of sequences with ``tp`` ranks a replica."""
+def pass_costs(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    generation: Generation,
+    tp: int,
+    batches: IntArray,
+    coefficients: Coefficients | None = None,
+) -> PassCosts:
+    """Return the costs of batches [B] of sequences with ``tp`` ranks a replica."""
     phases, b = phases_of(generation), np.asarray(batches, dtype=np.float64)
     size, kinds = generation.element_bytes, layer_groups(model, tp, generation.element_bytes)
-    machine = _GenerationInputs.of(cluster, generation, tp)
+    scenario = _scenario(cluster, generation, coefficients)
     rows = np.stack([b * (generation.prompt_len if phase.is_prefill else 1) for phase in phases])
-    compute = np.stack([_layer_s(kind.layer, model.hidden_dim, rows, b, phases, machine) for kind in kinds])
+    compute = np.stack([_layer_s(kind.layer, model.hidden_dim, rows, b, phases, scenario, tp) for kind in kinds])
     zero = np.zeros_like(rows)
     attend, read, new, ask = zero, zero, zero, zero
     total, slot = np.zeros_like(b), 0.0
@@ -151,12 +159,12 @@ def pass_costs(model: ModelSpec, cluster: ClusterSpec, generation: Generation, t
         per_token, n = cache_bytes_per_token(kind.layer, tp, size), len(kind.idxs)
         window = kind.layer.attention.window or generation.total_len
         seen = np.array([[0.0 if p.is_prefill else np.minimum(p.lengths, window).mean()] for p in phases])
-        attend = attend + n * _attend_s(kind.layer, b * seen, machine)
+        attend = attend + n * _attend_s(kind.layer, b * seen, scenario, tp)
         read, new = read + n * per_token * b * seen, new + n * per_token * np.minimum(rows, b * window)
         dims = _context_dims(kind.layer)[2] * size / tp
         ask = ask + n * dims * b * (seen > 0)
-        held = per_token * min(window, generation.total_len)
-        total, slot = total + n * held * b, max(slot, held)
+        cached = per_token * min(window, generation.total_len)
+        total, slot = total + n * cached * b, max(slot, cached)
     return PassCosts(
         compute_s=compute,
         attend_s=attend,
@@ -166,20 +174,15 @@ def pass_costs(model: ModelSpec, cluster: ClusterSpec, generation: Generation, t
         ask_bytes=ask,
         cache_bytes=total,
         slot_bytes=slot * b,
-        working_bytes=_working_bytes(model, generation, tp, b),
+        working_bytes=_working_bytes(model, generation, tp, b, scenario),
     )
 
 
-@dataclass(frozen=True)
-class _GenerationInputs:
-    cluster: ClusterSpec
-    workload: Workload
-    tp: int
-
-    @classmethod
-    def of(cls, cluster: ClusterSpec, generation: Generation, tp: int) -> _GenerationInputs:
-        workload = Workload(seq_len=generation.prompt_len, global_batch_size=1, precision=generation.training_precision)
-        return cls(cluster, workload, tp)
+def _scenario(cluster: ClusterSpec, generation: Generation, coefficients: Coefficients | None) -> Scenario:
+    workload = Workload(
+        seq_len=generation.prompt_len, global_batch_size=1, precision=generation.training_precision, engine=OWN_ENGINE
+    )
+    return Scenario.build(workload, cluster, coefficients)
 
 
 def _layer_s(
@@ -188,54 +191,48 @@ def _layer_s(
     rows: FloatArray,
     batch: FloatArray,
     phases: tuple[GenerationPhase, ...],
-    machine: _GenerationInputs,
+    scenario: Scenario,
+    tp: int,
 ) -> FloatArray:
-    """Seconds [P, B] of one layer without attention to tokens of earlier passes; the head needs one row a sequence."""
-    rates, host = device_rates(machine.cluster, machine.workload), host_costs(machine.cluster, machine.workload)
+    """Return the seconds [P, B] of one layer without attention to tokens of earlier passes; the head needs one row a sequence."""
+    rates, host, workload = device_rates(scenario), host_costs(scenario), scenario.workload
     if isinstance(layer, Head):
         rows = np.broadcast_to(batch, rows.shape)
-    flat = rows.reshape(-1)
-    tp, alone = np.full(flat.shape, machine.tp), np.zeros(flat.shape, dtype=np.int64)
+    flat, moe = rows.reshape(-1), mixture_of(layer)
+    ranks, no_sequence_parallel = np.full(flat.shape, tp), np.zeros(flat.shape, dtype=np.int64)
     prefill = np.repeat([phase.is_prefill for phase in phases], len(batch))
     seconds, dispatches = np.zeros_like(flat), np.zeros_like(flat)
-    for op in layer_operators(layer, hidden_dim, machine.workload.seq_len):
+    for op in layer_operators(layer, OperatorRules(hidden_dim=hidden_dim, seq_len=workload.seq_len)):
         if op.name == "cross_entropy":
             continue
+        # Experts that no row reaches are not read: as if other ranks had them.
+        ep = _experts_over_reached(moe, flat) if moe is not None and isinstance(op, Gemm) and op.routed else 1
         time = operator_time(
-            op,
-            flat,
-            tp,
-            alone,
-            rates=rates,
-            compute_bytes=machine.workload.compute_bytes,
-            ep=_sharing_ranks(layer, op, flat),
+            op, flat, ranks, no_sequence_parallel, rates=rates, compute_bytes=workload.compute_bytes, ep=ep
         )
         # Attention of a decoding pass is `_attend_s`.
         counted = prefill if op.name in CORE_ATTENTION else np.ones_like(prefill)
         seconds = seconds + np.where(counted, time.forward_s, 0.0)
         dispatches = dispatches + counted * time.forward_dispatches
-    hosts = host.operator_s * dispatches
-    if isinstance(layer, Block) and isinstance(layer.mlp, MoE):
-        hosts = hosts + host.routing_s / 2
-    if machine.tp > 1:
+    host_s = host.operator_s * dispatches
+    if moe is not None:
+        host_s = host_s + host.routing_s / 2
+    if tp > 1:
         reduced = 2 if isinstance(layer, Block) else 1
-        size = flat * hidden_dim * machine.workload.compute_bytes
-        seconds = seconds + reduced * collective_s("all_reduce", size, tp, np.ones_like(tp), machine.cluster)
-        hosts = hosts + reduced * host.collective_s
+        size = flat * hidden_dim * workload.compute_bytes
+        seconds = seconds + reduced * collective_s("all_reduce", size, ranks, np.ones_like(ranks), scenario.cluster)
+        host_s = host_s + reduced * host.collective_s
     norm = host.overlap_norm
-    return np.asarray((seconds**norm + hosts**norm) ** (1 / norm)).reshape(rows.shape)
+    return np.asarray((seconds**norm + host_s**norm) ** (1 / norm)).reshape(rows.shape)
 
 
-def _sharing_ranks(layer: Layer, op: Any, rows: FloatArray) -> FloatArray | int:
-    """Experts over those that the rows reach: as if that many ranks shared the others."""
-    if not (isinstance(op, Gemm) and op.routed and isinstance(layer, Block) and isinstance(layer.mlp, MoE)):
-        return 1
-    moe = layer.mlp
+def _experts_over_reached(moe: MoE, rows: FloatArray) -> FloatArray:
+    """Return experts over those that ``rows`` reach where the router is even."""
     return np.asarray(1 / (1 - (1 - moe.top_k / moe.num_experts) ** np.maximum(rows, 1)))
 
 
 def _context_dims(block: Block) -> tuple[int, int, int]:
-    """Width of a key, of a value, and of all queries and contexts (the wider) as they are attended to."""
+    """Return the width of a key, of a value, and of all queries and contexts (the wider) as they are attended to."""
     attention = block.attention
     if isinstance(attention, LatentAttention):
         key = attention.kv_lora_rank + attention.qk_rope_head_dim
@@ -243,19 +240,21 @@ def _context_dims(block: Block) -> tuple[int, int, int]:
     return attention.head_dim, attention.head_dim, attention.q_dim
 
 
-def _attend_s(block: Block, tokens: FloatArray, machine: _GenerationInputs) -> FloatArray:
-    """Seconds [P, B] of the device to attend to ``tokens`` tokens in one block; nothing where there are none."""
-    rates, key_value = device_rates(machine.cluster, machine.workload), _context_dims(block)
-    moved = tokens * cache_bytes_per_token(block, machine.tp, machine.workload.compute_bytes)
-    flops = 2 * tokens * block.attention.num_heads / machine.tp * (key_value[0] + key_value[1])
+def _attend_s(block: Block, tokens: FloatArray, scenario: Scenario, tp: int) -> FloatArray:
+    """Return the seconds [P, B] of the device to attend to ``tokens`` tokens in one block; zero where there are none."""
+    rates, key_value = device_rates(scenario), _context_dims(block)
+    moved = tokens * cache_bytes_per_token(block, tp, scenario.workload.compute_bytes)
+    flops = 2 * tokens * block.attention.num_heads / tp * (key_value[0] + key_value[1])
     roofline = np.maximum(moved / rates.elementwise_bytes_per_s, flops / rates.gemm_flops_per_s)
     return np.asarray(np.where(tokens > 0, 2 * rates.kernel_s + roofline, 0.0))
 
 
-def _working_bytes(model: ModelSpec, generation: Generation, tp: int, batch: FloatArray) -> FloatArray:
-    """Device bytes in use while a batch goes through the widest layer of the prefill, or its last rows through the head.
+def _working_bytes(
+    model: ModelSpec, generation: Generation, tp: int, batch: FloatArray, scenario: Scenario
+) -> FloatArray:
+    """Return the device bytes in use while a batch goes through the widest layer of the prefill, or its last rows through the head.
 
-    Beside three copies of the hidden states (input, residual, norm): queries, keys, values and contexts; or what the feed-forward
+    With three copies of the hidden states (input, residual, norm): queries, keys, values and contexts; or what the feed-forward
     part makes and its activation. Logits in the compute dtype and in fp32.
     """
     widest = 0.0
@@ -269,9 +268,10 @@ def _working_bytes(model: ModelSpec, generation: Generation, tp: int, batch: Flo
     tokens = batch * generation.prompt_len
     layer = tokens * (3 * model.hidden_dim + widest) * generation.element_bytes
     head = batch * model.vocab_size / tp * (4 + generation.element_bytes)
-    return np.asarray(np.maximum(layer, head) + coefficients()["memory"]["workspace_bytes"])
+    return np.asarray(np.maximum(layer, head) + scenario.coefficients["memory"]["workspace_bytes"])
 
 
-def host_attention_bytes_per_s(cluster: ClusterSpec) -> float:
-    """Keys and values that the processors of a node attend to in a second, for one of its ranks when all do."""
-    return float(coefficients()["inference"]["host_attention_bytes_per_s"]) / cluster.largest_node
+def host_attention_bytes_per_s(cluster: ClusterSpec, coefficients: Coefficients | None = None) -> float:
+    """Return the keys and values that the processors of a node attend to in a second, for one of its ranks when all do."""
+    c = (coefficients or packaged_coefficients())["inference"]
+    return float(c["host_attention_bytes_per_s"]) / cluster.largest_node

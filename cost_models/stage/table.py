@@ -1,10 +1,11 @@
-"""SpaceCosts: the cost of each kind of layer under each layout, and what a step adds to the sum of its layers."""
+"""CostTable: the cost of each kind of layer under each layout, and what a step adds to the sum of its layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,187 +14,189 @@ from ...schema import ClusterSpec, ModelSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
 from ...schema.layers import Block, Embedding, Head
 from ...schema.layout_table import RECOMPUTES, LayoutTable
-from ...schema.schedules import SCHEDULE_NAMES
-from ..coefficients import coefficients
+from ..coefficients import Coefficients, Scenario
 from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import elementwise_update_s
 from ..hardware.device import device_rates
 from ..hardware.host import host_update_s_per_param, update_bytes_per_param
-from ..hardware.overlap import Pair, exposed_s, pair_slowdowns
-from ..layer.data import DIRECTION_ELEMENTS, ZEROTH_ORDER_ELEMENTS, hides, hides_in_chunks, passes_bytes_per_param
+from ..layer.data import (
+    DIRECTION_ELEMENTS,
+    ZEROTH_ORDER_ELEMENTS,
+    copied_bytes_per_param,
+    exposed_collectives_s,
+    num_passes,
+    overlaps_across_chunks,
+)
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
 from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import sharded_params
 from ..layer.vocabulary import VocabularyShare, vocabulary_share
 from ..pipeline.simulation import Order
 
-
-def _at_ends(kind: Layer, cost: LayerCost, batch: LayoutTable) -> LayerCost:
-    """Embedding and head as layers of the first and the last stage: nothing of them where they are split over all stages."""
-    if not isinstance(kind, Embedding | Head) or np.all(batch.vocabulary == 0):
-        return cost
-    return cost.masked(batch.vocabulary == 0)
-
-
 _NEWTON_SCHULZ_FLOPS = 25.0
 """FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
 
 
+class KnownCosts(NamedTuple):
+    """Costs by kind of layer [K] of [N] that a table is given instead of evaluating them."""
+
+    by_kind: tuple[LayerCost, ...]
+    dp_exposed_by_kind: tuple[FloatArray, ...]
+    by_option: tuple[CostTable, ...] = ()
+
+
 @dataclass(frozen=True)
 class CostTable:
-    """Costs of every kind of layer [K] under every layout [N] of ``batch``; ``kind_of_layer`` [L] says which is which.
+    """Costs of every kind of layer [K] under every layout [N]; ``kind_of_layer`` [L] says which is which.
 
-    Many layouts share what happens inside a layer: ``inside`` [K] has it once for each distinct case, without collectives over
-    data, and ``like`` [N] says which case a layout is. Where layouts are mixed, the cases stand once for each of RECOMPUTES and
-    then once with the least of them in everything; `by_option` has them as if all blocks did the same.
+    Many layouts share what happens within a layer: ``by_case`` [K] has it once for each distinct case, without collectives over
+    data, and ``case_idx`` [N] says which case a layout is. Where layouts are mixed (blocks recompute differently), the cases stand
+    once for each of RECOMPUTES and then once with the minimum of them in everything; `by_option` has them as if all blocks did
+    the same.
 
-    ``order`` is that of a synthesised schedule, of one layout alone.
+    Of a cluster of several device pools these are the costs of ranks that are all as the weakest; ``device_pools`` has those on
+    each pool, whose `stage_links` join stages.
 
-    Of a mixed cluster these are the costs of ranks that are all as the weakest; ``parts`` has those on each of its parts, whose
-    ``stage_links`` join stages.
+    Attributes:
+        option_of_layer, working_of_option: of one layout whose layers have an option each (`RecomputeCosts.assigned`).
+        cluster_of_pools: of the table of one pool, the cluster that it is part of.
+        order: of a synthesised schedule, of one layout only.
+        known: costs by kind that are not evaluated again.
     """
 
     model: ModelSpec
-    workload: Workload
-    cluster: ClusterSpec
-    batch: LayoutTable
+    scenario: Scenario
+    layouts: LayoutTable
     kinds: tuple[Layer, ...]
     kind_of_layer: IntArray
-    inside: tuple[LayerCost, ...]
-    like: IntArray
+    by_case: tuple[LayerCost, ...]
+    case_idx: IntArray
     option_of_layer: IntArray | None = None
     working_of_option: FloatArray | None = None
-    parts: tuple[CostTable, ...] = ()
-    links_of_whole: ClusterSpec | None = None
+    device_pools: tuple[CostTable, ...] = ()
+    cluster_of_pools: ClusterSpec | None = None
     order: Order | None = None
+    known: KnownCosts | None = None
 
     @classmethod
-    def of(
+    def from_layouts(
         cls,
         model: ModelSpec,
         workload: Workload,
         cluster: ClusterSpec,
-        batch: LayoutTable,
+        layouts: LayoutTable,
         *,
+        coefficients: Coefficients | None = None,
         checkpoint: Callable[[], None] = lambda: None,
     ) -> CostTable:
-        """Evaluate every kind of layer once for the whole batch; ``checkpoint`` is called before each and may raise."""
+        """Evaluate every kind of layer once for all layouts; ``checkpoint`` is called before each and may raise."""
+        scenario = Scenario.build(workload, cluster, coefficients)
         kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
         kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
-        cases, like = _cases(batch)
-        once = CostInputs(hidden_dim=model.hidden_dim, batch=cases, workload=workload, cluster=cluster)
-        inside = []
+        cases, case_idx = _cases(layouts)
+        inputs = CostInputs(hidden_dim=model.hidden_dim, layouts=cases, scenario=scenario)
+        by_case = []
         for layer in kinds:
             checkpoint()
-            cost = _at_ends(layer, within_layer_cost(layer, once), once.batch)
-            inside.append(with_minimum(cost, len(RECOMPUTES)) if batch.is_mixed else cost)
-        whole = cls(model, workload, cluster, batch, kinds, kind_of_layer, tuple(inside), like)
-        parts = (cls.of(model, workload, part.cluster, batch, checkpoint=checkpoint) for part in cluster.parts)
-        return replace(whole, parts=tuple(replace(part, links_of_whole=cluster) for part in parts))
+            cost = _at_ends(layer, within_layer_cost(layer, inputs), cases)
+            by_case.append(with_minimum(cost, len(RECOMPUTES)) if layouts.is_mixed else cost)
+        table = cls(model, scenario, layouts, kinds, kind_of_layer, tuple(by_case), case_idx)
+        pools = (
+            cls.from_layouts(model, workload, part.cluster, layouts, coefficients=coefficients, checkpoint=checkpoint)
+            for part in cluster.parts
+        )
+        return replace(table, device_pools=tuple(replace(pool, cluster_of_pools=cluster) for pool in pools))
+
+    @property
+    def workload(self) -> Workload:
+        """Of the scenario."""
+        return self.scenario.workload
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """Of the scenario."""
+        return self.scenario.cluster
 
     @property
     def stage_links(self) -> ClusterSpec:
-        """The links between stages: those of the whole cluster."""
-        return self.links_of_whole or self.cluster
+        """The links between stages: those of the entire cluster."""
+        return self.cluster_of_pools or self.cluster
+
+    @cached_property
+    def _inputs(self) -> CostInputs:
+        return CostInputs(hidden_dim=self.model.hidden_dim, layouts=self.layouts, scenario=self.scenario)
+
+    # Other tables from this one
+
+    def evaluate(self, layouts: LayoutTable, cluster: ClusterSpec | None = None) -> CostTable:
+        """Return the table of other layouts, or of another cluster, for the same model, workload and coefficients."""
+        coefficients = self.scenario.coefficients
+        return CostTable.from_layouts(
+            self.model, self.workload, cluster or self.cluster, layouts, coefficients=coefficients
+        )
+
+    def with_layouts(self, layouts: LayoutTable, case_idx: IntArray | None = None) -> CostTable:
+        """Return the same cases for other layouts; ``case_idx`` stands for the present one."""
+        return replace(self, layouts=layouts, case_idx=self.case_idx if case_idx is None else case_idx, known=None)
 
     def select(self, rows: IntArray) -> CostTable:
-        """The same for some of the layouts."""
-        parts = tuple(part.select(rows) for part in self.parts)
-        return replace(self, batch=self.batch.select(rows), like=self.like[rows], parts=parts)
+        """Return the table of a subset of the layouts."""
+        pools = tuple(pool.select(rows) for pool in self.device_pools)
+        return replace(self.with_layouts(self.layouts.select(rows), self.case_idx[rows]), device_pools=pools)
 
     def compacted(self) -> CostTable:
-        """The same with no other cases inside layers than these layouts have: sums over cases are quick where layouts are few."""
-        parts = tuple(part.compacted() for part in self.parts)
-        if not self.batch.is_mixed:
-            cases, like = np.unique(self.like, return_inverse=True)
-            return replace(self, inside=tuple(c.at(cases) for c in self.inside), like=like.reshape(-1), parts=parts)
-        num_cases = self.cases_by_option
-        cases, like = np.unique(self.like % num_cases, return_inverse=True)
-        like = like.reshape(-1) + self.like // num_cases * len(cases)
-        of_options = (np.arange(len(RECOMPUTES) + 1)[:, None] * num_cases + cases).reshape(-1)
-        return replace(self, inside=tuple(c.at(of_options) for c in self.inside), like=like, parts=parts)
+        """Return the table with no other cases than its layouts have: sums over cases are quick where layouts are few."""
+        pools = tuple(pool.compacted() for pool in self.device_pools)
+        num_cases = self.cases_by_option if self.layouts.is_mixed else len(self.by_case[0].forward_s)
+        cases, case_idx = np.unique(self.case_idx % num_cases, return_inverse=True)
+        case_idx = case_idx.reshape(-1) + self.case_idx // num_cases * len(cases)
+        num_options = len(RECOMPUTES) + 1 if self.layouts.is_mixed else 1
+        rows = (np.arange(num_options)[:, None] * num_cases + cases).reshape(-1)
+        by_case = tuple(cost.take(rows) for cost in self.by_case)
+        return replace(self, by_case=by_case, case_idx=case_idx, device_pools=pools)
 
     def with_budget(self, budget_bytes: int) -> CostTable:
-        """The same where a plan may use only so much of each device, all as the weakest: nothing but what fits differs."""
-        other = replace(self, cluster=self.cluster.with_budget(budget_bytes), parts=())
-        worked_out = {name: value for name, value in self.__dict__.items() if name not in self.__dataclass_fields__}
-        if "by_option" in worked_out:
-            worked_out["by_option"] = tuple(costs.with_budget(budget_bytes) for costs in self.by_option)
-        other.__dict__.update(worked_out)
-        return other
+        """Return the table where a plan may use only so much of each device, all as the weakest.
+
+        Nothing but what fits differs, so that costs by kind are handed on.
+        """
+        by_option = (
+            tuple(option.with_budget(budget_bytes) for option in self.by_option) if self.layouts.is_mixed else ()
+        )
+        known = KnownCosts(self.by_kind, self.dp_exposed_by_kind, by_option)
+        scenario = replace(self.scenario, cluster=self.cluster.with_budget(budget_bytes))
+        return replace(self, scenario=scenario, device_pools=(), known=known)
 
     @cached_property
     def by_option(self) -> tuple[CostTable, ...]:
         """Mixed layouts as if all blocks recomputed the same, for each of RECOMPUTES."""
-        return tuple(self._under(option) for option in range(len(RECOMPUTES)))
-
-    def _under(self, option: int) -> CostTable:
-        batch = self.batch.replace(recompute=np.full_like(self.batch.recompute, option))
-        return replace(self, batch=batch, like=self.like + (option - self.batch.recompute) * self.cases_by_option)
+        if self.known is not None and self.known.by_option:
+            return self.known.by_option
+        recompute = self.layouts.recompute
+        return tuple(
+            self.with_layouts(
+                self.layouts.replace(recompute=np.full_like(recompute, option)),
+                self.case_idx + (option - recompute) * self.cases_by_option,
+            )
+            for option in range(len(RECOMPUTES))
+        )
 
     @property
     def cases_by_option(self) -> int:
-        """Cases under one recompute option where layouts are mixed: ``inside`` has them for each option and for the least."""
-        return len(self.inside[0].forward_s) // (len(RECOMPUTES) + 1)
+        """Cases under one recompute option where layouts are mixed: ``by_case`` has them for each option and for the minimum."""
+        return len(self.by_case[0].forward_s) // (len(RECOMPUTES) + 1)
+
+    # Layers
 
     @cached_property
     def by_kind(self) -> tuple[LayerCost, ...]:
         """Everything a layer of each kind [K] costs, [N] each."""
-        setting = CostInputs(
-            hidden_dim=self.model.hidden_dim, batch=self.batch, workload=self.workload, cluster=self.cluster
-        )
-        costs = zip(self.kinds, self.inside, strict=True)
+        if self.known is not None:
+            return self.known.by_kind
         return tuple(
-            _at_ends(kind, with_data_parallel(cost.at(self.like), kind, setting), self.batch) for kind, cost in costs
+            _at_ends(kind, with_data_parallel(cost.take(self.case_idx), kind, self._inputs), self.layouts)
+            for kind, cost in zip(self.kinds, self.by_case, strict=True)
         )
-
-    @cached_property
-    def vocabulary(self) -> VocabularyShare | None:
-        """What each stage has of a split vocabulary [N], zero under layouts that have it at the ends; None if all do."""
-        rows = np.flatnonzero(self.batch.vocabulary == 1)
-        if not len(rows):
-            return None
-        setting = CostInputs(
-            hidden_dim=self.model.hidden_dim,
-            batch=self.batch.select(rows),
-            workload=self.workload,
-            cluster=self.cluster,
-        )
-        embedding = next(kind for kind in self.kinds if isinstance(kind, Embedding))
-        place = np.zeros(len(self.batch), dtype=np.int64)
-        place[rows] = np.arange(len(rows))
-        return vocabulary_share(embedding, self.model.head, setting).at(place).masked(self.batch.vocabulary == 1)
-
-    @cached_property
-    def vocabulary_sent_s(self) -> FloatArray:
-        """Exposed communication of a split vocabulary for one micro-batch [N]: what outlasts a stage's own passes."""
-        if self.vocabulary is None:
-            return np.zeros(len(self.batch))
-        beside = self.total("busy_s") / self.batch.pp if self.workload.overlap else 0.0
-        return np.asarray(np.maximum(self.vocabulary.sent_s - beside, 0.0))
-
-    @cached_property
-    def vocabulary_s(self) -> FloatArray:
-        """Seconds that a split vocabulary adds to a step [N], collectives over data apart."""
-        if self.vocabulary is None:
-            return np.zeros(len(self.batch))
-        b = self.batch
-        each = self.vocabulary.total("busy_s") + self.vocabulary_sent_s
-        return np.asarray((b.num_microbatches + (b.pp - 1) / b.num_model_chunks) * each)
-
-    @cached_property
-    def vocabulary_dp_s(self) -> FloatArray:
-        """Exposed collectives over data of each stage's share of the vocabulary, first gather and last reduction included [N]."""
-        if self.vocabulary is None:
-            return np.zeros(len(self.batch))
-        seconds = np.zeros(len(self.batch))
-        for kind in self.kinds:
-            if isinstance(kind, Embedding | Head):
-                cost = self.vocabulary.embedding if isinstance(kind, Embedding) else self.vocabulary.head
-                exposed = self._dp_exposed(kind, cost)
-                alone = self.overlap * self._passes * (cost.gather_s + cost.reduce_s)
-                seconds = seconds + np.maximum(exposed, alone) + cost.levels_s + self._passes_s * cost.num_trained
-        return np.where(self.batch.vocabulary == 1, seconds, 0.0)
 
     @cached_property
     def counts(self) -> IntArray:
@@ -201,17 +204,17 @@ class CostTable:
         return np.bincount(self.kind_of_layer, minlength=len(self.kinds))
 
     def total(self, name: str) -> FloatArray:
-        """Sum of a LayerCost field other than collectives over data over all layers [N]."""
-        total = sum(n * getattr(cost, name) for n, cost in zip(self.counts, self.inside, strict=True))
-        return np.asarray(total)[self.like]
+        """Return the sum of a LayerCost field other than collectives over data over all layers [N]."""
+        total = sum(n * getattr(cost, name) for n, cost in zip(self.counts, self.by_case, strict=True))
+        return np.asarray(total)[self.case_idx]
 
     def per_layer(self, name: str, idx: int) -> FloatArray:
-        """A LayerCost field of every layer [L] under one layout."""
+        """Return a LayerCost field of every layer [L] under one layout."""
         values = np.array([getattr(cost, name)[idx] for cost in self.by_kind])
         return values[self.kind_of_layer]
 
     def prefix(self, name: str, idx: int) -> FloatArray:
-        """Sums [L+1] of a LayerCost field over the layers before each one, under one layout; kept for the next time."""
+        """Return the sums [L+1] of a LayerCost field over the layers before each one, under one layout; evaluated once."""
         if (name, idx) not in self._prefixes:
             self._prefixes[name, idx] = np.concatenate([[0.0], np.cumsum(self.per_layer(name, idx))])
         return self._prefixes[name, idx]
@@ -221,9 +224,56 @@ class CostTable:
         return {}
 
     @cached_property
-    def is_root(self) -> IntArray:
-        """Layers [L] outside the blocks, 1 or 0."""
-        return np.isin(self.kind_of_layer, self.root_kinds).astype(np.int64)
+    def is_block(self) -> NDArray[np.bool_]:
+        """Which layers [L] are blocks; the others are embedding, head and modules that predict further tokens."""
+        return np.array([isinstance(kind, Block) for kind in self.kinds])[self.kind_of_layer]
+
+    @cached_property
+    def head_idx(self) -> int:
+        """Position of the head among the layers."""
+        return next(idx for idx, layer in enumerate(self.model.iter_layers()) if isinstance(layer, Head))
+
+    def of_blocks(self, name: str) -> FloatArray:
+        """Return a LayerCost field of each kind of block and each case [blocks, cases]."""
+        return np.array(
+            [getattr(c, name) for kind, c in zip(self.kinds, self.by_case, strict=True) if isinstance(kind, Block)]
+        )
+
+    @cached_property
+    def block_params(self) -> FloatArray:
+        """Parameters of the largest block per tensor-parallel rank [N]."""
+        return np.asarray(np.max(self.of_blocks("num_params"), axis=0)[self.case_idx])
+
+    @cached_property
+    def block_trained(self) -> FloatArray:
+        """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
+        return np.asarray(np.max(self.of_blocks("num_trained"), axis=0)[self.case_idx])
+
+    @cached_property
+    def root_params(self) -> FloatArray:
+        """Parameters of the largest unit outside the blocks per tensor-parallel rank [N]."""
+        roots = zip(self.kinds, self.by_case, strict=True)
+        params = [cost.num_params for kind, cost in roots if not isinstance(kind, Block)]
+        return np.asarray(np.max(params, axis=0)[self.case_idx])
+
+    @cached_property
+    def working_bytes(self) -> FloatArray:
+        """Largest working set of a layer [N]."""
+        return np.asarray(np.max([cost.working_bytes for cost in self.by_case], axis=0)[self.case_idx])
+
+    @cached_property
+    def logits(self) -> FloatArray:
+        """Logits of one micro-batch on one tensor-parallel rank [N]."""
+        return np.asarray(self._inputs.tokens * self.model.head.vocab_size / self.layouts.tp)
+
+    @cached_property
+    def boundary_bytes(self) -> FloatArray:
+        """Bytes of one micro-batch's hidden states between blocks on one rank [N]."""
+        b = self.layouts
+        unsharded = self._inputs.tokens * self.model.hidden_dim * float(self.workload.compute_bytes)
+        return np.asarray(unsharded / np.where(b.sequence_parallel == 1, b.tp, 1))
+
+    # Pipeline
 
     @cached_property
     def transfer_s(self) -> FloatArray:
@@ -232,213 +282,194 @@ class CostTable:
         Megatron and DeepSpeed send a tensor-parallel rank's share only and gather it on arrival (scatter-gather optimisation,
         arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned).
         """
-        b = self.batch
+        b = self.layouts
         sent, gathered = self.boundary_bytes, np.zeros(len(b))
         if self.workload.engine_facts.is_eager_like_megatron:
-            whole = np.where(b.sequence_parallel == 1, 0.0, sent)
-            sent = sent / np.where(b.sequence_parallel == 1, 1, b.tp)
-            gathered = collective_s(
-                "all_gather", whole, np.where(b.sequence_parallel == 1, 1, b.tp), np.ones_like(b.tp), self.cluster
-            )
+            is_cut = b.sequence_parallel == 1
+            unsharded, ranks = np.where(is_cut, 0.0, sent), np.where(is_cut, 1, b.tp)
+            sent = sent / ranks
+            gathered = collective_s("all_gather", unsharded, ranks, np.ones_like(b.tp), self.cluster)
         # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
         once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), self.stage_links) + gathered
         if self.stage_links.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
             ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), self.stage_links) + gathered
             once = np.where(b.num_model_chunks > 1, ring, once)
-        if hides_in_chunks(self.workload):
+        if overlaps_across_chunks(self.workload):
             chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
             once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)
         return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
-    @cached_property
-    def boundary_bytes(self) -> FloatArray:
-        """Bytes of one micro-batch's hidden states between blocks on one rank [N]."""
-        b = self.batch
-        whole = b.tokens(self.workload.seq_len) * self.model.hidden_dim * float(self.workload.compute_bytes)
-        return np.asarray(whole / np.where(b.sequence_parallel == 1, b.tp, 1))
+    # Data parallelism and the update
 
     @cached_property
-    def overlap(self) -> float:
+    def _overlap(self) -> float:
         """Part of the compute time under which data-parallel communication hides."""
-        return float(coefficients()["overlap"][self.cluster.weakest_device.backend.collectives])
+        return float(self.scenario.coefficients["overlap"][self.cluster.weakest_device.backend.collectives])
 
     @cached_property
-    def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
-        """Exposed gathering and reduction of one layer over the whole step and the passes that serve them, by kind [K] of [N]."""
-        exposed = zip(self._collectives_exposed, self.by_kind, strict=True)
-        return tuple(
-            np.asarray(seconds + cost.levels_s + self._passes_s * cost.num_trained) for seconds, cost in exposed
-        )
+    def _num_passes(self) -> IntArray:
+        return num_passes(self.layouts, self.workload)
+
+    def _exposed_s(self, kind: Layer, cost: LayerCost) -> FloatArray:
+        """Return what gathering and reducing one layer adds to a step [N]."""
+        is_head = isinstance(kind, Head)
+        return np.asarray(self._num_passes * exposed_collectives_s(cost, self._overlap, self._inputs, is_head=is_head))
 
     @cached_property
-    def _passes_s(self) -> FloatArray:
-        """Seconds per parameter of the passes over it that all micro-batches make [N].
+    def _exposed_by_kind(self) -> tuple[FloatArray, ...]:
+        return tuple(self._exposed_s(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))
+
+    @cached_property
+    def _copied_s_per_param(self) -> FloatArray:
+        """Seconds per parameter of the copies and sums that all micro-batches make of it [N].
 
         On a CPU at the bandwidth of plain copies: AdamW, which writes what it has read, streams twice as much.
         """
-        streams = device_rates(self.cluster, self.workload).update_bytes_per_s
+        streams = device_rates(self.scenario).update_bytes_per_s
         rate = min(streams, self.cluster.weakest_device.memory_bandwidth_bytes_per_s)
-        return np.asarray(passes_bytes_per_param(self.batch, self.workload) / rate)
+        return np.asarray(copied_bytes_per_param(self.layouts, self.workload) / rate)
+
+    @cached_property
+    def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
+        """Exposed gathering and reduction of one layer over the entire step and the copies that serve them, by kind [K] of [N]."""
+        if self.known is not None:
+            return self.known.dp_exposed_by_kind
+        exposed = zip(self._exposed_by_kind, self.by_kind, strict=True)
+        return tuple(
+            np.asarray(seconds + cost.levels_s + self._copied_s_per_param * cost.num_trained)
+            for seconds, cost in exposed
+        )
 
     def copied_s(self, idx: int) -> FloatArray:
-        """Of each layer's [L] exposed seconds under one layout: those passes, which compute and do not communicate."""
-        return np.asarray(self._passes_s[idx] * self.per_layer("num_trained", idx))
-
-    @cached_property
-    def _collectives_exposed(self) -> tuple[FloatArray, ...]:
-        return tuple(self._dp_exposed(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))
-
-    def _dp_exposed(self, kind: Layer, cost: LayerCost) -> FloatArray:
-        b = self.batch
-        forward = self.overlap * (cost.forward_s + cost.comm_forward_s)
-        backward = self.overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
-        gather_hides, reduction_hides = hides(b, self.workload)
-        forward, backward = forward * gather_hides, backward * reduction_hides
-        if self.workload.engine_facts.reduces_after_pipeline:
-            # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
-            backward = np.where(b.pp > 1, 0.0, backward)
-        # The head stays gathered: its backward pass follows at once.
-        gather_backward = np.where((b.zero_stage == 3) & (not isinstance(kind, Head)), cost.regather_s, 0.0)
-        gathered, reduced = (
-            cost.num_params * self.workload.compute_bytes,
-            cost.num_params * self.workload.gradient_bytes,
-        )
-        # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small beside it.
-        parts = (b.dp_shard - 1) / b.dp_shard * gathered, (b.dp - 1) / b.dp * reduced
-        of_owners = self.workload.engine_facts.data_parallel.gathers_from_owners | (b.zero_stage < 3)
-        gathers = np.where(of_owners, b.dp_shard * (b.num_optimizer_shards // b.num_shards), b.dp_shard)
-        first = (gathers - 1) / gathers * gathered
-        in_forward = self._beside(forward, cost.gather_s, pair_slowdowns(first, cost.gather_s, self.cluster))
-        both_s = gather_backward + cost.reduce_s
-        both = np.where(gather_backward > 0, parts[0], 0.0) + parts[1]
-        in_backward = self._beside(backward, both_s, pair_slowdowns(both, both_s, self.cluster))
-        return np.asarray(self._passes * (in_forward + in_backward))
-
-    def _beside(self, compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
-        """What a layer's collective adds to its own compute, or in all chunks but one to pp micro-batches of the next [N]."""
-        b, own = self.batch, exposed_s(compute_s, collective_s, pair)
-        if not hides_in_chunks(self.workload):
-            return own
-        others = exposed_s(compute_s * np.minimum(b.num_microbatches, b.pp), collective_s, pair)
-        return np.asarray(own / b.num_model_chunks + others * (1 - 1 / b.num_model_chunks))
-
-    @cached_property
-    def _passes(self) -> IntArray:
-        """How often in a step parameters are gathered and gradients reduced [N].
-
-        Under a pipeline fully_shard keeps parameters gathered and reduces once: torch's PipelineStage asks for it in its last
-        backward pass, and torchtitan's reshard_after_forward is off there.
-        """
-        b = self.batch
-        once = (b.zero_stage < 2) | ((b.pp > 1) & self.workload.engine_facts.reduces_after_pipeline)
-        return np.asarray(np.where(once, 1, b.num_microbatches))
+        """Return, of each layer's [L] exposed seconds under one layout, the copies and sums, which do not communicate."""
+        return np.asarray(self._copied_s_per_param[idx] * self.per_layer("num_trained", idx))
 
     @cached_property
     def dp_edges_s(self) -> FloatArray:
         """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients."""
-        idx = int(self.kind_of_layer[0])
-        first, exposed = self.by_kind[idx], self._collectives_exposed[idx]
-        edges = np.maximum(self.overlap * self._passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
-        if not self.model.tie_embeddings:
+        first_kind = int(self.kind_of_layer[0])
+        first, exposed = self.by_kind[first_kind], self._exposed_by_kind[first_kind]
+        edges = np.maximum(self._overlap * self._num_passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
+        if not self.model.tie_embeddings or self.workload.adapters is not None:  # frozen copies have no gradients
             return np.asarray(edges)
-        b = self.batch
-        if self.workload.adapters is not None:
-            return np.asarray(edges)  # frozen copies have no gradients
+        b = self.layouts
         share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_gradient_shards
-        distance = b.stage_ranks * (b.pp - 1)
-        both = collective_s("all_reduce", share, np.full_like(b.pp, 2), np.maximum(distance, 1), self.stage_links)
+        distance = np.maximum(b.stage_ranks * (b.pp - 1), 1)
+        both = collective_s("all_reduce", share, np.full_like(b.pp, 2), distance, self.stage_links)
         # Under a split vocabulary a stage has the same rows of both, once.
         return np.asarray(edges + np.where((b.pp > 1) & (b.vocabulary == 0), both, 0.0))
 
     def update_s(
-        self, trained: FloatArray | float, expert_params: FloatArray | float, at: int | slice = slice(None)
+        self, trained: FloatArray | float, expert_params: FloatArray | float, idx: int | slice = slice(None)
     ) -> FloatArray:
-        """Seconds of the optimizer on a stage with ``trained`` parameters per tensor-parallel rank, under layouts ``at``."""
-        b, workload = self.batch, self.workload
-        rates = device_rates(self.cluster, workload)
-        owners = b.num_optimizer_shards[at], b.expert_optimizer_shards[at]
+        """Return the seconds of the optimizer on a stage, given parameters per tensor-parallel rank, under layouts ``idx``."""
+        b, workload = self.layouts, self.workload
+        rates = device_rates(self.scenario)
+        owners = b.num_optimizer_shards[idx], b.expert_optimizer_shards[idx]
         share = np.asarray(sharded_params(trained, expert_params, *owners))
         if not workload.has_backward:
-            whole = (trained - expert_params) * b.tp[at] + expert_params * b.ep[at] * b.expert_tp[at]
-            return elementwise_update_s(np.asarray(share), ZEROTH_ORDER_ELEMENTS * workload.master_bytes, rates) + (
-                elementwise_update_s(np.asarray(whole), DIRECTION_ELEMENTS * workload.master_bytes, rates)
-            )
+            unsharded = (trained - expert_params) * b.tp[idx] + expert_params * b.ep[idx] * b.expert_tp[idx]
+            moved = elementwise_update_s(share, ZEROTH_ORDER_ELEMENTS * workload.master_bytes, rates)
+            drawn_bytes = DIRECTION_ELEMENTS * workload.master_bytes
+            return moved + elementwise_update_s(np.asarray(unsharded), drawn_bytes, rates)
         update_bytes = update_bytes_per_param(workload)
         seconds = elementwise_update_s(share, update_bytes, rates)
         if workload.optimizer == "muon":
             seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * self.model.hidden_dim / rates.gemm_flops_per_s
-        away = np.where(b.offload[at] > 0, b.offload_fraction[at], 0.0)
-        on_host = host_update_s_per_param(workload, self.cluster, b.offload_to_storage[at], update_bytes)
+        away = np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0)
+        on_host = host_update_s_per_param(self.scenario, b.offload_to_storage[idx], update_bytes)
         return np.asarray((1 - away) * seconds + away * share * on_host)
 
     def once_per_layer_s(self, idx: int) -> FloatArray:
-        """What each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
-        exposed = np.array([seconds[idx] for seconds in self.dp_exposed_by_kind])[self.kind_of_layer]
-        return exposed + self.update_s(self.per_layer("num_trained", idx), self.per_layer("expert_params", idx), idx)
+        """Return what each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
+        return self.exposed_s(idx) + self.layer_updates_s(idx)
+
+    def exposed_s(self, idx: int) -> FloatArray:
+        """Return the exposed communication over data of each layer [L] under one layout."""
+        return np.array([seconds[idx] for seconds in self.dp_exposed_by_kind])[self.kind_of_layer]
+
+    def layer_updates_s(self, idx: int) -> FloatArray:
+        """Return the seconds of the optimizer on each layer [L] under one layout."""
+        return self.update_s(self.per_layer("num_trained", idx), self.per_layer("expert_params", idx), idx)
+
+    # A vocabulary split over all stages
 
     @cached_property
-    def block_params(self) -> FloatArray:
-        """Parameters of the largest block per tensor-parallel rank [N]."""
-        blocks = [c.num_params for kind, c in zip(self.kinds, self.inside, strict=True) if isinstance(kind, Block)]
-        return np.asarray(np.max(blocks, axis=0)[self.like])
+    def vocabulary(self) -> VocabularyShare | None:
+        """What each stage has of a split vocabulary [N], zero under layouts that have it at the ends; None if all do."""
+        is_split = self.layouts.vocabulary == 1
+        rows = np.flatnonzero(is_split)
+        if not len(rows):
+            return None
+        embedding = next(kind for kind in self.kinds if isinstance(kind, Embedding))
+        share_idx = np.zeros(len(self.layouts), dtype=np.int64)
+        share_idx[rows] = np.arange(len(rows))
+        return vocabulary_share(embedding, self.model.head, self._inputs.select(rows)).take(share_idx).masked(is_split)
 
     @cached_property
-    def block_trained(self) -> FloatArray:
-        """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
-        blocks = [c.num_trained for kind, c in zip(self.kinds, self.inside, strict=True) if isinstance(kind, Block)]
-        return np.asarray(np.max(blocks, axis=0)[self.like])
+    def vocabulary_sent_s(self) -> FloatArray:
+        """Exposed communication of a split vocabulary for one micro-batch [N]: what outlasts a stage's own passes."""
+        if self.vocabulary is None:
+            return np.zeros(len(self.layouts))
+        hidden = self.total("busy_s") / self.layouts.pp if self.workload.overlap else 0.0
+        return np.asarray(np.maximum(self.vocabulary.sent_s - hidden, 0.0))
 
     @cached_property
-    def head_idx(self) -> int:
-        """Position of the head among the layers."""
-        return next(idx for idx, layer in enumerate(self.model.iter_layers()) if isinstance(layer, Head))
+    def vocabulary_s(self) -> FloatArray:
+        """Seconds that a split vocabulary adds to a step [N], without collectives over data."""
+        if self.vocabulary is None:
+            return np.zeros(len(self.layouts))
+        b = self.layouts
+        each = self.vocabulary.total("busy_s") + self.vocabulary_sent_s
+        return np.asarray((b.num_microbatches + (b.pp - 1) / b.num_model_chunks) * each)
 
     @cached_property
-    def root_kinds(self) -> tuple[int, ...]:
-        """Kinds outside the blocks: embedding, head, MTP."""
-        return tuple(k for k, kind in enumerate(self.kinds) if not isinstance(kind, Block))
-
-    @cached_property
-    def root_params(self) -> FloatArray:
-        """Parameters of the largest unit outside the blocks per tensor-parallel rank [N]."""
-        return np.asarray(np.max([self.inside[k].num_params for k in self.root_kinds], axis=0)[self.like])
-
-    @cached_property
-    def working_bytes(self) -> FloatArray:
-        """Largest working set of a layer [N]."""
-        return np.asarray(np.max([cost.working_bytes for cost in self.inside], axis=0)[self.like])
-
-    @cached_property
-    def logits(self) -> FloatArray:
-        """Logits of one micro-batch on one tensor-parallel rank [N]."""
-        b = self.batch
-        return np.asarray(b.tokens(self.workload.seq_len) * self.model.head.vocab_size / b.tp)
+    def vocabulary_dp_s(self) -> FloatArray:
+        """Exposed collectives over data of each stage's share of the vocabulary, first gather and last reduction included [N]."""
+        seconds = np.zeros(len(self.layouts))
+        if self.vocabulary is None:
+            return seconds
+        for kind in self.kinds:
+            if isinstance(kind, Embedding | Head):
+                cost = self.vocabulary.embedding if isinstance(kind, Embedding) else self.vocabulary.head
+                at_least = self._overlap * self._num_passes * (cost.gather_s + cost.reduce_s)
+                exposed = np.maximum(self._exposed_s(kind, cost), at_least)
+                seconds = seconds + exposed + cost.levels_s + self._copied_s_per_param * cost.num_trained
+        return np.where(self.layouts.vocabulary == 1, seconds, 0.0)
 
 
-def _cases(batch: LayoutTable) -> tuple[LayoutTable, IntArray]:
-    """Distinct cases inside layers and which one each layout is; of mixed layouts each case under all of RECOMPUTES in turn."""
-    if not batch.is_mixed:
-        rows, like = batch.within_layer
-        return batch.select(rows), like
-    rows, like = batch.replace(recompute=np.zeros_like(batch.recompute)).within_layer
+def _at_ends(kind: Layer, cost: LayerCost, layouts: LayoutTable) -> LayerCost:
+    """Return embedding and head as layers of the first and the last stage: zero where they are split over all stages."""
+    if not isinstance(kind, Embedding | Head) or np.all(layouts.vocabulary == 0):
+        return cost
+    return cost.masked(layouts.vocabulary == 0)
+
+
+def _cases(layouts: LayoutTable) -> tuple[LayoutTable, IntArray]:
+    """Return the cases within layers and which one each layout is; of mixed layouts each case under all RECOMPUTES in turn."""
+    if not layouts.is_mixed:
+        rows, case_idx = layouts.within_layer
+        return layouts.select(rows), case_idx
+    rows, case_idx = layouts.replace(recompute=np.zeros_like(layouts.recompute)).within_layer
     options = np.repeat(np.arange(len(RECOMPUTES)), len(rows))
-    cases = batch.select(np.tile(rows, len(RECOMPUTES))).replace(recompute=options)
-    return cases, like + batch.recompute * len(rows)
+    cases = layouts.select(np.tile(rows, len(RECOMPUTES))).replace(recompute=options)
+    return cases, case_idx + layouts.recompute * len(rows)
 
 
 def is_aligned(costs: CostTable) -> NDArray[np.bool_]:
-    """Whether every stage of a layout lies on one part of the cluster [N]; never where all nodes are alike.
+    """Return whether every stage of a layout lies on one device pool of the cluster [N]; never where all nodes are alike.
 
     Other schedules than gpipe and 1f1b, model chunks and a vocabulary split over all stages are costed as the weakest.
     """
-    b = costs.batch
-    aligned = np.isin(b.schedule, [SCHEDULE_NAMES.index(name) for name in ("gpipe", "1f1b")])
-    aligned &= (b.recompute < len(RECOMPUTES)) & (b.vocabulary == 0) & (b.num_model_chunks == 1) & bool(costs.parts)
-    for part in costs.parts:
-        aligned &= part.cluster.num_devices % b.stage_ranks == 0
+    b = costs.layouts
+    aligned = ~b.schedule_fact("splits_backward")
+    aligned &= (b.recompute < len(RECOMPUTES)) & (b.vocabulary == 0) & (b.num_model_chunks == 1)
+    aligned &= bool(costs.device_pools)
+    for pool in costs.device_pools:
+        aligned &= pool.cluster.num_devices % b.stage_ranks == 0
     return aligned
 
 
 def stages_of_pools(costs: CostTable) -> IntArray:
-    """Stages that each part runs under every layout [G, N], rounded down where the layout is not aligned."""
-    return np.array([part.cluster.num_devices // costs.batch.stage_ranks for part in costs.parts])
+    """Return the stages that each device pool runs under every layout [G, N], rounded down where the layout is not aligned."""
+    return np.array([pool.cluster.num_devices // costs.layouts.stage_ranks for pool in costs.device_pools])

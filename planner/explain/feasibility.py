@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ...cost_models.coefficients import Scenario
 from ...cost_models.stage import memory
 from ...cost_models.stage.bounds import budget_bytes, memory_bounds, uniform_time_bounds
 from ...cost_models.stage.table import CostTable
@@ -56,7 +57,7 @@ def stage_demands(estimate: Estimate, workload: Workload, cluster: ClusterSpec) 
     demands = []
     for stage in estimate.stages:
         pool, terms = pools.get(stage.device, cluster), stage.memory_bytes
-        required = int(memory.required_bytes(terms.total, terms.parameters, workload, pool))
+        required = int(memory.required_bytes(terms.total, terms.parameters, Scenario.build(workload, pool)))
         demands.append(StageDemand(required, pool.memory_budget_bytes, pool.weakest_device.memory_bytes))
     return demands
 
@@ -125,8 +126,8 @@ def find_fit(
     def checkpoint() -> None:
         request.deadline.require("verifying a change")
 
-    costs = CostTable.of(request.model, request.workload, request.cluster, space.batch, checkpoint=checkpoint)
-    required = memory.lower_bound_required_bytes(memory_bounds(costs), request.workload, request.cluster)
+    costs = CostTable.from_layouts(request.model, request.workload, request.cluster, space.batch, checkpoint=checkpoint)
+    required = memory.lower_bound_required_bytes(memory_bounds(costs), costs.scenario)
     budget = budget_bytes(costs)
     smallest = np.argsort(required, kind="stable")[:FIT_TRIES]
     roomy = np.flatnonzero(required <= ROOMY_FRACTION * budget)
@@ -144,4 +145,4 @@ def find_fit(
     if not feasible:
         return None
     best = min(feasible, key=lambda c: (c.estimate.step_time_s, rows[c.idx]))
-    return Fit(best.layout(subset.batch), best.estimate)
+    return Fit(best.layout(subset.layouts), best.estimate)

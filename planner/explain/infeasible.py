@@ -61,7 +61,7 @@ def explain_infeasible(request: PlanRequest, result: SearchResult) -> Meshwright
         done = f"{result.evaluated} of {num_layouts} layouts evaluated; none is faster than {result.bound_s:.4g} s"
         return request.deadline.error(f"for {model.name}", done)
     best = closest_to_fitting(result)
-    details = [*shortfall(best.layout(result.costs.batch), best.estimate, request.workload, cluster)]
+    details = [*shortfall(best.layout(result.costs.layouts), best.estimate, request.workload, cluster)]
     if request.fixed:
         details.append(f"fixed: {format_assignments(request.fixed)}")
     advice = advise(request, num_layouts=result.problem.num_layouts)

@@ -187,7 +187,7 @@ def _fastest(request: PlanRequest) -> _Fastest | None:
     best, problem = result.feasible[0], result.problem
     rejected = problem.pool.positions[np.array(problem.rejected, dtype=np.int64)]
     may_fit = replace(space, without=np.sort(rejected))
-    return _Fastest(best.layout(result.costs.batch), best.estimate.step_time_s, space, may_fit)
+    return _Fastest(best.layout(result.costs.layouts), best.estimate.step_time_s, space, may_fit)
 
 
 def _fastest_with(request: PlanRequest, change: ClusterChange, fastest: _Fastest) -> tuple[Layout, float] | None:
@@ -207,7 +207,7 @@ def _fastest_with(request: PlanRequest, change: ClusterChange, fastest: _Fastest
     best = result.feasible[0] if result.feasible else None
     if best is None or best.estimate.step_time_s >= known_s:
         return fastest.layout, known_s
-    return best.layout(result.costs.batch), best.estimate.step_time_s
+    return best.layout(result.costs.layouts), best.estimate.step_time_s
 
 
 def _axes_on(layout: Layout, cluster: ClusterSpec, level_idx: int) -> tuple[str, ...]:
@@ -307,7 +307,9 @@ class ScheduleMarginalValues:
         except MeshwrightError:
             return None
         lowest = space.lowest_bound()
-        return None if lowest is None else (without_schedule(space.options.least.batch.layout(lowest[0])), lowest[1])
+        return (
+            None if lowest is None else (without_schedule(space.options.minimum.layouts.layout(lowest[0])), lowest[1])
+        )
 
     def _without_schedule(self, case: _Case) -> tuple[Layout, float] | None:
         """Return the fastest layout of the changed cluster that needs no offload, where it is faster than the plan."""
@@ -320,7 +322,7 @@ class ScheduleMarginalValues:
             return None
         if not result.feasible:
             return None
-        return result.feasible[0].layout(result.costs.batch), result.feasible[0].estimate.step_time_s
+        return result.feasible[0].layout(result.costs.layouts), result.feasible[0].estimate.step_time_s
 
     def _visible(self, gain_s: float) -> float:
         return gain_s if abs(gain_s) > MIN_DIFFERENCE * self._base_s else 0.0

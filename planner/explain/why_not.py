@@ -82,7 +82,7 @@ def _search_schedules(
 
 
 def _compare_search(plan: Plan, request: PlanRequest, result: SearchResult) -> WhyNot:
-    batch = result.costs.batch
+    batch = result.costs.layouts
     if result.feasible:
         best = result.feasible[0]
         bound_s = result.bound_s if result.stopped_early else None

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from ...cost_models.coefficients import coefficients
-from ...cost_models.hardware.host import host_link_bytes_per_s, host_rates
+from ...cost_models.coefficients import packaged_coefficients
+from ...cost_models.hardware.host import host_rates
 from ...cost_models.stage.generation import (
     GenerationPhase as Phase,
 )
@@ -172,10 +172,9 @@ class BatchShapes:
     def _rates(self) -> Rates:
         workload = Workload(seq_len=1, global_batch_size=1, precision=self.generation.training_precision)
         host = host_rates(workload, self.cluster)
-        line = float(host_link_bytes_per_s(np.zeros(1), self.cluster)[0])
         return Rates(
-            to_device=line,
-            to_host=line,
+            to_device=host.link_bytes_per_s,
+            to_host=host.link_bytes_per_s,
             duplex=host.duplex,
             storage=host.storage_bytes_per_s if self.request.storage_bytes > 0 else 0.0,
             host_attention=self.host_attention,
@@ -285,7 +284,7 @@ def _device_need(instance: GenerationInstance) -> float:
 
 def _storage_need(instance: GenerationInstance) -> float:
     """Bytes of storage that the given host memory would need beside it."""
-    rate = float(coefficients()["offload"]["storage_bytes_per_s"])
+    rate = float(packaged_coefficients()["offload"]["storage_bytes_per_s"])
     anything = np.ones_like(instance.may_store)
     anything[0] = instance.may_store[0]
     stored = replace(instance, may_store=anything, rates=replace(instance.rates, storage=rate))

@@ -127,16 +127,16 @@ class OffloadSpace:
         self.recompute = fixed.get("recompute") if fixed.get("recompute") in UNIFORM else None
         degrees = {name: value for name, value in fixed.items() if name not in ("recompute", "offload", "pp")}
         batch = build_space(replace(request, fixed=degrees | {"recompute": "mixed", "pp": 1})).batch
-        costs = CostTable.of(request.model, request.workload, request.cluster, batch)
+        costs = CostTable.from_layouts(request.model, request.workload, request.cluster, batch)
         self.request, self.offload = request, request.offload
-        self.options, self._change = RecomputeCosts.of(costs), change
+        self.options, self._change = RecomputeCosts.from_table(costs), change
         self._problems: dict[int, list[OffloadInstance]] = {}
 
     def work_s(self) -> FloatArray:
         """Return a bound on the step [N]: passes without recompute, what communication over data adds, no update."""
-        costs, batch = self.options.least, self.options.least.batch
+        costs, batch = self.options.minimum, self.options.minimum.layouts
         exposed = sum(
-            (n * seconds for n, seconds in zip(costs.counts, self.options.least_exposed_by_kind, strict=True)),
+            (n * seconds for n, seconds in zip(costs.counts, self.options.min_exposed_by_kind, strict=True)),
             start=np.zeros(len(batch)),
         )
         return np.asarray(batch.num_microbatches * costs.total("busy_s") + exposed + costs.dp_edges_s)
@@ -206,9 +206,9 @@ class OffloadSpace:
         """Return a layout as its schedule makes it, and its stage."""
         choice = solved.solution.choice
         assert choice is not None
-        stage = build_stage(choice, self.options.least.model)
+        stage = build_stage(choice, self.options.minimum.model)
         recompute = "mixed" if stage.layer_recompute else stage.recompute
-        return self.options.least.batch.layout(solved.row).replace(offload="scheduled", recompute=recompute), stage
+        return self.options.minimum.layouts.layout(solved.row).replace(offload="scheduled", recompute=recompute), stage
 
 
 Effort = Literal["first", "rounded", "exact"]
@@ -264,7 +264,7 @@ def search_offload(
         bound=bound_s,
         finished=not stopped,
         evaluated=evaluated,
-        pruned=len(space.options.least.batch) - evaluated,
+        pruned=len(space.options.minimum.layouts) - evaluated,
         search_s=time.perf_counter() - start,
     )
     ranks = request.cluster.largest_node
@@ -302,7 +302,7 @@ def _runner_ups(
     count: int,
 ) -> list[SolvedLayout]:
     """Return the fastest layouts of other degrees or micro-batches: those that were solved, and the next ones of the search."""
-    batch = space.options.least.batch
+    batch = space.options.minimum.layouts
 
     def key(row: int) -> tuple[int, ...]:
         return (*batch.degrees(row), int(batch.micro_batch_size[row]))

@@ -48,11 +48,11 @@ def build_instances(
         recompute: what all blocks must do; None: each its best.
     """
     base = _instance(options, idx, request, recompute)
-    b = options.least.batch
+    b = options.minimum.layouts
     if not base.may.parameters or b.zero_stage[idx] == 3:
         return [base]
-    in_pieces = 2.0 * float(options.least.block_params[idx]) + float(options.least.root_params[idx])
-    gathered = in_pieces * options.least.workload.compute_bytes
+    in_pieces = 2.0 * float(options.minimum.block_params[idx]) + float(options.minimum.root_params[idx])
+    gathered = in_pieces * options.minimum.workload.compute_bytes
     without = replace(base, may=replace(base.may, parameters=False))
     if b.dp[idx] * b.cp[idx] > 1:  # below zero 3 parameters stay gathered over the ranks
         return [without]
@@ -62,7 +62,7 @@ def build_instances(
 def _instance(
     options: RecomputeCosts, idx: int, request: OffloadRequest, recompute: Recompute | None
 ) -> OffloadInstance:
-    least, workload, cluster = options.least, options.least.workload, options.least.cluster
+    least, workload, cluster = options.minimum, options.minimum.workload, options.minimum.cluster
     kinds = least.kind_of_layer
     is_block = np.array([isinstance(kind, Block) for kind in least.kinds])[kinds]
     rates = request.rates(workload, cluster)
@@ -70,14 +70,16 @@ def _instance(
     kept = kept * cluster.calibration.activations
     none = RECOMPUTES.index("none")
     moves = np.array([0.0, 0.0, 0.0, 1.0, 1.0])[:, None] * is_block
-    forward = options.under[none].per_layer("forward_s", idx) + options.under[none].per_layer("comm_forward_s", idx)
+    forward = options.by_option[none].per_layer("forward_s", idx) + options.by_option[none].per_layer(
+        "comm_forward_s", idx
+    )
     working = np.where(is_block, _of_recomputes(options.working_bytes(idx)[:, None]), 0.0)
     sizes = _sizes(options, idx)
     fixed, turn, update = _fixed_bytes(options, idx)
     allowed = np.array([recompute is None or recompute == option for option in RECOMPUTE_OF])
     away = request.kinds in ("auto", "activations")
     allowed &= np.array([offload == "none" or away for offload in OFFLOAD_OF])
-    margin = float(memory.required_bytes(1.0, 0.0, workload, cluster))
+    margin = float(memory.required_bytes(1.0, 0.0, least.scenario))
     return OffloadInstance(
         forward_s=forward,
         backward_s=busy[none] - forward,
@@ -107,11 +109,11 @@ def _instance(
         cap_bytes=cluster.memory_budget_bytes / margin,
         host_cap_bytes=rates.memory_bytes,
         storage_cap_bytes=request.storage_bytes / cluster.largest_node,
-        num_microbatches=int(least.batch.num_microbatches[idx]),
-        gradients_accumulate=bool(least.batch.num_microbatches[idx] > 1),
+        num_microbatches=int(least.layouts.num_microbatches[idx]),
+        gradients_accumulate=bool(least.layouts.num_microbatches[idx] > 1),
         streamable=(is_block | (not least.model.tie_embeddings)) & (sizes["parameter_bytes"] > 0),
         host_update_s=sizes["parameter_bytes"] / workload.master_bytes * rates.update_s_per_param,
-        device_update_s=options.under[none].update_s(*_trained(options, idx), idx),
+        device_update_s=options.by_option[none].update_s(*_trained(options, idx), idx),
         pieces=_pieces(least.model),
         **sizes,
     )
@@ -134,24 +136,24 @@ def _of_recomputes(values: FloatArray) -> FloatArray:
 
 
 def _by_option(options: RecomputeCosts, name: str, idx: int) -> FloatArray:
-    return np.asarray(options.of_kinds(name, idx)[options.least.kind_of_layer].T)
+    return np.asarray(options.of_kinds(name, idx)[options.minimum.kind_of_layer].T)
 
 
 def _trained(options: RecomputeCosts, idx: int) -> tuple[FloatArray, FloatArray]:
-    least = options.least
+    least = options.minimum
     return least.per_layer("num_trained", idx), least.per_layer("expert_params", idx)
 
 
 def _sizes(options: RecomputeCosts, idx: int) -> dict[str, FloatArray]:
     """Bytes of one rank's master parameters, copies that stay, gradients and states of each layer [L]."""
-    workload, b = options.least.workload, options.least.batch
+    workload, b = options.minimum.workload, options.minimum.layouts
     trained, experts = _trained(options, idx)
     owned = sharded_params(trained, experts, b.num_optimizer_shards[idx], b.expert_optimizer_shards[idx])
     reduced = sharded_params(trained, experts, b.num_gradient_shards[idx], b.expert_gradient_shards[idx])
     zero, master = int(b.zero_stage[idx]), float(workload.master_bytes)
     accumulates = b.num_microbatches[idx] > 1
     whole = zero == 0 or (zero == 1 and accumulates)
-    shape = step_shape(b, np.ones(1), num_neighbours=np.zeros(1, dtype=np.int64), at=idx)
+    shape = step_shape(b, np.ones(1), num_neighbours=np.zeros(1, dtype=np.int64), idx=idx)
     copied = bool(data.has_copies(shape, workload)) and zero < 3
     return {
         "parameter_bytes": np.asarray(master * owned),
@@ -163,7 +165,7 @@ def _sizes(options: RecomputeCosts, idx: int) -> dict[str, FloatArray]:
 
 def _fixed_bytes(options: RecomputeCosts, idx: int) -> tuple[float, float, float]:
     """Bytes beside states and activations: always there, at the turn (the loss), and in the update, of memory.py's own parts."""
-    costs = options.under[0]
+    costs = options.by_option[0]
     first, last = np.array([0]), np.array([len(costs.kind_of_layer)])
     contents = replace(contents_between(costs, idx, first, last), working_bytes=np.zeros(1))
     # With activations beyond any device's the loss is the peak, with none and no logits the update is.
@@ -172,7 +174,7 @@ def _fixed_bytes(options: RecomputeCosts, idx: int) -> tuple[float, float, float
     )
     copies = float(_sizes(options, idx)["copy_bytes"].sum())
     gathered = float(np.ravel(at_loss["unsharded"])[0]) - copies
-    frozen = float(np.ravel(contents.frozen(step_shape(costs.batch, np.ones(1), num_neighbours=first, at=idx)))[0])
+    frozen = float(np.ravel(contents.frozen(step_shape(costs.layouts, np.ones(1), num_neighbours=first, idx=idx)))[0])
     fixed = float(np.ravel(at_loss["temporary"])[0]) + gathered + frozen
     root = costs.workload.compute_bytes * float(np.ravel(contents.root_params)[0]) * (copies + gathered > 0)
     return fixed, float(np.ravel(at_loss["logits"])[0]), root - gathered
@@ -233,9 +235,8 @@ def build_schedule(
 
 def constant_s(options: RecomputeCosts, idx: int) -> float:
     """Exposed communication over data in a step and copies for it, which no schedule here changes."""
-    none = options.under[RECOMPUTES.index("none")]
-    exposed = np.array([seconds[idx] for seconds in none.dp_exposed_by_kind])[none.kind_of_layer]
-    return float(exposed.sum() + none.dp_edges_s[idx])
+    none = options.by_option[RECOMPUTES.index("none")]
+    return float(none.exposed_s(idx).sum() + none.dp_edges_s[idx])
 
 
 def build_estimate(
@@ -314,7 +315,7 @@ def option_costs_of_plan(plan: Plan, cluster: ClusterSpec) -> RecomputeCosts:
     """Costs of the plan's layout on a cluster (row 0), whatever its blocks recompute."""
     layout = without_schedule(plan.layout)
     batch = LayoutTable.from_layouts([layout], plan.workload.global_batch_size)
-    return RecomputeCosts.of(CostTable.of(plan.model, plan.workload, cluster, batch))
+    return RecomputeCosts.from_table(CostTable.from_layouts(plan.model, plan.workload, cluster, batch))
 
 
 def without_schedule(layout: Layout) -> Layout:

@@ -124,7 +124,7 @@ def build_plan(
 
 def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> Plan:
     """Return the plan of the simplest of the fastest layouts that a search found, none slower than ``slowest_s``."""
-    chosen, batch = choose_simplest(result, slowest_s=slowest_s), result.costs.batch
+    chosen, batch = choose_simplest(result, slowest_s=slowest_s), result.costs.layouts
     return build_plan(
         request,
         chosen.layout(batch),
@@ -182,12 +182,12 @@ def choose_simplest(result: SearchResult, *, slowest_s: float = math.inf) -> Can
     best = result.feasible[0].estimate.step_time_s
     slowest = max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
     close = [c for c in result.feasible if c.estimate.step_time_s <= slowest]
-    return min(close, key=lambda c: (complexity(c.layout(result.costs.batch)), c.estimate.step_time_s, c.idx))
+    return min(close, key=lambda c: (complexity(c.layout(result.costs.layouts)), c.estimate.step_time_s, c.idx))
 
 
 def build_alternatives(result: SearchResult, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
     """Return the best of every other combination of degrees, and those faster ones that lack the least memory."""
-    batch = result.costs.batch
+    batch = result.costs.layouts
     seen = {batch.degrees(chosen.idx)}
 
     def different(candidates: Iterable[Candidate], count: int) -> Iterator[Alternative]:
@@ -211,7 +211,7 @@ def alternatives_with_schedules(
     plain: list[Alternative] = []
     if result is not None:
         best = choose_simplest(result)
-        first = build_alternative(best.layout(result.costs.batch), best.estimate, chosen)
+        first = build_alternative(best.layout(result.costs.layouts), best.estimate, chosen)
         plain = [first, *build_alternatives(result, replace(best, estimate=chosen), top)]
     feasible = sorted((a for a in (*scheduled, *plain) if not _is_too_large(a)), key=lambda a: a.step_time_s)
     return (*feasible[:top], *(a for a in plain if _is_too_large(a)))
@@ -345,7 +345,7 @@ def _rows_over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, in
     First the fastest under named schedules, then by their bounds. Where not even the named order that holds least has stages that
     fit, none is tried.
     """
-    batch = result.costs.batch
+    batch = result.costs.layouts
     too_large = {_all_but_schedule(batch, row) for row in result.problem.rejected if batch.schedule[row] == LEANEST}
     lowest: dict[tuple[float, ...], tuple[float, int]] = {}
     for row, any_order_s in result.problem.any_order_s.items():
@@ -365,8 +365,8 @@ def synthesise_orders(
     groups = dict[tuple[float, ...], list[Candidate]]()
     for candidate in feasible:
         is_mapped = candidate.nodes or candidate.part_of_stage
-        if int(costs.batch.schedule[candidate.idx]) in _OVER_A_V and not is_mapped:
-            groups.setdefault(_all_but_schedule(costs.batch, candidate.idx), []).append(candidate)
+        if int(costs.layouts.schedule[candidate.idx]) in _OVER_A_V and not is_mapped:
+            groups.setdefault(_all_but_schedule(costs.layouts, candidate.idx), []).append(candidate)
     by_bound = [sorted(group, key=lambda c: c.any_order_s) for group in groups.values()]
     by_bound.sort(key=lambda group: (group[0].any_order_s, group[0].idx))
     finalists = [c for group in by_bound for c in {c.boundaries: c for c in group}.values()]

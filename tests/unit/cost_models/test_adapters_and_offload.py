@@ -112,7 +112,7 @@ def test_bounds_hold_with_every_choice(workload: Workload) -> None:
     ]
     batch = LayoutTable.from_layouts(layouts, workload.global_batch_size)
     assert [batch.layout(idx) for idx in range(len(layouts))] == layouts
-    costs = CostTable.of(LLAMA, workload, CLUSTER, batch)
+    costs = CostTable.from_layouts(LLAMA, workload, CLUSTER, batch)
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in range(len(layouts)):
         real = expand(costs, idx).estimate

@@ -185,7 +185,7 @@ def test_bounds_hold_with_every_axis() -> None:
         Layout(dp_shard=8, pp=4, ep=8, num_model_chunks=2, zero_stage=1, recompute="selective"),
         Layout(cp=8, tp=4, ep=2, etp=4, zero_stage=0),
     ]
-    costs = CostTable.of(MIXTRAL, WORKLOAD, NODES, batch_of(*layouts))
+    costs = CostTable.from_layouts(MIXTRAL, WORKLOAD, NODES, batch_of(*layouts))
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in range(len(layouts)):
         found = expand(costs, idx).estimate

@@ -92,7 +92,9 @@ def test_bounds_hold_under_every_split(engine: str) -> None:
         for r in ("none", "full")
     ]
     layouts += [Layout(pp=4, cp=8, cp_ulysses=u, zero_stage=1) for u in (1, 2, 8)]
-    costs = CostTable.of(LLAMA, workload, NODES, LayoutTable.from_layouts(layouts, workload.global_batch_size))
+    costs = CostTable.from_layouts(
+        LLAMA, workload, NODES, LayoutTable.from_layouts(layouts, workload.global_batch_size)
+    )
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in range(len(layouts)):
         found = expand(costs, idx).estimate

@@ -106,7 +106,7 @@ def test_megatron_peaks_as_measured(layout: Layout, measured_gib: float) -> None
     batch_size = 4 * layout.dp_shard
     workload = Workload(seq_len=4096, global_batch_size=batch_size, engine="megatron")
     batch = LayoutTable.from_layouts([layout], batch_size)
-    costs = CostTable.of(spec, workload, ClusterSpec.parse("8xB200-SXM-180GB"), batch)
+    costs = CostTable.from_layouts(spec, workload, ClusterSpec.parse("8xB200-SXM-180GB"), batch)
     found = estimate_step(costs, 0, boundaries(costs, 0, balanced=False))
     assert found.peak_allocated_bytes / GIB == pytest.approx(measured_gib, rel=0.01)
 
@@ -116,7 +116,7 @@ def test_bounds_never_exceed_the_expanded_memory(engine: str) -> None:
     spec, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("16xH100-SXM-80GB")
     workload = Workload(seq_len=4096, global_batch_size=64, engine=engine)  # type: ignore[arg-type]
     space = build_space(PlanRequest(spec, machine, workload))
-    costs = CostTable.of(spec, workload, machine, space.batch)
+    costs = CostTable.from_layouts(spec, workload, machine, space.batch)
     _, bound_bytes = lower_bounds(costs)
     for idx in np.random.default_rng(0).choice(len(space.batch), size=40, replace=False):
         assert (

@@ -49,7 +49,7 @@ def test_model_chunks_hide_reductions_and_transfers() -> None:
     layouts = [Layout(dp_shard=16, pp=4, zero_stage=1, num_model_chunks=v) for v in (1, 4)]
     cluster = ClusterSpec.parse("64xL4")
     batch = LayoutTable.from_layouts(layouts, workload.global_batch_size)
-    costs = CostTable.of(ModelSpec.named("llama-3.1-8b"), workload, cluster, batch)
+    costs = CostTable.from_layouts(ModelSpec.named("llama-3.1-8b"), workload, cluster, batch)
     block = next(k for k, kind in enumerate(costs.kinds) if isinstance(kind, Block))
     plain, chunked = costs.dp_exposed_by_kind[block]
     assert chunked < plain

@@ -164,7 +164,9 @@ def nested(draw: st.DrawFn) -> Layout:
 @given(nested(), st.sampled_from(ENGINES))
 def test_bounds_hold_on_random_levels(layout: Layout, engine: str) -> None:
     workload = WORKLOAD.replace(engine=engine)
-    costs = CostTable.of(MIXTRAL, workload, NODES, LayoutTable.from_layouts([layout], workload.global_batch_size))
+    costs = CostTable.from_layouts(
+        MIXTRAL, workload, NODES, LayoutTable.from_layouts([layout], workload.global_batch_size)
+    )
     bound_s, bound_bytes = lower_bounds(costs)
     found = expand(costs, 0).estimate
     assert bound_s[0] <= found.step_time_s * (1 + 1e-9)

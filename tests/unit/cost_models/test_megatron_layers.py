@@ -106,7 +106,7 @@ def test_a_pipeline_boundary_is_sent_in_shares_by_megatron() -> None:
     cluster = ClusterSpec.parse("16xA100-SXM-80GB")
     batch = LayoutTable.from_layouts([Layout(tp=8, pp=2, sequence_parallel=False)], 64)
     ours, theirs = (
-        float(CostTable.of(GPT, megatron(engine=engine), cluster, batch).transfer_s[0])
+        float(CostTable.from_layouts(GPT, megatron(engine=engine), cluster, batch).transfer_s[0])
         for engine in ("fsdp2", "megatron")
     )
     assert ours / 8 < theirs < ours / 3
@@ -129,7 +129,7 @@ def test_bounds_hold_for_engines_with_a_slow_host(engine: str, attention: str) -
         for pp in (1, 2, 4)
         for recompute in ("none", "selective", "full")
     ]
-    costs = CostTable.of(spec, workload, cluster, LayoutTable.from_layouts(layouts, 64))
+    costs = CostTable.from_layouts(spec, workload, cluster, LayoutTable.from_layouts(layouts, 64))
     bound_s, _ = lower_bounds(costs)
     size = len(costs.kind_of_layer)
     for idx, layout in enumerate(layouts):
@@ -144,7 +144,7 @@ def test_bounds_hold_for_engines_with_a_slow_host(engine: str, attention: str) -
 def test_published_steps_of_megatron_on_a100(sequence_parallel: bool, recompute: str, measured_s: float) -> None:
     """Korthikanti et al. (arXiv:2205.05198) table 5, 175B on 64 devices; within twice what the table as a whole is off by."""
     layout = Layout(tp=8, pp=8, num_model_chunks=3, sequence_parallel=sequence_parallel, recompute=recompute)  # type: ignore[arg-type]
-    costs = CostTable.of(
+    costs = CostTable.from_layouts(
         GPT, megatron(attention="math"), ClusterSpec.parse("64xA100-SXM-80GB"), LayoutTable.from_layouts([layout], 64)
     )
     boundaries = (0, *(1 + 12 * stage for stage in range(1, 8)), 98)

@@ -24,7 +24,7 @@ def mixed_costs(engine: str, memory_ratio: float) -> CostTable:
     workload = Workload(seq_len=16384, global_batch_size=32, engine=engine)
     batch = build_space(PlanRequest(spec, cluster, workload, {"cp": 1, "tp": 1, "pp": 8, "micro_batch_size": 1})).batch
     rows = np.flatnonzero(batch.recompute == MIXED)
-    return CostTable.of(spec, workload, cluster, batch.select(rows))
+    return CostTable.from_layouts(spec, workload, cluster, batch.select(rows))
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
@@ -36,7 +36,7 @@ def test_no_stages_of_a_mixed_layout_are_shorter_than_the_bound(engine: str) -> 
         least_s, bound_s = lower_bound_slowest_s(costs, plain_s), uniform_time_bounds(costs)
         assert np.all((plain_s <= least_s) & (least_s <= before_s))  # more memory is never slower
         before_s = least_s
-        for idx in range(len(costs.batch)):
+        for idx in range(len(costs.layouts)):
             estimate = expand(costs, idx).estimate
             if not estimate.fits:
                 continue

@@ -37,7 +37,7 @@ def test_bounds_never_exceed_the_expanded_cost(
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
     fixed = {"recompute": recompute} if recompute else {}
     space = build_space(PlanRequest(spec, machine, workload, fixed))
-    costs = CostTable.of(spec, workload, machine, space.batch)
+    costs = CostTable.from_layouts(spec, workload, machine, space.batch)
     bound_s, bound_bytes = lower_bounds(costs)
     for idx in np.random.default_rng(0).choice(len(space.batch), size=min(30, len(space.batch)), replace=False):
         found = expand(costs, int(idx)).estimate
@@ -130,8 +130,8 @@ def test_gradients_of_weights_are_a_part_of_the_backward_pass() -> None:
     frozen = workload.replace(adapters=LowRank(targets=("qkv", "mlp"), frozen="16-bit"))
     parts = []
     for wanted in (workload, frozen):
-        costs = CostTable.of(spec, wanted, machine, LayoutTable.from_layouts([layout], 64))
-        block = costs.inside[1]
+        costs = CostTable.from_layouts(spec, wanted, machine, LayoutTable.from_layouts([layout], 64))
+        block = costs.by_case[1]
         parts.append(float(block.weight_s[0] / block.backward_s[0]))
     assert 0.3 < parts[0] < 0.5
     assert 0 < parts[1] < 0.1

@@ -24,7 +24,9 @@ SPLIT = Layout(tp=2, pp=4, dp_shard=4, zero_stage=1, vocabulary="split")
 
 def costs_of(spec: ModelSpec, *layouts: Layout, engine: str = "megatron") -> CostTable:
     workload = WORKLOAD.replace(engine=engine)
-    return CostTable.of(spec, workload, NODES, LayoutTable.from_layouts(list(layouts), workload.global_batch_size))
+    return CostTable.from_layouts(
+        spec, workload, NODES, LayoutTable.from_layouts(list(layouts), workload.global_batch_size)
+    )
 
 
 @pytest.mark.parametrize("spec", [GEMMA, QWEN], ids=lambda spec: spec.name)

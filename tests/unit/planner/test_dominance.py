@@ -52,7 +52,7 @@ def _without_split(layout: Layout) -> Layout:
 def _step_times(layouts: list[Layout], spec: ModelSpec, cluster: ClusterSpec, workload: Workload) -> list[float]:
     """Of all layouts with the stages of the first: with others, the search may find a better cut for one than for another."""
     batch = LayoutTable.from_layouts(layouts, workload.global_batch_size)
-    costs = CostTable.of(spec, workload, cluster, batch)
+    costs = CostTable.from_layouts(spec, workload, cluster, batch)
     boundaries = expand(costs, 0).boundaries
     return [estimate_step(costs, idx, boundaries).step_time_s for idx in range(len(layouts))]
 
@@ -114,7 +114,7 @@ def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_
     keep_every_sequence(monkeypatch)
     batch = build_space(PlanRequest(spec, machine, workload, fixed)).batch
     assert np.array_equal(np.unique(batch.sequence_parallel[batch.tp > 1]), [0, 1])
-    costs = CostTable.of(spec, workload, machine, batch)
+    costs = CostTable.from_layouts(spec, workload, machine, batch)
     times = np.array(
         [e.step_time_s if (e := expand(costs, idx).estimate).fits else np.inf for idx in range(len(batch))]
     )

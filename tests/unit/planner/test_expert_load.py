@@ -64,7 +64,9 @@ def test_rows_and_bytes_of_the_fullest_rank_count(recompute: str) -> None:
 def test_bounds_stay_below_costs_with_measured_loads() -> None:
     workload = with_imbalance(MODEL, CLUSTER, WORKLOAD, LOAD)
     layouts = [Layout(dp_shard=32 // pp, pp=pp, ep=ep, zero_stage=1) for pp in (2, 4) for ep in (1, 2, 4, 8)]
-    costs = CostTable.of(MODEL, workload, CLUSTER, LayoutTable.from_layouts(layouts, workload.global_batch_size))
+    costs = CostTable.from_layouts(
+        MODEL, workload, CLUSTER, LayoutTable.from_layouts(layouts, workload.global_batch_size)
+    )
     bound_s, bound_bytes = lower_bounds(costs)
     for idx, layout in enumerate(layouts):
         found = estimate(MODEL, CLUSTER, workload, layout)

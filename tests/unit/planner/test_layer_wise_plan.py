@@ -45,7 +45,7 @@ def layer_wise_step_s(cluster: ClusterSpec, workload: Workload, strategies: list
         Layout(dp_shard=GPUS, zero_stage=stage, micro_batch_size=1, recompute=recompute)
         for stage, recompute in distinct
     ]
-    costs = CostTable.of(MODEL, workload, cluster, LayoutTable.from_layouts(layouts, GLOBAL_BATCH_SIZE))
+    costs = CostTable.from_layouts(MODEL, workload, cluster, LayoutTable.from_layouts(layouts, GLOBAL_BATCH_SIZE))
     of_layer = [distinct.index(strategy) for strategy in strategies]
     busy = [costs.per_layer("busy_s", idx) for idx in range(len(distinct))]
     once = [costs.once_per_layer_s(idx) for idx in range(len(distinct))]

@@ -95,10 +95,10 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
 
 def all_placements(costs: CostTable, idx: int) -> list[tuple[float, bool]]:
     """Step time and whether it fits of every order of the parts and every split of the layers of one layout."""
-    ranks, num_layers = int(costs.batch.stage_ranks[idx]), costs.model.num_layers
+    ranks, num_layers = int(costs.layouts.stage_ranks[idx]), costs.model.num_layers
     found = []
     for order in orders(costs):
-        counts = [costs.parts[g].cluster.num_devices // ranks for g in order]
+        counts = [costs.device_pools[g].cluster.num_devices // ranks for g in order]
         placed = np.repeat(np.array(order), counts)
         for cuts in itertools.combinations(range(2, num_layers - 1), len(placed) - 1):
             one = estimate_on_pools(costs, idx, (0, *cuts, num_layers), placed)
@@ -107,7 +107,7 @@ def all_placements(costs: CostTable, idx: int) -> list[tuple[float, bool]]:
                     float(s.memory_bytes.total), s.memory_bytes.parameters, costs.workload, part.cluster
                 )
                 <= part.cluster.memory_budget_bytes
-                for s, part in zip(one.stages, [costs.parts[g] for g in placed], strict=True)
+                for s, part in zip(one.stages, [costs.device_pools[g] for g in placed], strict=True)
             )
             found.append((one.step_time_s, fits))
     return found
@@ -124,9 +124,9 @@ def test_no_order_and_no_split_beats_the_bound_and_the_best_one_is_found(seed: i
     batch = build_space(
         PlanRequest(spec, cluster, workload, {"pp": 3, "num_model_chunks": 1, "schedule": "1f1b"})
     ).batch
-    on_parts = np.flatnonzero(is_aligned(CostTable.of(spec, workload, cluster, batch)))
+    on_parts = np.flatnonzero(is_aligned(CostTable.from_layouts(spec, workload, cluster, batch)))
     batch = batch.select(np.sort(rng.choice(on_parts, size=2, replace=False)))
-    costs = CostTable.of(spec, workload, cluster, batch)
+    costs = CostTable.from_layouts(spec, workload, cluster, batch)
     for idx in range(len(batch)):
         placements = all_placements(costs, idx)
         fitting = [time for time, fits in placements if fits]
@@ -161,7 +161,7 @@ def test_parts_that_cost_the_same_have_the_split_of_one(engine: str) -> None:
     assert len(two.parts) == 2
     workload, spec = Workload(seq_len=2048, global_batch_size=64, engine=engine), shortened("llama-3.2-1b", 13)
     batch = build_space(PlanRequest(spec, one, workload, {"pp": 4, "num_model_chunks": 1})).batch
-    alike, mixed = (CostTable.of(spec, workload, cluster, batch) for cluster in (one, two))
+    alike, mixed = (CostTable.from_layouts(spec, workload, cluster, batch) for cluster in (one, two))
     for idx in range(0, len(batch), max(len(batch) // 12, 1)):
         plain, on_parts = expand.expand(alike, idx), expand.expand(mixed, idx)
         assert on_parts.estimate.fits == plain.estimate.fits

@@ -30,7 +30,7 @@ def test_points_are_the_fastest_layouts_under_their_caps(case: tuple[str, str, i
     fixed = {"micro_batch_size": 2} if runnable else {"micro_batch_size": 2, "cp": 1}
     points = pareto(spec, machine, workload, fixed=fixed, runnable=runnable, step_fraction=0.04)
     space = build_space(PlanRequest(spec, machine, workload, fixed, runnable=runnable))
-    costs = CostTable.of(spec, workload, machine, space.batch)
+    costs = CostTable.from_layouts(spec, workload, machine, space.batch)
     assert len(points) >= 2
     assert points[0].cap_bytes == machine.memory_budget_bytes
     for faster, slower in itertools.pairwise(points):
@@ -73,7 +73,7 @@ def test_nothing_that_fits_has_no_front() -> None:
 def test_smaller_budget_changes_only_what_fits() -> None:
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("4xH100-SXM-80GB")
     workload = Workload(seq_len=4096, global_batch_size=8)
-    costs = CostTable.of(spec, workload, machine, build_space(PlanRequest(spec, machine, workload)).batch)
+    costs = CostTable.from_layouts(spec, workload, machine, build_space(PlanRequest(spec, machine, workload)).batch)
     assert np.isfinite(costs.total("busy_s")).all()
     half = costs.with_budget(machine.memory_budget_bytes // 2)
     assert half.cluster.memory_budget_bytes == machine.memory_budget_bytes // 2

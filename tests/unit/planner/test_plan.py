@@ -89,7 +89,7 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
     part = PARTS.get(case[0], {})
     found = make(*case, runnable=True, fixed=part)
     space = build_space(PlanRequest(found.model, found.cluster, found.workload, part, runnable=True))
-    costs = CostTable.of(found.model, found.workload, found.cluster, space.batch)
+    costs = CostTable.from_layouts(found.model, found.workload, found.cluster, space.batch)
     everything = [expand(costs, idx).estimate for idx in range(len(space.batch))]
     best = min(e.step_time_s for e in everything if e.fits)
     assert found.search is not None
@@ -122,7 +122,7 @@ def test_bound_holds_for_every_split_into_stages() -> None:
     found = plan(spec, machine, workload, fixed=fixed)
     space = build_space(PlanRequest(spec, machine, workload, fixed | {"recompute_fraction": 1.0}))
     assert set(space.batch.recompute) == {0, 1, 2}
-    costs = CostTable.of(spec, workload, machine, space.batch)
+    costs = CostTable.from_layouts(spec, workload, machine, space.batch)
     splits = [
         (idx, (0, cut, spec.num_layers)) for idx in range(len(space.batch)) for cut in range(2, spec.num_layers - 1)
     ]

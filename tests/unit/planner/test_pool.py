@@ -38,7 +38,7 @@ def instance(engine: str, model: str, fixed: dict) -> tuple[search.Pool, CostTab
     space = build_space(PlanRequest(spec, CLUSTER, workload, fixed))
     return (
         search.Pool(PlanRequest(spec, CLUSTER, workload), space),
-        CostTable.of(spec, workload, CLUSTER, space.batch),
+        CostTable.from_layouts(spec, workload, CLUSTER, space.batch),
         space,
     )
 
@@ -60,7 +60,7 @@ def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, m
     assert np.array_equal(np.sort(some.positions), np.arange(len(space)))
     there = whole.select(some.positions)
     for name, column in there.batch.columns.items():
-        assert np.array_equal(some.costs.batch.columns[name], column), name
+        assert np.array_equal(some.costs.layouts.columns[name], column), name
     np.testing.assert_allclose(uniform_time_bounds(some.costs), uniform_time_bounds(there), rtol=1e-12)
 
 

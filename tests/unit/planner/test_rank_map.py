@@ -38,7 +38,7 @@ def test_replicas_are_gathered_in_racks() -> None:
     found = plan(SPEC, cluster, workload, fixed={"pp": 2, "dp_shard": 4})
     assert [device // 2 for device in found.rank_map[::2]] in ([0, 2, 1, 3], [1, 3, 0, 2])
     listed = expand.expand(
-        CostTable.of(
+        CostTable.from_layouts(
             SPEC, workload, cluster, build_space(PlanRequest(SPEC, cluster, workload, {"pp": 2, "dp_shard": 4})).batch
         ),
         0,
@@ -62,15 +62,17 @@ def test_no_map_beats_the_bound_and_the_found_one_is_never_worse_than_as_listed(
     rows = rng.choice(len(batch), size=5, replace=False)
     batch = batch.select(np.sort(rows))
     spec = SPEC if seed % 3 else ModelSpec.named("qwen2.5-7b")
-    bounds = uniform_time_bounds(CostTable.of(spec, workload, best_case(cluster, tied=spec.tie_embeddings), batch))
-    costs = CostTable.of(spec, workload, cluster, batch)
+    bounds = uniform_time_bounds(
+        CostTable.from_layouts(spec, workload, best_case(cluster, tied=spec.tie_embeddings), batch)
+    )
+    costs = CostTable.from_layouts(spec, workload, cluster, batch)
     orders = list(itertools.permutations(range(num_nodes)))
     for idx in range(len(batch)):
         found = expand.expand(costs, idx)
         row = batch.select(np.array([idx]))
 
         def cost(order: tuple[int, ...], cut: tuple[int, ...] = found.boundaries, row=row, spec=spec) -> Estimate:
-            there = CostTable.of(spec, workload, in_order(cluster, order), row)
+            there = CostTable.from_layouts(spec, workload, in_order(cluster, order), row)
             return estimate_step(there, 0, cut)
 
         some = [orders[i] for i in rng.choice(len(orders), size=8, replace=False)]
@@ -87,7 +89,7 @@ def test_search_equals_expanding_every_layout(monkeypatch: pytest.MonkeyPatch) -
     workload = Workload(seq_len=1024, global_batch_size=16)
     part = {"micro_batch_size": 2, "recompute": "none", "cp": 1, "num_model_chunks": 1}
     space = build_space(PlanRequest(SPEC, cluster, workload, part, runnable=True))
-    costs = CostTable.of(SPEC, workload, cluster, space.batch)
+    costs = CostTable.from_layouts(SPEC, workload, cluster, space.batch)
     times = [expand.expand(costs, idx).estimate for idx in range(len(space.batch))]
     found = search.search(PlanRequest(SPEC, cluster, workload), space)
     assert found.feasible[0].estimate.step_time_s == min(e.step_time_s for e in times if e.fits)
@@ -104,7 +106,7 @@ def test_maps_are_those_that_the_runtime_executes() -> None:
         batch = build_space(
             PlanRequest(SPEC, cluster, workload, {"micro_batch_size": 1, "recompute": "none"}, runnable=True)
         ).batch
-        costs = CostTable.of(SPEC, workload, cluster, batch)
+        costs = CostTable.from_layouts(SPEC, workload, cluster, batch)
         for idx in rng.choice(len(batch), size=4, replace=False):
             nodes = node_order(costs, int(idx), expand.expand(costs, int(idx)).boundaries)
             rank_map = device_of_rank(cluster, nodes)
@@ -119,5 +121,5 @@ def test_nodes_that_ranks_do_not_fill_stay_as_listed() -> None:
     cluster = with_matrix("6x2xA100-SXM-80GB/ib200", alternating(6))
     workload = Workload(seq_len=1024, global_batch_size=12)
     batch = build_space(PlanRequest(SPEC, cluster, workload, {"dp_shard": 3, "tp": 1, "pp": 1}, runnable=True)).batch
-    costs = CostTable.of(SPEC, workload, cluster, batch)
+    costs = CostTable.from_layouts(SPEC, workload, cluster, batch)
     assert node_order(costs, 0, expand.expand(costs, 0).boundaries) == ()

@@ -25,7 +25,7 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
     spec, cluster = shortened("deepseek-v2-lite", 5), ClusterSpec.parse("4xL40S")
     workload = Workload(seq_len=2048, global_batch_size=16, engine=engine)
     batch = build_space(PlanRequest(spec, cluster, workload, {"pp": 4, "recompute": "none"})).batch
-    costs = CostTable.of(spec, workload, cluster, batch)
+    costs = CostTable.from_layouts(spec, workload, cluster, batch)
     layers = list(spec.iter_layers())
     for idx in range(min(len(batch), 3)):
         spans = [(s, i, j) for s in range(4) for i in range(len(layers)) for j in range(i + 1, len(layers) + 1)]
@@ -139,7 +139,7 @@ def test_no_split_beats_the_bound_of_an_expanded_layout(engine: str) -> None:
     spec, cluster = shortened("deepseek-v2-lite", 7), ClusterSpec.parse("6x1xA100-SXM-80GB/eth10")
     workload = Workload(seq_len=1024, global_batch_size=24, engine=engine)
     batch = build_space(PlanRequest(spec, cluster, workload, {"pp": 3, "recompute": "selective"})).batch
-    costs = CostTable.of(spec, workload, cluster, batch)
+    costs = CostTable.from_layouts(spec, workload, cluster, batch)
     for idx in range(0, len(batch), max(len(batch) // 8, 1)):
         candidate = expand.expand(costs, idx)
         if not candidate.estimate.fits:

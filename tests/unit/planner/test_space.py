@@ -248,8 +248,10 @@ def test_costs_shared_between_layouts_are_those_of_each_alone(
     layouts += [neighbour for layout in layouts[:2] for neighbour in _neighbours(layout)]
     batch = LayoutTable.from_layouts(layouts, wanted.global_batch_size)
     wanted = wanted.replace(engine=engine)
-    together = CostTable.of(spec, wanted, NODES, batch)
-    alone = [CostTable.of(spec, wanted, NODES, batch.select(np.array([idx]))).by_kind for idx in range(len(batch))]
+    together = CostTable.from_layouts(spec, wanted, NODES, batch)
+    alone = [
+        CostTable.from_layouts(spec, wanted, NODES, batch.select(np.array([idx]))).by_kind for idx in range(len(batch))
+    ]
     for kind, shared in enumerate(together.by_kind):
         for field in fields(LayerCost):
             expected = [getattr(costs[kind], field.name)[0] for costs in alone]

@@ -43,7 +43,7 @@ def test_an_order_is_proposed_where_it_is_faster_than_every_named_one(ordered: P
 
 def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Plan) -> None:
     batch = LayoutTable.from_layouts([ordered.layout], WORKLOAD.global_batch_size)
-    costs = CostTable.of(SPEC, WORKLOAD, CLUSTER, batch)
+    costs = CostTable.from_layouts(SPEC, WORKLOAD, CLUSTER, batch)
     boundaries = (0, *(stage.first_layer_idx + stage.num_layers for stage in ordered.stages))
     instance = PipelineInstance(pipeline_of(costs, boundaries), tuple(activation_headroom_bytes(costs, boundaries)))
     makespan_s = check(instance, from_torch_csv("\n".join(ordered.pipeline_order)))
@@ -58,7 +58,9 @@ def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Pl
 
 def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: Plan) -> None:
     layouts = [ordered.layout.replace(schedule=schedule) for schedule in (*V_SCHEDULES, "synthesised")]
-    costs = CostTable.of(SPEC, WORKLOAD, CLUSTER, LayoutTable.from_layouts(layouts, WORKLOAD.global_batch_size))
+    costs = CostTable.from_layouts(
+        SPEC, WORKLOAD, CLUSTER, LayoutTable.from_layouts(layouts, WORKLOAD.global_batch_size)
+    )
     seconds, bytes_ = lower_bounds(costs)
     assert np.all(seconds <= ordered.estimate.step_time_s)
     assert bytes_.min() <= ordered.estimate.peak_allocated_bytes

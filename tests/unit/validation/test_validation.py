@@ -298,7 +298,7 @@ def test_nanotron_cuts_stages_where_the_weights_pass_their_share() -> None:
     )
     batch = LayoutTable.from_layouts([Layout(pp=4)], 8)
     workload = Workload(seq_len=64, global_batch_size=8, engine="nanotron")
-    costs = CostTable.of(spec, workload, ClusterSpec.parse("4xH100-SXM-80GB"), batch)
+    costs = CostTable.from_layouts(spec, workload, ClusterSpec.parse("4xH100-SXM-80GB"), batch)
     assert boundaries(costs, 0, balanced=True) == (0, 4, 7, 9, 10)
     assert boundaries(costs, 0, balanced=False) == (0, 3, 5, 7, 10)
 
