@@ -11,7 +11,7 @@ from ..schema.layers import Block, Embedding, Head
 from ..schema.layout import Layout, Recompute
 from ..schema.model import ModelSpec
 from ..schema.plan import Plan
-from ..schema.schedules import SCHEDULES
+from ..schema.schedules import DEFAULT, SCHEDULES
 from . import limits
 from .documents import (
     Adapter,
@@ -272,7 +272,7 @@ def _precision(training: Table) -> str:
 def _schedule(axes: Table, pp: int) -> tuple[str, int, tuple[str, ...]]:
     """Return our schedule, the chunks of a rank, and what was assumed."""
     if pp == 1:
-        return "1f1b", 1, ()
+        return DEFAULT.name, 1, ()
     names = {
         name.lower(): (schedule.name, has_chunks)
         for schedule in SCHEDULES.values()

@@ -24,7 +24,7 @@ from ..schema.layout import LAYOUT_FIELDS, Layout
 from ..schema.layout_rules import ProblemFacts
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, LayoutTable, column_of
 from ..schema.runnable import problem_facts
-from ..schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES, ScheduleName
+from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
 from ..schema.task import Engine
 from .dominance import exchanges_worth_trying, worth_whole_sequence
 from .request import PlanRequest
@@ -114,22 +114,19 @@ def has_zero_stage(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
 
 def splits_backward(c: Columns) -> NDArray[np.bool_]:
     """Rows whose schedule postpones gradients of weights."""
-    return np.isin(c["schedule"], [SCHEDULE_NAMES.index(schedule) for schedule in SPLIT_SCHEDULES])
+    return by_schedule("splits_backward")[c["schedule"]]
 
 
-def _with_split_backward(c: Columns, microbatches: IntArray) -> Columns:
-    """Beside every row those with the schedules that postpone gradients of weights, where they are defined."""
+def _with_other_schedules(c: Columns, microbatches: IntArray, engine: str) -> Columns:
+    """Add to every row those with the other schedules that the engine runs, where these are defined."""
     chunks, pp = c["num_model_chunks"], c["pp"]
     fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
-    where: dict[ScheduleName, NDArray[np.bool_]] = {
-        "zb-h1": fills & ((chunks == 1) | (microbatches % pp == 0)),
-        "zb-h2": fills & (chunks == 1),
-        **dict.fromkeys(V_SCHEDULES, fills & (chunks == 2)),
-    }
-    rows = [c] + [
-        select(c, keep) | {"schedule": np.full(int(keep.sum()), SCHEDULE_NAMES.index(name), dtype=np.int64)}
-        for name, keep in where.items()
-    ]
+    chunks_allow = {"any": (chunks == 1) | (microbatches % pp == 0), "one": chunks == 1, "two": chunks == 2}
+    others = (s for s in SCHEDULES.values() if s not in (DEFAULT, FOR_FEW_MICROBATCHES, GIVEN) and engine in s.engines)
+    rows = [c]
+    for schedule in others:
+        row = select(c, fills & chunks_allow[schedule.chunks])
+        rows.append(row | {"schedule": np.full_like(row["pp"], schedule.idx)})
     return {name: np.concatenate([row[name] for row in rows]) for name in c}
 
 
@@ -138,16 +135,16 @@ def with_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> C
     pp, microbatches = c["pp"], c["num_microbatches"]
     possible = np.ones_like(pp, dtype=bool)
     fills = (microbatches >= pp) | (pp == 1) | (not workload.engine_facts.is_own_runtime)
-    schedule = np.where(fills, SCHEDULE_NAMES.index("1f1b"), SCHEDULE_NAMES.index("gpipe"))
+    schedule = np.where(fills, DEFAULT.idx, FOR_FEW_MICROBATCHES.idx)
     if "schedule" in fixed:
-        schedule = np.full_like(schedule, SCHEDULE_NAMES.index(fixed["schedule"]))
+        schedule = np.full_like(schedule, SCHEDULES[fixed["schedule"]].idx)
         # An order is made over a V (planner/synthesis.py), where the named schedules that it stands in for are defined.
-        possible &= (fixed["schedule"] != "synthesised") | ((c["num_model_chunks"] == 2) & (microbatches >= pp))
+        possible &= (fixed["schedule"] != GIVEN.name) | ((c["num_model_chunks"] == 2) & (microbatches >= pp))
     if fixed.get("offload") == "parameters":
         possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
     c = c | {"schedule": schedule}
     if "schedule" not in fixed and workload.engine_facts.is_own_runtime:
-        return _with_split_backward(select(c, possible), microbatches[possible])
+        return _with_other_schedules(select(c, possible), microbatches[possible], workload.engine)
     return select(c, possible)
 
 
@@ -156,7 +153,7 @@ def with_recompute(c: Columns, fixed: Mapping[str, Any], *, mixes: bool) -> Colu
 
     Without ``mixes`` every one is uniform: stages on devices that differ are cut with one choice for all.
     """
-    plain = np.isin(c["schedule"], [SCHEDULE_NAMES.index(name) for name in ("1f1b", "gpipe")])
+    plain = by_schedule("bound")[c["schedule"]] == "whole_backward"
     mixed = mixes & plain & (c["num_model_chunks"] == 1) & (fixed.get("vocabulary", "ends") == "ends")
     if "recompute" in fixed:
         given = cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])

@@ -29,7 +29,7 @@ from ..schema.arrays import FloatArray
 from ..schema.errors import ConfigError
 from ..schema.layers import Block
 from ..schema.layout_table import MIXED, RECOMPUTES, LayoutTable
-from ..schema.schedules import SCHEDULE_NAMES, V_SCHEDULES
+from ..schema.schedules import GIVEN, OVER_A_V
 from ..solvers.solution import Status
 from ..solvers.stages import chunk_split, split_bound, stage_split
 from .mixed_clusters import expand_on_parts, nodes_of
@@ -188,7 +188,7 @@ class Candidate:
         """The layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
         layout = batch.layout(self.idx)
         if self.order:
-            layout = layout.replace(schedule="synthesised")
+            layout = layout.replace(schedule=GIVEN.name)
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 
@@ -320,7 +320,7 @@ def _expand_synthesised(costs: CostTable, idx: int, bound_s: float) -> Candidate
             help="set num_model_chunks=2 with pp > 1, or name a schedule",
         )
     budget, row = costs.cluster.memory_budget_bytes, costs.select(np.array([idx]))
-    named = [with_schedule(row, SCHEDULE_NAMES.index(name)) for name in V_SCHEDULES]
+    named = [with_schedule(row, schedule.idx) for schedule in OVER_A_V]
     cuts = [cut for under in named for cut in _cuts(under, 0, cap_bytes=budget)[0]]
     options = _same_for_all(costs, idx)
     candidates = [

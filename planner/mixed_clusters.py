@@ -24,7 +24,6 @@ from ..cost_models.stage.table import CostTable, stages_of_pools
 from ..schema import Estimate
 from ..schema.arrays import FloatArray, IntArray
 from ..schema.cluster import with_parts_in_order
-from ..schema.schedules import SCHEDULE_NAMES
 from ..solvers.stages import stage_split
 
 MAX_PARTS_IN_EVERY_ORDER = 4
@@ -126,7 +125,7 @@ def _least_replay(
 ) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds that the replay of no split is below (`pipeline.single_stages_s`, with the least of its terms), and the splits."""
     m, pp = int(costs.layouts.num_microbatches[idx]), instance.num_stages
-    if SCHEDULE_NAMES[costs.layouts.schedule[idx]] == "gpipe":
+    if costs.layouts.schedule_at(idx).all_forward_first:
         return stage_split.solve(instance).objective, []
     times, rounds = (2.0, (m - pp - 1) / 2) if m > pp else (1.0, (m - 1) / 2)
     balanced = stage_split.solve(replace(instance, rounds=rounds))

@@ -20,7 +20,6 @@ from ..cost_models.stage.memory import stage_headroom_bytes, stage_memory_terms
 from ..cost_models.stage.recompute import RecomputeCosts
 from ..schema.arrays import FloatArray, IntArray
 from ..schema.layout_table import RECOMPUTES
-from ..schema.schedules import SCHEDULE_NAMES
 from ..solvers.stages import stage_split
 from ..solvers.stages.stage_program import (
     StageFilling,
@@ -77,7 +76,7 @@ class Layers:
     def least_weights(self) -> tuple[tuple[float, float], ...]:
         """The same at least, each pair by itself: the bounds of cost_models/pipeline/lower_bounds.py for one stage a rank."""
         m, pp = self._num_microbatches, self.num_stages
-        if SCHEDULE_NAMES[self.costs.minimum.layouts.schedule[self.idx]] == "gpipe":
+        if self.costs.minimum.layouts.schedule_at(self.idx).all_forward_first:
             return (self.weights,)
         if m > pp:
             return (m - pp - 1, 2.0), (m, 0.0)

@@ -19,11 +19,11 @@ from ..cost_models.stage.step import estimate_step, pass_seconds
 from ..cost_models.stage.table import CostTable
 from ..schema import Estimate
 from ..schema.arrays import FloatArray
-from ..schema.schedules import SCHEDULE_NAMES
+from ..schema.schedules import GIVEN, SMALLEST_OVER_A_V
 from ..solvers.pipeline.greedy import quick_order
 
-SYNTHESISED = SCHEDULE_NAMES.index("synthesised")
-LEANEST = SCHEDULE_NAMES.index("v-min")
+SYNTHESISED = GIVEN.idx
+LEANEST = SMALLEST_OVER_A_V.idx
 """Of the named schedules over a V the one that holds least."""
 
 

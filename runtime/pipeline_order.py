@@ -5,7 +5,7 @@ Named schedules are made here for the plan's numbers (cost_models/pipeline/order
 
 from __future__ import annotations
 
-from ..cost_models.pipeline import orders
+from ..cost_models.pipeline.orders import order_of_schedule
 from ..cost_models.pipeline.simulation import Order, Pipeline, placement, simulate
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
@@ -40,28 +40,15 @@ def pipeline_order(plan: Plan) -> Order:
         ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
             takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
     """
-    order = planned_order(plan) or _named_order(plan)
+    order, layout = planned_order(plan), plan.layout
+    if order is None:
+        order = order_of_schedule(layout.schedule, layout.pp, plan.num_microbatches, layout.num_model_chunks)
     simulate(_unit_pipeline(plan), order)
     last = len(plan.stages) - 1
     turns = [action.micro_batch for row in order for action in row if (action.stage, action.kind) == (last, "F")]
     if turns != sorted(turns):
         raise ConfigError(f"the plan's pipeline_order takes the micro-batches of the last stage in the order {turns}")
     return order
-
-
-def _named_order(plan: Plan) -> Order:
-    ranks, chunks, micro_batches = plan.layout.pp, plan.layout.num_model_chunks, plan.num_microbatches
-    schedule = plan.layout.schedule
-    v_shaped = {"zb-v": orders.zb_v, "v-half": orders.v_half, "v-min": orders.v_min}
-    if schedule in v_shaped:
-        return v_shaped[schedule](ranks, micro_batches)
-    if chunks == 1:
-        plain = {"gpipe": orders.gpipe, "1f1b": orders.one_f_one_b, "zb-h1": orders.zb_h1, "zb-h2": orders.zb_h2}
-        return plain[schedule](ranks, micro_batches)
-    in_chunks = {"gpipe": orders.looped_bfs, "1f1b": orders.interleaved, "zb-h1": orders.interleaved_zero_bubble}
-    if schedule not in in_chunks:
-        raise ConfigError(f"schedule {schedule} has no form with {chunks} model chunks a rank")
-    return in_chunks[schedule](ranks, micro_batches, chunks)
 
 
 def _unit_pipeline(plan: Plan) -> Pipeline:

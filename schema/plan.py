@@ -14,6 +14,7 @@ from .layout import Layout, Recompute
 from .model import ModelSpec
 from .offers import CostSummary, ParetoPoint
 from .offload import LayerOffload, OffloadLimits, OffloadSchedule
+from .schedules import SCHEDULES
 from .task import Workload
 
 
@@ -300,7 +301,7 @@ class Plan(Document):
             )
         if sorted(self.rank_map) != list(range(layout.world_size)):
             raise ValueError(f"rank_map must name each of the {layout.world_size} devices once")
-        if len(self.pipeline_order) != (layout.pp if layout.schedule == "synthesised" else 0):
+        if len(self.pipeline_order) != (layout.pp if SCHEDULES[layout.schedule].is_given else 0):
             raise ValueError(
                 f"schedule {layout.schedule} over {layout.pp} ranks with {len(self.pipeline_order)} lines of an order"
             )

@@ -43,7 +43,11 @@ class Schedule:
         engines: those that run it.
         splits_backward: gradients of weights are passes of their own, which may come later than those of inputs.
         all_forward_first: every forward pass comes before the first backward pass.
-        defers_weights: it is 1f1b but for gradients of weights, which come later.
+        runs_in_rounds: after a warm-up forward and backward passes in turn; with several chunks in rounds of p micro-batches.
+        lookahead: with one chunk a pass waits for none that is lookahead p + 1 micro-batches away, or more.
+        bound: which lower bounds of a step hold (cost_models/pipeline/lower_bounds.py): those under any order; under orders in
+            which each rank starts with forward passes in turn; also those of gpipe and 1f1b, with entire backward passes; or also
+            those of 1f1b with gradients of weights deferred.
         is_given: a plan brings the order along.
         any_num_microbatches: with several chunks the micro-batches need not be a multiple of p.
         needs_full_pipeline: torch runs it with m >= p only.
@@ -59,7 +63,9 @@ class Schedule:
     engines: frozenset[str] = frozenset({"fsdp2"})
     splits_backward: bool = False
     all_forward_first: bool = False
-    defers_weights: bool = False
+    runs_in_rounds: bool = False
+    lookahead: int = 2
+    bound: Literal["any_order", "in_turn", "whole_backward", "deferred_weights"] = "any_order"
     is_given: bool = False
     any_num_microbatches: bool = False
     needs_full_pipeline: bool = False
@@ -72,6 +78,11 @@ class Schedule:
     def idx(self) -> int:
         """Position in `SCHEDULE_NAMES`, which stands for the schedule in arrays."""
         return SCHEDULE_NAMES.index(self.name)
+
+    @property
+    def is_one_f_one_b(self) -> bool:
+        """Forward and entire backward passes in turn."""
+        return self.runs_in_rounds and not self.splits_backward
 
     def takes_chunks(self, num_model_chunks: int) -> bool:
         """Return whether a rank may hold so many model chunks under it."""
@@ -86,6 +97,7 @@ _V_SHAPED: dict[str, Any] = {
     "chunks": "two",
     "placement": "wave",
     "splits_backward": True,
+    "bound": "in_turn",
     "any_num_microbatches": True,
 }
 
@@ -93,6 +105,7 @@ _RECORDS = (
     Schedule(
         name="gpipe",
         all_forward_first=True,
+        bound="whole_backward",
         torch_class="ScheduleGPipe",
         torch_names=("GPipe", ""),
         min_in_flight=_all,
@@ -100,6 +113,9 @@ _RECORDS = (
     Schedule(
         name="1f1b",
         engines=frozenset({"fsdp2", "megatron", "deepspeed"}),
+        runs_in_rounds=True,
+        lookahead=1,
+        bound="whole_backward",
         needs_full_pipeline=True,
         splits_vocabulary=True,
         torch_class="Schedule1F1B",
@@ -109,11 +125,14 @@ _RECORDS = (
     Schedule(
         name="zb-h1",
         splits_backward=True,
-        defers_weights=True,
+        runs_in_rounds=True,
+        bound="deferred_weights",
         torch_names=("", "InterleavedZeroBubble"),
         min_in_flight=lambda m, p, v: np.where(v > 1, _one_f_one_b(m, p, v), p),
     ),
-    Schedule(name="zb-h2", chunks="one", splits_backward=True, min_in_flight=lambda m, p, v: 2 * p - 1),
+    Schedule(
+        name="zb-h2", chunks="one", splits_backward=True, bound="in_turn", min_in_flight=lambda m, p, v: 2 * p - 1
+    ),
     # Twice the micro-batches fill the pipeline where a rank holds its first and its last stage.
     Schedule(
         name="zb-v",
@@ -135,6 +154,14 @@ _RECORDS = (
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _RECORDS}
 SCHEDULE_NAMES: tuple[str, ...] = tuple(SCHEDULES)
 
+DEFAULT = SCHEDULES["1f1b"]
+FOR_FEW_MICROBATCHES = SCHEDULES["gpipe"]
+"""It takes as long as the default and stores no less, but runs with fewer micro-batches than stages."""
+GIVEN = SCHEDULES["synthesised"]
+OVER_A_V = tuple(schedule for schedule in _RECORDS if schedule.chunks == "two")
+SMALLEST_OVER_A_V = SCHEDULES["v-min"]
+"""The one of them that stores least."""
+
 if TYPE_CHECKING:
     ScheduleName = str
 else:
@@ -151,7 +178,3 @@ def by_schedule(attribute: str) -> NDArray[Any]:
 def run_by(engine: str) -> NDArray[np.bool_]:
     """Return for every schedule whether an engine runs it, to be indexed by arrays of schedules."""
     return np.array([engine in schedule.engines for schedule in SCHEDULES.values()])
-
-
-V_SCHEDULES: tuple[str, ...] = tuple(schedule.name for schedule in _RECORDS if schedule.chunks == "two")
-SPLIT_SCHEDULES: tuple[str, ...] = tuple(schedule.name for schedule in _RECORDS if schedule.splits_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.markup import escape
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...cost_models.pipeline.simulation import placement
-from ...schema.schedules import V_SCHEDULES
+from ...schema.schedules import SCHEDULES
 from ...schema.units import format_bytes, format_count, format_seconds
 from . import bar, cluster_title, figures_table
 
@@ -200,7 +200,7 @@ def _add_stages(table: Table, plan: Plan) -> None:
     table.add_section()
     table.add_row("[bold]stages", "per micro-batch", "memory", "layers")
     layout = plan.layout
-    style: Literal["loop", "wave"] = "wave" if layout.schedule in V_SCHEDULES else "loop"
+    style = SCHEDULES[layout.schedule].placement_of(layout.num_model_chunks)
     rank_of_stage = placement(layout.pp, layout.num_model_chunks, style)
     for s, stage in enumerate(stages):
         if len(stages) > MAX_STAGE_ROWS and MAX_STAGE_ROWS // 2 <= s < len(stages) - MAX_STAGE_ROWS // 2:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schema.schedules import SCHEDULE_NAMES, ScheduleName
+from ...schema.schedules import SCHEDULES, by_schedule
 
 Array = Any
 
@@ -76,9 +76,14 @@ class PipelineWork:
     forward_share: Array
     weight_share: Array
 
-    def runs(self, *schedules: ScheduleName) -> Array:
-        """Where the schedule is one of these."""
-        return np.isin(self.schedule, [SCHEDULE_NAMES.index(schedule) for schedule in schedules])
+    def has_bound(self, *bounds: str) -> Array:
+        """Return where one of these bounds holds for the schedule (`Schedule.bound`)."""
+        return np.isin(by_schedule("bound")[self.schedule], bounds)
+
+    @property
+    def is_whole(self) -> Array:
+        """Backward passes are one with the gradients of weights."""
+        return ~by_schedule("splits_backward")[self.schedule]
 
 
 def lower_bound_s(work: PipelineWork) -> Array:
@@ -87,12 +92,12 @@ def lower_bound_s(work: PipelineWork) -> Array:
     whole = work.total_s + pp * work.transfer_s
     slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
     single = v == 1
-    bound = np.where(work.runs("synthesised"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
-    bound = np.where((v > 1) & work.runs("gpipe", "1f1b"), np.maximum(bound, _there_and_back(work)), bound)
+    bound = np.where(work.has_bound("any_order"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
+    bound = np.where((v > 1) & work.has_bound("whole_backward"), np.maximum(bound, _there_and_back(work)), bound)
     bound = np.maximum(m * slowest, bound)
-    plain = single_stages_s(m, pp, work.runs("gpipe"), whole, slowest)
-    bound = np.where(single & work.runs("gpipe", "1f1b"), plain, bound)
-    return np.where(single & work.runs("zb-h1"), np.maximum(bound, _deferred(work)), bound)
+    plain = single_stages_s(m, pp, by_schedule("all_forward_first")[work.schedule], whole, slowest)
+    bound = np.where(single & work.has_bound("whole_backward"), plain, bound)
+    return np.where(single & work.has_bound("deferred_weights"), np.maximum(bound, _deferred(work)), bound)
 
 
 def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, whole_s: Array, slowest_s: Array) -> Array:
@@ -116,9 +121,8 @@ def _in_turn(work: PipelineWork) -> Array:
     With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike. The share is that of the
     cheapest block, or that of the most frequent kind without the ranks that hold another one, which are no longer than T / m.
     """
-    is_whole = work.runs("gpipe", "1f1b")
-    of_any = np.where(is_whole, work.block_share, work.block_forward_share) / work.num_model_chunks
-    of_most = np.where(is_whole, 1.0, work.main_forward_share) / work.num_model_chunks
+    of_any = np.where(work.is_whole, work.block_share, work.block_forward_share) / work.num_model_chunks
+    of_most = np.where(work.is_whole, 1.0, work.main_forward_share) / work.num_model_chunks
     without = np.minimum(work.num_other_blocks, work.pp) * of_most / work.num_microbatches
     return np.maximum(_weighted(work, of_any), _weighted(work, of_most) / (1 + without))
 
@@ -142,7 +146,7 @@ def _behind_others(work: PipelineWork) -> Array:
     m, pp = work.num_microbatches, work.pp
     most = -(-work.num_blocks // pp)
     lacking = pp * most - work.num_blocks
-    pass_s = np.where(work.runs("gpipe", "1f1b"), work.block_s, work.block_forward_s)
+    pass_s = np.where(work.is_whole, work.block_s, work.block_forward_s)
     waits_s = np.maximum((pp - 1 - lacking) * most - lacking, 0) / work.num_model_chunks * pass_s
     return m * (most * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
 
@@ -181,19 +185,8 @@ def _deferred(work: PipelineWork) -> Array:
 
 def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
     """Micro-batches that every rank holds at least when it holds most [N]; below `pipeline_replay.in_flight`."""
-    v = num_model_chunks
-    loop = np.where(v > 1, ((v - 1) * pp + 1) / v, 1.0)
-    of_schedule = {
-        "gpipe": num_microbatches,
-        "1f1b": loop,
-        "zb-h1": np.where(v > 1, loop, pp),
-        "zb-h2": 2 * pp - 1,
-        # Twice the micro-batches fill the pipeline where a rank holds its first and its last stage.
-        "zb-v": np.minimum(pp, num_microbatches / 2),
-        "v-half": np.minimum(pp, num_microbatches) / 2,
-        "v-min": np.minimum(pp / 3, num_microbatches / 2),
-    }
-    wanted = np.ones_like(np.asarray(pp, dtype=np.float64))
-    for name, fewest in of_schedule.items():
-        wanted = np.where(np.asarray(schedule) == SCHEDULE_NAMES.index(name), fewest, wanted)
-    return np.minimum(num_microbatches, wanted)
+    count = np.ones_like(np.asarray(pp, dtype=np.float64))
+    for idx, record in enumerate(SCHEDULES.values()):
+        at_least = record.min_in_flight(num_microbatches, pp, num_model_chunks)
+        count = np.where(np.asarray(schedule) == idx, at_least, count)
+    return np.minimum(num_microbatches, count)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...schema.errors import ConfigError
+from ...schema.schedules import SCHEDULES
 from .simulation import Action, Kind, Order
 
 
@@ -284,3 +285,32 @@ def _rounds(
             if postponed is not None and done >= postponed:
                 row.add_weight()
     return row.finished()
+
+
+ORDERS: dict[str, Callable[[int, int, int], Order]] = {
+    "gpipe": lambda p, m, v: gpipe(p, m) if v == 1 else looped_bfs(p, m, v),
+    "1f1b": lambda p, m, v: one_f_one_b(p, m) if v == 1 else interleaved(p, m, v),
+    "zb-h1": lambda p, m, v: zb_h1(p, m) if v == 1 else interleaved_zero_bubble(p, m, v),
+    "zb-h2": lambda p, m, v: zb_h2(p, m),
+    "zb-v": lambda p, m, v: zb_v(p, m),
+    "v-half": lambda p, m, v: v_half(p, m),
+    "v-min": lambda p, m, v: v_min(p, m),
+}
+"""The order of each schedule of schema/schedules.py, of its ranks, micro-batches and model chunks a rank."""
+
+
+def order_of_schedule(name: str, num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
+    """Return the passes of each rank under a named schedule.
+
+    Raises:
+        ConfigError: the schedule is not defined for these numbers.
+    """
+    schedule = SCHEDULES[name]
+    if schedule.is_given:
+        raise ConfigError(
+            f"schedule {name} has no passes of its own: a plan brings its order along",
+            help="name one of " + ", ".join(ORDERS),
+        )
+    if not schedule.takes_chunks(num_model_chunks):
+        raise ConfigError(f"schedule {name} is not defined for {num_model_chunks} model chunks a rank")
+    return ORDERS[name](num_ranks, num_microbatches, num_model_chunks)

@@ -10,7 +10,6 @@ longer, exactly. Where the window is not yet periodic a longer one is tried, up 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 
 from ...schema.arrays import Array
 from ...schema.errors import ConfigError
-from ...schema.schedules import V_SCHEDULES, ScheduleName
-from . import orders
+from ...schema.schedules import SCHEDULES, Schedule, ScheduleName
+from .orders import order_of_schedule
 from .simulation import Order, placement
 
 FloatArray = NDArray[np.float64]
@@ -41,6 +40,11 @@ class PipelineShape:
     order: Order | None = None
 
     @property
+    def record(self) -> Schedule:
+        """The facts of the schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
     def num_stages(self) -> int:
         """S."""
         return self.pp * self.num_model_chunks
@@ -50,8 +54,7 @@ class PipelineShape:
         """Rank of each stage [S]."""
         if self.order is not None:
             return self._rank_of_given
-        is_wave = self.schedule in V_SCHEDULES or (self.schedule == "synthesised" and self.num_model_chunks == 2)
-        return placement(self.pp, self.num_model_chunks, "wave" if is_wave else "loop")
+        return placement(self.pp, self.num_model_chunks, self.record.placement_of(self.num_model_chunks))
 
     @cached_property
     def _rank_of_given(self) -> tuple[int, ...]:
@@ -61,17 +64,17 @@ class PipelineShape:
     @property
     def splits_backward(self) -> bool:
         """Whether weight passes are apart from input passes."""
-        return self.schedule not in ("gpipe", "1f1b")
+        return self.record.splits_backward
 
     @property
     def period(self) -> int:
         """Micro-batches after which the middle of the order repeats."""
-        return self.pp if self.num_model_chunks > 1 and self.schedule not in V_SCHEDULES else 1
+        return self.pp if self.num_model_chunks > 1 and self.record.chunks != "two" else 1
 
     @property
     def reach(self) -> int:
         """A pass waits for none that is this many micro-batches away, or more."""
-        return (1 if self.schedule == "1f1b" and self.num_model_chunks == 1 else 2) * self.pp + 1
+        return (self.record.lookahead if self.num_model_chunks == 1 else 2) * self.pp + 1
 
     @property
     def fewer_microbatches(self) -> int:
@@ -98,35 +101,7 @@ def order_of(shape: PipelineShape) -> Order:
     """
     if shape.order is not None:
         return shape.order
-    pp, chunks, m = shape.pp, shape.num_model_chunks, shape.num_microbatches
-    one: dict[ScheduleName, Callable[[int, int], Order]] = {
-        "gpipe": orders.gpipe,
-        "1f1b": orders.one_f_one_b,
-        "zb-h1": orders.zb_h1,
-        "zb-h2": orders.zb_h2,
-    }
-    several: dict[ScheduleName, Callable[[int, int, int], Order]] = {
-        "gpipe": orders.looped_bfs,
-        "1f1b": orders.interleaved,
-        "zb-h1": orders.interleaved_zero_bubble,
-    }
-    v_shaped: dict[ScheduleName, Callable[[int, int], Order]] = {
-        "zb-v": orders.zb_v,
-        "v-half": orders.v_half,
-        "v-min": orders.v_min,
-    }
-    if chunks == 2 and shape.schedule in v_shaped:
-        return v_shaped[shape.schedule](pp, m)
-    if chunks == 1 and shape.schedule in one:
-        return one[shape.schedule](pp, m)
-    if chunks > 1 and shape.schedule in several:
-        return several[shape.schedule](pp, m, chunks)
-    if shape.schedule == "synthesised":
-        raise ConfigError(
-            "schedule synthesised has no passes of its own: a plan brings its order along",
-            help="name one of " + ", ".join((*one, *v_shaped)),
-        )
-    raise ConfigError(f"schedule {shape.schedule} is not defined for {chunks} model chunks a rank")
+    return order_of_schedule(shape.schedule, shape.pp, shape.num_microbatches, shape.num_model_chunks)
 
 
 @dataclass(frozen=True)
@@ -173,10 +148,10 @@ def rows_of(shape: PipelineShape) -> list[Row]:
         ConfigError: the schedule is not defined for these numbers.
     """
     pp, chunks, m = shape.pp, shape.num_model_chunks, shape.num_microbatches
-    if shape.schedule not in ("1f1b", "zb-h1") or m < pp or (chunks > 1 and m % pp):
+    if not shape.record.runs_in_rounds or m < pp or (chunks > 1 and m % pp):
         return as_rows(order_of(shape))
     in_round = pp if chunks > 1 else m
-    in_turn = 2 if chunks > 1 and shape.schedule == "1f1b" else 1
+    in_turn = 2 if chunks > 1 and shape.record.is_one_f_one_b else 1
     warm_up = [(chunks - 1) * in_round * (chunks > 1) + in_turn * (pp - 1 - r) for r in range(pp)]
     return [_rounds(shape, r, in_round, min(warm_up[r], chunks * m)) for r in range(pp)]
 
@@ -268,7 +243,7 @@ def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArr
     m = shape.num_microbatches
     if shape.num_stages == 1:
         return m * float((forward_s + backward_s + weight_s)[0])
-    if shape.schedule == "gpipe" and shape.num_model_chunks == 1:
+    if shape.record.all_forward_first and shape.num_model_chunks == 1:
         backward_s = backward_s + weight_s  # identical jobs through a line of machines, there and back
         return float(sum(np.sum(way) + (m - 1) * np.max(way) for way in (forward_s, backward_s)))
     if shape.order is not None:
@@ -301,9 +276,9 @@ def peak_in_flight_by_chunk(shape: PipelineShape) -> tuple[NDArray[np.float64], 
     More than 4 pp micro-batches hold no more, but under gpipe.
     """
     saturated = 4 * shape.pp
-    if shape.order is None and shape.schedule != "gpipe" and shape.num_microbatches > saturated:
+    if shape.order is None and not shape.record.all_forward_first and shape.num_microbatches > saturated:
         return peak_in_flight_by_chunk(shape.with_microbatches(saturated))
-    if shape.schedule == "gpipe":
+    if shape.record.all_forward_first:
         return (np.full((1, shape.num_model_chunks), float(shape.num_microbatches)),) * shape.pp
     changes = np.array([1.0, PENDING_GRADIENTS, -1.0 - PENDING_GRADIENTS, -1.0])
     found = []

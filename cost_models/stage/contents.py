@@ -9,7 +9,6 @@ import numpy as np
 
 from ...schema.arrays import Array, FloatArray, IntArray
 from ...schema.layout_table import LayoutTable
-from ...schema.schedules import SCHEDULE_NAMES
 from ..layer.parallel import sharded_params
 from ..layer.vocabulary import MORE_IN_FLIGHT
 from ..pipeline.replay import PipelineShape, in_flight, in_flight_of_stage
@@ -114,7 +113,7 @@ def pipeline_shape(costs: CostTable, idx: int) -> PipelineShape:
     """Return the schedule of layout ``idx`` and its numbers."""
     b = costs.layouts
     return PipelineShape(
-        schedule=SCHEDULE_NAMES[b.schedule[idx]],
+        schedule=b.schedule_at(idx).name,
         pp=int(b.pp[idx]),
         num_model_chunks=int(b.num_model_chunks[idx]),
         num_microbatches=int(b.num_microbatches[idx]),

@@ -252,7 +252,7 @@ def pipeline_s(shape: PipelineShape, passes: StagePasses, transfer_s: FloatArray
     try:
         return makespan_s(shape, forward + each_way, backward + each_way, weight)
     except ConfigError:
-        if shape.schedule != "1f1b":
+        if not shape.record.is_one_f_one_b:
             raise
         busy = np.bincount(rank_of_stage, forward + backward + weight, shape.pp) + transfer_s
         return float(pipelined_s(busy, shape.num_microbatches, chunks))

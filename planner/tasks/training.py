@@ -22,7 +22,7 @@ from ...schema.layout import format_assignments
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
 from ...schema.plan import PlanProvenance
 from ...schema.runnable import why_not_runnable
-from ...schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES
+from ...schema.schedules import OVER_A_V, SCHEDULES
 from ...schema.units import format_bytes
 from ...solvers.pipeline.torch_csv import to_torch_csv
 from ..expand import Candidate, expand_fitting
@@ -59,7 +59,7 @@ MAX_ORDERS = 4
 MAX_ORDERED, MAX_TRIES, FASTEST_FIRST = 2, 12, 2
 """Layouts that get orders of their own after a search, those whose stages are cut for that, and those taken by their named time."""
 
-_OVER_A_V = frozenset(SCHEDULE_NAMES.index(name) for name in V_SCHEDULES)
+_OVER_A_V = frozenset(schedule.idx for schedule in OVER_A_V)
 
 
 def search_layouts(
@@ -172,7 +172,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.num_model_chunks,
         int(layout.tp > 1 and not layout.sequence_parallel),
     )
-    splits = int(layout.schedule in SPLIT_SCHEDULES)
+    splits = int(SCHEDULES[layout.schedule].splits_backward)
     recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
     return (axes, splits, recompute, layout.zero_stage, layout.pp, layout.tp, *others, layout.micro_batch_size)
 

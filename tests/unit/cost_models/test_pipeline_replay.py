@@ -21,17 +21,19 @@ from meshwright.cost_models.pipeline.replay import (
 )
 from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes, simulate
 from meshwright.schema import ConfigError
-from meshwright.schema.schedules import SCHEDULE_NAMES, V_SCHEDULES
+from meshwright.schema.schedules import OVER_A_V, SCHEDULE_NAMES
 
 NAMED = [name for name in SCHEDULE_NAMES if name != "synthesised"]
+
+V_NAMES = tuple(schedule.name for schedule in OVER_A_V)
 
 
 @st.composite
 def shapes(draw: st.DrawFn, max_rounds: int = 8) -> PipelineShape:
     schedule = draw(st.sampled_from(NAMED))
     pp = draw(st.integers(2, 6))
-    chunks = 2 if schedule in V_SCHEDULES else 1 if schedule == "zb-h2" else draw(st.integers(1, 3))
-    in_rounds = chunks > 1 and schedule not in V_SCHEDULES
+    chunks = 2 if schedule in V_NAMES else 1 if schedule == "zb-h2" else draw(st.integers(1, 3))
+    in_rounds = chunks > 1 and schedule not in V_NAMES
     m = draw(st.integers(1, max_rounds)) * pp if in_rounds else draw(st.integers(1, max_rounds * pp))
     return PipelineShape(schedule=schedule, pp=pp, num_model_chunks=chunks, num_microbatches=m)
 
@@ -70,7 +72,7 @@ def test_replay_equals_the_simulation(shape: PipelineShape, seed: int, spread: f
 @pytest.mark.parametrize("slow", [0, 1, 3])
 def test_many_micro_batches_extrapolate_exactly(schedule: str, slow: int) -> None:
     """One slow stage, as the head or the embedding makes it, and far more micro-batches than it takes to become periodic."""
-    chunks = 2 if schedule in V_SCHEDULES else 1
+    chunks = 2 if schedule in V_NAMES else 1
     shape = PipelineShape(schedule=schedule, pp=4, num_model_chunks=chunks, num_microbatches=204)
     times = stage_times(shape, 5, 0.0)
     times[0][slow] *= 1.3
@@ -135,7 +137,7 @@ def test_schedules_hold_what_they_are_named_for() -> None:
     """In units of 1F1B's first rank: ZB-H1 and ZBV one, ZB-H2 two, V-half a half, V-min a third, and waiting gradients."""
     most = {
         name: in_flight(
-            PipelineShape(schedule=name, pp=12, num_model_chunks=1 + (name in V_SCHEDULES), num_microbatches=96)
+            PipelineShape(schedule=name, pp=12, num_model_chunks=1 + (name in V_NAMES), num_microbatches=96)
         ).max()
         for name in NAMED
     }

@@ -16,7 +16,7 @@ from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workl
 from meshwright.schema.engine_facts import PLANNED_ENGINES, rules_of
 from meshwright.schema.layout_table import MIXED, RECOMPUTES, LayoutTable, distinct_rows
 from meshwright.schema.runnable import broken_rules, problem_facts, require_our_engine
-from meshwright.schema.schedules import SCHEDULE_NAMES, SPLIT_SCHEDULES, V_SCHEDULES
+from meshwright.schema.schedules import OVER_A_V, SCHEDULE_NAMES, SCHEDULES
 from meshwright.schema.task import LowRank
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
@@ -84,10 +84,11 @@ def test_torch_has_every_named_schedule_and_other_engines_one() -> None:
     found = build_space(
         PlanRequest(LLAMA, ClusterSpec.parse("3x8xH100-SXM-80GB/ib400"), workload("fsdp2"), {"pp": 3})
     ).batch
-    split = np.isin(found.schedule, [SCHEDULE_NAMES.index(name) for name in SPLIT_SCHEDULES])
-    assert {SCHEDULE_NAMES[idx] for idx in found.schedule} >= {"1f1b", *SPLIT_SCHEDULES} - {"synthesised"}
+    split = found.schedule_fact("splits_backward")
+    splitting = {s.name for s in SCHEDULES.values() if s.splits_backward and not s.is_given}
+    assert {SCHEDULE_NAMES[idx] for idx in found.schedule} >= {"1f1b", *splitting}
     assert np.all((found.recompute[split] == 0) & (found.zero_stage[split] <= 1) & (found.pp[split] > 1))
-    folded = np.isin(found.schedule, [SCHEDULE_NAMES.index(name) for name in V_SCHEDULES])
+    folded = np.isin(found.schedule, [v.idx for v in OVER_A_V])
     assert np.all(found.num_model_chunks[folded] == 2)
     assert np.any(found.num_microbatches[folded] % 3)  # a V needs no rounds
     assert {

@@ -12,27 +12,27 @@ from meshwright.planner.plan import estimate
 from meshwright.planner.synthesis import activation_headroom_bytes, pipeline_of
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
 from meshwright.schema.layout_table import LayoutTable
-from meshwright.schema.schedules import V_SCHEDULES
+from meshwright.schema.schedules import OVER_A_V
 from meshwright.solvers.pipeline.instance import PipelineInstance, check
 from meshwright.solvers.pipeline.torch_csv import from_torch_csv
 
 SPEC, CLUSTER = ModelSpec.named("llama-3.1-70b"), ClusterSpec.parse("64xH100-SXM-80GB")
 WORKLOAD = Workload(seq_len=8192, global_batch_size=128)
-OVER_A_V = {"tp": 4, "cp": 2, "cp_ulysses": 1, "pp": 4, "dp_shard": 2, "num_model_chunks": 2, "micro_batch_size": 1}
+FIXED_TO_A_V = {"tp": 4, "cp": 2, "cp_ulysses": 1, "pp": 4, "dp_shard": 2, "num_model_chunks": 2, "micro_batch_size": 1}
 
 
 @pytest.fixture(scope="module")
 def ordered() -> Plan:
     """The budget is between what v-half and zb-v hold."""
-    return plan(SPEC, CLUSTER, WORKLOAD, fixed={**OVER_A_V, "recompute": "none"}, runnable=True)
+    return plan(SPEC, CLUSTER, WORKLOAD, fixed={**FIXED_TO_A_V, "recompute": "none"}, runnable=True)
 
 
 def test_an_order_is_proposed_where_it_is_faster_than_every_named_one(ordered: Plan) -> None:
     assert ordered.layout.schedule == "synthesised"
     named = []
-    for schedule in V_SCHEDULES:
+    for schedule in (v.name for v in OVER_A_V):
         try:
-            found = plan(SPEC, CLUSTER, WORKLOAD, fixed={**OVER_A_V, "schedule": schedule}, runnable=True)
+            found = plan(SPEC, CLUSTER, WORKLOAD, fixed={**FIXED_TO_A_V, "schedule": schedule}, runnable=True)
         except InfeasibleError:
             continue
         assert not found.pipeline_order
@@ -57,7 +57,7 @@ def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Pl
 
 
 def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: Plan) -> None:
-    layouts = [ordered.layout.replace(schedule=schedule) for schedule in (*V_SCHEDULES, "synthesised")]
+    layouts = [ordered.layout.replace(schedule=schedule) for schedule in (*(v.name for v in OVER_A_V), "synthesised")]
     costs = CostTable.from_layouts(
         SPEC, WORKLOAD, CLUSTER, LayoutTable.from_layouts(layouts, WORKLOAD.global_batch_size)
     )
@@ -75,7 +75,7 @@ def test_a_plan_with_an_order_is_written_read_and_estimated_again(ordered: Plan)
 
 
 def test_a_fixed_schedule_is_kept_and_the_synthesised_one_can_be_asked_for() -> None:
-    found = plan(SPEC, CLUSTER, WORKLOAD, fixed={**OVER_A_V, "schedule": "synthesised"}, runnable=True)
+    found = plan(SPEC, CLUSTER, WORKLOAD, fixed={**FIXED_TO_A_V, "schedule": "synthesised"}, runnable=True)
     assert found.layout.schedule == "synthesised"
     assert len(found.pipeline_order) == 4
 

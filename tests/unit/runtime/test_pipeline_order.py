@@ -63,5 +63,5 @@ def test_own_order_that_cannot_run_is_refused(lines: tuple[str, ...], message: s
 
 
 def test_schedule_without_a_form_in_chunks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="zb-h2 has no form with 2 model chunks"):
+    with pytest.raises(ConfigError, match="zb-h2 is not defined for 2 model chunks"):
         pipeline_order(plan_for("zb-h2", 2))
