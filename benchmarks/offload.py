@@ -37,10 +37,10 @@ def measured(name: str, instance: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"case": name, "status": str(found.status), "count_s": counted - begun}
     row["solve_s"] = time.process_time() - counted
     if found.choice is not None and found.simulated is not None:
-        step, planned = found.simulated.step_s, found.objective_s
+        step, planned = found.simulated.step_s, found.objective
         row |= {
-            "bound_s": found.bound_s, "program_s": planned, "simulated_s": step, "gap": found.gap,
-            "simulated_gap": 1 - found.bound_s / step, "simulated_over_program": step / planned - 1,
+            "bound_s": found.bound, "program_s": planned, "simulated_s": step, "gap": found.gap,
+            "simulated_gap": 1 - found.bound / step, "simulated_over_program": step / planned - 1,
             "moves": not nothing_moves(found.choice),
         }  # fmt: skip
     return row

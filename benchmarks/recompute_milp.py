@@ -131,9 +131,9 @@ def compared(count: int, spread: float, share: float, limit_s: float) -> dict[st
     found = schedule.solve(instance)
     ours_s = _processor_s() - begun
     assert found.choice is not None
-    ours_ms = 1e3 * float(found.choice.of(instance.repeated_s).sum())
+    ours_ms = 1e3 * float(found.choice.take(instance.repeated_s).sum())
     ours = {units[idx]: float(DROPPED[k]) for idx, k in enumerate(found.choice.option[:-1]) if k}
-    bound_ms = 1e3 * (found.bound_s - instance.compute_s)
+    bound_ms = 1e3 * (found.bound - instance.compute_s)
     return {
         "blocks": count, "spread": spread, "share": share, "limit_s": limit_s,
         "theirs_ms": theirs_ms if peak >= 0 else None, "ours_ms": ours_ms, "bound_ms": bound_ms,

@@ -53,7 +53,7 @@ class Solution(Generic[Choice]):
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / |objective|, at least 0; infinite without an answer."""
+        """1 - bound / objective, at least 0; infinite without an answer. Objectives of this folder are positive."""
         if not math.isfinite(self.objective):
             return math.inf
-        return max(0.0, (self.objective - self.bound) / abs(self.objective)) if self.objective else 0.0
+        return max(0.0, 1.0 - self.bound / self.objective) if self.objective else 0.0

@@ -180,7 +180,7 @@ class OffloadSpace:
         solved = self.round_schedule(row)
         if solved is None:
             return Step(evaluated=1, effort=1)
-        bound_s = max(node.bound, solved.solution.bound_s + self.constant_s(row))
+        bound_s = max(node.bound, solved.solution.bound + self.constant_s(row))
         return Step((), [Leaf(solved.step_time_s, solved, bound_s)], evaluated=1, effort=1)
 
     def round_schedule(self, row: int) -> SolvedLayout | None:
@@ -251,11 +251,11 @@ def search_offload(
     evaluated = answer.evaluated + len({other.row for other in others} - bounds.keys())
     exact = space.solve_schedule(best.row) if effort == "exact" else None
     if exact is not None:
-        bounds[best.row] = exact.solution.bound_s + space.constant_s(best.row)
+        bounds[best.row] = exact.solution.bound + space.constant_s(best.row)
         if exact.step_time_s < best.step_time_s:
             best = exact
         else:  # the schedule of the search, with what the linear program says of the same problem
-            proved = replace(best.solution, bound_s=exact.solution.bound_s, worth=exact.solution.worth)
+            proved = replace(best.solution, bound=exact.solution.bound, marginal=exact.solution.marginal)
             best = replace(best, solution=proved)
     layout, stage = space.layout(best)
     bound_s = min([answer.open_bound, best.step_time_s, *bounds.values()])

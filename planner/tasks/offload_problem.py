@@ -207,7 +207,7 @@ def build_schedule(
         return tuple(int(idx) for idx in np.flatnonzero(mask))
 
     budget = instance.host_cap_bytes * ranks
-    objective, bound = solution.objective_s + constant_s, solution.bound_s + constant_s
+    objective, bound = solution.objective + constant_s, solution.bound + constant_s
     return OffloadSchedule(
         host_optimizer_layers=layers(choice.host_optimizer),
         streamed_optimizer_layers=layers(choice.streamed_optimizer),
@@ -225,10 +225,10 @@ def build_schedule(
         bound_s=min(bound, objective),
         gap=max(0.0, 1 - bound / objective),
         worth=OffloadMarginalValues(
-            device_s_per_gib=solution.worth.device_s_per_byte * GIB,
-            host_s_per_gib=solution.worth.host_s_per_byte * GIB,
-            to_host_s_per_gb_per_s=solution.worth.to_host_s2_per_byte * GB,
-            to_device_s_per_gb_per_s=solution.worth.to_device_s2_per_byte * GB,
+            device_s_per_gib=solution.marginal.device_s_per_byte * GIB,
+            host_s_per_gib=solution.marginal.host_s_per_byte * GIB,
+            to_host_s_per_gb_per_s=solution.marginal.to_host_s2_per_byte * GB,
+            to_device_s_per_gb_per_s=solution.marginal.to_device_s2_per_byte * GB,
         ),
     )
 
@@ -273,7 +273,7 @@ def _memory_parts(i: OffloadInstance, choice: OffloadChoice, found: SimulatedSte
         "optimizer": float(states),
         "unsharded": 0.0 if in_update else float(i.copy_bytes[there].sum()),
         "logits": 0.0 if in_update else i.turn_bytes,
-        "temporary": i.fixed_bytes + (i.update_bytes if in_update else 0.0) + float(choice.of(i.working_bytes).max()),
+        "temporary": i.fixed_bytes + (i.update_bytes if in_update else 0.0) + float(choice.take(i.working_bytes).max()),
     }
     whole = {name: int(size) for name, size in parts.items()}
     # In the backward pass copies leave as gradients come.

@@ -1,4 +1,4 @@
-"""What a step keeps on the device, computes again or keeps on the host: the problem, for one rank and one pipeline stage.
+"""Choose what a step keeps on the device, computes again or keeps on the host: the problem, for one rank and one pipeline stage.
 
 Sets        layers l = 1..L in the order of the forward pass, options k of what happens to a block's activations
 Data        F_l, B_l            seconds of the passes of one micro-batch      R_kl  seconds of the backward pass more
@@ -7,7 +7,7 @@ Data        F_l, B_l            seconds of the passes of one micro-batch      R_
             UD_l, UH_l          seconds to update the layer on the device, on the host's processors
             RATE_d, RATE_h      bytes per second to the host, to the device; at once each reaches (1 + DUPLEX) / 2 of its own
             HINDER              (1 - DUPLEX) / (1 + DUPLEX)
-            SLOW_d, SLOW_h      seconds of compute lost for each second of a copy beside it
+            SLOW_d, SLOW_h      seconds of compute lost for each second of a copy next to it
             CAP, HOST, STORAGE  bytes; M micro-batches in a row
 Variables   z_kl in {0, 1}      option of a layer                             p_l   its parameters live on the host
             x, s                bytes of states that the host updates, that are streamed; nx, ns of them on storage
@@ -20,12 +20,12 @@ Variables   z_kl in {0, 1}      option of a layer                             p_
 (C2)        compute: f_l >= F_l + SLOW_d u_l / RATE_d + SLOW_h a_l / RATE_h;  b_l >= B_l + sum_k R_kl z_kl + the same of v, c, g
 (C3)        links: seconds of one direction alone + HINDER times those of the other are at most the slot, both ways
 (C4)        copies move what exists: down before the end of slot l is of layers before l, and of layer l for as long as the slot is
-            longer than its pass; up no more than has left; g likewise
+            longer than its pass; up no more than has gone; g likewise
 (C5)        arrive before use: what layers >= l moved is back before the backward pass of l begins; parameters before each pass
-(C6)        device memory, in every slot: states, parameters and gradients that are there + kept + moved but not yet gone or
+(C6)        device memory, in every slot: states, parameters and gradients on it + kept + moved but not yet gone or
             already back + in use <= CAP; at the turn the loss's, in the update the update's own bytes. Copies C leave with the
             backward pass of the last micro-batch; of several the peak is in the ones before
-(C7)        host memory: states, parameters, gradients and activations there <= HOST;  (C8) storage: nx + ns <= STORAGE
+(C7)        host memory: states, parameters, gradients and activations on it <= HOST;  (C8) storage: nx + ns <= STORAGE
 (C9)        update: t >= the device's UD of what is not on the host; >= UH of x and p; >= their gradients and parameters, and the
             states of s both ways, over the links as in (C3); >= (nx + ns) read and written on storage
 
@@ -33,25 +33,25 @@ A slot lasts from the start of its pass to the start of the next one, so that wh
 Of a link that both directions share evenly (C3) is exact: it works both ways for a time T and one way for D or U, so that
 down / RATE_d = T (1 + DUPLEX) / 2 + D, likewise up, and T + D + U is at most the slot.
 
-The slots repeat for each micro-batch. offload_count.py has the relaxation by kinds of layers, offload_fluid.py the linear program
-layer by layer, offload_rounding.py whole layers, offload_simulation.py the schedule as a runtime executes it.
+The slots repeat for each micro-batch. Read on in this order: program.py (the linear program layer by layer), bound.py (its
+relaxation by kinds of layers), starts.py (integer layers near them, and uniform policies), simulation.py (the schedule as a runtime
+executes it), repair.py (changes of single layers), schedule.py (the method as one).
 Source: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857), Deep Optimizer States (arXiv:2410.21316) for what
 moves; the formulation is ours.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.arrays import BoolArray, FloatArray, IntArray
 
 OPTIONS = ("keep", "selective", "full", "activations", "boundary")
-"""What happens to a block's activations: kept; recomputed but products and attention; recomputed from the input; moved to the host;
+"""Of a block's activations: kept; recomputed except products and attention; recomputed from the input; moved to the host;
 recomputed from the input, which moves to the host."""
 
 
@@ -69,11 +69,11 @@ class Links:
 
     @property
     def hinder(self) -> float:
-        """HINDER: seconds that a second of copies adds to copies the other way beside them."""
+        """HINDER: seconds that a second of copies adds to copies the other way next to them."""
         return (1 - self.duplex) / (1 + self.duplex)
 
     def seconds(self, to_host_s: Any, to_device_s: Any) -> Any:
-        """(C3): how long copies take that take so long each way alone; numbers or arrays."""
+        """Return the seconds of copies both ways (C3) that take so long in each way by themselves; numbers or arrays."""
         return np.maximum(to_host_s + self.hinder * to_device_s, to_device_s + self.hinder * to_host_s)
 
 
@@ -96,14 +96,14 @@ class OffloadInstance:
     forward_s: FloatArray
     backward_s: FloatArray
     kind: IntArray
-    allowed: NDArray[np.bool_]
+    allowed: BoolArray
     repeated_s: FloatArray
     kept_bytes: FloatArray
     moved_bytes: FloatArray
     working_bytes: FloatArray
     parameter_bytes: FloatArray
     copy_bytes: FloatArray
-    streamable: NDArray[np.bool_]
+    streamable: BoolArray
     gradient_bytes: FloatArray
     state_bytes: FloatArray
     device_update_s: FloatArray
@@ -136,7 +136,7 @@ class OffloadInstance:
         return float(self.state_bytes.sum())
 
     @cached_property
-    def beside_states(self) -> tuple[float, float]:
+    def bytes_per_state_byte(self) -> tuple[float, float]:
         """Bytes of master parameters and of gradients for each byte of optimizer state."""
         trained = self.state_bytes > 0
         if not trained.any():
@@ -157,23 +157,19 @@ class OffloadInstance:
         gradients = self.gradient_bytes.sum() if self.gradients_accumulate else 0.0
         return float(self.parameter_bytes.sum() + self.copy_bytes.sum() + self.state_bytes.sum() + gradients)
 
-    def with_cap(self, cap_bytes: float) -> OffloadInstance:
-        """The same on another device."""
-        return replace(self, cap_bytes=cap_bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadChoice:
-    """Whole layers: ``option`` [L] into OPTIONS; where the states and parameters of each layer lie [L]."""
+    """Integer layers: ``option`` [L] into OPTIONS; where the states and parameters of each layer lie [L]."""
 
     option: IntArray
-    host_optimizer: NDArray[np.bool_]
-    streamed_optimizer: NDArray[np.bool_]
-    parameters: NDArray[np.bool_]
-    storage: NDArray[np.bool_]
+    host_optimizer: BoolArray
+    streamed_optimizer: BoolArray
+    parameters: BoolArray
+    storage: BoolArray
 
-    def of(self, values: FloatArray) -> FloatArray:
-        """The value of each layer's option [L], of values [K, L]."""
+    def take(self, values: FloatArray) -> FloatArray:
+        """Return the value of each layer's option [L], of values [K, L]."""
         return np.asarray(values[self.option, np.arange(len(self.option))])
 
 

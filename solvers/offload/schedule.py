@@ -1,29 +1,32 @@
-"""Offload schedules: whole layers near the fluid optimum, proved against it, and simulated (the problem: offload_instance.py).
+"""Offload schedules: integer layers near the fluid optimum, proved against it, and simulated (the problem: offload/instance.py).
 
-1. the fluid linear program is a bound on every schedule (offload_fluid.py), and so is the count form with whole layers
-   (offload_count.py): the larger one is taken;
-2. error diffusion takes whole layers in their proportions, layer after layer (offload_rounding.py);
-3. layers change until the simulation is within memory (offload_repair.py), for these and for the uniform policies that could be
-   faster (offload_uniform.py), so that none of those is faster than the answer;
+1. the fluid linear program is a bound on every schedule (program.py), and so is the count form with integer layers (bound.py): the
+   larger one is taken;
+2. error diffusion takes integer layers in their proportions, layer after layer (starts.py);
+3. layers change until the simulation is within memory (repair.py), for these and for the uniform policies that could be faster
+   (starts.py), so that none of those is faster than the answer;
 4. one or two layers of the fastest change as long as it becomes faster; the linear program with its options gives the best copies,
    and where it is far below the simulation more blocks ahead are made room for;
-5. where the gap is large, what a faster schedule would have to have in use raises the bound (offload_bound.py).
+5. where the gap is large, what a faster schedule would have to have in use raises the bound (bound.py).
 
-`objective_s` is what the linear program says of the choice, `simulated` what a runtime should take, which is never less.
+The objective of a solution is that of the linear program with its choice; `simulated`, never less, is what a runtime should take.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from ..solution import Status
-from . import bound, program, starts
+from ..solution import Solution, Status
+from ..tolerances import SUMMED
+from . import starts
+from .bound import NO_RESERVE, CountProgram, count_programs, raise_bound_s
 from .instance import OffloadChoice, OffloadInstance, OffloadMarginalSeconds
-from .program import FluidSchedule
+from .program import FluidSchedule, solve_fluid
 from .repair import (
     ResourceSums,
     SimulatedChoice,
@@ -36,7 +39,6 @@ from .repair import (
     widen_window,
 )
 from .simulation import SimulatedStep
-from .starts import ENDS, place_counts, round_fluid
 
 PHASES = (0.5, 0.0)
 """Where error diffusion begins: the share of a layer that each option is ahead."""
@@ -44,177 +46,165 @@ PHASES = (0.5, 0.0)
 GOOD_ENOUGH = 0.002
 """A simulated step within this of the bound ends the search for a better one; no model of a machine is as exact."""
 
-PROVED = 1e-9
-"""Of a step: the bound of the linear program is not more exact."""
-
 MAX_TRIES = 30
 """Simulations spent on changes of one or two layers."""
 
 MAX_TRIES_APPROXIMATELY = 6
+"""The same while layouts are compared, each with a schedule."""
 
 APART = 0.01
-"""Of a step: where the simulation takes so much longer than the linear program, copies wait for room."""
+"""Of a step: where the simulation takes so much longer than the linear program, copies wait for memory."""
 
 MAX_TRIES_WIDER = 20
+"""Simulations spent on each wider window that must be made room for."""
 
 LARGE_GAP = 0.01
 """From which on the bound is worth some more linear programs."""
 
 MAX_RESERVES = 4
-"""Problems with less room that are solved until what comes out is within memory."""
+"""Problems with less memory that are solved until their simulation is within it."""
+
+Ends = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadSolution:
-    """``objective_s`` of the linear program with this choice, ``bound_s`` of all; ``simulated`` with ``prefetch`` blocks ahead."""
+class OffloadSolution(Solution[OffloadChoice]):
+    """A schedule: ``simulated`` with ``prefetch`` blocks ahead, and what more of a resource would save."""
 
-    status: Status
-    choice: OffloadChoice | None
-    objective_s: float
-    bound_s: float
-    simulated: SimulatedStep | None
-    prefetch: int
-    worth: OffloadMarginalSeconds
-    solve_s: float
-
-    @property
-    def gap(self) -> float:
-        """(objective - bound) / objective."""
-        return max(0.0, 1 - self.bound_s / self.objective_s) if self.objective_s > 0 else 0.0
+    simulated: SimulatedStep | None = None
+    prefetch: int = 1
+    marginal: OffloadMarginalSeconds = field(default_factory=OffloadMarginalSeconds)
 
 
 def solve(instance: OffloadInstance) -> OffloadSolution:
-    """The fastest choice found whose simulation is within memory; infeasible where even fluids are not."""
-    begun = time.perf_counter()
-    status, fluid = program.solve_fluid(instance)
+    """Return the fastest choice whose simulation is within memory; infeasible where even fluids are not."""
+    start = time.perf_counter()
+    status, fluid = solve_fluid(instance)
     if fluid is None:
-        return _no_answer(status, 0.0, begun)
-    status, counted = _solve_counts(instance)
+        return _no_answer(status, 0.0, start)
+    status, counts = _solve_counts(instance)
     if status is Status.INFEASIBLE:
-        return _no_answer(status, 0.0, begun)
-    bound_s = max(fluid.bound_s, 0.0 if counted is None else counted.fluid.bound_s)
+        return _no_answer(status, 0.0, start)
+    bound_s = max(fluid.bound_s, 0.0 if counts is None else counts.fluid.bound_s)
     sums, good_enough_s = ResourceSums(instance), bound_s * (1 + GOOD_ENOUGH)
-    best = _fastest(sums, _starts(sums, fluid, counted), good_enough_s)
-    best = _with_uniform(sums, best) or _fastest(sums, _more_starts(sums, fluid, counted), good_enough_s)
+    best = _fastest(sums, _starts(sums, fluid, counts), good_enough_s)
+    best = _with_uniform(sums, best) or _fastest(sums, _more_starts(sums, fluid, counts), good_enough_s)
     if best is None:
-        return _no_answer(Status.UNKNOWN, bound_s, begun)
+        return _no_answer(Status.UNKNOWN, bound_s, start)
     best = improve_choice(sums, widen_window(sums, best), good_enough_s=good_enough_s, tries=MAX_TRIES)
     objective_s = _planned_s(instance, best, bound_s)
     if best.step_s > objective_s * (1 + APART):
-        wide = make_room_for_window(sums, best, good_enough_s=good_enough_s, tries=MAX_TRIES_WIDER)
-        if wide.step_s < best.step_s:
-            best, objective_s = wide, _planned_s(instance, wide, bound_s)
+        wider = make_room_for_window(sums, best, good_enough_s=good_enough_s, tries=MAX_TRIES_WIDER)
+        if wider.step_s < best.step_s:
+            best, objective_s = wider, _planned_s(instance, wider, bound_s)
     if objective_s * (1 - LARGE_GAP) > bound_s:
-        bound_s = max(bound_s, bound.raise_bound_s(instance, fluid, best.step_s))
-    return _answer(best, objective_s, bound_s, fluid.worth, begun)
+        bound_s = max(bound_s, raise_bound_s(instance, fluid, best.step_s))
+    return _answer(best, objective_s, bound_s, fluid.marginal, start)
 
 
-def _planned_s(instance: OffloadInstance, found: SimulatedChoice, bound_s: float) -> float:
-    """What the linear program says of a choice: between the bound and the simulation, so not asked where these agree."""
-    if found.step_s <= bound_s * (1 + PROVED):
-        return found.step_s
-    _, copies = program.solve_fluid(instance, found.choice)
-    return found.step_s if copies is None else copies.objective_s
+def _planned_s(instance: OffloadInstance, best: SimulatedChoice, bound_s: float) -> float:
+    """Return the linear program's seconds of a choice; between the bound and the simulation, so not solved where these agree."""
+    if best.step_s <= bound_s * (1 + SUMMED):
+        return best.step_s
+    _, copies = solve_fluid(instance, best.choice)
+    return best.step_s if copies is None else copies.objective_s
 
 
 def solve_approximately(instance: OffloadInstance) -> OffloadSolution:
-    """Roundings of the count form alone, with its bound: what the search over layouts compares."""
-    begun = time.perf_counter()
-    status, counted = _solve_counts(instance, quickly=True)
-    if counted is None:
-        return _no_answer(status, 0.0, begun)
-    sums, bound_s = ResourceSums(instance), counted.fluid.bound_s
+    """Return the best rounding of the count form, with its bound: what the search over layouts compares."""
+    start = time.perf_counter()
+    status, counts = _solve_counts(instance, approximate=True)
+    if counts is None:
+        return _no_answer(status, 0.0, start)
+    sums, bound_s = ResourceSums(instance), counts.fluid.bound_s
     good_enough_s = bound_s * (1 + GOOD_ENOUGH)
-    best = _fastest(sums, iter([_place_with_reserve(sums, counted, PHASES[0], quickly=True)]), good_enough_s)
+    rounding = _place_with_reserve(sums, counts, PHASES[0], all_ends=starts.ENDS[::2], max_reserves=MAX_RESERVES // 2)
+    best = _fastest(sums, iter([rounding]), good_enough_s)
     best = _with_uniform(sums, best, starts.SHARES[:1])
     if best is None:
-        return _no_answer(Status.UNKNOWN, bound_s, begun)
+        return _no_answer(Status.UNKNOWN, bound_s, start)
     best = improve_choice(sums, best, good_enough_s=good_enough_s, tries=MAX_TRIES_APPROXIMATELY)
-    return _answer(best, best.step_s, bound_s, counted.fluid.worth, begun)
+    return _answer(best, best.step_s, bound_s, counts.fluid.marginal, start)
 
 
-@dataclass(frozen=True)
-class _CountSolution:
-    """The optimum of the count form, and the form whose numbers of layers leave more room."""
+class _CountSolution(NamedTuple):
+    """The optimum of the count form, and the program whose numbers of layers leave more memory free."""
 
     fluid: FluidSchedule
-    numbers: bound.CountProgram
+    numbers: CountProgram
 
 
-def _solve_counts(instance: OffloadInstance, *, quickly: bool = False) -> tuple[Status, _CountSolution | None]:
-    form, numbers = bound.count_programs(instance, quickly=quickly)
-    status, fluid = form.solve()
+def _solve_counts(instance: OffloadInstance, *, approximate: bool = False) -> tuple[Status, _CountSolution | None]:
+    bound, numbers = count_programs(instance, approximate=approximate)
+    status, fluid = bound.solve()
     return status, None if fluid is None else _CountSolution(fluid, numbers)
 
 
-def _starts(sums: ResourceSums, fluid: FluidSchedule, counted: _CountSolution | None) -> Iterator[OffloadChoice]:
-    """Whole layers of each bound: numbers of the count form near the places of the fluid, and evenly; the fluid itself."""
-    if counted is not None:
-        yield _place_with_reserve(sums, counted, PHASES[0], fluid)
-        yield _place_with_reserve(sums, counted, PHASES[0])
+def _starts(sums: ResourceSums, fluid: FluidSchedule, counts: _CountSolution | None) -> Iterator[OffloadChoice]:
+    """Yield integer layers of each bound: numbers of the count form near the fluid's positions, and evenly; the fluid itself."""
+    if counts is not None:
+        yield _place_with_reserve(sums, counts, PHASES[0], fluid)
+        yield _place_with_reserve(sums, counts, PHASES[0])
     for phase in PHASES:
-        yield round_fluid(sums.instance, fluid, phase)
+        yield starts.round_fluid(sums.instance, fluid, phase)
 
 
-def _more_starts(sums: ResourceSums, fluid: FluidSchedule, counted: _CountSolution | None) -> Iterator[OffloadChoice]:
-    """Where none of those comes within memory."""
-    if counted is not None:
-        yield _place_with_reserve(sums, counted, PHASES[1], fluid)
-        yield _place_with_reserve(sums, counted, PHASES[1])
+def _more_starts(sums: ResourceSums, fluid: FluidSchedule, counts: _CountSolution | None) -> Iterator[OffloadChoice]:
+    """Yield others, where none of those comes within memory."""
+    if counts is not None:
+        yield _place_with_reserve(sums, counts, PHASES[1], fluid)
+        yield _place_with_reserve(sums, counts, PHASES[1])
     yield from starts.uniform_policies(sums.instance, starts.SHARES[:1])
 
 
 def _place_with_reserve(
     sums: ResourceSums,
-    counted: _CountSolution,
+    counts: _CountSolution,
     phase: float,
-    where: FluidSchedule | None = None,
+    near: FluidSchedule | None = None,
     *,
-    quickly: bool = False,
+    all_ends: tuple[Ends, ...] = starts.ENDS,
+    max_reserves: int = MAX_RESERVES,
 ) -> OffloadChoice:
-    """Numbers of layers that leave as much room as whole copies need more than fluid ones."""
-    ends: tuple[tuple[float, float], ...] = ENDS[::2] if quickly else ENDS
-    choice, reserve = _best_placing(sums, counted.fluid, phase, where, ends), bound.NO_RESERVE
-    ends = (choice[2],)
-    for _ in range(MAX_RESERVES // 2 if quickly else MAX_RESERVES):
-        more = reserve_excess(sums.instance, reserve, choice[1])
-        if more is None:
+    """Return numbers of layers that leave as much memory free as copies of undivided layers need more than fluid ones."""
+    choice, simulated, ends = _best_placing(sums, counts.fluid, phase, near, all_ends)
+    reserve = NO_RESERVE
+    for _ in range(max_reserves):
+        larger = reserve_excess(sums.instance, reserve, simulated)
+        if larger is None:
             break
-        reserve, found = more, counted.numbers.solve(more)[1]
-        if found is None:
+        reserve, fluid = larger, counts.numbers.solve(larger)[1]
+        if fluid is None:
             break
-        choice = _best_placing(sums, found, phase, where, ends)
-    return choice[0]
+        choice, simulated, _ = _best_placing(sums, fluid, phase, near, (ends,))
+    return choice
 
 
 def _best_placing(
-    sums: ResourceSums,
-    counted: FluidSchedule,
-    phase: float,
-    where: FluidSchedule | None,
-    all_ends: tuple[tuple[float, float], ...],
-) -> tuple[OffloadChoice, SimulatedStep, tuple[float, float]]:
-    """Of the ways to place the same numbers of layers that within memory, or the least beyond, which is the fastest; its ends."""
-    best: tuple[OffloadChoice, SimulatedStep, tuple[float, float]] | None = None
-    least = (np.inf, np.inf)
+    sums: ResourceSums, counted: FluidSchedule, phase: float, near: FluidSchedule | None, all_ends: tuple[Ends, ...]
+) -> tuple[OffloadChoice, SimulatedStep, Ends]:
+    """Return the fastest way to place the same numbers of layers that is within memory, or the least beyond, and its ends."""
+    best: tuple[OffloadChoice, SimulatedStep, Ends] | None = None
+    best_rank = (np.inf, np.inf)
     for ends in all_ends:
-        choice = place_counts(sums.instance, counted, phase, where, ends)
-        simulated = sums.simulate_within(choice, np.inf if least[0] > 0 else least[1])
+        choice = starts.place_counts(sums.instance, counted, phase, near, ends)
+        simulated = sums.simulate_within(choice, np.inf if best_rank[0] > 0 else best_rank[1])
         if simulated is None:
             continue
         rank = (excess_bytes(sums.instance, simulated), simulated.step_s)
-        if rank < least:
-            best, least = (choice, simulated, ends), rank
+        if rank < best_rank:
+            best, best_rank = (choice, simulated, ends), rank
     assert best is not None
     return best
 
 
-def _fastest(sums: ResourceSums, starts: Iterator[OffloadChoice], good_enough_s: float) -> SimulatedChoice | None:
+def _fastest(sums: ResourceSums, choices: Iterator[OffloadChoice], good_enough_s: float) -> SimulatedChoice | None:
+    """Return the fastest choice once it fits; no further one is looked at when it is good enough."""
     best: SimulatedChoice | None = None
-    for choice in starts:
-        found = change_until_it_fits(sums, choice)
-        if found is not None and (best is None or found.step_s < best.step_s):
-            best = found
+    for choice in choices:
+        candidate = change_until_it_fits(sums, choice)
+        if candidate is not None and (best is None or candidate.step_s < best.step_s):
+            best = candidate
         if best is not None and best.step_s <= good_enough_s:
             break
     return best
@@ -223,37 +213,29 @@ def _fastest(sums: ResourceSums, starts: Iterator[OffloadChoice], good_enough_s:
 def _with_uniform(
     sums: ResourceSums, best: SimulatedChoice | None, shares: tuple[float, ...] = starts.SHARES
 ) -> SimulatedChoice | None:
-    """The best of a choice and of the uniform policies; those that could be faster are simulated, as they are."""
+    """Return the best of a choice and of the uniform policies; those that could be faster are simulated, unchanged."""
     for choice in starts.uniform_policies(sums.instance, shares):
-        fastest_s = float("inf") if best is None else best.step_s
+        fastest_s = np.inf if best is None else best.step_s
         if starts.uniform_lower_bound_s(sums.instance, choice) < fastest_s:
             best = simulate_unchanged(sums, choice, fastest_s) or best
     return best
 
 
 def _answer(
-    best: SimulatedChoice, objective_s: float, bound_s: float, worth: OffloadMarginalSeconds, begun: float
+    best: SimulatedChoice, objective_s: float, bound_s: float, marginal: OffloadMarginalSeconds, start: float
 ) -> OffloadSolution:
     return OffloadSolution(
         status=Status.FEASIBLE,
         choice=best.choice,
-        objective_s=objective_s,
-        bound_s=min(bound_s, objective_s),
+        objective=objective_s,
+        bound=min(bound_s, objective_s),
         simulated=best.simulated,
         prefetch=best.prefetch,
-        worth=worth,
-        solve_s=time.perf_counter() - begun,
+        marginal=marginal,
+        solve_s=time.perf_counter() - start,
+        backend="highs + local search",
     )
 
 
-def _no_answer(status: Status, bound_s: float, begun: float) -> OffloadSolution:
-    return OffloadSolution(
-        status=status,
-        choice=None,
-        objective_s=0.0,
-        bound_s=bound_s,
-        simulated=None,
-        prefetch=1,
-        worth=OffloadMarginalSeconds(),
-        solve_s=time.perf_counter() - begun,
-    )
+def _no_answer(status: Status, bound_s: float, start: float) -> OffloadSolution:
+    return OffloadSolution(status=status, choice=None, bound=bound_s, solve_s=time.perf_counter() - start)

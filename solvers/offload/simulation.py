@@ -1,14 +1,13 @@
-"""Jobs on streams of a device and its host, each stream one job at a time, and when they start and end.
+"""A step as a runtime executes it: whole copies on streams, events between them, a window of blocks ahead.
 
-Jobs are not interrupted. Copies of both directions at once share (1 + DUPLEX) of one rate; compute beside a copy loses the
-instance's share of it. A run that is known to last too long can be given up early.
+The streams are compute, to_host, to_device, host (its processors) and storage. Each works on one job at a time, the first of its
+list whose conditions hold; jobs are not interrupted (`run_jobs`). Copies of both directions at once share (1 + DUPLEX) of one rate;
+compute next to a copy loses the instance's share of it. A run that is known to last too long can be given up early.
 
-A step as a runtime executes it: whole copies on streams of their own, events between them, a window of blocks ahead.
-
-Each of the streams compute, to_host, to_device, host (its processors) and storage works on one job at a time, the first of its list
-whose conditions hold (offload_events.py). `broken_constraints` compares what comes out with the definition: every
-copy after what makes its
-bytes, every pass after what it reads, device and host memory within their caps.
+    microbatch_jobs   forward and backward passes of one micro-batch with their copies      choice -> jobs
+    update_jobs       the update, layer by layer and in pieces                              choice -> jobs
+    simulate          both, and the bytes in use over time                                  choice -> SimulatedStep
+    check             the step recomputed, every copy after what makes its bytes; memory within its caps
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...schema.arrays import FloatArray
+from ...schema.arrays import BoolArray, FloatArray
+from ..tolerances import ROUNDING, SUMMED
 from .instance import OffloadChoice, OffloadInstance
 
 COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)
 
 
 _MIN_RATE = 0.05
+"""Share of full speed that compute keeps next to copies, whatever was measured: with none a job would never end."""
 
 
 class Job(NamedTuple):
@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 def run_jobs(jobs: list[Job], instance: OffloadInstance, *, within_s: float = np.inf) -> tuple[FloatArray, FloatArray]:
-    """Start and end of each job [J]; of the jobs of a stream whose conditions hold the first of the list is taken.
+    """Return start and end of each job [J]; of a stream's jobs whose conditions hold the first of the list is taken.
 
     As soon as what a stream still has to do ends after ``within_s`` even at full speed, the run is given up: jobs that have not
     ended then have infinite ends.
@@ -52,7 +52,10 @@ def run_jobs(jobs: list[Job], instance: OffloadInstance, *, within_s: float = np
         to_do[job.stream] += job.seconds
         if not missing[idx]:
             ready[job.stream].append(idx)  # in order, so a heap
-    working, left = [-1] * len(STREAMS), [np.inf] * len(STREAMS)  # the job of each stream and its seconds at full speed
+    working, remaining = (
+        [-1] * len(STREAMS),
+        [np.inf] * len(STREAMS),
+    )  # the job of each stream and its seconds at full speed
     now, done, rates = 0.0, 0, _rates(instance)
     while done < len(jobs):
         freed: list[int] = []
@@ -61,22 +64,22 @@ def run_jobs(jobs: list[Job], instance: OffloadInstance, *, within_s: float = np
                 if now + to_do[stream] > within_s:
                     return np.array(start), np.array(end)
                 first = heappop(ready[stream])
-                start[first], working[stream], left[stream] = now, first, jobs[first].seconds
-                to_do[stream] -= left[stream]
+                start[first], working[stream], remaining[stream] = now, first, jobs[first].seconds
+                to_do[stream] -= remaining[stream]
                 freed += by_start.get(first, ())
         if not freed:
             rate = rates[2 * (working[TO_HOST] >= 0) + (working[TO_DEVICE] >= 0)]
             step = np.inf
             for stream in used:
-                if left[stream] < step * rate[stream]:
-                    step = left[stream] / rate[stream]
+                if remaining[stream] < step * rate[stream]:
+                    step = remaining[stream] / rate[stream]
             assert step < np.inf, "a job waits for one that never runs"
             now += step
             for stream in used:
-                left[stream] -= step * rate[stream]
-                if left[stream] <= 1e-12 * now:
+                remaining[stream] -= step * rate[stream]
+                if remaining[stream] <= ROUNDING * now:
                     idx = working[stream]
-                    working[stream], left[stream], end[idx], done = -1, np.inf, now, done + 1
+                    working[stream], remaining[stream], end[idx], done = -1, np.inf, now, done + 1
                     freed += by_end[idx]
         for idx in freed:
             missing[idx] -= 1
@@ -86,7 +89,7 @@ def run_jobs(jobs: list[Job], instance: OffloadInstance, *, within_s: float = np
 
 
 def _waiting(jobs: list[Job]) -> tuple[list[int], dict[int, list[int]], list[list[int]]]:
-    """How many others each job waits for; the jobs that wait for the start of each one, and for its end."""
+    """Return how many others each job waits for; the jobs that wait for the start of each one, and for its end."""
     missing, by_start, by_end = [0] * len(jobs), dict[int, list[int]](), list[list[int]]([] for _ in jobs)
     for idx, (_, _, after, begun) in enumerate(jobs):
         missing[idx] = len(after) + len(begun)
@@ -98,7 +101,7 @@ def _waiting(jobs: list[Job]) -> tuple[list[int], dict[int, list[int]], list[lis
 
 
 def _rates(instance: OffloadInstance) -> list[list[float]]:
-    """[4, 5]: rates of all streams as shares of full speed, by 2 (to the host works) + (to the device works)."""
+    """Return the rates of all streams as shares of full speed [4, 5], by 2 (to the host works) + (to the device works)."""
     links, rates = instance.links, list[list[float]]()
     for down, up in ((False, False), (False, True), (True, False), (True, True)):
         lost = links.compute_lost_to_host * down + links.compute_lost_to_device * up
@@ -108,11 +111,11 @@ def _rates(instance: OffloadInstance) -> list[list[float]]:
 
 
 MAX_PIECES = 3
-"""Pieces of states on the device at once: one that comes, one that is updated, one that leaves (runtime/offload/optimizer.py)."""
+"""Pieces of states on the device at once: one that comes, one being updated, one that leaves (runtime/offload/optimizer.py)."""
 
 
 MANY_PIECES = 160
-"""Pieces that are told apart; of more, one is so little of the update that whole layers take as long."""
+"""Pieces of an update that are simulated; of more, one is so little of the update that undivided layers take as long."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +156,15 @@ def simulate(instance: OffloadInstance, choice: OffloadChoice, *, prefetch: int 
 def simulate_within(
     instance: OffloadInstance, choice: OffloadChoice, within_s: float, updates: dict[bytes, float], *, prefetch: int = 1
 ) -> SimulatedStep | None:
-    """The same, given up as soon as a step is known to take longer; ``updates`` remembers updates of the same problem."""
+    """Run `simulate` until a step is known to take longer; ``updates`` remembers updates of the same problem."""
     m, update_s = instance.num_microbatches, _update_s(instance, choice, updates)
-    jobs, of = microbatch_jobs(instance, choice, prefetch)
+    jobs, indices = microbatch_jobs(instance, choice, prefetch)
     start, end = run_jobs(jobs, instance, within_s=(within_s - update_s) / m)
     microbatch_s = float(end.max(initial=0.0))
     if m * microbatch_s + update_s > within_s:
         return None
-    forward_bytes, backward_bytes = _peak_bytes(instance, choice, of, start, end)
-    moved, p = choice.of(instance.moved_bytes).sum(), choice.parameters
+    forward_bytes, backward_bytes = _peak_bytes(instance, choice, indices, start, end)
+    moved, p = choice.take(instance.moved_bytes).sum(), choice.parameters
     streamed, host = instance.state_bytes[choice.streamed_optimizer].sum(), choice.host_optimizer
     gradients, masters = instance.gradient_bytes, instance.parameter_bytes
     return SimulatedStep(
@@ -191,38 +194,39 @@ class JobIndices:
 
 
 def microbatch_jobs(i: OffloadInstance, choice: OffloadChoice, prefetch: int) -> tuple[list[Job], JobIndices]:
-    """Passes in order; activations leave after a layer's forward pass and come back in a window before its backward pass."""
+    """Return passes in order; activations leave after a forward pass and come back in a window before the backward pass."""
     size, links = i.num_layers, i.links
-    moved_bytes, repeated = choice.of(i.moved_bytes), choice.of(i.repeated_s)
-    # Numbers of the passes are known beforehand: forward 0..L-1, backward L..2L-1 from the last layer on.
+    moved_bytes, repeated = choice.take(i.moved_bytes), choice.take(i.repeated_s)
+    # Indices of the passes: forward 0..L-1, backward L..2L-1 from the last layer on.
     forward, backward = list(range(size)), [2 * size - 1 - idx for idx in range(size)]
-    once, again, moved = i.forward_s.tolist(), (i.backward_s + repeated).tolist(), moved_bytes.tolist()
+    forward_s, backward_s = i.forward_s.tolist(), (i.backward_s + repeated).tolist()
+    moved = moved_bytes.tolist()
     streamed = (i.parameter_bytes * choice.parameters).tolist()
-    jobs = [Job(COMPUTE, once[idx], (forward[idx - 1],) if idx else ()) for idx in range(size)]
-    jobs += [Job(COMPUTE, again[idx], (backward[idx] - 1,)) for idx in reversed(range(size))]
-    down, up, needs = dict[int, int](), dict[int, int](), dict[int, int]()
+    jobs = [Job(COMPUTE, forward_s[idx], (forward[idx - 1],) if idx else ()) for idx in range(size)]
+    jobs += [Job(COMPUTE, backward_s[idx], (backward[idx] - 1,)) for idx in reversed(range(size))]
+    down, up, copy_for = dict[int, int](), dict[int, int](), dict[int, int]()
     gathered, reduced = list[tuple[int, int, int]](), list[tuple[int, int]]()
     for idx in map(int, np.flatnonzero(moved_bytes > 0)):
         down[idx] = len(jobs)
         jobs.append(Job(TO_HOST, moved[idx] / links.to_host_bytes_per_s, (forward[idx],)))
     passes = [(idx, forward[idx], False) for idx in range(size)]
     passes += [(idx, backward[idx], True) for idx in reversed(range(size))]
-    users: list[int] = []  # passes that wait for a copy up, in order
-    for idx, place, is_backward in passes:
+    waiting: list[int] = []  # passes that wait for a copy up, in order
+    for idx, pass_idx, is_backward in passes:
         bytes_ = streamed[idx] + is_backward * moved[idx]
         if bytes_ <= 0:
             continue
-        opens = (users[-prefetch],) if len(users) >= prefetch else ()
+        opens = (waiting[-prefetch],) if len(waiting) >= prefetch else ()
         after = (forward[-1], *((down[idx],) if idx in down else ())) if is_backward else ()
-        needs[place] = len(jobs)
+        copy_for[pass_idx] = len(jobs)
         if streamed[idx]:
-            gathered.append((idx, len(jobs), place))
+            gathered.append((idx, len(jobs), pass_idx))
         if is_backward:
             up[idx] = len(jobs)
         jobs.append(Job(TO_DEVICE, bytes_ / links.to_device_bytes_per_s, after, opens))
-        users.append(place)
-    for place, copy in needs.items():
-        jobs[place] = Job(COMPUTE, jobs[place].seconds, (*jobs[place].after, copy))
+        waiting.append(pass_idx)
+    for pass_idx, copy in copy_for.items():
+        jobs[pass_idx] = Job(COMPUTE, jobs[pass_idx].seconds, (*jobs[pass_idx].after, copy))
     gradients_s = i.gradient_bytes / links.to_host_bytes_per_s
     for idx in map(int, reversed(np.flatnonzero(choice.parameters))):
         reduced.append((idx, len(jobs)))
@@ -231,12 +235,12 @@ def microbatch_jobs(i: OffloadInstance, choice: OffloadChoice, prefetch: int) ->
 
 
 def _peak_bytes(
-    i: OffloadInstance, choice: OffloadChoice, of: JobIndices, start: FloatArray, end: FloatArray
+    i: OffloadInstance, choice: OffloadChoice, indices: JobIndices, start: FloatArray, end: FloatArray
 ) -> tuple[float, float]:
-    """Most bytes on the device until backward passes begin and from then on: what is there all the time, and changes at starts and
-    ends of jobs.
+    """Return the most bytes on the device until backward passes begin, and from then on: what is on it all the time, and changes at
+    starts and ends of jobs.
     """
-    moved, kept, working = choice.of(i.moved_bytes), choice.of(i.kept_bytes), choice.of(i.working_bytes)
+    moved, kept, working = choice.take(i.moved_bytes), choice.take(i.kept_bytes), choice.take(i.working_bytes)
     leaves = i.parameter_bytes + i.copy_bytes + i.state_bytes * 1.0
     gone = np.where(choice.parameters, leaves, 0.0).sum()
     gone += i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
@@ -244,16 +248,16 @@ def _peak_bytes(
     fixed = i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
     if i.gradients_accumulate:
         fixed -= i.gradient_bytes[choice.parameters].sum()
-    moves, down = np.array([*of.down], dtype=np.int64), np.array([*of.down.values()], dtype=np.int64)
-    back = np.array([of.up[idx] for idx in of.down], dtype=np.int64)
+    moves, down = np.array([*indices.down], dtype=np.int64), np.array([*indices.down.values()], dtype=np.int64)
+    back = np.array([indices.up[idx] for idx in indices.down], dtype=np.int64)
     made = np.where(choice.parameters, True, not i.gradients_accumulate)
-    last, there = np.array(of.backward), ~choice.parameters
+    last, is_resident = np.array(indices.backward), ~choice.parameters
     # Parameters of a block that runs are among the fixed bytes.
-    gathered, copy, place = np.array(of.gathered, dtype=np.int64).reshape(-1, 3).T
-    reduced, sent = np.array(of.reduced, dtype=np.int64).reshape(-1, 2).T
-    turn = end[of.forward[-1]]
+    gathered, copy, pass_idx = np.array(indices.gathered, dtype=np.int64).reshape(-1, 3).T
+    reduced, sent = np.array(indices.reduced, dtype=np.int64).reshape(-1, 2).T
+    turn = end[indices.forward[-1]]
     comes = [
-        (start[of.forward], kept + moved),
+        (start[indices.forward], kept + moved),
         (start[back], moved[moves]),
         (start[last[made]], gradients[made]),
         (start[copy], i.parameter_bytes[gathered]),
@@ -262,38 +266,39 @@ def _peak_bytes(
     goes = [
         (end[last], kept + moved),
         (end[down], moved[moves]),
-        (start[place], i.parameter_bytes[gathered]),
+        (start[pass_idx], i.parameter_bytes[gathered]),
         (end[sent], gradients[reduced]),
-        (end[last[there]], i.freed_bytes[there]),
+        (end[last[is_resident]], i.freed_bytes[is_resident]),
         (end[last[-1:]], np.array([i.turn_bytes])),
     ]
-    at = np.concatenate([when for when, _ in [*comes, *goes]])
+    times = np.concatenate([when for when, _ in [*comes, *goes]])
     bytes_ = np.concatenate([*(size for _, size in comes), *(-size for _, size in goes)])
-    going = np.arange(len(at)) >= sum(len(when) for when, _ in comes)
-    sorted_ = np.lexsort((~going, at))  # what goes makes room for what comes
-    held, early = np.cumsum(bytes_[sorted_]), at[sorted_] <= turn
-    return float(fixed + held[early].max(initial=0.0)), float(fixed + held[~early].max(initial=0.0))
+    going = np.arange(len(times)) >= sum(len(when) for when, _ in comes)
+    sorted_ = np.lexsort((~going, times))  # what goes makes room for what comes
+    in_use, early = np.cumsum(bytes_[sorted_]), times[sorted_] <= turn
+    return float(fixed + in_use[early].max(initial=0.0)), float(fixed + in_use[~early].max(initial=0.0))
 
 
 def host_bytes(i: OffloadInstance, choice: OffloadChoice) -> float:
-    """Bytes on the host: of layers that it updates, states that are streamed, activations; less what lies on storage."""
+    """Return the bytes on the host: of layers that it updates, states that are streamed, activations; less what lies on storage."""
     away = choice.parameters | choice.host_optimizer
     updated = (i.parameter_bytes + i.gradient_bytes + i.state_bytes)[away].sum()
     streamed, stored = i.state_bytes[choice.streamed_optimizer].sum(), i.state_bytes[choice.storage].sum()
-    return float(updated + streamed + choice.of(i.moved_bytes).sum() - stored)
+    return float(updated + streamed + choice.take(i.moved_bytes).sum() - stored)
 
 
 def update_bytes(i: OffloadInstance, choice: OffloadChoice) -> float:
-    """Bytes on the device while parameters are updated."""
-    there = ~choice.parameters
-    states = i.state_bytes[there & ~choice.host_optimizer & ~choice.streamed_optimizer].sum()
+    """Return the bytes on the device while parameters are updated."""
+    resident = ~choice.parameters
+    states = i.state_bytes[resident & ~choice.host_optimizer & ~choice.streamed_optimizer].sum()
     streamed = i.state_bytes[choice.streamed_optimizer]
-    working = choice.of(i.working_bytes).max(initial=0.0)
-    static = (i.parameter_bytes + i.gradient_bytes)[there].sum() + states
+    working = choice.take(i.working_bytes).max(initial=0.0)
+    static = (i.parameter_bytes + i.gradient_bytes)[resident].sum() + states
     return float(static + 2 * streamed.max(initial=0.0) + i.fixed_bytes + working + i.update_bytes)
 
 
 def _update_s(i: OffloadInstance, choice: OffloadChoice, known: dict[bytes, float]) -> float:
+    """Return the seconds of the update, remembered by what it depends on."""
     masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters, choice.storage)
     key = b"".join(mask.tobytes() for mask in masks)
     if key not in known:
@@ -302,7 +307,7 @@ def _update_s(i: OffloadInstance, choice: OffloadChoice, known: dict[bytes, floa
 
 
 def update_jobs(i: OffloadInstance, choice: OffloadChoice) -> list[Job]:
-    """Host layers: gradient down, update, parameters up. Streamed ones: states up, update, states down. All in pieces."""
+    """Return jobs of host layers: gradient down, update, parameters up; of streamed ones: states up, update, down; in pieces."""
     links, jobs = i.links, list[Job]()
     moved = choice.host_optimizer | choice.parameters | choice.streamed_optimizer
     pieces = np.broadcast_to(np.minimum(i.pieces, max(1, MANY_PIECES // max(1, int(moved.sum())))), i.num_layers)
@@ -316,7 +321,7 @@ def update_jobs(i: OffloadInstance, choice: OffloadChoice) -> list[Job]:
         jobs.append(Job(stream, seconds, after))
         return len(jobs) - 1
 
-    def in_pieces(mask: NDArray[np.bool_]) -> list[int]:
+    def in_pieces(mask: BoolArray) -> list[int]:
         return np.repeat(np.arange(i.num_layers), pieces * mask).tolist()
 
     def read(idx: int) -> tuple[int, ...]:
@@ -333,9 +338,9 @@ def update_jobs(i: OffloadInstance, choice: OffloadChoice) -> list[Job]:
         if stays:
             add(TO_DEVICE, parameters_s[idx], updated)
         write(idx, updated)
-    gone, room = list[tuple[float, int]](), 2 * float(i.state_bytes[choice.streamed_optimizer].max(initial=0.0))
+    gone, buffers = list[tuple[float, int]](), 2 * float(i.state_bytes[choice.streamed_optimizer].max(initial=0.0))
     for idx in in_pieces(choice.streamed_optimizer):
-        buffer = _buffer_of(gone, states[idx], room)
+        buffer = _buffer_of(gone, states[idx], buffers)
         up = add(TO_DEVICE, states[idx] / links.to_device_bytes_per_s, *read(idx), *buffer)
         updated = add(COMPUTE, on_device_s[idx], up)
         gone.append((states[idx], add(TO_HOST, states[idx] / links.to_host_bytes_per_s, updated)))
@@ -345,29 +350,42 @@ def update_jobs(i: OffloadInstance, choice: OffloadChoice) -> list[Job]:
     return jobs
 
 
-def _buffer_of(gone: list[tuple[float, int]], bytes_: float, room: float) -> tuple[int, ...]:
-    """The copy down that must have ended before the next states come: they share the room with those just before."""
-    held = bytes_
+def _buffer_of(gone: list[tuple[float, int]], bytes_: float, buffers: float) -> tuple[int, ...]:
+    """Return the copy down that must have ended before the next states come: they share the buffers with those just before."""
+    in_use = bytes_
     for before in range(1, min(len(gone), MAX_PIECES) + 1):
-        held += gone[-before][0]
-        if before == MAX_PIECES or held > room * (1 + 1e-9):
+        in_use += gone[-before][0]
+        if before == MAX_PIECES or in_use > buffers * (1 + SUMMED):
             return (gone[-before][1],)
     return ()
 
 
 def broken_constraints(instance: OffloadInstance, choice: OffloadChoice, simulated: SimulatedStep) -> list[str]:
-    """What is wrong with a choice, by the labels of offload_instance.py; empty when nothing is."""
-    wrong = []
+    """Return what is wrong with a choice, by the labels of offload/instance.py; empty when nothing is."""
+    broken = []
     rows = np.arange(instance.num_layers)
     if not instance.allowed[choice.option, rows].all():
-        wrong.append("C1: a layer has an option that is not allowed")
-    places = choice.host_optimizer * 1 + choice.streamed_optimizer + choice.parameters
-    if (places > 1).any() or (choice.storage & ~(choice.host_optimizer | choice.streamed_optimizer)).any():
-        wrong.append("C1: states of a layer lie in two places")
-    if simulated.peak_bytes > instance.cap_bytes * (1 + 1e-9):
-        wrong.append(f"C6: {simulated.peak_bytes:.0f} bytes on a device with {instance.cap_bytes:.0f}")
-    if simulated.host_bytes > instance.host_cap_bytes * (1 + 1e-9):
-        wrong.append(f"C7: {simulated.host_bytes:.0f} bytes on a host with {instance.host_cap_bytes:.0f}")
-    if simulated.storage_bytes > instance.storage_cap_bytes * (1 + 1e-9):
-        wrong.append(f"C8: {simulated.storage_bytes:.0f} bytes on storage with {instance.storage_cap_bytes:.0f}")
-    return wrong
+        broken.append("C1: a layer has an option that is not allowed")
+    locations = choice.host_optimizer * 1 + choice.streamed_optimizer + choice.parameters
+    if (locations > 1).any() or (choice.storage & ~(choice.host_optimizer | choice.streamed_optimizer)).any():
+        broken.append("C1: states of a layer lie in two places")
+    if simulated.peak_bytes > instance.cap_bytes * (1 + SUMMED):
+        broken.append(f"C6: {simulated.peak_bytes:.0f} bytes on a device with {instance.cap_bytes:.0f}")
+    if simulated.host_bytes > instance.host_cap_bytes * (1 + SUMMED):
+        broken.append(f"C7: {simulated.host_bytes:.0f} bytes on a host with {instance.host_cap_bytes:.0f}")
+    if simulated.storage_bytes > instance.storage_cap_bytes * (1 + SUMMED):
+        broken.append(f"C8: {simulated.storage_bytes:.0f} bytes on storage with {instance.storage_cap_bytes:.0f}")
+    return broken
+
+
+def check(instance: OffloadInstance, choice: OffloadChoice, *, prefetch: int = 1) -> float:
+    """Recompute the seconds of a step by simulation, which none of the programs knows.
+
+    Raises:
+        ValueError: the choice breaks (C1), (C6), (C7) or (C8); the message names which.
+    """
+    simulated = simulate(instance, choice, prefetch=prefetch)
+    broken = broken_constraints(instance, choice, simulated)
+    if broken:
+        raise ValueError("; ".join(broken))
+    return simulated.step_s

@@ -1,6 +1,8 @@
-"""Whole layers from fractions of layers: error diffusion, and numbers of whole layers spread over the sequence.
+"""Choices to start from: integer layers near the linear programs, and uniform policies.
 
-Uniform policies: one option for all blocks, and the states or the parameters of a share of the layers in one place.
+`round_fluid` makes integer layers of fractions by error diffusion from the first layer on; `place_counts` places integer numbers of
+layers of each kind over the sequence, evenly or near the positions of a fluid answer. `uniform_policies` have one option for all
+blocks, and the states or the parameters of a share of the layers in one location: what users of other engines would choose.
 """
 
 from __future__ import annotations
@@ -9,22 +11,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ..tolerances import ROUNDING, SUMMED
 from .bound import MANY_KINDS
 from .instance import OPTIONS, OffloadChoice, OffloadInstance
 from .program import FluidSchedule
 from .simulation import host_bytes, update_bytes
 
-BoolArray = NDArray[np.bool_]
-
-
 _TIE = 0.2
+"""Of a layer: how far phases move options apart, so that those of equal fractions are not all due at the same layers."""
 
 
 _MIN_WEIGHT = 1e-3
-"""What every option of a layer weighs at least, so that numbers can be reached."""
+"""Weight of every option of a layer at least, so that numbers can be reached."""
 
 
 _BALANCES = 12
@@ -32,7 +32,7 @@ _BALANCES = 12
 
 
 def round_fluid(instance: OffloadInstance, fluid: FluidSchedule, phase: float) -> OffloadChoice:
-    """Whole layers in the proportions of a fluid answer, by error diffusion from the first layer on."""
+    """Return integer layers in the proportions of a fluid answer, by error diffusion from the first layer on."""
     size, options = instance.num_layers, range(len(OPTIONS))
     option, parameters = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=bool)
     ahead, due = [0.0] * len(OPTIONS), phase
@@ -44,38 +44,38 @@ def round_fluid(instance: OffloadInstance, fluid: FluidSchedule, phase: float) -
         taken = weights.index(max(weights))
         option[idx], ahead[taken] = taken, ahead[taken] - 1.0
         due += share
-        if due >= 1.0 - 1e-9 and instance.streamable[idx]:
+        if due >= 1.0 - SUMMED and instance.streamable[idx]:
             parameters[idx], due = True, due - 1.0
-    left = np.where(parameters, 0.0, instance.state_bytes)
-    host = _diffuse_bytes(left, fluid.host_bytes)
-    streamed = _diffuse_bytes(np.where(host, 0.0, left), fluid.streamed_bytes)
+    remaining = np.where(parameters, 0.0, instance.state_bytes)
+    host = _diffuse_bytes(remaining, fluid.host_bytes)
+    streamed = _diffuse_bytes(np.where(host, 0.0, remaining), fluid.streamed_bytes)
     storage = _diffuse_bytes(np.where(host | streamed, instance.state_bytes, 0.0), fluid.storage_bytes)
     return OffloadChoice(
         option=option, host_optimizer=host, streamed_optimizer=streamed, parameters=parameters, storage=storage
     )
 
 
-def _diffuse_bytes(bytes_: FloatArray, wanted: float) -> BoolArray:
-    """Layers that hold at least ``wanted`` of ``bytes_`` [L], spread over all of them, and no layer more than that takes."""
+def _diffuse_bytes(bytes_: FloatArray, target: float) -> BoolArray:
+    """Return layers that hold at least ``target`` of ``bytes_`` [L], evenly among all of them, and no layer too many."""
     total, chosen = float(bytes_.sum()), np.zeros(len(bytes_), dtype=bool)
-    if wanted <= 1e-9 * max(total, 1.0) or total == 0:
+    if target <= SUMMED * max(total, 1.0) or total == 0:
         return chosen
-    share, due = min(wanted / total, 1.0), 0.0
+    share, due = min(target / total, 1.0), 0.0
     for layer, size in enumerate(bytes_.tolist()):
         due += share * size
-        if size > 0 and due >= size * (1 - 1e-9):
+        if size > 0 and due >= size * (1 - SUMMED):
             chosen[layer], due = True, due - size
-    missing = wanted - float(bytes_[chosen].sum())
+    missing = target - float(bytes_[chosen].sum())
     for idx in sorted(np.flatnonzero((bytes_ > 0) & ~chosen), key=lambda idx: (bytes_[idx] < missing, bytes_[idx])):
-        if missing <= 1e-9 * total:
+        if missing <= SUMMED * total:
             break
         chosen[idx], missing = True, missing - float(bytes_[idx])
     return chosen
 
 
 ENDS = ((0.0, 0.0), (0.0, 0.03), (0.08, 0.03), (0.2, 0.03), (0.35, 0.06))
-"""Shares of the layers at both ends that are not moved where others can be: at the turn what just moved is still there, and when
-the backward passes end so are all gradients."""
+"""Shares of the layers at both ends that are not moved where others can be: at the turn what just moved is still on the device, and
+when the backward passes end so are all gradients. The first is none; the others are tried in turn."""
 
 
 def place_counts(
@@ -85,30 +85,30 @@ def place_counts(
     where: FluidSchedule | None = None,
     ends: tuple[float, float] = ENDS[0],
 ) -> OffloadChoice:
-    """Whole numbers of layers of each kind (``counted``) over the sequence: evenly, or near the places of a fluid answer.
+    """Place integer numbers of layers of each kind (``counted``) over the sequence: evenly, or near a fluid answer.
 
-    With many kinds the numbers are not whole, and error diffusion makes them so.
+    With many kinds the numbers are not integer, and error diffusion makes them so.
     """
-    if counted.places is None or len(np.unique(instance.kind)) > MANY_KINDS:
+    if counted.locations is None or len(np.unique(instance.kind)) > MANY_KINDS:
         options = counted.options
         if where is not None:
             options = _balance(where.options * instance.allowed, options.sum(axis=1)) * instance.allowed
         return round_fluid(instance, replace(counted, options=_move_from_ends(instance, options, ends)), phase)
-    inside = _move_from_ends(instance, counted.options if where is None else where.options, ends)
+    fractions = _move_from_ends(instance, counted.options if where is None else where.options, ends)
     size = instance.num_layers
     option = np.zeros(size, dtype=np.int64)
     masks = np.zeros((5, size), dtype=bool)  # parameters, host, streamed, storage of either
     for kind in np.unique(instance.kind):
         members = np.flatnonzero(instance.kind == kind)
         quotas = np.rint(counted.options[:, members].sum(axis=1))
-        weights = _balance(inside[:, members], quotas)
+        weights = _balance(fractions[:, members], quotas)
         option[members] = _diffuse_counts(weights, quotas, phase)
-        numbers = np.rint([counted.parameters[members].sum(), *counted.places[:, members].sum(axis=1)])
-        left = members
+        numbers = np.rint([counted.parameters[members].sum(), *counted.locations[:, members].sum(axis=1)])
+        remaining = members
         for row, number in enumerate(numbers[:3].astype(np.int64)):
-            chosen = left[_evenly(len(left), int(number), phase)]
+            chosen = remaining[_evenly(len(remaining), int(number), phase)]
             masks[row, chosen] = True
-            left = np.setdiff1d(left, chosen)
+            remaining = np.setdiff1d(remaining, chosen)
         for row, number in ((1, numbers[3]), (2, numbers[4])):
             of_row = members[masks[row, members]]
             masks[row + 2, of_row[_evenly(len(of_row), int(number), phase)]] = True
@@ -122,7 +122,7 @@ def place_counts(
 
 
 def _move_from_ends(instance: OffloadInstance, options: FloatArray, ends: tuple[float, float]) -> FloatArray:
-    """Fractions [K, L] with what moves much away from both ends, its sum kept."""
+    """Return fractions [K, L] with options that move much away from both ends, the sums as they were."""
     if ends == ENDS[0]:
         return options
     size, moved = instance.num_layers, instance.moved_bytes
@@ -135,81 +135,81 @@ def _move_from_ends(instance: OffloadInstance, options: FloatArray, ends: tuple[
 
 
 def _evenly(size: int, number: int, phase: float) -> IntArray:
-    """``number`` of 0..size-1 with the same distance between them."""
+    """Return ``number`` of 0..size-1 with the same distance between them."""
     if number <= 0:
         return np.zeros(0, dtype=np.int64)
     return np.minimum(((np.arange(number) + phase) * size / min(number, size)).astype(np.int64), size - 1)[:size]
 
 
 def _diffuse_counts(weights: FloatArray, quotas: FloatArray, phase: float) -> IntArray:
-    """One option for each column of ``weights`` [K, n], as often as its quota [K] says, by error diffusion."""
-    option, left = np.zeros(weights.shape[1], dtype=np.int64), quotas.copy()
+    """Return one option for each column of ``weights`` [K, n], as often as its quota [K] says, by error diffusion."""
+    option, remaining = np.zeros(weights.shape[1], dtype=np.int64), quotas.copy()
     ahead = _TIE * (phase - 0.5) * np.arange(len(quotas))
     for idx in range(len(option)):
         ahead = ahead + weights[:, idx]
-        option[idx] = int(np.argmax(np.where(left > 0, ahead, -np.inf)))
+        option[idx] = int(np.argmax(np.where(remaining > 0, ahead, -np.inf)))
         ahead[option[idx]] -= 1.0
-        left[option[idx]] -= 1
+        remaining[option[idx]] -= 1
     return option
 
 
 def _balance(weights: FloatArray, quotas: FloatArray) -> FloatArray:
-    """Weights [K, n] scaled until rows add up to the quotas and columns to one."""
+    """Scale weights [K, n] until rows add up to the quotas and columns to one."""
     scaled = weights + _MIN_WEIGHT
     for _ in range(_BALANCES):
-        scaled = scaled * (quotas / np.maximum(scaled.sum(axis=1), 1e-12))[:, None]
-        scaled = scaled / np.maximum(scaled.sum(axis=0), 1e-12)
+        scaled = scaled * (quotas / np.maximum(scaled.sum(axis=1), ROUNDING))[:, None]
+        scaled = scaled / np.maximum(scaled.sum(axis=0), ROUNDING)
     return scaled
 
 
 UNIFORM_LOCATIONS = ("device", "host", "streamed", "parameters")
-"""Where states are: on the device, updated by the host, streamed to the device, with the parameters on the host."""
+"""Locations of states: on the device, updated by the host, streamed to the device, with the parameters on the host."""
 
 
 SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
-"""The first eighths of the layers, all of them first."""
+"""Shares of the layers from the first one on that are away: all of them, then an eighth less each time."""
 
 
 _STATES = {"host": "host_optimizer", "streamed": "streamed_optimizer", "parameters": "parameters"}
 
 
-def uniform_policy(instance: OffloadInstance, option: int, place: str, share: float = 1.0) -> OffloadChoice:
-    """The same for all blocks, and the states of the first ``share`` of the layers in one place."""
+def uniform_policy(instance: OffloadInstance, option: int, location: str, share: float = 1.0) -> OffloadChoice:
+    """Return one option for all blocks, and the states of the first ``share`` of the layers in one location."""
     none = np.zeros(instance.num_layers, dtype=bool)
     masks = dict.fromkeys((*_STATES.values(), "storage"), none)
-    if place != "device":
-        masks[_STATES[place]] = np.arange(instance.num_layers) < round(share * instance.num_layers)
-    kept = int(np.argmax(instance.allowed.sum(axis=1) == instance.num_layers))
-    return OffloadChoice(option=np.where(instance.allowed[option], option, kept), **masks)
+    if location != "device":
+        masks[_STATES[location]] = np.arange(instance.num_layers) < round(share * instance.num_layers)
+    otherwise = int(np.argmax(instance.allowed.sum(axis=1) == instance.num_layers))
+    return OffloadChoice(option=np.where(instance.allowed[option], option, otherwise), **masks)
 
 
 def uniform_policies(instance: OffloadInstance, shares: tuple[float, ...] = SHARES) -> Iterator[OffloadChoice]:
-    """All of them that (C1) allows, the whole ones before those of a share."""
+    """Yield all policies that (C1) allows, those of all layers before those of a share."""
     may = {"device": True, "host": instance.may.host_optimizer, "streamed": instance.may.streamed_optimizer}
     may["parameters"] = instance.may.parameters and bool(instance.streamable.all())
     for share in shares:
-        for place in UNIFORM_LOCATIONS:
+        for location in UNIFORM_LOCATIONS:
             for option in range(len(OPTIONS)):
-                if may[place] and instance.allowed[option].any() and (place != "device" or share == 1.0):
-                    yield uniform_policy(instance, option, place, share)
+                if may[location] and instance.allowed[option].any() and (location != "device" or share == 1.0):
+                    yield uniform_policy(instance, option, location, share)
 
 
 def uniform_lower_bound_s(i: OffloadInstance, choice: OffloadChoice) -> float:
-    """Seconds that a choice takes even if every copy is hidden; infinite if it cannot fit."""
+    """Return the seconds that a choice takes even if every copy is hidden; infinite if it cannot fit."""
     away = choice.host_optimizer | choice.parameters
     streamed, master, gradient = i.state_bytes[choice.streamed_optimizer], i.parameter_bytes, i.gradient_bytes
     links, of_host = i.links, choice.host_optimizer
     down = (gradient[of_host].sum() + streamed.sum()) / links.to_host_bytes_per_s
     up = (master[of_host].sum() + streamed.sum()) / links.to_device_bytes_per_s
     update = max(i.device_update_s[~away].sum(), i.host_update_s[away].sum(), links.seconds(down, up))
-    m, moved, p = i.num_microbatches, choice.of(i.moved_bytes).sum(), choice.parameters
-    compute = i.compute_s + choice.of(i.repeated_s).sum()
+    m, moved, p = i.num_microbatches, choice.take(i.moved_bytes).sum(), choice.parameters
+    compute = i.compute_s + choice.take(i.repeated_s).sum()
     to_host = (moved + gradient[p].sum()) / links.to_host_bytes_per_s
     to_device = (moved + 2 * master[p].sum()) / links.to_device_bytes_per_s
     resident = i.resident_bytes - i.state_bytes[choice.streamed_optimizer | choice.host_optimizer].sum()
     resident -= (master + i.copy_bytes + i.state_bytes + gradient * i.gradients_accumulate)[p].sum()
-    working = choice.of(i.working_bytes).max(initial=0.0)
-    at_turn = resident + choice.of(i.kept_bytes).sum() + working + i.fixed_bytes + i.turn_bytes
+    working = choice.take(i.working_bytes).max(initial=0.0)
+    at_turn = resident + choice.take(i.kept_bytes).sum() + working + i.fixed_bytes + i.turn_bytes
     if max(at_turn, update_bytes(i, choice)) > i.cap_bytes or host_bytes(i, choice) > i.host_cap_bytes:
         return np.inf
     return float(m * max(compute, to_host, to_device) + update)

@@ -54,7 +54,7 @@ def instance(
     )
     whole = replace(whole, **changes)
     most = whole.resident_bytes + whole.kept_bytes[KEEP].sum() + whole.gradient_bytes.sum() + 5e9
-    return whole.with_cap(cap_share * float(most))
+    return replace(whole, cap_bytes=cap_share * float(most))
 
 
 def choice_of(problem: OffloadInstance, option: tuple[int, ...], **masks: Any) -> OffloadChoice:

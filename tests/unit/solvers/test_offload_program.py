@@ -30,11 +30,11 @@ def test_no_choice_of_whole_layers_beats_the_bound_and_few_beat_the_answer() -> 
                 times.append(simulated.step_s)
     found = schedule.solve(problem)
     assert found.simulated is not None and found.choice is not None
-    assert found.bound_s <= min(times) * (1 + 1e-9)
-    assert bound.lower_bound_s(problem) <= found.bound_s * (1 + 1e-9)
+    assert found.bound <= min(times) * (1 + 1e-9)
+    assert bound.lower_bound_s(problem) <= found.bound * (1 + 1e-9)
     # Rounding three blocks is a heuristic: within a twentieth of the best of all 2,000 choices.
     assert min(times) * (1 - 1e-9) <= found.simulated.step_s <= 1.05 * min(times)
-    assert bound.lower_bound_s(problem) <= found.bound_s <= min(times) * (1 + 1e-9)
+    assert bound.lower_bound_s(problem) <= found.bound <= min(times) * (1 + 1e-9)
 
 
 @settings(max_examples=12, deadline=None)
@@ -70,7 +70,7 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
     assert counted <= fluid.objective_s * (1 + 1e-6)
     # More memory, a faster link: never a higher bound.
     for better in (
-        problem.with_cap(1.1 * problem.cap_bytes),
+        replace(problem, cap_bytes=1.1 * problem.cap_bytes),
         replace(problem, links=replace(links, to_host_bytes_per_s=13e9)),
         replace(problem, links=replace(links, duplex=0.8)),
     ):
@@ -81,8 +81,8 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
         again = simulate(problem, found.choice, prefetch=found.prefetch)
         assert again == found.simulated and not broken_constraints(problem, found.choice, again)
         # The bounds are below the linear program of the choice, and that below its simulation.
-        assert fluid.objective_s <= found.bound_s * (1 + 1e-6) <= found.objective_s * (1 + 2e-6)
-        assert found.objective_s <= again.step_s * (1 + 1e-6)
+        assert fluid.objective_s <= found.bound * (1 + 1e-6) <= found.objective * (1 + 2e-6)
+        assert found.objective <= again.step_s * (1 + 1e-6)
         for choice in starts.uniform_policies(problem, (1.0, 0.5)):
             uniform = simulate(problem, choice, prefetch=2)
             assert broken_constraints(problem, choice, uniform) or again.step_s <= uniform.step_s * (1 + 1e-9)
@@ -91,15 +91,15 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
 def test_worth_is_what_a_little_more_saves() -> None:
     problem = instance(5, cap_share=0.5, seed=3)
     fluid = program.solve_fluid(problem)[1]
-    assert fluid is not None and fluid.worth.device_s_per_byte > 0
+    assert fluid is not None and fluid.marginal.device_s_per_byte > 0
     more, step = 1e6, 1e5
-    roomier = program.solve_fluid(problem.with_cap(problem.cap_bytes + more))[1]
+    roomier = program.solve_fluid(replace(problem, cap_bytes=problem.cap_bytes + more))[1]
     links = replace(problem.links, to_host_bytes_per_s=10e9 + step, to_device_bytes_per_s=10e9 + step)
     faster = program.solve_fluid(replace(problem, links=links))[1]
     assert roomier is not None and faster is not None
     # Differences of two optima over steps this small carry the solver's own tolerance.
-    assert (fluid.objective_s - roomier.objective_s) / more == pytest.approx(fluid.worth.device_s_per_byte, rel=0.02)
-    both = fluid.worth.to_host_s2_per_byte + fluid.worth.to_device_s2_per_byte
+    assert (fluid.objective_s - roomier.objective_s) / more == pytest.approx(fluid.marginal.device_s_per_byte, rel=0.02)
+    both = fluid.marginal.to_host_s2_per_byte + fluid.marginal.to_device_s2_per_byte
     assert (fluid.objective_s - faster.objective_s) / step == pytest.approx(both, rel=0.02)
 
 
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_infeasible_and_says_what_the_host_needs() -> None:
     assert bound.lower_bound_s(short) == np.inf
     assert schedule.solve(short).status is Status.INFEASIBLE
     assert bound.lower_bound_s(replace(problem, host_cap_bytes=1.1 * needed)) < np.inf
-    assert schedule.solve(problem.with_cap(1e9)).choice is None
+    assert schedule.solve(replace(problem, cap_bytes=1e9)).choice is None
 
 
 def test_whole_layers_need_all_of_what_one_has_in_use() -> None:
@@ -153,14 +153,14 @@ def test_whole_layers_need_all_of_what_one_has_in_use() -> None:
     problem = instance(3, may=nowhere)
     only = problem.allowed & np.isin(np.arange(5), (KEEP, FULL))[:, None]
     everything = problem.resident_bytes + 30e9 + problem.fixed_bytes + problem.turn_bytes + 1e9
-    problem = replace(problem, allowed=only).with_cap(everything - 8e9)
+    problem = replace(problem, allowed=only, cap_bytes=everything - 8e9)
     # A block saves 9 GB and the first one needs 3 GB more in use: two blocks. Fractions: a third of each, with 1 GB more in use.
     compute_s = problem.compute_s + problem.device_update_s.sum()
-    whole = bound.solve_whole(problem)[1]
+    whole = bound.count_programs(problem)[0].solve()[1]
     assert whole is not None and whole.bound_s == pytest.approx(compute_s + 2 * 0.8)
     assert bound.lower_bound_s(problem) == pytest.approx(compute_s + 0.8)
     found = schedule.solve(problem)
-    assert found.simulated is not None and found.simulated.step_s == pytest.approx(found.bound_s)
+    assert found.simulated is not None and found.simulated.step_s == pytest.approx(found.bound)
 
 
 @settings(max_examples=10, deadline=None)
