@@ -25,7 +25,6 @@ from ..cost_models.layer.operators import CostInputs
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ModelSpec, Workload
 from ..schema.arrays import FloatArray, IntArray
-from ..schema.layers import Block, Embedding, Head
 from ..schema.layout_table import RECOMPUTES, LayoutTable, distinct_rows
 
 SAME_SECONDS_FRACTION = 0.01
@@ -123,10 +122,10 @@ def _work(costs: CostTable) -> FloatArray:
     A stage has a block for certain, so the embedding and the head count with one of every kind.
     """
     layers = tuple(zip(costs.kinds, costs.by_case, strict=True))
-    ends = [cost.busy_s for kind, cost in layers if isinstance(kind, Embedding | Head)]
+    ends = [cost.busy_s for kind, cost in layers if (kind.is_embedding or kind.is_head)]
     beside = [np.zeros_like(ends[0]), *ends, np.sum(ends, axis=0)]
     parts = []
     for kind, cost in layers:
-        if not isinstance(kind, Embedding | Head):
-            parts += [cost.busy_s + other for other in (beside if isinstance(kind, Block) else beside[:1])]
+        if not (kind.is_embedding or kind.is_head):
+            parts += [cost.busy_s + other for other in (beside if kind.is_block else beside[:1])]
     return np.stack(parts)[:, costs.case_idx]

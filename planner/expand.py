@@ -81,7 +81,7 @@ def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> spli
     once = _once_s(costs, idx, options.min_exposed_by_kind if options else costs.dp_exposed_by_kind)
     under = options.by_option if options else ()
     choices = [(_seconds(one, idx), _once_s(one, idx, one.dp_exposed_by_kind)) for one in under]
-    is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
+    is_block = np.array([kind.is_block for kind in costs.kinds])[costs.kind_of_layer]
     fixed = np.zeros((3, shape.num_stages))
     fixed[:2] = costs.transfer_s[idx] / shape.num_model_chunks
     blocks = np.flatnonzero(is_block)
@@ -407,7 +407,7 @@ def _split_bound_s(costs: CostTable, idx: int, slowest_s: float, fits: NDArray[n
 
 
 def _is_block(costs: CostTable) -> NDArray[np.bool_]:
-    return np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
+    return np.array([kind.is_block for kind in costs.kinds])[costs.kind_of_layer]
 
 
 def _stage_fits(costs: CostTable, idx: int, *, cap_bytes: float) -> NDArray[np.bool_]:

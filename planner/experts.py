@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
 from ..schema.arrays import FloatArray, IntArray
 from ..schema.base import read_json, read_text, write_atomically
-from ..schema.layers import Block, MoE
+from ..schema.layers import MoE
 from ..schema.plan import LayerSlots
 from ..solvers.experts.instance import ExpertInstance, SlotAssignment, replica_counts, validate_loads
 from ..solvers.experts.placement import ExpertPlacement, finish_placement, place_experts
@@ -62,7 +62,7 @@ def loads_of_model(model: ModelSpec, load: Any) -> FloatArray:
 
 def moe_blocks(model: ModelSpec) -> list[MoE]:
     """Return the mixture-of-experts layers of a model's blocks, in order."""
-    return [layer.mlp for layer in model.iter_layers() if isinstance(layer, Block) and isinstance(layer.mlp, MoE)]
+    return [layer.experts for layer in model.iter_layers() if layer.is_block and layer.experts]
 
 
 def with_imbalance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, load: Any) -> Workload:

@@ -12,7 +12,7 @@ from ..cost_models.coefficients import Coefficients
 from ..cost_models.stage.step import estimate_step, with_memory
 from ..cost_models.stage.table import CostTable
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
-from ..schema.layers import Block, Embedding, Head
+from ..schema.layers import Embedding
 from ..schema.layout_table import LayoutTable
 from ..solvers.stages import stage_split
 from .inputs import RunInputs, Skip, run_inputs
@@ -112,7 +112,7 @@ def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]
         return (0, *(1 + each * s for s in range(1, pp)), size)
     if size % pp == 0 and not balanced:
         return tuple(range(0, size + 1, size // pp))
-    is_block = np.array([isinstance(kind, Block) for kind in costs.kinds])[costs.kind_of_layer]
+    is_block = np.array([kind.is_block for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])
     has_block = np.broadcast_to(blocks[None, :] > blocks[:, None], (pp, size + 1, size + 1))
     return stage_split.solve(stage_split.StageSplitInstance(costs.per_layer("busy_s", idx), has_block)).choice or ()
@@ -127,7 +127,7 @@ def _by_thresholds(costs: CostTable, pp: int) -> tuple[int, ...]:
     model = costs.model
     weights = [
         0 if isinstance(layer, Embedding)
-        else model.vocab_size * model.hidden_dim if isinstance(layer, Head)
+        else model.vocab_size * model.hidden_dim if layer.is_head
         else layer.num_params(model.hidden_dim)
         for layer in model.iter_layers()
     ]  # fmt: skip

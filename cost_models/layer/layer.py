@@ -205,7 +205,7 @@ def _weight_share(times: list[OperatorTime], size: int) -> FloatArray:
 
 def _num_tensors(layer: Layer, inputs: CostInputs) -> int:
     products = sum(isinstance(op, Gemm) for op in _operators(layer, inputs))
-    return products + 2 * isinstance(layer, Block | MTPHead)
+    return products + 2 * (layer.inner_block is not None)
 
 
 def _operators(layer: Layer, inputs: CostInputs) -> tuple[Operator, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...schema import Workload
 from ...schema.arrays import FloatArray
-from ...schema.layers import Block, Embedding, Head
+from ...schema.layers import Embedding, Head
 from ...schema.layout_table import LayoutTable
 from ...schema.task import LowRank
 from .operators import Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
@@ -64,7 +64,7 @@ def frozen_bytes(layer: Layer, num_params: FloatArray, layouts: LayoutTable, wor
     """Return the bytes of one rank's frozen parameters [N]: quantised products of blocks, everything else in 16 bits."""
     if workload.adapters is None:
         return np.zeros(len(layouts))
-    is_quantised = isinstance(layer, Block) or (isinstance(layer, Head) and workload.adapters.frozen == "nf4")
+    is_quantised = layer.is_block or (layer.is_head and workload.adapters.frozen == "nf4")
     return num_params * (workload.adapters.frozen_bytes if is_quantised else 2.0)
 
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from ...schema import Workload
 from ...schema.arrays import FloatArray
-from ...schema.layers import Block, MTPHead
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ..hardware.compute import OperatorTime
 from ..hardware.device import device_rates
@@ -33,7 +32,7 @@ def passes_s(
     zero = np.zeros(len(layouts))
     forward = sum((time.forward_s for time in times), start=zero)
     backward = sum((time.backward_s for time in times), start=zero)
-    has_block = isinstance(layer, Block | MTPHead)
+    has_block = layer.inner_block is not None
     recompute, repeated = recompute_s(operators, times, layouts, workload) if has_block else (zero, zero)
     recompute, repeated = layouts.recompute_fraction * recompute, layouts.recompute_fraction * repeated
     if workload.adapters is not None and workload.adapters.frozen == "nf4":

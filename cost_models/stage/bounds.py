@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.arrays import FloatArray, IntArray
-from ...schema.layers import Block, Embedding
 from ...schema.layout_table import MIXED
 from ..pipeline.lower_bounds import PipelineWork, lower_bound_s, min_in_flight, single_stages_s
 from . import memory
@@ -99,8 +98,8 @@ def pipeline_work(costs: CostTable, slowest_s: FloatArray, transfer_s: FloatArra
     busy = [cost.busy_s for cost in costs.by_case]
     forward = [cost.forward_s + cost.comm_forward_s for cost in costs.by_case]
     weight = [cost.weight_s for cost in costs.by_case]
-    blocks = [k for k, kind in enumerate(costs.kinds) if isinstance(kind, Block)]
-    not_embedding = [k for k, kind in enumerate(costs.kinds) if not isinstance(kind, Embedding)]
+    blocks = [k for k, kind in enumerate(costs.kinds) if kind.is_block]
+    not_embedding = [k for k, kind in enumerate(costs.kinds) if not kind.is_embedding]
     main = max(blocks, key=lambda k: costs.counts[k])
     cheapest = np.min([busy[k] for k in blocks], axis=0)
     cheapest_forward = np.min([forward[k] for k in blocks], axis=0)
@@ -147,7 +146,7 @@ def fullest_stage(costs: CostTable, by_kind: Sequence[FloatArray]) -> FloatArray
     pp = costs.layouts.pp
     fullest = sum((n * values for n, values in zip(costs.counts, by_kind, strict=True)), start=np.zeros(len(pp))) / pp
     for n, kind, values in zip(costs.counts, costs.kinds, by_kind, strict=True):
-        if isinstance(kind, Block):
+        if kind.is_block:
             fullest = np.maximum(fullest, -(-n // pp) * values)
     return np.asarray(fullest)
 
@@ -269,7 +268,7 @@ def fullest_stage_on_pools(costs: CostTable, by_pool: Sequence[Sequence[FloatArr
     ]
     fullest = np.where(has_work, np.sum(shares, axis=0) / np.sum(stages * weights, axis=0), 0.0)
     for k, kind in enumerate(costs.kinds):
-        if isinstance(kind, Block):
+        if kind.is_block:
             seconds = np.array([values[k] for values in by_pool])
             fullest = np.maximum(fullest, _uncut_blocks_s(int(costs.counts[k]), seconds, stages))
     return np.asarray(fullest)

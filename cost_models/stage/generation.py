@@ -108,7 +108,7 @@ def layer_groups(model: ModelSpec, tp: int, element_bytes: int) -> tuple[LayerGr
 
 
 def _layer_group(model: ModelSpec, layer: Layer, idxs: tuple[int, ...], tp: int, element_bytes: int) -> LayerGroup:
-    size, is_embedding = _rank_params(layer, model.hidden_dim, tp) * element_bytes, isinstance(layer, Embedding)
+    size, is_embedding = _rank_params(layer, model.hidden_dim, tp) * element_bytes, layer.is_embedding
     moved = size
     if is_embedding:
         # A tied one is the head's matrix too, which every pass needs.
@@ -218,7 +218,7 @@ def _layer_s(
     if moe is not None:
         host_s = host_s + host.routing_s / 2
     if tp > 1:
-        reduced = 2 if isinstance(layer, Block) else 1
+        reduced = 2 if layer.is_block else 1
         size = flat * hidden_dim * workload.compute_bytes
         seconds = seconds + reduced * collective_s("all_reduce", size, ranks, np.ones_like(ranks), scenario.cluster)
         host_s = host_s + reduced * host.collective_s

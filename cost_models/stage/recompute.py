@@ -38,7 +38,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.arrays import FloatArray, IntArray
-from ...schema.layers import Block, MTPHead
 from ..pipeline.replay import in_flight_of_stage
 from . import memory
 from .contents import StageContents, step_shape
@@ -66,7 +65,7 @@ class RecomputeCosts:
     @cached_property
     def has_choice(self) -> NDArray[np.bool_]:
         """Which kinds [K] hold a block and so have something to recompute."""
-        return np.array([isinstance(kind, Block | MTPHead) for kind in self.minimum.kinds])
+        return np.array([(kind.inner_block is not None) for kind in self.minimum.kinds])
 
     def of_kinds(self, name: str, idx: int) -> FloatArray:
         """Return a LayerCost field of each kind under each option [K, O] of one layout."""
@@ -157,7 +156,7 @@ def lower_bound_slowest_s(costs: CostTable, without_memory_s: FloatArray) -> Flo
 
 
 def _of_one_pp(costs: CostTable, pp: int, without_memory_s: FloatArray) -> FloatArray:
-    blocks = [k for k, kind in enumerate(costs.kinds) if isinstance(kind, Block)]
+    blocks = [k for k, kind in enumerate(costs.kinds) if kind.is_block]
     main = max(blocks, key=lambda k: costs.counts[k])
     needed = int(costs.counts[main])
     others_s = costs.total("busy_s") - needed * costs.by_case[main].busy_s[costs.case_idx]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...schema import ClusterSpec, ModelSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
-from ...schema.layers import Block, Embedding, Head
+from ...schema.layers import Embedding, Head
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ..coefficients import Coefficients, Scenario
 from ..hardware.collectives import Hops, collective_s, p2p_s
@@ -226,18 +226,16 @@ class CostTable:
     @cached_property
     def is_block(self) -> NDArray[np.bool_]:
         """Which layers [L] are blocks; the others are embedding, head and modules that predict further tokens."""
-        return np.array([isinstance(kind, Block) for kind in self.kinds])[self.kind_of_layer]
+        return np.array([kind.is_block for kind in self.kinds])[self.kind_of_layer]
 
     @cached_property
     def head_idx(self) -> int:
         """Position of the head among the layers."""
-        return next(idx for idx, layer in enumerate(self.model.iter_layers()) if isinstance(layer, Head))
+        return next(idx for idx, layer in enumerate(self.model.iter_layers()) if layer.is_head)
 
     def of_blocks(self, name: str) -> FloatArray:
         """Return a LayerCost field of each kind of block and each case [blocks, cases]."""
-        return np.array(
-            [getattr(c, name) for kind, c in zip(self.kinds, self.by_case, strict=True) if isinstance(kind, Block)]
-        )
+        return np.array([getattr(c, name) for kind, c in zip(self.kinds, self.by_case, strict=True) if kind.is_block])
 
     @cached_property
     def block_params(self) -> FloatArray:
@@ -253,7 +251,7 @@ class CostTable:
     def root_params(self) -> FloatArray:
         """Parameters of the largest unit outside the blocks per tensor-parallel rank [N]."""
         roots = zip(self.kinds, self.by_case, strict=True)
-        params = [cost.num_params for kind, cost in roots if not isinstance(kind, Block)]
+        params = [cost.num_params for kind, cost in roots if not kind.is_block]
         return np.asarray(np.max(params, axis=0)[self.case_idx])
 
     @cached_property
@@ -312,7 +310,7 @@ class CostTable:
 
     def _exposed_s(self, kind: Layer, cost: LayerCost) -> FloatArray:
         """Return what gathering and reducing one layer adds to a step [N]."""
-        is_head = isinstance(kind, Head)
+        is_head = kind.is_head
         return np.asarray(self._num_passes * exposed_collectives_s(cost, self._overlap, self._inputs, is_head=is_head))
 
     @cached_property
@@ -430,8 +428,8 @@ class CostTable:
         if self.vocabulary is None:
             return seconds
         for kind in self.kinds:
-            if isinstance(kind, Embedding | Head):
-                cost = self.vocabulary.embedding if isinstance(kind, Embedding) else self.vocabulary.head
+            if kind.is_embedding or kind.is_head:
+                cost = self.vocabulary.embedding if kind.is_embedding else self.vocabulary.head
                 at_least = self._overlap * self._num_passes * (cost.gather_s + cost.reduce_s)
                 exposed = np.maximum(self._exposed_s(kind, cost), at_least)
                 seconds = seconds + exposed + cost.levels_s + self._copied_s_per_param * cost.num_trained

@@ -44,7 +44,6 @@ from ...schema.generation import (
     PhaseEstimate,
     StateShares,
 )
-from ...schema.layers import Block
 from ...schema.task import Generation
 from ...schema.units import GB, GIB, format_bytes, format_seconds
 from ...solvers.generation.instance import RESOURCES, Capacity, GenerationInstance, Rates, busy_s, resident_bytes
@@ -214,7 +213,7 @@ class BatchShapes:
             ask_bytes=k * costs.ask_bytes[:, j],
             cache_bytes=k * float(costs.cache_bytes[j]),
             states_bytes=float(hidden.max()),
-            hidden_steps=sum(len(kind.idxs) for kind in kinds if isinstance(kind.layer, Block)),
+            hidden_steps=sum(len(kind.idxs) for kind in kinds if kind.layer.is_block),
             num_batches=k,
             rates=self._rates,
             capacity=Capacity(

@@ -64,7 +64,7 @@ def _instance(
 ) -> OffloadInstance:
     least, workload, cluster = options.minimum, options.minimum.workload, options.minimum.cluster
     kinds = least.kind_of_layer
-    is_block = np.array([isinstance(kind, Block) for kind in least.kinds])[kinds]
+    is_block = np.array([kind.is_block for kind in least.kinds])[kinds]
     rates = request.rates(workload, cluster)
     busy, kept = (_by_option(options, name, idx) for name in ("busy_s", "activation_bytes"))
     kept = kept * cluster.calibration.activations
@@ -182,7 +182,7 @@ def _fixed_bytes(options: RecomputeCosts, idx: int) -> tuple[float, float, float
 
 def build_stage(choice: OffloadChoice, model: ModelSpec) -> Stage:
     """The stage of a plan: recompute and offload of each layer."""
-    is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
+    is_block = [layer.is_block for layer in model.iter_layers()]
     recompute = [RECOMPUTE_OF[k] for k in choice.option]
     offload = tuple(OFFLOAD_OF[k] for k in choice.option)
     used = {option for option, block in zip(recompute, is_block, strict=True) if block}
@@ -330,7 +330,7 @@ def choice_of_plan(plan: Plan) -> OffloadChoice:
     layers = list(plan.model.iter_layers())
     said = list(zip(RECOMPUTE_OF, OFFLOAD_OF, strict=True))
     options = [
-        said.index((stage.recompute_of(idx), stage.offload_of(idx))) if isinstance(layer, Block) else 0
+        said.index((stage.recompute_of(idx), stage.offload_of(idx))) if layer.is_block else 0
         for idx, layer in enumerate(layers)
     ]
     named = (

@@ -17,7 +17,6 @@ from ...cost_models.measured import measured_terms
 from ...cost_models.pipeline.simulation import Order
 from ...cost_models.stage.table import CostTable
 from ...schema import Alternative, Certificate, Estimate, Layout, ModelSpec, OffloadSchedule, Plan, Stage
-from ...schema.layers import Block
 from ...schema.layout import format_assignments
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
 from ...schema.plan import PlanProvenance
@@ -140,7 +139,7 @@ def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest
 
 def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
     """Return the layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
-    is_block = [isinstance(layer, Block) for layer in model.iter_layers()]
+    is_block = [layer.is_block for layer in model.iter_layers()]
     recomputes = [RECOMPUTES[option] for option in chosen.options]
 
     def stage(first: int, end: int) -> Stage:
