@@ -27,7 +27,6 @@ from meshwright.cost_models.learned.correction import Covariance
 from meshwright.cost_models.learned.gemm import GemmRates
 from meshwright.cost_models.learned.trees import ResidualModel
 from meshwright.fitting import gemm as gemm_fit
-from meshwright.fitting.correction import nested_kernel
 
 NUMBERS = (0, 10, 30, 100, 200, 500)
 DRAWS = 3
@@ -71,7 +70,7 @@ def errors_of(
 
 def family_errors(rows: pd.DataFrame, family: str) -> dict[str, dict[str, list[float]]]:
     """Choice -> number -> mean and median error, every device and build of the family weighing the same."""
-    kernel = nested_kernel(rows, family)
+    kernel = gemm_fit.nested_kernel(rows, family)
     residual, priors = gemm_fit.without_families(rows, (family,))
     found: list[tuple[str, int, str, float, float]] = []
     for key, prior in priors.items():
@@ -109,7 +108,7 @@ def main(data: str, out: str, *wanted: str) -> None:
     rows = gemm_fit.read_rows(Path(data))
     rows = rows[~rows.software.map(gemm_fit.is_fp8)].reset_index(drop=True)
     families = json.loads(Path(out).read_text())["families"] if wanted and Path(out).exists() else {}
-    for family in wanted or dict.fromkeys(gemm_fit.FAMILIES.values()):
+    for family in wanted or gemm_fit.FAMILIES:
         families[family] = family_errors(rows, family)
         print(family, shown(families[family]), flush=True)
     mean = mean_of(families)

@@ -1,11 +1,15 @@
-"""RooflineRegressor: seconds = roofline * exp(residual(x)), a scikit-learn estimator. Imported when fitting only."""
+"""RooflineRegressor: seconds = roofline * exp(residual(x)), a scikit-learn estimator, and the artefact that is shipped of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sklearn
 from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingRegressor
@@ -20,7 +24,7 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
     """Regressor of positive times: the roofline column of X times the exponential of a residual learned on the others.
 
     Minimises the residual estimator's loss on log(y / roofline), so errors count as ratios. Features are clipped to the
-    trained range: outside of it the answer follows the roofline alone.
+    trained range: outside of it the answer follows the roofline only.
 
     Args:
         roofline_column: position or name of the column with the roofline's seconds; None takes a roofline of one.
@@ -32,7 +36,7 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         self.residual = residual
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> RooflineRegressor:  # noqa: N803
-        """Fits the residual on rows X [n, d] and seconds y [n].
+        """Fit the residual on rows X [n, d] and seconds y [n].
 
         Raises:
             ValueError: a time, or a time of the roofline, is not positive.
@@ -50,7 +54,7 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: ArrayLike) -> FloatArray:  # noqa: N803
-        """Seconds [n] of rows X [n, d]."""
+        """Return the seconds [n] of rows X [n, d]."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=np.float64)  # noqa: N806
         features, roofline = self._split(np.asarray(X))
@@ -58,7 +62,7 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(roofline * np.exp(log_residual), dtype=np.float64)
 
     def to_model(self, names: Sequence[str], provenance: Mapping[str, Any]) -> ResidualModel:
-        """The fitted residual as plain arrays; ``names`` are those of the columns without the roofline."""
+        """Return the fitted residual as plain arrays; ``names`` are those of the columns without the roofline."""
         check_is_fitted(self)
         trees, baseline = tree_ensemble(self.residual_)
         return ResidualModel.from_trees(names, self.low_, self.high_, trees, baseline, provenance)
@@ -69,7 +73,7 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         return self.roofline_column
 
     def _split(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Features and roofline seconds."""
+        """Return features and roofline seconds."""
         if self.roofline_idx_ is None:
             return x, np.ones(len(x))
         return np.delete(x, self.roofline_idx_, axis=1), x[:, self.roofline_idx_]
@@ -81,11 +85,10 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def tree_ensemble(regressor: Any) -> tuple[list[Tree], float]:
-    """Trees and baseline of a fitted scikit-learn ensemble: histogram boosting, or a forest of trees."""
+    """Return trees and baseline of a fitted scikit-learn ensemble: histogram boosting, or a forest of trees."""
     if isinstance(regressor, HistGradientBoostingRegressor):
-        return [_histogram_tree(predictors[0].nodes) for predictors in regressor._predictors], float(
-            np.squeeze(regressor._baseline_prediction)
-        )
+        trees = [_histogram_tree(predictors[0].nodes) for predictors in regressor._predictors]
+        return trees, float(np.squeeze(regressor._baseline_prediction))
     members = regressor.estimators_
     return [_plain_tree(member.tree_, len(members)) for member in members], 0.0
 
@@ -99,3 +102,22 @@ def _histogram_tree(nodes: Any) -> Tree:
 def _plain_tree(tree: Any, num_trees: int) -> Tree:
     value = tree.value[:, 0, 0] / num_trees
     return Tree(tree.feature, tree.threshold, tree.children_left, tree.children_right, value)
+
+
+def write_artefact(model: ResidualModel, folder: Path, name: str, scores: Mapping[str, Any]) -> str:
+    """Save ``NAME.npz`` with date, command, versions and scores in its provenance; return lines of a report."""
+    stamp = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"python -m meshwright.fitting {name} DATA --score",
+        "scikit_learn": sklearn.__version__,
+        "numpy": np.__version__,
+        "scores": scores,
+    }
+    path = folder / f"{name}.npz"
+    replace(model, provenance={**model.provenance, **stamp}).save(path)
+    return f"{path}  {path.stat().st_size / 1000:.0f} kB\n" + score_lines(name, scores)
+
+
+def score_lines(name: str, scores: Mapping[str, Any]) -> str:
+    """Return a line for each thing that was left out: mean absolute percentage error and the like."""
+    return "".join(f"{name:16s} {left_out:44s} {score}\n" for left_out, score in scores.items())

@@ -9,7 +9,7 @@ takes k a + (1 + 1/k) x / e, least at x / e + 2 sqrt(a x / e). The residual is p
 this shape misses: the switches of NCCL between its protocols (LL, LL128, Simple) and, for the all-reduce of Hopper and
 Blackwell, the reduction in the switch (NVLS). In units of x one curve serves links of other rates, such as the halved
 NVLink of an H800. Curves are made non-decreasing. Parameters: collective_curves.json, written by
-``python -m meshwright.fitting.collectives``.
+``python -m meshwright.fitting collectives``.
 
 Measured bandwidth between nodes: the slowest pair of nodes that a ring, a chain of hops or an exchange crosses.
 

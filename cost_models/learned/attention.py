@@ -6,7 +6,7 @@ F FLOPs (2.5 times the forward's in the backward pass), P peak, d head width, S 
 attends to, B = 128 queries a thread block, W memory bandwidth. ``product`` is the inverse of what the matrix units reach,
 ``softmax`` the exponentials beside them (their number does not grow with d), ``tail`` the last thread blocks of a launch that
 find the other processors idle. A kernel is a generation of code on a generation of hardware (`kernel_name`). Coefficients,
-residual and scores: attention.npz, written by attention_fit.py. One device's kernels without a table take the median of all.
+residual and scores: attention.npz, written by fitting/attention.py. One device's kernels without a table take the median of all.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Distances are over dimensionless features and T, each over its length. M (Matern 3/2) is what is alike in the neighbourhood of a
 point, s what of the trees carries over to this device at all, o what is common to all shapes; each measured time has a noise
-of its own. Lengths and deviations were fitted on devices that the trees had not seen (correction_fit.py).
+of its own. Lengths and deviations were fitted on devices that the trees had not seen (fitting/gemm.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Covariance(NamedTuple):
 SHIPPED_COVARIANCE = Covariance(
     (3.72, 2.64, 2.49, 2.85, 0.371), local=0.123, of_trees=0.474, common=0.0688, noise=0.0592
 )
-"""[fitted: python -m meshwright.fitting.correction DATA]"""
+"""[fitted: python -m meshwright.fitting correction DATA]"""
 
 
 @dataclass(frozen=True, eq=False)

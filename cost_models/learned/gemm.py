@@ -6,7 +6,7 @@
     h = phi + (1 - phi) min(1, 3 B / L2)       phi = 0.1
 
 t0, e_c, e_m, p, a belong to the device (fitted; the median of the known ones for a device that is only a data sheet); r is an
-ensemble of trees on dimensionless features, clipped to the trained range. The fit is gemm_fit.py, the artefact gemm.npz.
+ensemble of trees on dimensionless features, clipped to the trained range. The fit is fitting/gemm.py, the artefact gemm.npz.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _TILE = 128
 _CACHED_COST = (
     0.1  # of a byte from cache over one from memory; with _CACHE_PARTS the value that carries best to unseen devices
 )
-_CACHE_PARTS = (
-    3.0  # operands up to a third of the cache stay in it [fitted: both on families left out, gemm_fit.py --score]
-)
+_CACHE_PARTS = 3.0
+"""Operands up to a third of the cache stay in it [fitted on families left out: python -m meshwright.fitting gemm DATA --score]."""
 
 
 class GemmCoefficients(NamedTuple):
@@ -59,7 +58,7 @@ class GemmRates(NamedTuple):
     """A device ready to be asked.
 
     Attributes:
-        software: column of the software build and format that stands for training (gemm_fit.SOFTWARE).
+        software: column of the software build and format that stands for training (SOFTWARE of fitting/gemm.py).
         element_bytes: of an operand.
         sustained_ratio: arithmetic rate over hours of training over that of a short benchmark.
         correction: of points measured on this device, where there are any.

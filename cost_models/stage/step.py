@@ -15,7 +15,7 @@ The interval is nominal, 90 %, and depends on what the time is made of:
 
 with s the shares of the step time: kernels, tensor-parallel, data-parallel and pipeline communication, bubbles. Kernels are known
 better than networks that others share. The coefficients are quantile regressions on published runs, every source with the
-same weight [fitted: python -m meshwright.fitting.intervals RUNS.csv]. A calibrated cluster uses the spread that its own runs
+same weight [fitted: python -m meshwright.fitting intervals RUNS.csv]. A calibrated cluster uses the spread that its own runs
 showed.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -20,10 +19,8 @@ from meshwright.cost_models.hardware.overlap import (
     pair_slowdowns,
     together_s,
 )
-from meshwright.fitting.overlap import errors, is_held_out, predict_pair, read_overlaps
 from meshwright.schema import ClusterSpec
 
-TABLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "measured_runs" / "overlap_interference.csv"
 SECONDS = st.floats(0, 10, allow_subnormal=False)
 SLOWDOWN = st.floats(0, 0.9)
 
@@ -68,12 +65,3 @@ def test_a_stream_never_slows_itself(fabric: Fabric) -> None:
     assert slowdown.shape == (len(STREAMS), len(STREAMS))
     assert np.all(np.diag(slowdown) == 0)
     assert np.all(slowdown >= 0)
-
-
-@pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")
-def test_the_law_beats_both_naive_answers_on_held_out_rows() -> None:
-    rows = [row for row in read_overlaps(TABLE) if is_held_out(row) and row.alone_s[2] == row.alone_s[3] == 0]
-    law = [coefficients()["overlap"][name] for name in ("channels", "traffic", "compute")]
-    found = errors(rows, predict_pair(rows, law))
-    assert found.model < 0.05
-    assert found.model < 0.6 * min(found.longest, found.total)

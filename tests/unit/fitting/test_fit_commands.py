@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
-
-COMMANDS = (
-    "fitting.overlap",
-    "fitting.intervals",
-    "fitting.coefficients",
-)
+from meshwright.fitting.__main__ import main
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("arguments", [[], ["no/such/table.csv"]])
-def test_wrong_arguments_end_with_exit_code_two_and_a_message(name: str, arguments: list[str], capsys) -> None:
+@pytest.mark.parametrize("fit", ["overlap", "intervals", "coefficients", "collectives", "gemm"])
+@pytest.mark.parametrize("arguments", [[], ["no/such/table"]])
+def test_wrong_arguments_end_with_exit_code_two_and_a_message(fit: str, arguments: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        import_module(f"meshwright.{name}").main(arguments)
+        main([fit, *arguments])
     assert ended.value.code == 2
     assert "error:" in capsys.readouterr().err

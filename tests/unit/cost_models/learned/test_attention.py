@@ -120,6 +120,6 @@ def test_shipped_model_repeats_the_measurements() -> None:
     table = fit.read_forward(path).sample(4000, random_state=1)
     errors = []
     for family, part in table.groupby("family"):
-        predicted = attention_seconds(str(family), fit.shape_of(part), fit.silicon_of(part), backward=False)
+        predicted = attention_seconds(str(family), fit.shape_of(part), fit.device_of(part), backward=False)
         errors.append(np.abs(predicted / part.seconds.to_numpy() - 1))
     assert np.mean(np.concatenate(errors)) < 0.08
