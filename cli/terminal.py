@@ -62,7 +62,7 @@ def stopping_on_interrupt(deadline: Deadline) -> Iterator[None]:
 
 @contextmanager
 def reading_cluster(text: str) -> Iterator[None]:
-    """A spinner while a cluster is described, which takes some seconds where it has to be measured."""
+    """Show a spinner while a cluster is described, which takes some seconds where it has to be measured."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"cluster {text}: a machine is measured once, in about ten seconds"):
@@ -71,7 +71,7 @@ def reading_cluster(text: str) -> Iterator[None]:
 
 @contextmanager
 def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, float], None] | None]:
-    """A bar with incumbent, bound and gap while layouts are expanded; None when quiet."""
+    """Show a bar with incumbent, bound and gap while layouts are expanded; None when quiet."""
     if quiet:
         yield None
         return
@@ -87,18 +87,18 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
 
         def update(evaluated: int, incumbent_s: float | None, bound_s: float) -> None:
             if incumbent_s is None:
-                found = f"none that fits yet, bound {format_seconds(bound_s)}"
+                text = f"none that fits yet, bound {format_seconds(bound_s)}"
             else:
                 gap = max(0.0, 1 - bound_s / incumbent_s)
-                found = f"best {format_seconds(incumbent_s)}, bound {format_seconds(bound_s)}, gap {100 * gap:.1f} %"
-            progress.update(task, description=f"{evaluated} layouts evaluated, {found}")
+                text = f"best {format_seconds(incumbent_s)}, bound {format_seconds(bound_s)}, gap {100 * gap:.1f} %"
+            progress.update(task, description=f"{evaluated} layouts evaluated, {text}")
 
         yield update
 
 
 @contextmanager
 def searching_again(*, quiet: bool) -> Iterator[None]:
-    """A spinner while a plan's space is searched again with changed clusters."""
+    """Show a spinner while a plan's space is searched again with changed clusters."""
     if quiet:
         yield
         return

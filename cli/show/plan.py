@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
-from ...cost_models.pipeline.simulation import placement
-from ...schema.schedules import SCHEDULES
+from ...runtime.pipeline_order import stage_ranks
 from ...schema.units import format_bytes, format_count, format_seconds
-from . import bar, cluster_title, figures_table
+from . import bar, cluster_title, figures_table, headed_table
 
 if TYPE_CHECKING:
     from ...schema import (
@@ -30,9 +27,7 @@ if TYPE_CHECKING:
         Workload,
     )
 
-
 MAX_STAGE_ROWS = 16
-
 
 TIME_TITLES = {
     "compute": "compute",
@@ -49,23 +44,19 @@ TIME_TITLES = {
 
 
 def plan_table(plan: Plan) -> Table:
-    """Everything a reader needs to judge a plan."""
+    """Show everything a reader needs to judge a plan."""
     table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
     _add_stages(table, plan)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
-    if plan.search:
+    if (search := plan.search) is not None:
         table.add_section()
-        search = plan.search
-        table.add_row(
-            "[bold]search",
-            search.status,
-            f"gap {100 * search.gap:.2g} %",
-            f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds"
-            + (f" ({search.pruned_in_groups} of them by those of their degrees)" if search.pruned_in_groups else "")
-            + f", {format_seconds(search.search_s)}"
-            + (f"; simpler for {100 * plan.price_of_simplicity:.2g} % of time" if plan.price_of_simplicity > 0 else ""),
-        )
+        grouped = f" ({search.pruned_in_groups} of them by those of their degrees)" if search.pruned_in_groups else ""
+        price = plan.price_of_simplicity
+        simpler = f"; simpler for {100 * price:.2g} % of time" if price > 0 else ""
+        effort = f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds{grouped}"
+        effort += f", {format_seconds(search.search_s)}{simpler}"
+        table.add_row("[bold]search", search.status, f"gap {100 * search.gap:.2g} %", effort)
     if plan.alternatives:
         table.add_section()
         table.add_row("[bold]runner-ups", "step time", "memory", "why not")
@@ -82,7 +73,7 @@ def plan_table(plan: Plan) -> Table:
 def estimate_table(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: Estimate
 ) -> Table:
-    """Layout, step time and its parts, throughput, memory and its parts against the budget."""
+    """Show layout, step time and what it consists of, throughput, and memory against the budget."""
     title = f"{model.name} ({format_count(model.num_params)}) on {cluster_title(cluster)}"
     table = figures_table(title)
     _add_layout(table, workload, layout)
@@ -146,12 +137,10 @@ def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
 
 
 def add_offload(table: Table, stage: Stage, schedule: OffloadSchedule) -> None:
-    """What lies where, what moves, and what a little more of each resource would save."""
+    """Add what lies where, what moves, and what a little more of each resource would save."""
     table.add_section()
-    per_step = (
-        f"{format_bytes(schedule.to_host_bytes)} down, {format_bytes(schedule.to_device_bytes)} up a step and rank"
-    )
-    table.add_row("[bold]offload", format_bytes(schedule.host_bytes), "a node", per_step)
+    down, up = format_bytes(schedule.to_host_bytes), format_bytes(schedule.to_device_bytes)
+    table.add_row("[bold]offload", format_bytes(schedule.host_bytes), "a node", f"{down} down, {up} up a step and rank")
     for name, title in (("activations", "activations of"), ("boundary", "inputs of recomputed")):
         count = sum(stage.offload_of(idx) == name for idx in stage.layer_idxs)
         if count:
@@ -166,23 +155,16 @@ def add_offload(table: Table, stage: Stage, schedule: OffloadSchedule) -> None:
     ):
         if layers:
             table.add_row(f"  {what}", _counted(len(layers), "layer"), "", escape(_ranges(layers)))
-    worth = schedule.worth
-    table.add_row(
-        "  1 GiB more of each device", f"-{format_seconds(worth.device_s_per_gib)}", "", "saved a step, at the margin"
-    )
-    both = worth.to_host_s_per_gb_per_s + worth.to_device_s_per_gb_per_s
-    table.add_row("  1 GB/s more both ways", f"-{format_seconds(both)}", "", "")
-    gap = f"gap {100 * schedule.gap:.2g} %"
-    table.add_row(
-        "  schedule",
-        format_seconds(schedule.simulated_s),
-        gap,
-        f"at least {format_seconds(schedule.bound_s)} with this layout",
-    )
+    values = schedule.worth
+    device_s, link_s = values.device_s_per_gib, values.to_host_s_per_gb_per_s + values.to_device_s_per_gb_per_s
+    table.add_row("  1 GiB more of each device", f"-{format_seconds(device_s)}", "", "saved a step, at the margin")
+    table.add_row("  1 GB/s more both ways", f"-{format_seconds(link_s)}", "", "")
+    bound = f"at least {format_seconds(schedule.bound_s)} with this layout"
+    table.add_row("  schedule", format_seconds(schedule.simulated_s), f"gap {100 * schedule.gap:.2g} %", bound)
 
 
 def _ranges(layers: tuple[int, ...]) -> str:
-    """``0-3, 7``."""
+    """Return layers as ``0-3, 7``."""
     runs: list[list[int]] = []
     for idx in layers:
         if runs and runs[-1][-1] == idx - 1:
@@ -193,48 +175,44 @@ def _ranges(layers: tuple[int, ...]) -> str:
 
 
 def _add_stages(table: Table, plan: Plan) -> None:
-    """One row a stage; with model chunks the mean time of its rank's and the memory of its rank."""
-    stages, model, ranks = plan.stages, plan.model, plan.estimate.stages
-    if len(stages) == 1:
+    """Add a row a stage; with model chunks the mean time of its rank's stages and the memory of its rank."""
+    num_stages, chunks = len(plan.stages), plan.layout.num_model_chunks
+    if num_stages == 1:
         return
     table.add_section()
     table.add_row("[bold]stages", "per micro-batch", "memory", "layers")
-    layout = plan.layout
-    style = SCHEDULES[layout.schedule].placement_of(layout.num_model_chunks)
-    rank_of_stage = placement(layout.pp, layout.num_model_chunks, style)
-    for s, stage in enumerate(stages):
-        if len(stages) > MAX_STAGE_ROWS and MAX_STAGE_ROWS // 2 <= s < len(stages) - MAX_STAGE_ROWS // 2:
-            if s == MAX_STAGE_ROWS // 2:
-                table.add_row("  ...", "", "", f"{len(stages) - MAX_STAGE_ROWS} more, all in plan.json")
+    half = MAX_STAGE_ROWS // 2
+    for s, (stage, rank) in enumerate(zip(plan.stages, stage_ranks(plan), strict=True)):
+        if num_stages > MAX_STAGE_ROWS and half <= s < num_stages - half:
+            if s == half:
+                table.add_row("  ...", "", "", f"{num_stages - MAX_STAGE_ROWS} more, all in plan.json")
             continue
-        cost, on_rank = ranks[rank_of_stage[s]], f" on rank {rank_of_stage[s]}" if layout.num_model_chunks > 1 else ""
-        memory = format_bytes(cost.memory_bytes.total)
+        costs = plan.estimate.stages[rank]
         table.add_row(
-            f"  stage {s}{on_rank}",
-            format_seconds((cost.forward_s + cost.backward_s) / plan.layout.num_model_chunks),
-            memory,
-            _stage_layers(stage, model) + (f" on {cost.device}" if cost.device else ""),
+            f"  stage {s}" + (f" on rank {rank}" if chunks > 1 else ""),
+            format_seconds((costs.forward_s + costs.backward_s) / chunks),
+            format_bytes(costs.memory_bytes.total),
+            _stage_layers(stage, plan.model) + (f" on {costs.device}" if costs.device else ""),
         )
 
 
 def _stage_layers(stage: Stage, model: ModelSpec) -> str:
     layers = list(model.iter_layers())
     idxs = [idx for idx in stage.layer_idxs if layers[idx].kind == "block"]
-    parts = [f"{len(idxs)} blocks ({idxs[0] - 1}-{idxs[-1] - 1})"]
+    names = [f"{len(idxs)} blocks ({idxs[0] - 1}-{idxs[-1] - 1})"]
     if stage.first_layer_idx == 0:
-        parts.insert(0, "embedding")
-    parts += [layers[idx].kind for idx in stage.layer_idxs if layers[idx].kind in ("head", "mtp")]
-    return ", ".join(parts)
+        names.insert(0, "embedding")
+    names += [layers[idx].kind for idx in stage.layer_idxs if layers[idx].kind in ("head", "mtp")]
+    return ", ".join(names)
 
 
 _STYLES = {"chosen": "[bold green]", "on the front": "[bold]", "dearer": "", "not examined": "[yellow]"}
 
 
 def cost_table(cost: CostSummary, tokens_per_step: int) -> Table:
-    """What is rented, what it costs, and every size that was tried."""
-    table = _columns(
-        f"cheapest: {cost.num_nodes} nodes of {cost.offer}", ["", "nodes", "USD/h", "step", "tok/s", "USD/1e9 tok", ""]
-    )
+    """Show what is rented, what it costs, and every size that was tried."""
+    title = f"cheapest: {cost.num_nodes} nodes of {cost.offer}"
+    table = headed_table(title, "", "nodes", "USD/h", "step", "tok/s", "USD/1e9 tok", "")
     for group in _grouped(cost.sizes):
         table.add_row(*_size_row(group, tokens_per_step))
     table.add_section()
@@ -254,7 +232,7 @@ def _money_rows(cost: CostSummary) -> Iterator[tuple[str, str, str]]:
 
 
 def _grouped(sizes: Sequence[SizeTried]) -> Iterator[list[SizeTried]]:
-    """Sizes in order; runs of one offer that the bounds alone decided, for one reason, together."""
+    """Yield sizes in order; runs of one offer that only the bounds decided, for one reason, together."""
     group: list[SizeTried] = []
     for size in sizes:
         alike = group and (size.offer, size.outcome) == (group[0].offer, group[0].outcome)
@@ -269,48 +247,33 @@ def _grouped(sizes: Sequence[SizeTried]) -> Iterator[list[SizeTried]]:
 def _size_row(group: Sequence[SizeTried], tokens_per_step: int) -> tuple[str, ...]:
     first, last = group[0], group[-1]
     style = _STYLES.get(first.outcome, "[dim]")
-    verdict = f"{style}{first.outcome}{'[/]' if style else ''}"
+    reasons = {size.reason for size in group}
+    verdict = f"{style}{first.outcome}{'[/]' if style else ''} {escape(reasons.pop()) if len(reasons) == 1 else ''}"
     if len(group) > 1:
-        least = min((size.usd_per_million_tokens for size in group if size.usd_per_million_tokens), default=None)
-        usd = f">= {1000 * least:,.2f}" if least else ""
-        return (
-            escape(first.offer),
-            f"{first.num_nodes}-{last.num_nodes}",
-            "",
-            "",
-            "",
-            usd,
-            f"{verdict} {_reason(group)}",
-        )
-    known_s = first.step_time_s or first.bound_s
-    sign = ">= " if first.is_bound else ""
+        prices = [size.usd_per_million_tokens for size in group if size.usd_per_million_tokens]
+        usd = f">= {1000 * min(prices):,.2f}" if prices else ""
+        return escape(first.offer), f"{first.num_nodes}-{last.num_nodes}", "", "", "", usd, verdict
+    if first.host_bytes:
+        verdict += f" with {format_bytes(first.host_bytes)} of host memory a node"
+    known_s, price = first.step_time_s or first.bound_s, first.usd_per_million_tokens
+    at_least, at_most = (">= ", "<= ") if first.is_bound else ("", "")
     return (
         escape(first.offer),
         str(first.num_nodes),
         f"{first.price_per_hour:,.2f}",
-        sign + format_seconds(known_s) if known_s else "",
-        ("<= " if first.is_bound else "") + format_count(tokens_per_step / known_s) if known_s else "",
-        sign + f"{1000 * first.usd_per_million_tokens:,.2f}" if first.usd_per_million_tokens else "",
-        f"{verdict} {_reason(group)}" + _offloaded(first),
+        at_least + format_seconds(known_s) if known_s else "",
+        at_most + format_count(tokens_per_step / known_s) if known_s else "",
+        at_least + f"{1000 * price:,.2f}" if price else "",
+        verdict,
     )
-
-
-def _offloaded(size: SizeTried) -> str:
-    return f" with {format_bytes(size.host_bytes)} of host memory a node" if size.host_bytes else ""
-
-
-def _reason(group: Sequence[SizeTried]) -> str:
-    reasons = {size.reason for size in group}
-    return escape(reasons.pop()) if len(reasons) == 1 else ""
 
 
 def pareto_table(points: Sequence[ParetoPoint]) -> Table:
-    """Layouts that no other one beats in both time and memory, fastest first; with the host memory that some offload to."""
+    """Show layouts that no other beats in both time and memory, fastest first; with the host memory that some offload to."""
     offloads = any(point.host_bytes for point in points)
-    table = _columns(
-        "time against memory: each layout is the fastest that needs no more",
-        ["step", "tok/s", "needs", *(["host"] if offloads else []), "gap", "layout"],
-    )
+    columns = ["step", "tok/s", "needs", *(["host"] if offloads else []), "gap", "layout"]
+    title = "time against memory: each layout is the fastest that needs no more"
+    table = headed_table(title, *columns, text=("layout",))
     for point in points:
         gap = max(0.0, 1 - point.bound_s / point.step_time_s)
         table.add_row(
@@ -321,12 +284,4 @@ def pareto_table(points: Sequence[ParetoPoint]) -> Table:
             f"{100 * gap:.2g} %" if gap > 1e-9 else "0 %",
             str(point.layout),
         )
-    return table
-
-
-def _columns(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for i, name in enumerate(columns):
-        is_text = name in ("", "layout")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text or i == 0, overflow="fold")
     return table

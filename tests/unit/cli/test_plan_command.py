@@ -180,7 +180,6 @@ def test_estimate_for_another_engine_costs_its_layouts() -> None:
     assert "this version" not in result.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="the table derives the ranks of stages again, without the plan's own order")
 def test_stages_lie_where_the_order_of_passes_has_them(tmp_path) -> None:
     config = Path(__file__).parents[2] / "golden/inputs/tiny"
     sizes = ["--cluster", "2xA100-SXM-80GB", "--global-batch-size", "8", "--seq-len", "256"]
