@@ -9,6 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..schema.errors import (
+    ConfigError,
+    InfeasibleError,
+    InterruptedRunError,
+    MeshwrightError,
+    NodesNotMetError,
+    RuntimeMismatchError,
+)
+
 if TYPE_CHECKING:
     from ..runtime.job.rendezvous import Rendezvous
     from ..runtime.job.worker import Job
@@ -18,17 +27,20 @@ if TYPE_CHECKING:
 _BETWEEN_S = 1.0
 """Between two tries to meet."""
 
+RETAINED_FIELDS = frozenset({"recompute", "sequence_parallel", "micro_batch_size", "offload_fraction"})
+"""Of the layout's fields that the plan had to keep: those that do not say how many devices share something."""
+
 
 @dataclass(frozen=True)
 class Restarts:
     """What may be done about a fault.
 
     Attributes:
-        most: how many times a job is started again.
+        max_restarts: how many times a job is started again.
         replan: before each start, plan again where nodes or devices are not those of the plan.
     """
 
-    most: int = 0
+    max_restarts: int = 0
     replan: bool = False
 
 
@@ -41,22 +53,20 @@ def run_job(plan: Plan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts,
     Raises:
         MeshwrightError: of the last attempt.
     """
-    from ..schema.errors import ConfigError, InfeasibleError, InterruptedRunError, MeshwrightError, RuntimeMismatchError
-
-    for attempt in range(restarts.most + 1):
+    for attempt in range(restarts.max_restarts + 1):
         if attempt:
             job = job.replace(options=job.options.replace(resume=True, restart_data=False))
         if restarts.replan:
-            plan, job = _replanned(plan, job, rendezvous.nnodes, say)
+            plan, job = _replan(plan, job, rendezvous.nnodes, say)
         try:
             _launch(plan, job, _of_attempt(rendezvous, attempt), until_s=_patience_s(rendezvous, attempt))
             return
         except (ConfigError, InfeasibleError, InterruptedRunError, RuntimeMismatchError):
             raise
         except MeshwrightError as error:
-            if attempt == restarts.most:
+            if attempt == restarts.max_restarts:
                 raise
-            say(f"{error}\nrestart {attempt + 1} of {restarts.most}")
+            say(f"{error}\nrestart {attempt + 1} of {restarts.max_restarts}")
 
 
 def _launch(plan: Plan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> None:
@@ -66,7 +76,6 @@ def _launch(plan: Plan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> 
     one and is thrown out.
     """
     from ..runtime.job.launch import launch
-    from ..schema.errors import NodesNotMetError
 
     while True:
         try:
@@ -79,80 +88,73 @@ def _launch(plan: Plan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> 
 
 
 def _patience_s(rendezvous: Rendezvous, attempt: int) -> float:
-    """Until when to wait for nodes that come back; a first attempt waits as long as the rendezvous itself."""
+    """Return until when to wait for nodes that come back; a first attempt waits as long as the rendezvous itself."""
     return time.monotonic() + rendezvous.timeout_s if attempt and rendezvous.nnodes > 1 else -math.inf
 
 
-def _replanned(plan: Plan, job: Job, nnodes: int, say: Callable[[str], None]) -> tuple[Plan, Job]:
-
-    found, path = replanned(plan, Path(job.plan), nnodes=nnodes)
-    if found is not plan:
-        say(f"planned again for {found.cluster.name}: {found.layout}; wrote {path}")
-    return found, job.replace(plan=str(path))
+def _replan(plan: Plan, job: Job, nnodes: int, say: Callable[[str], None]) -> tuple[Plan, Job]:
+    current, path = replanned(plan, Path(job.plan), nnodes=nnodes)
+    if current is not plan:
+        say(f"planned again for {current.cluster.name}: {current.layout}; wrote {path}")
+    return current, job.replace(plan=str(path))
 
 
 def _of_attempt(rendezvous: Rendezvous, attempt: int) -> Rendezvous:
-    """Nodes that come late must not meet those of the attempt before."""
+    """Return a meeting place of its own for each attempt: nodes that come late must not meet those of the attempt before."""
     if not attempt or rendezvous.nnodes == 1:
         return rendezvous
     return replace(rendezvous, run_id=f"{rendezvous.run_id or 'meshwright'}-{attempt}")
 
 
-KEPT_FIELDS = frozenset({"recompute", "sequence_parallel", "micro_batch_size", "offload_fraction"})
-"""Of the layout's fields that the plan had to keep: those that do not say how many devices share something."""
-
-
 def replanned(plan: Plan, path: Path, *, nnodes: int) -> tuple[Plan, Path]:
-    """The plan and its file, or where this job's machines are not those of the plan, another one and its file.
+    """Return the plan and its file, or where this job's machines are not those of the plan, another one and its file.
 
     Looked at are the number of nodes, and how many devices this one has: fewer than the plan counts on, and all nodes are taken
     to have as many.
 
     Raises:
-        ConfigError: the plan's nodes differ from each other, so that it is not known which are left.
-        InfeasibleError: nothing fits on what is left.
+        ConfigError: the plan's nodes differ from each other, so that it is not known which remain.
+        InfeasibleError: nothing fits on what remains.
     """
     cluster = remaining_cluster(plan.cluster, nnodes=nnodes, devices_here=_devices_here(plan))
     if cluster is None:
         return plan, path
     from ..planner import plan as make_plan
     from ..planner.request import OffloadRequest
-    from ..schema.errors import ConfigError, InfeasibleError
     from ..schema.layout import parse_assignments
 
-    fixed = {name: value for name, value in parse_assignments(plan.provenance.fixed).items() if name in KEPT_FIELDS}
+    fixed = {name: value for name, value in parse_assignments(plan.provenance.fixed).items() if name in RETAINED_FIELDS}
     offload = OffloadRequest.from_plan(plan)
     try:
-        found = make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
+        smaller = make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
     except (InfeasibleError, ConfigError):
         if not fixed:
             raise
-        found = make_plan(plan.model, cluster, plan.workload, runnable=True, offload=offload)
+        smaller = make_plan(plan.model, cluster, plan.workload, runnable=True, offload=offload)
     target = path.with_name(f"{path.stem}.{cluster.num_devices}-devices.json")
-    found.save(target)
-    return found, target
+    smaller.save(target)
+    return smaller, target
 
 
 def remaining_cluster(cluster: ClusterSpec, *, nnodes: int, devices_here: int) -> ClusterSpec | None:
-    """The cluster with so many nodes, and no more devices in each than there are; None where that is the cluster itself.
+    """Return the cluster with so many nodes, and no more devices in each than there are; None where that is the cluster itself.
 
     Raises:
         ConfigError: its nodes are not all alike.
     """
-    from ..schema.errors import ConfigError
     from ..schema.offers import with_nodes
 
     lacks_devices = any(devices_here < group.devices_per_node for group in cluster.groups)
     if nnodes == cluster.num_nodes and not lacks_devices:
         return None
     if len(cluster.groups) > 1:
-        raise ConfigError(f"the nodes of {cluster.name} differ: it is not known which are left", help="plan again")
+        raise ConfigError(f"the nodes of {cluster.name} differ: it is not known which remain", help="plan again")
     resized = with_nodes(cluster, nnodes) if nnodes != cluster.num_nodes else cluster
     return _with_devices(resized, devices_here) if lacks_devices else resized
 
 
 def _with_devices(cluster: ClusterSpec, devices: int) -> ClusterSpec:
-    """So many devices in each node; links within a node join all of them."""
+    """Return the cluster with so many devices in each node; links within a node join all of them."""
     group = cluster.groups[0]
     per_node = group.devices_per_node
     sizes: dict[int, object] = {}

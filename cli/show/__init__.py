@@ -24,17 +24,16 @@ def show(renderable: RenderableType) -> None:
     console.print(renderable)
 
 
-def headed_table(title: str, *columns: str, text: Collection[str] = ("",), bold: bool = True) -> Table:
+def headed_table(
+    title: str, *columns: str, text: Collection[str] = ("",), bold: bool = True, wraps: bool = False
+) -> Table:
     """Return an empty table with a line of column names, right-aligned but for those in ``text``."""
-    table = Table(
-        title=Text(title, style="bold" if bold else "") if title else None,
-        title_justify="left",
-        box=box.SIMPLE,
-        pad_edge=False,
-    )
+    style = Text(title, style="bold" if bold else "") if title else None
+    table = Table(title=style, title_justify="left", box=box.SIMPLE, pad_edge=False)
     for idx, name in enumerate(columns):
         is_text = name in text
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text or idx == 0, overflow="fold")
+        no_wrap = idx == 0 or not (is_text or wraps)
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=no_wrap, overflow="fold")
     return table
 
 

@@ -1,18 +1,17 @@
-"""An explanation as tables: what binds, head-room of the stages, what more is worth, and other layouts line by line."""
+"""Show an explanation: what binds, headroom of the stages, what more of a resource saves, and other layouts line by line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ...schema.units import format_bytes, format_count, format_seconds
-from . import bar, cluster_title
+from . import bar, cluster_title, figures_table
 from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload
 
 if TYPE_CHECKING:
@@ -27,72 +26,60 @@ HOST_TITLES = {
 }
 
 SAME = 1e-6
-"""Of a part: sums in another order differ by less."""
+"""Of a term: sums in another order differ by less."""
 
 MAX_COLUMNS = 4
 """Runner-ups side by side."""
 
 
-def explanation_tables(plan: Plan, found: Explanation) -> Iterator[RenderableType]:
-    """What to print: the asked comparison, or everything else."""
-    if found.why_not is not None:
-        yield from _why_not(found, found.why_not)
+def explanation_tables(plan: Plan, explanation: Explanation) -> Iterator[RenderableType]:
+    """Yield what to print: the comparison that was asked for, or everything else."""
+    layout, step_time_s = explanation.layout, explanation.step_time_s
+    if explanation.why_not is not None:
+        yield from _why_not(explanation, explanation.why_not)
         return
-    yield _summary(plan, found)
-    if found.policies:
-        policies = [(policy.name, policy) for policy in found.policies]
+    yield _summary(plan, explanation)
+    if explanation.policies:
+        policies = [(policy.name, policy) for policy in explanation.policies]
         title = "the same layout under uniform policies: difference to the plan"
-        yield side_by_side(title, found.layout, found.step_time_s, policies)
-        yield Text("\n".join(f"  {policy.name}: {policy.reason}" for policy in found.policies))
-    others = [other for other in found.runner_ups if other.fits] + [o for o in found.runner_ups if not o.fits]
+        yield side_by_side(title, layout, step_time_s, policies)
+        yield Text("\n".join(f"  {name}: {policy.reason}" for name, policy in policies))
+    others = sorted(explanation.runner_ups, key=lambda other: not other.fits)[:MAX_COLUMNS]
     if others:
-        titles = [f"runner-up {i + 1}" for i in range(len(others))]
-        shown = list(zip(titles, others[:MAX_COLUMNS], strict=False))
-        yield side_by_side("runner-ups: difference to the plan", found.layout, found.step_time_s, shown)
-        yield Text("\n".join(f"  {name}: {other.reason}" for name, other in shown))
+        named = [(f"runner-up {idx}", other) for idx, other in enumerate(others, 1)]
+        yield side_by_side("runner-ups: difference to the plan", layout, step_time_s, named)
+        yield Text("\n".join(f"  {name}: {other.reason}" for name, other in named))
 
 
-def _table(title: str, columns: int) -> Table:
-    table = Table(
-        title=Text(title, style="bold"), title_justify="left", show_header=False, box=box.SIMPLE, pad_edge=False
-    )
-    table.add_column(min_width=26, overflow="fold")
-    for _ in range(columns):
-        table.add_column(justify="right", no_wrap=True)
-    return table
-
-
-def _summary(plan: Plan, found: Explanation) -> Table:
-    title = f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}"
-    table = _table(title, 2)
-    table.add_column(overflow="fold")
-    table.add_row("[bold]plan", format_seconds(found.step_time_s), "", f"[bold]{found.layout}")
+def _summary(plan: Plan, explanation: Explanation) -> Table:
+    step_time_s = explanation.step_time_s
+    table = figures_table(f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}")
+    table.add_row("[bold]plan", format_seconds(step_time_s), "", f"[bold]{explanation.layout}")
     table.add_section()
     table.add_row("[bold]what binds", "costs or saves", "of the step", "")
-    for binding in found.binds:
+    for binding in explanation.binds:
         if binding.seconds is None:
             table.add_row(f"  {binding.resource}", "?", "", escape(binding.text))
             continue
-        share = binding.seconds / found.step_time_s
-        where = f"{bar(share)} {escape(binding.text)}"
-        table.add_row(f"  {binding.resource}", format_seconds(binding.seconds), f"{100 * share:.1f} %", where)
-    _add_stages(table, found.stages, found.budget_bytes)
+        share = binding.seconds / step_time_s
+        text = f"{bar(share)} {escape(binding.text)}"
+        table.add_row(f"  {binding.resource}", format_seconds(binding.seconds), f"{100 * share:.1f} %", text)
+    _add_headroom(table, explanation.stages, explanation.budget_bytes)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
     table.add_section()
     table.add_row("[bold]step time saved by", "this layout", "the best layout", "which is then")
-    for gain in found.worth:
-        best = "" if gain.best_s is None else _saved(gain.best_s, found.step_time_s)
-        then = "" if gain.best is None else str(gain.best)
-        table.add_row(f"  {gain.change}", _saved(gain.kept_s, found.step_time_s), best, then)
-    for note in found.notes:
+    for value in explanation.worth:
+        best = "" if value.best_s is None else _saved(value.best_s, step_time_s)
+        table.add_row(f"  {value.change}", _saved(value.kept_s, step_time_s), best, str(value.best or ""))
+    for note in explanation.notes:
         table.add_section()
         table.add_row("[bold]note", "", "", escape(note))
     return table
 
 
-def _add_stages(table: Table, stages: Sequence[StageHeadroom], budget_bytes: int) -> None:
-    """The stages with the least head-room, in the order of the pipeline."""
+def _add_headroom(table: Table, stages: Sequence[StageHeadroom], budget_bytes: int) -> None:
+    """Add the stages with the least headroom, in the order of the pipeline."""
     table.add_section()
     table.add_row("[bold]memory of stages", "required", "free", f"of {format_bytes(budget_bytes)}")
     tightest = sorted(stages, key=lambda stage: stage.free_bytes)[:MAX_STAGE_ROWS]
@@ -108,67 +95,64 @@ def _add_stages(table: Table, stages: Sequence[StageHeadroom], budget_bytes: int
         table.add_row("  ...", "", "", f"{len(stages) - len(tightest)} more with more head-room")
 
 
-def _why_not(found: Explanation, answer: WhyNot) -> Iterator[RenderableType]:
-    asked = answer.asked + (f" (and {answer.kept}, as the plan had to)" if answer.kept else "")
-    verdict = {
-        "same": "the plan has it",
-        "slower": "it is slower",
-        "faster": "it is faster",
-        "too_large": "nothing with it fits",
-        "excluded": "nothing with it can be executed",
-        "stopped": "not answered in time",
-    }[answer.status]
-    yield Text(f"why not {asked}: {verdict}", style="bold")
+_VERDICTS = {
+    "same": "the plan has it",
+    "slower": "it is slower",
+    "faster": "it is faster",
+    "too_large": "nothing with it fits",
+    "excluded": "nothing with it can be executed",
+    "stopped": "not answered in time",
+}
+
+
+def _why_not(explanation: Explanation, answer: WhyNot) -> Iterator[RenderableType]:
+    fields = answer.asked + (f" (and {answer.kept}, as the plan had to)" if answer.kept else "")
+    yield Text(f"why not {fields}: {_VERDICTS[answer.status]}", style="bold")
     yield Text("\n".join(f"  {reason}" for reason in answer.reasons))
     if answer.best is not None:
-        yield side_by_side("line by line", found.layout, found.step_time_s, [("with it", answer.best)])
+        yield side_by_side("line by line", explanation.layout, explanation.step_time_s, [("with it", answer.best)])
 
 
 def side_by_side(title: str, layout: Layout, step_time_s: float, named: Sequence[tuple[str, Comparison]]) -> Table:
-    """The plan's layout and others, one row a part, one column a layout: its figure less the plan's."""
+    """Show the plan's layout and others: a row for each term, a column for each layout with its figure less the plan's."""
     others = [other for _, other in named]
-    table = _table(title, 1 + len(others))
+    table = figures_table(title, 1 + len(others), has_text=False)
     table.add_row("", "[bold]plan", *(f"[bold]{name}" for name, _ in named))
-    names = [name for name in type(layout).model_fields if any(name == n for o in others for n, _, _ in o.fields)]
-    for name in names:
-        theirs = ({n: value for n, _, value in other.fields}.get(name, "") for other in others)
-        table.add_row(f"  {name}", escape(str(getattr(layout, name))), *(escape(value) for value in theirs))
+    values = [{name: value for name, _, value in other.fields} for other in others]
+    for name in type(layout).model_fields:
+        if any(name in fields for fields in values):
+            theirs = (escape(fields.get(name, "")) for fields in values)
+            table.add_row(f"  {name}", escape(str(getattr(layout, name))), *theirs)
     table.add_section()
-    table.add_row(
-        "[bold]step time",
-        format_seconds(step_time_s),
-        *(_slower(o) for o in others),
-    )
-    _add_parts(table, [o.time_s for o in others], TIME_TITLES, format_seconds)
+    slower = (f"{100 * o.slower_fraction:+.1f} %" if o.slower_fraction else "=" for o in others)
+    table.add_row("[bold]step time", format_seconds(step_time_s), *slower)
+    _add_terms(table, [other.time_s for other in others], TIME_TITLES, format_seconds)
     table.add_section()
-    table.add_row("[bold]memory", "", *("fits" if o.fits else "[red]does not fit" for o in others))
-    _add_parts(table, [o.memory_bytes for o in others], {}, format_bytes)
+    table.add_row("[bold]memory", "", *("fits" if other.fits else "[red]does not fit" for other in others))
+    _add_terms(table, [other.memory_bytes for other in others], {}, format_bytes)
     if any(other.host_bytes for other in others):
         table.add_section()
         table.add_row("[bold]offload")
-        _add_parts(table, [o.host_bytes for o in others], HOST_TITLES, format_bytes)
+        _add_terms(table, [other.host_bytes for other in others], HOST_TITLES, format_bytes)
     return table
 
 
-def _slower(other: Comparison) -> str:
-    return f"{100 * other.slower_fraction:+.1f} %" if other.slower_fraction else "="
+Terms = Mapping[str, tuple[float, float, float]] | Mapping[str, tuple[int, int, int]]
+"""Name -> (the plan's, the other's, difference)."""
 
 
-def _add_parts(
-    table: Table,
-    parts: Sequence[dict[str, tuple[float, float, float]]] | Sequence[dict[str, tuple[int, int, int]]],
-    titles: dict[str, str],
-    shown: Callable[[float], str],
-) -> None:
-    for name in dict.fromkeys(name for lines in parts for name in lines):
-        mine = next(lines[name][0] for lines in parts if name in lines)
-        differences = (_signed(lines[name], shown) if name in lines else "" for lines in parts)
-        table.add_row(f"  {titles.get(name, name)}", shown(mine) if mine else "0", *differences)
+def _add_terms(table: Table, terms: Sequence[Terms], titles: Mapping[str, str], show: Callable[[float], str]) -> None:
+    for name in dict.fromkeys(name for lines in terms for name in lines):
+        planned = next(lines[name][0] for lines in terms if name in lines)
+        differences = (_signed(lines[name], show) if name in lines else "" for lines in terms)
+        table.add_row(f"  {titles.get(name, name)}", show(planned) if planned else "0", *differences)
 
 
-def _signed(line: tuple[float, float, float], shown: Callable[[float], str]) -> str:
-    mine, other, value = line
-    return "=" if abs(value) <= SAME * max(mine, other) else ("+" if value > 0 else "-") + shown(abs(value))
+def _signed(line: tuple[float, float, float], show: Callable[[float], str]) -> str:
+    planned, other, difference = line
+    if abs(difference) <= SAME * max(planned, other):
+        return "="
+    return ("+" if difference > 0 else "-") + show(abs(difference))
 
 
 def _saved(seconds: float, of_s: float) -> str:

@@ -19,40 +19,37 @@ if TYPE_CHECKING:
     from ...schema import OffloadSchedule, Plan
     from ...schema.trace import Slice
 
-
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 """Okabe and Ito's palette, which colour-blind readers tell apart (jfly.uni-koeln.de/color)."""
 
-
 MAX_SLICES = 12_000
 """Passes drawn; a browser keeps up with this many."""
-
 
 MAX_NODES = 256
 """Nodes drawn in the rank map."""
 
 
 def step_timeline(plan: Plan) -> tuple[Figure, str]:
-    """Who runs which pass when, one row a rank of the pipeline; and what to say below it.
+    """Draw who runs which pass when, one row a rank of the pipeline; and say what stands below it.
 
     Raises:
         ConfigError: the step of the plan has no timeline.
     """
     from plotly.graph_objects import Bar, Figure
 
-    steps = timeline(plan)
-    shown = sorted(steps.slices, key=lambda piece: piece.start_s)[:MAX_SLICES]
+    slices = timeline(plan).slices
+    shown = sorted(slices, key=lambda piece: piece.start_s)[:MAX_SLICES]
     figure = Figure()
     for colour, kind in zip(COLOURS * 2, dict.fromkeys(piece.kind for piece in shown), strict=False):
-        mine = [piece for piece in shown if piece.kind == kind]
+        pieces = [piece for piece in shown if piece.kind == kind]
         figure.add_trace(
             Bar(
                 orientation="h",
                 name=NAMES.get(kind, kind),
-                y=[_row(piece) for piece in mine],
-                base=[piece.start_s for piece in mine],
-                x=[piece.seconds for piece in mine],
-                customdata=[[_what(piece)] for piece in mine],
+                y=[_row(piece) for piece in pieces],
+                base=[piece.start_s for piece in pieces],
+                x=[piece.seconds for piece in pieces],
+                customdata=[[_pass_title(piece)] for piece in pieces],
                 hovertemplate="%{y}: %{customdata[0]}<br>%{base:.4g} s, for %{x:.3g} s",
                 marker={"color": colour, "line": {"width": 0.3, "color": "rgba(128,128,128,0.6)"}},
             )
@@ -64,16 +61,16 @@ def step_timeline(plan: Plan) -> tuple[Figure, str]:
         height=max(260, 28 * len({_row(piece) for piece in shown}) + 140),
         dragmode="zoom",
     )
-    rest = len(steps.slices) - len(shown)
-    return figure, f"The first {len(shown)} of {len(steps.slices)} passes are drawn." if rest else ""
+    is_cut = len(shown) < len(slices)
+    return figure, f"The first {len(shown)} of {len(slices)} passes are drawn." if is_cut else ""
 
 
 def _row(piece: Slice) -> str:
-    """A row a rank, and one more for what works beside it."""
+    """Return the row of a pass: one a rank, and one more for what works alongside it."""
     return piece.stream if piece.stream in OFFLOAD_STREAMS else f"rank {piece.rank}"
 
 
-def _what(piece: Slice) -> str:
+def _pass_title(piece: Slice) -> str:
     if piece.micro_batch < 0:
         return piece.kind
     layer = f", layer {piece.layer}" if piece.layer >= 0 else ""
@@ -81,20 +78,18 @@ def _what(piece: Slice) -> str:
 
 
 def memory_of_stages(plan: Plan) -> tuple[Figure, str]:
-    """Allocated peak of one device of each stage by its parts, and what a device may be asked for; and what to say below it."""
+    """Draw the allocated peak of one device of each stage and its budget; and say what stands below it."""
     from plotly.graph_objects import Bar, Figure, Scatter
 
-    stages = plan.estimate.stages
+    costs, stages = plan.estimate, plan.estimate.stages
     names = [f"stage {s}" + (f" ({stage.device})" if stage.device else "") for s, stage in enumerate(stages)]
     figure = Figure()
-    parts = list(type(plan.estimate.memory_bytes).model_fields)
-    for colour, part in zip(COLOURS, parts, strict=False):
-        held = [getattr(stage.memory_bytes, part) / GIB for stage in stages]
-        if any(held):
-            figure.add_trace(
-                Bar(x=names, y=held, name=part, marker={"color": colour}, hovertemplate="%{x}: %{y:.2f} GiB " + part)
-            )
-    limit = plan.estimate.budget_bytes / GIB
+    for colour, term in zip(COLOURS, type(costs.memory_bytes).model_fields, strict=False):
+        sizes = [getattr(stage.memory_bytes, term) / GIB for stage in stages]
+        if any(sizes):
+            hover = "%{x}: %{y:.2f} GiB " + term
+            figure.add_trace(Bar(x=names, y=sizes, name=term, marker={"color": colour}, hovertemplate=hover))
+    limit = costs.budget_bytes / GIB
     figure.add_trace(
         Scatter(
             x=names,
@@ -105,24 +100,21 @@ def memory_of_stages(plan: Plan) -> tuple[Figure, str]:
         )
     )
     figure.update_layout(barmode="stack", yaxis={"title": "GiB"}, height=380)
-    return figure, _margin(plan)
-
-
-def _margin(plan: Plan) -> str:
-    found = plan.estimate
-    needed = (found.required_bytes or found.peak_reserved_bytes) / max(found.peak_allocated_bytes, 1)
-    return f"Allocated peaks; what a device is asked for with the allocator's slack and the margin is {needed:.2f} times that."
+    ratio = (costs.required_bytes or costs.peak_reserved_bytes) / max(costs.peak_allocated_bytes, 1)
+    return figure, (
+        f"Allocated peaks; what a device is asked for with the allocator's slack and the margin is {ratio:.2f} times that."
+    )
 
 
 def step_waterfall(plan: Plan) -> Figure:
-    """From the time the FLOPs alone would take to the step: what each cause adds."""
+    """Draw what each cause adds, from the time that only the FLOPs would take to the step."""
     from plotly.graph_objects import Figure, Waterfall
 
-    parts, total = plan.estimate.breakdown_s, plan.estimate.step_time_s
+    terms, total = plan.estimate.breakdown_s, plan.estimate.step_time_s
     ideal = plan.estimate.mfu * total
-    steps = [("ideal compute", ideal), ("efficiency", parts.compute - ideal)]
+    steps = [("ideal compute", ideal), ("efficiency", terms.compute - ideal)]
     others = ("recompute", "tp", "cp", "ep", "pp", "dp", "bubble", "optimizer", "offload")
-    steps += [(TIME_TITLES.get(name, name), getattr(parts, name)) for name in others if getattr(parts, name) > 0]
+    steps += [(TIME_TITLES.get(name, name), getattr(terms, name)) for name in others if getattr(terms, name) > 0]
     figure = Figure(
         Waterfall(
             x=[name for name, _ in steps] + ["step"],
@@ -142,7 +134,7 @@ def step_waterfall(plan: Plan) -> Figure:
 
 
 def time_and_memory(plan: Plan) -> Figure:
-    """The plan, its runner-ups and, where it was asked for, the front of layouts that no other beats in both."""
+    """Draw the plan, its runner-ups and, where it was requested, the front of layouts that no other beats in both."""
     from plotly.graph_objects import Figure, Scatter
 
     figure = Figure()
@@ -159,8 +151,8 @@ def time_and_memory(plan: Plan) -> Figure:
     others = [(a.peak_reserved_bytes, a.step_time_s, f"{a.layout}<br>{a.reason}") for a in plan.alternatives]
     if others:
         figure.add_trace(_points(Scatter, "runner-ups", others, 1, "markers"))
-    mine = [(plan.estimate.peak_reserved_bytes, plan.estimate.step_time_s, str(plan.layout))]
-    figure.add_trace(_points(Scatter, "plan", mine, 5, "markers", size=14))
+    chosen = [(plan.estimate.peak_reserved_bytes, plan.estimate.step_time_s, str(plan.layout))]
+    figure.add_trace(_points(Scatter, "plan", chosen, 5, "markers", size=14))
     figure.add_vline(
         x=plan.estimate.budget_bytes / GIB, line={"dash": "dash", "color": "#D55E00"}, annotation_text="budget"
     )
@@ -183,7 +175,7 @@ def _points(make: Any, name: str, points: list[tuple[int, float, str]], colour: 
 
 
 def rank_map(plan: Plan) -> tuple[Figure, str]:
-    """Which stage each device runs, a row for each node; and what to say below it."""
+    """Draw which stage each device runs, a row for each node; and say what stands below it."""
     from plotly.graph_objects import Figure, Heatmap
 
     layout, sizes = plan.layout, plan.cluster.node_sizes[:MAX_NODES]
@@ -192,10 +184,9 @@ def rank_map(plan: Plan) -> tuple[Figure, str]:
     texts = np.full(stages.shape, "", dtype=object)
     first = 0
     for node, size in enumerate(sizes):
-        for at in range(size):
-            rank = int(rank_of_device[first + at])
-            stages[node, at] = rank // layout.stage_ranks
-            texts[node, at] = _coordinates(rank, plan)
+        for column, rank in enumerate(rank_of_device[first : first + size].tolist()):
+            stages[node, column] = rank // layout.stage_ranks
+            texts[node, column] = _coordinates(rank, plan)
         first += size
     figure = Figure(
         Heatmap(
@@ -211,23 +202,23 @@ def rank_map(plan: Plan) -> tuple[Figure, str]:
         )
     )
     figure.update_layout(yaxis={"autorange": "reversed"}, height=max(240, min(22 * len(sizes), 1400) + 120))
-    rest = plan.cluster.num_nodes - len(sizes)
-    return figure, f"The first {len(sizes)} of {plan.cluster.num_nodes} nodes are drawn." if rest else ""
+    num_nodes = plan.cluster.num_nodes
+    return figure, f"The first {len(sizes)} of {num_nodes} nodes are drawn." if len(sizes) < num_nodes else ""
 
 
 def _coordinates(rank: int, plan: Plan) -> str:
-    """Place of a rank on each axis that is used, tp fastest."""
-    layout, parts, left = plan.layout, [f"rank {rank}"], rank
+    """Return the position of a rank on each axis that is used, tp fastest."""
+    words, quotient = [f"rank {rank}"], rank
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        degree = getattr(layout, axis)
+        degree = getattr(plan.layout, axis)
         if degree > 1:
-            parts.append(f"{axis} {left % degree}")
-        left //= degree
-    return ", ".join(parts)
+            words.append(f"{axis} {quotient % degree}")
+        quotient //= degree
+    return ", ".join(words)
 
 
 def expert_copies(plan: Plan) -> Figure:
-    """Copies of each expert of each layer with experts, where experts were placed by their loads."""
+    """Draw the copies of each expert of each layer with experts, where experts were placed by their loads."""
     from plotly.graph_objects import Figure, Heatmap
 
     copies = [np.bincount(slots.experts) for slots in plan.expert_slots]
@@ -244,34 +235,32 @@ def expert_copies(plan: Plan) -> Figure:
 
 
 def figures(plan: Plan) -> list[tuple[str, Figure | None, str]]:
-    """(title, figure, text below) of everything that the plan has."""
-    found: list[tuple[str, Figure | None, str]] = [("Where the step goes", step_waterfall(plan), "")]
+    """Return (title, figure, text below) of everything that the plan has."""
+    drawn: list[tuple[str, Figure | None, str]] = [("Where the step goes", step_waterfall(plan), "")]
     try:
-        found.append(("The step, pass by pass", *step_timeline(plan)))
+        drawn.append(("The step, pass by pass", *step_timeline(plan)))
     except ConfigError as error:
-        found.append(("The step, pass by pass", None, error.message))
-    found.append(("Memory of each stage", *memory_of_stages(plan)))
+        drawn.append(("The step, pass by pass", None, error.message))
+    drawn.append(("Memory of each stage", *memory_of_stages(plan)))
     if plan.offload is not None:
-        found.append(("What leaves the device, layer by layer", *offload_of_layers(plan, plan.offload)))
-    found.append(("Time and memory", time_and_memory(plan), ""))
-    found.append(("Which device runs which rank", *rank_map(plan)))
+        drawn.append(("What leaves the device, layer by layer", *offload_of_layers(plan, plan.offload)))
+    drawn.append(("Time and memory", time_and_memory(plan), ""))
+    drawn.append(("Which device runs which rank", *rank_map(plan)))
     if plan.expert_slots:
-        found.append(("Copies of experts", expert_copies(plan), ""))
-    return found
+        drawn.append(("Copies of experts", expert_copies(plan), ""))
+    return drawn
 
 
 STAYS, RECOMPUTED, MOVES, STREAMED, AWAY = range(5)
 
-
 OFFLOAD_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#009E73", "#0072B2")
 """Okabe and Ito's palette: on the device, made again, to the host and back, streamed, on the host."""
-
 
 OFFLOAD_ROWS = ("activations", "optimizer states", "parameters")
 
 
 def offload_of_layers(plan: Plan, schedule: OffloadSchedule) -> tuple[Figure, str]:
-    """A column a layer; and what moves, what it costs and what more of a resource is worth, to say below it."""
+    """Draw a column a layer; and say what moves, what it costs and what more of a resource would save."""
     from plotly.graph_objects import Figure, Heatmap
 
     layers = range(plan.model.num_layers)
@@ -323,8 +312,8 @@ def _activations(plan: Plan, idx: int) -> tuple[int, str]:
 
 
 def _offload_text(schedule: OffloadSchedule) -> str:
-    worth = schedule.worth
-    both = worth.to_host_s_per_gb_per_s + worth.to_device_s_per_gb_per_s
+    values = schedule.worth
+    link_s = values.to_host_s_per_gb_per_s + values.to_device_s_per_gb_per_s
     drives = f", {format_bytes(schedule.storage_bytes)} of its drives" if schedule.storage_bytes else ""
     return (
         f"Grey stays on the device, light blue is made again, orange and green travel, dark blue lives on the host. "
@@ -332,7 +321,7 @@ def _offload_text(schedule: OffloadSchedule) -> str:
         f"{format_bytes(schedule.to_host_bytes)} down and {format_bytes(schedule.to_device_bytes)} up a step and rank, "
         f"{schedule.prefetch_layers} blocks ahead. No schedule of this layout takes less than "
         f"{format_seconds(schedule.bound_s)} (gap {100 * schedule.gap:.2g} %). At the margin a step is shorter by "
-        f"{format_seconds(worth.device_s_per_gib)} with 1 GiB more of each device, "
-        f"{format_seconds(worth.host_s_per_gib)} with 1 GiB more of the host for each rank, {format_seconds(both)} with 1 GB/s "
+        f"{format_seconds(values.device_s_per_gib)} with 1 GiB more of each device, "
+        f"{format_seconds(values.host_s_per_gib)} with 1 GiB more of the host for each rank, {format_seconds(link_s)} with 1 GB/s "
         f"more both ways."
     )

@@ -1,4 +1,4 @@
-"""A plan for generation as one table."""
+"""Show a plan for generation as one table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on
 
 
 def generation_table(plan: GenerationPlan) -> Table:
-    """Batch, times with what binds them, places, memory, what more of each would be worth."""
+    """Show batch, times with what binds them, where things lie, memory, and what more of each resource would give."""
     title = f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}: generation"
     table = figures_table(title)
     _add_batch(table, plan)
     _add_times(table, plan)
-    _add_places(table, plan)
+    _add_positions(table, plan)
     _add_memory(table, plan)
-    _add_worth(table, plan)
+    _add_marginal_values(table, plan)
     _add_search(table, plan)
     return table
 
@@ -63,14 +63,14 @@ def _add_times(table: Table, plan: GenerationPlan) -> None:
 
 
 def _busy(phase: PhaseEstimate) -> str:
-    """What binds, and how busy the others are."""
+    """Say what binds, and how busy the others are."""
     shares = {name: seconds / phase.seconds_per_pass for name, seconds in phase.busy_s.items()}
     others = sorted((name for name in shares if name != phase.binds), key=lambda name: -shares[name])
     rest = [f"{name} {100 * shares[name]:.0f} %" for name in others if shares[name] >= 0.005][:3]
     return f"[bold]{phase.binds}[/] binds" + (f"; {', '.join(rest)}" if rest else "")
 
 
-def _add_places(table: Table, plan: GenerationPlan) -> None:
+def _add_positions(table: Table, plan: GenerationPlan) -> None:
     table.add_section()
     layers = plan.model.num_layers
     away = Counter(host=len(plan.host_layers), storage=len(plan.storage_layers))
@@ -106,15 +106,15 @@ def _add_memory(table: Table, plan: GenerationPlan) -> None:
             table.add_row(f"[bold]{title}", format_bytes(used), "", "no limit known")
 
 
-def _add_worth(table: Table, plan: GenerationPlan) -> None:
-    worth, best = plan.worth, plan.estimate.tokens_per_s
+def _add_marginal_values(table: Table, plan: GenerationPlan) -> None:
+    values, best = plan.worth, plan.estimate.tokens_per_s
     rows = {
-        "1 GiB more of each device": worth.device_per_gib,
-        "1 GiB more of the host": worth.host_per_gib,
-        "1 GiB more storage": worth.storage_per_gib,
-        "1 GB/s more of the link": worth.link_per_gb_per_s,
-        "1 GB/s more storage": worth.storage_per_gb_per_s,
-        "1 GB/s more attention there": worth.host_attention_per_gb_per_s,
+        "1 GiB more of each device": values.device_per_gib,
+        "1 GiB more of the host": values.host_per_gib,
+        "1 GiB more storage": values.storage_per_gib,
+        "1 GB/s more of the link": values.link_per_gb_per_s,
+        "1 GB/s more storage": values.storage_per_gb_per_s,
+        "1 GB/s more attention there": values.host_attention_per_gb_per_s,
     }
     shown = {name: value for name, value in rows.items() if value > 1e-4 * best}
     if not shown:
@@ -127,10 +127,10 @@ def _add_worth(table: Table, plan: GenerationPlan) -> None:
 def _add_search(table: Table, plan: GenerationPlan) -> None:
     table.add_section()
     if plan.search is not None:
-        s = plan.search
-        whole = f"with layers in parts this batch would be {100 * plan.estimate.gap:.2g} % quicker"
-        done = f"{s.bounded} batches bounded, {s.evaluated} solved, {format_seconds(s.search_s)}"
-        table.add_row("[bold]search", "", f"gap {100 * s.gap:.2g} %", f"{done}; {whole}")
+        search = plan.search
+        effort = f"{search.bounded} batches bounded, {search.evaluated} solved, {format_seconds(search.search_s)}"
+        rounding = f"with layers in parts this batch would be {100 * plan.estimate.gap:.2g} % quicker"
+        table.add_row("[bold]search", "", f"gap {100 * search.gap:.2g} %", f"{effort}; {rounding}")
     if plan.alternatives:
         table.add_row("[bold]runner-ups", "tok/s", "latency", "")
         for other in plan.alternatives:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
 from ...profilers.files import point_lists
 from ...schema import Profile
 from ...schema.units import GB, TFLOP, format_bytes, format_seconds
+from . import headed_table
 
 
 def show_profile(profile: Profile) -> None:
-    """Parts with their points and time, the figures that matter most, and what is slow, on stdout."""
+    """Print sections with their points and time, the figures that matter most, and what is slow, on stdout."""
     console = Console(soft_wrap=True)
     machine = profile.machine
     nodes = f", {machine.num_nodes} nodes" if machine.num_nodes > 1 else ""
@@ -22,7 +22,7 @@ def show_profile(profile: Profile) -> None:
         f"{machine.device}: {machine.num_devices} ranks{nodes}, {machine.backend}, torch {machine.torch}",
         highlight=False,
     )
-    console.print(_parts(profile))
+    console.print(_sections(profile))
     console.print(_figures(profile))
     if profile.foreign_load_fraction > 0.2:
         load = 100 * profile.foreign_load_fraction
@@ -36,24 +36,19 @@ def show_profile(profile: Profile) -> None:
         console.print("no rank or link is slower than its peers beyond noise")
 
 
-def _parts(profile: Profile) -> Table:
-    table = Table(
-        title=f"measured in {format_seconds(profile.duration_s)}", title_justify="left", box=box.SIMPLE, pad_edge=False
-    )
-    for name in ("part", "points", "time", ""):
-        table.add_column(name, justify="left" if name in ("part", "") else "right")
-    for part in profile.parts:
-        said = part.state if not part.reason else f"{part.state}: {part.reason}"
-        table.add_row(
-            part.name, str(part.num_points), format_seconds(part.duration_s) if part.num_points else "-", said
-        )
+def _sections(profile: Profile) -> Table:
+    title = f"measured in {format_seconds(profile.duration_s)}"
+    table = headed_table(title, "part", "points", "time", "", text=("part", ""), bold=False)
+    for section in profile.parts:
+        state = section.state if not section.reason else f"{section.state}: {section.reason}"
+        duration = format_seconds(section.duration_s) if section.num_points else "-"
+        table.add_row(section.name, str(section.num_points), duration, state)
     return table
 
 
 def _figures(profile: Profile) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = headed_table("", "", "rate")
+    table.show_header = False
     rates: dict[str, float] = {}
     for point in profile.matmuls:
         rates[point.dtype] = max(rates.get(point.dtype, 0.0), 2 * point.m * point.n * point.k / point.time_s)
@@ -83,11 +78,10 @@ def _figures(profile: Profile) -> Table:
 
 
 def summary_table(profile: Profile, rates: dict[str, float]) -> Group:
-    """Where it was measured, the rates, and how many points of each kind there are."""
+    """Show where a profile was measured, the rates, and how many points of each kind there are."""
     machine = profile.machine
-    where = Table(title=f"{machine.device}, {machine.num_devices} x {machine.backend}", **_STYLE)
-    for _ in range(2):
-        where.add_column("")
+    title = f"{machine.device}, {machine.num_devices} x {machine.backend}"
+    origin = headed_table(title, "", " ", text=("", " "), bold=False)
     rows = {
         "nodes": str(machine.num_nodes),
         "torch, python": f"{machine.torch}, {machine.python}",
@@ -100,50 +94,38 @@ def summary_table(profile: Profile, rates: dict[str, float]) -> Group:
     }
     for name, value in rows.items():
         if value:
-            where.add_row(name, value)
-    table = Table(title="rates", **_STYLE)
-    table.add_column("")
-    table.add_column("measured", justify="right")
+            origin.add_row(name, value)
+    measured = headed_table("rates", "", "measured", bold=False)
     for name, value in rates.items():
-        table.add_row(*_named(name, value))
-    points = Table(title="points", **_STYLE)
-    points.add_column("")
-    points.add_column("points", justify="right")
-    points.add_column("median spread", justify="right")
+        measured.add_row(*_in_usual_units(name, value))
+    points = headed_table("points", "", "points", "median spread", bold=False)
     for name, values in point_lists(profile).items():
         spread = sorted(value.spread for value in values)[len(values) // 2]
         points.add_row(name.replace("_", " "), str(len(values)), f"{100 * spread:.0f} %")
-    return Group(where, table, points)
+    return Group(origin, measured, points)
 
 
-def difference_table(found: dict[str, Any]) -> Group:
-    """Machines, rates and points of two profiles side by side."""
-    machines = Table(title="machine" if found["machine"] else "the same machine", **_STYLE)
-    for name in ("", "first", "second"):
-        machines.add_column(name)
-    for name, (a, b) in found["machine"].items():
+def difference_table(differences: dict[str, Any]) -> Group:
+    """Show machines, rates and points of two profiles side by side."""
+    title = "machine" if differences["machine"] else "the same machine"
+    machines = headed_table(title, "", "first", "second", text=("", "first", "second"), bold=False)
+    for name, (a, b) in differences["machine"].items():
         machines.add_row(name.replace("_", " "), str(a), str(b))
-    rates = Table(title="rates", **_STYLE)
-    for name in ("", "first", "second", "second / first"):
-        rates.add_column(name, justify="right" if name else "left")
-    for name, (a, b) in found["rates"].items():
+    rates = headed_table("rates", "", "first", "second", "second / first", bold=False)
+    for name, (a, b) in differences["rates"].items():
         ratio = f"{b / a:.2f}" if a and b else ""
-        first, second = (_named(name, value)[1] if value else "" for value in (a, b))
-        rates.add_row(_named(name, a or b)[0], first, second, ratio)
-    points = Table(title="points", **_STYLE)
-    for name in ("", "in both", "only first", "only second", "seconds, second / first"):
-        points.add_column(name, justify="right" if name else "left")
-    for name, row in found["points"].items():
+        first, second = (_in_usual_units(name, value)[1] if value else "" for value in (a, b))
+        rates.add_row(_in_usual_units(name, a or b)[0], first, second, ratio)
+    ratio_title = "seconds, second / first"
+    points = headed_table("points", "", "in both", "only first", "only second", ratio_title, bold=False)
+    for name, row in differences["points"].items():
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         points.add_row(name.replace("_", " "), str(row["both"]), str(row["first"]), str(row["second"]), ratio)
     return Group(machines, rates, points)
 
 
-_STYLE: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE, "pad_edge": False}
-
-
-def _named(name: str, value: float) -> tuple[str, str]:
-    """A rate's title and its value in a unit that people use."""
+def _in_usual_units(name: str, value: float) -> tuple[str, str]:
+    """Return a rate's title and its value in a unit that people use."""
     if name.endswith("_flops_per_s"):
         return f"{name.removesuffix('_flops_per_s')} products", f"{value / 1e12:.3g} TFLOP/s"
     if name.endswith("_bytes_per_s"):

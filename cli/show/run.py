@@ -1,4 +1,4 @@
-"""What a run reports while it goes on: progress on standard error, JSON lines, and at the end prediction against measurement."""
+"""Show a run while it goes on: progress on standard error, JSON lines, and at the end prediction against measurement."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ...schema import MeshwrightError
 from ...schema.units import format_bytes, format_count, format_seconds
+from . import headed_table
 
 _LOG_LINES = 20
-"""Lines of progress for a whole run where standard error is not a terminal."""
+"""Lines of progress for an entire run where standard error is not a terminal."""
 
 
 @contextlib.contextmanager
 def running_report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) -> Iterator[Path]:
-    """A file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
+    """Yield a file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
     from ...runtime.training.metrics import MetricsWriter, read_new_records
 
     writer, screen, finished = MetricsWriter(metrics, append=append), Screen(steps), threading.Event()
@@ -84,7 +84,7 @@ class Screen:
         self._progress.stop()
 
     def show(self, record: dict[str, Any]) -> None:
-        """One line of the report."""
+        """Show one line of the report."""
         if "step" not in record:
             self._comparison = record
             return
@@ -98,15 +98,12 @@ class Screen:
             self._console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
 
     def show_comparison(self) -> None:
-        """The table of prediction and measurement, where this node has them."""
+        """Show the table of prediction and measurement, where this node has them."""
         if self._comparison is None:
             return
         predicted, measured, ratio = (self._comparison[name] for name in ("predicted", "measured", "ratio"))
         title = f"predicted and measured, median of {measured['steps'] - measured['warmup_steps']} steps"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-        table.add_column("")
-        for name in ("predicted", "measured", "measured / predicted"):
-            table.add_column(name, justify="right")
+        table = headed_table(title, "", "predicted", "measured", "measured / predicted", bold=False)
         rows = [
             ("step time", "step_time_s", format_seconds),
             ("tokens/s", "tokens_per_s", format_count),
@@ -129,19 +126,20 @@ _TIME_TERMS = {
     "pipeline_wait": "waiting for stages",
     "optimizer": "update",
     "other": "clipping, loss, the rest",
-    "data": "data, beside the step",
+    "data": "data, next to the step",
     "preempted": "of these without a core",
 }
 
 
 def _add_time_terms(table: Table, predicted: dict[str, float], measured: dict[str, float]) -> None:
-    """Rows of the busiest rank's parts; what takes less than a thousandth of a millisecond is left out."""
+    """Add rows of the busiest rank's time; what takes less than a thousandth of a millisecond is left out."""
     for name, title in _TIME_TERMS.items():
-        expected, found = predicted.get(name), measured.get(name)
-        if found is None or max(expected or 0.0, found) < 1e-6:
+        expected_s, actual_s = predicted.get(name), measured.get(name)
+        if actual_s is None or max(expected_s or 0.0, actual_s) < 1e-6:
             continue
-        ratio = f"{found / expected:.2f}" if expected else ""
-        table.add_row(f"  {title}", "" if expected is None else format_seconds(expected), format_seconds(found), ratio)
+        expected = "" if expected_s is None else format_seconds(expected_s)
+        ratio = f"{actual_s / expected_s:.2f}" if expected_s else ""
+        table.add_row(f"  {title}", expected, format_seconds(actual_s), ratio)
 
 
 def _straggler_line(slow: dict[str, Any], ranks: list[dict[str, Any]]) -> str:

@@ -1,11 +1,10 @@
-"""What `meshwright validate` prints: one table for times, one for memory, one for calibration, one for what was assumed."""
+"""Show scores of predictions: a table for times, one for memory, one for calibration, one for what was assumed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 
 from ...schema.units import format_seconds
@@ -19,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def time_table(scores: dict[str, SourceScore]) -> Table:
-    """Errors of the step time, rank correlation, coverage and regret of each source."""
-    table = _table(
+    """Show errors of the step time, rank correlation, coverage and regret of each source."""
+    table = headed_table(
         "step time, predicted against measured", "source", "rows", "scored", "skipped", "C/flag", "MAPE", "median ratio",
         "bias", "rank corr.", "in interval", "groups", "regret mean", "median", "max",
+        text=("source",), wraps=True,
     )  # fmt: skip
     for source, score in scores.items():
         counts = (str(score.rows), str(score.scored), str(sum(score.skipped.values())), str(score.unscored))
@@ -40,61 +40,35 @@ def time_table(scores: dict[str, SourceScore]) -> Table:
 
 
 def memory_table(scores: dict[str, SourceScore]) -> Table:
-    """Errors of the peak by kind of measurement, out-of-memory recall and false alarms of each source."""
-    table = _table(
-        "memory, predicted against measured",
-        "source",
-        "kind",
-        "rows",
-        "MAPE",
-        "bias",
-        "in interval",
-        "failed",
-        "recalled",
-        "ran",
-        "false alarms",
-    )
+    """Show errors of the peak by kind of measurement, out-of-memory recall and false alarms of each source."""
+    table = headed_table(
+        "memory, predicted against measured", "source", "kind", "rows", "MAPE", "bias", "in interval", "failed",
+        "recalled", "ran", "false alarms", text=("source",), wraps=True,
+    )  # fmt: skip
     for source, score in scores.items():
         fit = score.fit
         verdicts = [str(fit.failed), _percent(fit.recall), str(fit.ran), _percent(fit.false_alarms)]
         shown = source or "(none)"
         kinds: dict[str, MemoryScore | None] = dict(score.memory) or {"-": None}
         for kind, memory in kinds.items():
-            errors = _memory_errors(memory) if memory else ("-",) * 3
+            errors = ("-",) * 3
+            if memory:
+                errors = (_percent(memory.mape), _percent(memory.bias, sign=True), _percent(memory.coverage))
             table.add_row(shown, kind, str(memory.count) if memory else "-", *errors, *verdicts)
             shown, verdicts = "", [""] * 4
     return table
 
 
-def _memory_errors(memory: MemoryScore) -> tuple[str, str, str]:
-    return _percent(memory.mape), _percent(memory.bias, sign=True), _percent(memory.coverage)
-
-
 def notes_table(scores: dict[str, SourceScore]) -> Table:
-    """Why rows were skipped, what stands in for what, which defaults were taken."""
-    table = _table(
-        "scored-quality rows by reason (C or flagged rows are predicted, not scored)",
-        "source",
-        "what",
-        "rows",
-        "reason",
-    )
+    """Say why rows were skipped, what stands in for what, which defaults were taken."""
+    title = "scored-quality rows by reason (C or flagged rows are predicted, not scored)"
+    table = headed_table(title, "source", "what", "rows", "reason", text=("source", "what", "reason"))
     for source, score in scores.items():
         shown = source or "(none)"
-        parts = {"skipped": score.skipped, "approximated": score.approximated, "assumed": score.assumed}
-        for what, counts in parts.items():
-            for reason, count in counts.items():
+        for what in ("skipped", "approximated", "assumed"):
+            for reason, count in getattr(score, what).items():
                 table.add_row(shown, what, str(count), reason)
                 shown = ""
-    table.columns[1].justify = table.columns[3].justify = "left"
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
     return table
 
 
@@ -105,10 +79,11 @@ def _percent(value: float | None, *, sign: bool = False) -> str:
 
 
 def calibration_table(scores: dict[str, CalibrationScore], num_runs: int) -> Table:
-    """Mean error without and with a few calibration runs of the same source and device."""
-    table = _table(
+    """Show the mean error without and with a few calibration runs of the same source and device."""
+    table = headed_table(
         f"step time with {num_runs} runs of the same source as calibration, draw by draw",
         "source", "device", "draws", "rows", "MAPE without", "with", "worst draw", "bias with", "memory without", "with",
+        text=("source", "device"), wraps=True,
     )  # fmt: skip
     for source, score in scores.items():
         times = (_percent(score.mape_before), _percent(score.mape_after), _percent(score.worst_after))
