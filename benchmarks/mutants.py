@@ -3,10 +3,10 @@
     python benchmarks/mutants.py [--tier short|all] [--narrow] [--only WORD ...] [--tests PATH ...] [--list] [--out FILE]
 
 mutants.toml lists the faults, each an exact text, what it becomes, what that breaks, and the tests most likely to notice. A
-text that is not in its file exactly once is an error: the fault is not there, so nothing was judged. Of each mutant run the quick
-golden answers (but of the runtime, which they do not reach), its own tests, all golden answers, and then, unless --narrow, the
-complete tier; the first test that fails ends it. A run of more than --limit-s ends it too, as caught: a test that hangs is noticed.
-Outcomes go to mutants.json, where those of other mutants stay.
+text that is not in its file exactly once is an error: the fault is not there, so nothing was judged. Of each mutant run its own
+tests in their order ("golden" among them: the quick golden answers), then all golden answers (but of the runtime, which they do not
+reach), and then, unless --narrow, the complete tier; the first test that fails ends it. A run of more than --limit-s ends it too,
+as caught: a test that hangs is noticed. Outcomes go to mutants.json, where those of other mutants stay.
 
 The tests must pass without a fault: --baseline runs all tests that mutants name, once, on the copy as it is.
 """
@@ -14,6 +14,7 @@ The tests must pass without a fault: --baseline runs all tests that mutants name
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -32,6 +33,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "benchmarks" / "mutants.toml"
 GOLDEN = "tests/golden"
+QUICK_GOLDEN = "golden"
+"""What a mutant names among its tests for the quick golden answers."""
 TIERS: dict[str, tuple[str, ...]] = {"short": ("-m", "not long"), "all": ()}
 """Options of pytest that select the tests of a tier."""
 FAILED = (1, 2)
@@ -82,7 +85,7 @@ def problems(mutants: Sequence[Mutant], root: Path = ROOT) -> Iterator[str]:
         if mutant.old == mutant.new:
             yield f"{mutant.name}: changes nothing"
         for test in mutant.tests:
-            if not (root / test.partition("::")[0]).exists():
+            if test != QUICK_GOLDEN and not (root / test.partition("::")[0]).exists():
                 yield f"{mutant.name}: no tests {test}"
 
 
@@ -121,6 +124,9 @@ def run_tests(tree: Path, env: dict[str, str], options: Sequence[str], *, limit_
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         return 124, output
+    except BaseException:  # Ctrl-C must not leave tests behind
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     return process.returncode, output
 
 
@@ -130,11 +136,9 @@ def steps(mutant: Mutant, options: argparse.Namespace) -> Iterator[tuple[str, tu
     if options.tests:
         yield "given tests", (*options.tests, *tier)
         return
-    is_planned = not mutant.file.startswith("runtime/")
-    if is_planned:
-        yield "quick golden", (GOLDEN, "-k", "quick", *tier)
-    yield "its tests", (*mutant.tests, *tier)
-    if is_planned:
+    for is_golden, tests in itertools.groupby(mutant.tests, lambda test: test == QUICK_GOLDEN):
+        yield ("quick golden", (GOLDEN, "-k", "quick", *tier)) if is_golden else ("its tests", (*tests, *tier))
+    if not mutant.file.startswith("runtime/"):
         yield "golden", (GOLDEN, *tier)
     if not options.narrow:
         yield "tier", ("tests", *tier)
@@ -178,6 +182,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=1800.0)
     parser.add_argument("--out", type=Path, default=LIST.with_suffix(".json"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     mutants = read_mutants()
     outcomes: dict[str, dict[str, Any]] = json.loads(options.out.read_text())["mutants"] if options.out.exists() else {}
     chosen = [mutant for mutant in mutants if _is_chosen(mutant, options, outcomes)]
@@ -189,7 +194,7 @@ def main() -> int:
         tree = Path(folder)
         env = copy_tree(tree)
         if options.baseline:
-            named = sorted({test for mutant in chosen for test in mutant.tests})
+            named = sorted({test for mutant in chosen for test in mutant.tests} - {QUICK_GOLDEN})
             code, output = run_tests(tree, env, (*named, *TIERS[options.tier]), limit_s=options.limit_s)
             print(output[-4000:])
             return code
