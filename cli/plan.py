@@ -230,8 +230,8 @@ def _next_command(out: Path, engine: str, *, is_local: bool) -> str:
 def _plan_generation(
     model: str, cluster: ClusterOptions, generation: GenerationOptions, host: HostOptions, output: PlanOptions
 ) -> None:
-    from ..planner import default_precision
-    from ..planner.tasks.generation import GenerationRequest, plan_generation
+    from ..planner import default_precision, plan_generation
+    from ..planner.request import OffloadRequest, PlanRequest
     from ..schema import ModelSpec
     from .show import show
     from .show.generation import generation_table
@@ -244,15 +244,15 @@ def _plan_generation(
             help="use --precision bf16",
         )
     rate = generation.host_attention_gb_per_s
-    request = GenerationRequest(
-        batch_size=generation.batch_size,
+    away = OffloadRequest(
         host_memory_bytes=host.memory_bytes,
         storage_bytes=host.storage_bytes(),
         host_attention_bytes_per_s=None if rate is None else rate * GB,
-        latency_limit_s=generation.latency_limit_s,
     )
     lengths = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
-    answer = plan_generation(spec, machine, lengths, request, top=output.top)
+    fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
+    request = PlanRequest(spec, machine, lengths, fixed, offload=away, latency_limit_s=generation.latency_limit_s)
+    answer = plan_generation(request, top=output.top)
     answer.save(output.out)
     if output.as_json:
         typer.echo(answer.model_dump_json(indent=2))

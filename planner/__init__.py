@@ -3,7 +3,17 @@
 from .explain.explanation import compare
 from .explain.report import explain
 from .pareto import pareto
-from .plan import default_precision, estimate, not_executed, plan
+from .plan import default_precision, estimate, not_executed, plan, plan_generation
 from .sizes import cheapest
 
-__all__ = ["cheapest", "compare", "default_precision", "estimate", "explain", "not_executed", "pareto", "plan"]
+__all__ = [
+    "cheapest",
+    "compare",
+    "default_precision",
+    "estimate",
+    "explain",
+    "not_executed",
+    "pareto",
+    "plan",
+    "plan_generation",
+]

@@ -15,14 +15,16 @@ from typing import Any
 
 from ..schema import ClusterSpec, ConfigError, Estimate, InfeasibleError, Layout, ModelSpec, Plan, Workload
 from ..schema.engine_rules import VERSION_RULES
+from ..schema.generation import GenerationPlan
 from ..schema.layout_rules import ENGINE_RULES
 from ..schema.runnable import broken_rules, problem_facts, require_valid
 from ..schema.task import Precision
 from ..solvers.branch_and_bound import OnProgress
 from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance
-from .explain.infeasible import explain_infeasible
+from .explain.infeasible import explain_infeasible, explain_no_batch
 from .request import Deadline, OffloadRequest, PlanRequest
+from .tasks.generation import build_generation_plan, search_generation
 from .tasks.offload import Effort, OffloadResult, plan_schedule, schedule_layout, search_offload
 from .tasks.training import WORTH_MOVING, plan_layout, search_layouts
 
@@ -97,6 +99,19 @@ def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
         return plan_schedule(request, offloaded, result if plain is not None else None, top=top)
     assert plain is not None
     return plain.replace(notes=(*plain.notes, "no offload schedule that was found is faster"))
+
+
+def plan_generation(request: PlanRequest, *, top: int = 4) -> GenerationPlan:
+    """Return the batch and placement that generate the most tokens a second, or the most within a latency.
+
+    Raises:
+        ConfigError: the model cannot generate so many tokens, or the cluster has no accelerator.
+        InfeasibleError: nothing fits, or nothing is within the latency; says by how much.
+    """
+    problem, answer = search_generation(request)
+    if not problem.solved:
+        raise explain_no_batch(problem, answer, request.deadline)
+    return build_generation_plan(request, problem, answer, top=top)
 
 
 def estimate(

@@ -17,6 +17,7 @@ from ..schema.engine_facts import PLANNED_ENGINES
 from ..schema.engine_rules import VERSION_RULES
 from ..schema.layout import check_fields, parse_assignments
 from ..schema.runnable import broken_rules, problem_facts, require_our_engine, why_not_runnable
+from ..schema.task import Generation
 from ..solvers.branch_and_bound import OnProgress
 
 OffloadKinds = Literal["none", "auto", "activations", "optimizer", "params"]
@@ -79,12 +80,14 @@ class OffloadRequest:
         kinds: auto: everything; none: nothing.
         host_memory_bytes: of one node; None: as the cluster says.
         storage_path, storage_bytes: a folder of each node's drives and what may be written there; None: no storage.
+        host_attention_bytes_per_s: keys and values that a node's processors attend to; None: the default coefficient.
     """
 
     kinds: OffloadKinds = "auto"
     host_memory_bytes: float | None = None
     storage_path: str | None = None
     storage_bytes: float = 0.0
+    host_attention_bytes_per_s: float | None = None
 
     @classmethod
     def from_plan(cls, plan: Plan) -> OffloadRequest | None:
@@ -119,25 +122,35 @@ class OffloadRequest:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Inputs of a search of layouts for one cluster.
+    """Inputs of a search for one cluster.
 
     Attributes:
-        model, cluster, workload: what to train, where, and how.
-        fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``.
+        model, cluster, task: what to train or to generate with, where, and how.
+        fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``; of generation ``batch_size``, sequences of a block on
+            each replica.
         runnable: only layouts that `meshwright apply` of this version executes.
-        offload: what may leave the devices (docs/offload.md); None: layouts without an offload schedule only.
+        offload: what may leave the devices (docs/offload.md); None: layouts without an offload schedule only, and of generation
+            all that the host has.
         deadline: of everything that is done for this request.
         on_progress: called after every expansion.
+        latency_limit_s: of generation: from the prompts to the last token of a block.
     """
 
     model: ModelSpec
     cluster: ClusterSpec
-    workload: Workload
+    task: Workload | Generation
     fixed: Mapping[str, Any] = field(default_factory=dict)
     runnable: bool = False
     offload: OffloadRequest | None = None
     deadline: Deadline = field(default_factory=Deadline, compare=False)
     on_progress: OnProgress | None = field(default=None, compare=False)
+    latency_limit_s: float | None = None
+
+    @property
+    def workload(self) -> Workload:
+        """The task, which is training."""
+        assert isinstance(self.task, Workload)
+        return self.task
 
     @classmethod
     def create(

@@ -10,6 +10,7 @@ from typing import Annotated, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Document, Frozen
+from .certificate import Certificate
 from .cluster import ClusterSpec
 from .model import ModelSpec
 from .task import Generation
@@ -127,22 +128,6 @@ class GenerationAlternative(Frozen):
     latency_s: PositiveFloat
 
 
-class GenerationSearch(Frozen):
-    """What was searched. ``bound_tokens_per_s``: no batch that was weighed, with layers in parts, generates more.
-
-    Attributes:
-        evaluated: batches solved with whole layers; bounded: linear programs of batches; pruned: batches that a bound or the memory
-            excluded.
-    """
-
-    evaluated: NonNegativeInt
-    bounded: NonNegativeInt
-    pruned: NonNegativeInt
-    bound_tokens_per_s: PositiveFloat
-    gap: NonNegativeFloat
-    search_s: NonNegativeFloat
-
-
 class GenerationPlan(Document):
     """The answer of ``meshwright plan --infer``.
 
@@ -151,6 +136,7 @@ class GenerationPlan(Document):
         device_batch_size: sequences that are computed at once; num_device_batches: of those in a block, which go through a layer
             one after the other while its weights are there.
         host_layers, storage_layers: layers whose weights come from there in every pass; all others stay on the device.
+        search: its candidates are batches, ``bounded`` by linear programs and ``evaluated`` with integer layers.
         cache, states: of the keys and values, and of the hidden states.
         latency_limit_s: what was asked; None: throughput alone.
     """
@@ -168,7 +154,7 @@ class GenerationPlan(Document):
     states: StateShares
     estimate: GenerationEstimate
     worth: GenerationMarginalValues = Field(default_factory=GenerationMarginalValues)
-    search: GenerationSearch | None = None
+    search: Certificate | None = None
     alternatives: tuple[GenerationAlternative, ...] = ()
     latency_limit_s: PositiveFloat | None = None
     notes: tuple[str, ...] = ()

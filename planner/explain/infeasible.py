@@ -15,18 +15,26 @@ then more devices, then other numerics, then another workload; what `apply` does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
+from ...cost_models.coefficients import packaged_coefficients
 from ...schema import ConfigError, InfeasibleError, MeshwrightError, SolverLimitError, Workload
 from ...schema.engine_facts import OWN_ENGINE, PLANNED_ENGINES
 from ...schema.layout import format_assignments
 from ...schema.runnable import why_not_runnable
-from ...schema.units import format_bytes, format_seconds
+from ...schema.units import GIB, format_bytes, format_seconds
+from ...solvers.branch_and_bound import Answer
+from ...solvers.generation.instance import GenerationInstance
+from ...solvers.generation.placement import min_bytes, solve
 from ..expand import expand_layout
 from ..request import Deadline, OffloadRequest, PlanRequest
 from ..search import SearchResult
+from ..tasks.generation import BatchShape, GenerationProblem, SolvedBatch
 from ..tasks.offload import schedule_layout, search_offload
 from .cluster_changes import grow_cluster, larger_sizes
 from .feasibility import Fit, closest_to_fitting, find_fit, shortfall
@@ -213,7 +221,7 @@ def _spaces(a: _Advisor) -> Iterator[VerifiedChange]:
         yield from a.change("space", "search all of the engine (--space full)", replace(request, runnable=False))
     for engine in PLANNED_ENGINES:
         if engine not in (OWN_ENGINE, request.workload.engine):
-            other = replace(request, workload=request.workload.replace(engine=engine), runnable=False)
+            other = replace(request, task=request.workload.replace(engine=engine), runnable=False)
             yield from a.change("engine", f"run it by {engine} (--engine {engine})", other)
 
 
@@ -324,4 +332,76 @@ def _shrunk(
 def _with_workload(request: PlanRequest, workload: Workload) -> PlanRequest:
     """Return the request for another workload, in the space that our runtime executes where it did and still trains it."""
     runnable = request.runnable and not why_not_runnable(request.model, workload)
-    return replace(request, workload=workload, runnable=runnable)
+    return replace(request, task=workload, runnable=runnable)
+
+
+def explain_no_batch(problem: GenerationProblem, answer: Answer[SolvedBatch], deadline: Deadline) -> MeshwrightError:
+    """Return the error for a search that solved no batch of sequences: the time, the latency, or memory."""
+    model, instance = problem.model, problem.quickest[1]
+    if answer.ended == "deadline":
+        return deadline.error(f"for {model.name}", f"{problem.num_bounded} batches bounded")
+    if instance is None:
+        return _no_batch_fits(problem)
+    fastest_s = solve(instance).objective
+    return InfeasibleError(
+        f"no batch of {model.name} is done within {format_seconds(problem.limit_s)}: the fastest takes "
+        f"{format_seconds(fastest_s)}   [(O)]",
+        help=f"use --latency-limit-s {math.ceil(100 * fastest_s) / 100:g} or more, or generate fewer tokens",
+    )
+
+
+def _no_batch_fits(problem: GenerationProblem) -> InfeasibleError:
+    """Return the error that says which memory lacks how much for the shape that needs least, were the others without limit."""
+    ranks, name = problem.cluster.largest_node, problem.model.name
+    needs = [(_device_need(problem.instance(shape)), shape) for shape in _smallest(problem)]
+    device, shape = min(needs, key=lambda pair: pair[0])
+    instance = problem.instance(shape)
+    batch = f"{shape.num_batches} x {shape.batch_size} sequences"
+    if device > instance.capacity.device:
+        c = instance.capacity
+        return InfeasibleError(
+            f"{name} does not fit with a batch of {batch}: each device needs {format_bytes(device)} with everything that may be "
+            f"elsewhere on the host, the budget is {format_bytes(c.device)}   [device memory (C7)]",
+            details=(
+                f"while computing {format_bytes(c.working)}, weights on the way {format_bytes(c.buffer)}, "
+                f"keys and values on the way {format_bytes(2 * c.slot)}",
+            ),
+            help="use a smaller --batch-size or --prompt-len, or devices with more memory",
+        )
+    host = min_bytes(instance, "host_bytes") * ranks
+    gib = math.ceil(host / GIB)
+    message = (
+        f"{name} does not fit with a batch of {batch}: each node needs {format_bytes(host)} of host memory, "
+        f"{format_bytes(instance.capacity.host * ranks)} may be used   [host memory (C8)]"
+    )
+    stored, also = _storage_need(instance) * ranks, ""
+    if np.isfinite(stored):
+        also = f", or storage for {format_bytes(stored)}: --nvme PATH --nvme-gib {math.ceil(stored / GIB)}"
+    return InfeasibleError(message, help=f"use --host-memory-gib {gib}{also}")
+
+
+def _smallest(problem: GenerationProblem) -> list[BatchShape]:
+    """Return shapes of which one needs least: few sequences at once, everything that may be elsewhere."""
+    num_sequences = min(shape.num_batches * shape.batch_size for shape in problem.shapes)
+    return [
+        shape
+        for shape in problem.shapes
+        if shape.streams
+        and shape.num_batches * shape.batch_size == num_sequences
+        and shape.batch_size == problem.batches[0]
+    ]
+
+
+def _device_need(instance: GenerationInstance) -> float:
+    return min_bytes(instance.with_capacity(host=np.inf), "device_bytes")
+
+
+def _storage_need(instance: GenerationInstance) -> float:
+    """Return the bytes of storage that the given host memory would need as well."""
+    rate = float(packaged_coefficients()["offload"]["storage_bytes_per_s"])
+    anything = np.ones_like(instance.may_store)
+    anything[0] = instance.may_store[0]
+    stored = replace(instance, may_store=anything, rates=replace(instance.rates, storage=rate))
+    staging = 0.0 if instance.capacity.staging else instance.capacity.buffer + 2 * instance.capacity.slot
+    changed = stored.with_capacity(storage=np.inf, staging=instance.capacity.staging + staging)
+    return min_bytes(changed, "storage_bytes")

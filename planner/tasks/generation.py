@@ -1,30 +1,19 @@
-"""Shapes of batches for generation, and their instances of solvers/generation/instance.py.
+"""Generation: which batch, how many devices to a replica, and what lies where (solvers/generation/instance.py).
 
-Why nothing fits for generation, and the smallest change that would.
-
-Placements for generation: which batch, how many devices to a replica, and what lies where (solvers/generation/instance.py).
-
-Every shape, (tp, sequences at once, batches in a block, whether layers may be away), is bounded by its compute alone, then by
-its linear program, then solved with whole layers: always the one with the highest bound, until none may generate more than the
-best. Of answers within TIE the one with the least latency is taken. Throughput counts generated tokens over the whole block.
+Every shape, (tp, sequences at once, batches in a block, whether layers may be away), is bounded by its compute only, then by
+its linear program, then solved with integer layers: always the one with the highest bound, until none may generate more than the
+best. Of answers within SAME_RATE_FRACTION the one with the least latency is taken. Throughput counts generated tokens over the
+entire block.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ...cost_models.coefficients import packaged_coefficients
-from ...cost_models.hardware.host import host_rates
-from ...cost_models.stage.generation import (
-    GenerationPhase as Phase,
-)
 from ...cost_models.stage.generation import (
     LayerGroup,
     PassCosts,
@@ -33,59 +22,48 @@ from ...cost_models.stage.generation import (
     pass_costs,
     phases_of,
 )
-from ...schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Workload
+from ...schema import Certificate, ClusterSpec, ConfigError, ModelSpec, Workload
+from ...schema.arrays import FloatArray, IntArray
 from ...schema.generation import (
     CacheShares,
     GenerationAlternative,
     GenerationEstimate,
     GenerationMarginalValues,
     GenerationPlan,
-    GenerationSearch,
     PhaseEstimate,
     StateShares,
 )
 from ...schema.task import Generation
-from ...schema.units import GB, GIB, format_bytes, format_seconds
+from ...schema.units import GB, GIB
+from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
 from ...solvers.generation.instance import RESOURCES, Capacity, GenerationInstance, Rates, busy_s, resident_bytes
-from ...solvers.generation.placement import GenerationSolution, RelaxedPlacement, min_bytes, solve, solve_relaxation
+from ...solvers.generation.placement import GenerationSolution, RelaxedPlacement, solve, solve_relaxation
 from ...solvers.solution import Status
+from ..request import OffloadRequest, PlanRequest
 
 BATCH_SIZES = tuple(sorted({2**i for i in range(11)} | {3 * 2**i for i in range(9)}))
 """Sequences at once that are tried: 1, 2, 3, 4, 6, 8, 12, ... 1024."""
 
-
 NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Batches in a block that are tried."""
-
 
 WINDOW = 2
 """Layers whose weights may be on the device at once while they come from elsewhere: the one in use and the next."""
 
+SAME_RATE_FRACTION = 0.01
+"""Throughputs within this are equal: the model of a machine is no more exact."""
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """What a user fixes.
-
-    Attributes:
-        batch_size: sequences in a block on each replica; None: whatever generates most.
-        host_memory_bytes: of one node; None: as the cluster says.
-        storage_bytes: of one node's drives.
-        host_attention_bytes_per_s: of one node's processors; None: the default coefficient.
-        latency_limit_s: from the prompts to the last token of a block.
-    """
-
-    batch_size: int | None = None
-    host_memory_bytes: float | None = None
-    storage_bytes: float = 0.0
-    host_attention_bytes_per_s: float | None = None
-    latency_limit_s: float | None = None
+MAX_SOLVED = 60
+"""Shapes that are solved with integer layers; the certificate says what that leaves open."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """``num_batches`` batches of ``batch_size`` sequences on ``replicas`` groups of ``tp`` devices.
 
-    ``num_tokens`` generates a block of all replicas; with nothing but the device's compute ``most_tokens_per_s``.
+    Attributes:
+        streams: layers may be away from the device.
+        num_tokens: that a block of all replicas generates; ``max_tokens_per_s``: with nothing but the device's compute.
     """
 
     tp: int
@@ -94,22 +72,54 @@ class BatchShape:
     num_batches: int
     streams: bool
     num_tokens: int
-    most_tokens_per_s: float
+    max_tokens_per_s: float
 
 
 @dataclass(frozen=True)
-class BatchShapes:
-    """All shapes of one request."""
+class SolvedBatch:
+    """A shape with its placement in integer layers."""
 
-    model: ModelSpec
-    cluster: ClusterSpec
-    generation: Generation
-    request: GenerationRequest
+    shape: BatchShape
+    instance: GenerationInstance
+    relaxed: RelaxedPlacement
+    solution: GenerationSolution
 
-    @cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        """Prefill and parts of the decoding."""
-        return phases_of(self.generation)
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that all replicas generate."""
+        return self.shape.num_tokens / self.solution.objective
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of a block, from the prompts to the last token."""
+        return self.solution.objective
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """State of a node: a shape, and once it was bounded its linear program."""
+
+    shape: BatchShape
+    instance: GenerationInstance | None = None
+    relaxed: RelaxedPlacement | None = None
+
+
+class GenerationProblem:
+    """All shapes of one request, as a problem of solvers/branch_and_bound.py that minimises -(tokens per second)."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        """Cost the passes of every batch."""
+        assert isinstance(request.task, Generation)
+        self.model, self.cluster, self.generation = request.model, request.cluster, request.task
+        self.offload = request.offload or OffloadRequest()
+        self.block_size = request.fixed.get("batch_size")
+        self.limit_s = request.latency_limit_s or np.inf
+        self.phases = phases_of(self.generation)
+        self._passes = np.array([float(len(phase.lengths)) for phase in self.phases])
+        self.solved: list[SolvedBatch] = []
+        self.num_bounded = 0
+        self.quickest: tuple[float, GenerationInstance | None] = (np.inf, None)
+        self._too_large: dict[tuple[int, int, bool], int] = {}
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
@@ -119,9 +129,9 @@ class BatchShapes:
         return tuple(tp for tp in range(1, node + 1) if node % tp == 0 and all(h % tp == 0 for h in heads))
 
     @cached_property
-    def batches(self) -> np.ndarray:
+    def batches(self) -> IntArray:
         """Sequences at once."""
-        total = self.request.batch_size
+        total = self.block_size
         sizes = BATCH_SIZES if total is None else [b for b in range(1, total + 1) if total % b == 0]
         return np.array(sizes, dtype=np.int64)
 
@@ -137,68 +147,60 @@ class BatchShapes:
         }
 
     @cached_property
-    def _passes(self) -> np.ndarray:
-        return np.array([float(len(phase.lengths)) for phase in self.phases])
-
-    def all(self) -> list[BatchShape]:
-        """Every shape, with what it generates at most by compute alone."""
-        return self._all
-
-    @cached_property
-    def _all(self) -> list[BatchShape]:
-        found = []
+    def shapes(self) -> list[BatchShape]:
+        """Every shape, with what it generates at most by compute only."""
+        shapes = []
         for tp, (kinds, costs) in self._costs.items():
             counts = np.array([len(kind.idxs) for kind in kinds], dtype=np.float64)
-            compute = np.einsum("p,c,cpb->b", self._passes, counts, costs.compute_s)
+            compute_s: FloatArray = np.einsum("p,c,cpb->b", self._passes, counts, costs.compute_s)
             for j, b in enumerate(self.batches.tolist()):
-                for k in self._num_batches(b):
+                for k in NUM_BATCHES if self.block_size is None else (self.block_size // b,):
                     replicas = self.cluster.num_devices // tp
                     tokens = replicas * b * k * self.generation.generate_len
-                    found += [
+                    shapes += [
                         BatchShape(
                             tp=tp, replicas=replicas, batch_size=b, num_batches=k, streams=streams, num_tokens=tokens,
-                            most_tokens_per_s=tokens / (k * float(compute[j])),
+                            max_tokens_per_s=tokens / (k * float(compute_s[j])),
                         )
                         for streams in (False, True)
                     ]  # fmt: skip
-        return found
+        return shapes
 
-    def _num_batches(self, batch_size: int) -> tuple[int, ...]:
-        total = self.request.batch_size
-        return NUM_BATCHES if total is None else (total // batch_size,)
+    @cached_property
+    def host_bytes(self) -> float:
+        """Host memory of one rank; infinite where it is not known."""
+        return self.offload.rates(self._training, self.cluster).memory_bytes
+
+    @property
+    def _training(self) -> Workload:
+        """A workload whose host has the same rates."""
+        return Workload(seq_len=1, global_batch_size=1, precision=self.generation.training_precision)
+
+    @property
+    def host_attention(self) -> float:
+        """Bytes per second of keys and values that one rank's share of the host attends to."""
+        of_node = self.offload.host_attention_bytes_per_s
+        return host_attention_bytes_per_s(self.cluster) if of_node is None else of_node / self.cluster.largest_node
 
     @cached_property
     def _rates(self) -> Rates:
-        workload = Workload(seq_len=1, global_batch_size=1, precision=self.generation.training_precision)
-        host = host_rates(workload, self.cluster)
+        host = self.offload.rates(self._training, self.cluster)
         return Rates(
             to_device=host.link_bytes_per_s,
             to_host=host.link_bytes_per_s,
             duplex=host.duplex,
-            storage=host.storage_bytes_per_s if self.request.storage_bytes > 0 else 0.0,
+            storage=host.storage_bytes_per_s if self.offload.storage_bytes > 0 else 0.0,
             host_attention=self.host_attention,
         )
 
-    @property
-    def host_attention(self) -> float:
-        """Bytes per second of one rank."""
-        own = self.request.host_attention_bytes_per_s
-        return host_attention_bytes_per_s(self.cluster) if own is None else own / self.cluster.largest_node
-
-    @cached_property
-    def host_bytes(self) -> float:
-        """Of one rank; infinite where it is not known."""
-        workload = Workload(seq_len=1, global_batch_size=1, precision=self.generation.training_precision)
-        return host_rates(workload, self.cluster, memory_bytes=self.request.host_memory_bytes).memory_bytes
-
     def instance(self, shape: BatchShape) -> GenerationInstance:
-        """The problem of one rank."""
+        """Return the problem of one rank."""
         kinds, costs = self._costs[shape.tp]
         j, k = int(np.searchsorted(self.batches, shape.batch_size)), shape.num_batches
         moved = np.array([kind.moved_bytes for kind in kinds])
         slot, largest = float(costs.slot_bytes[j]), float(moved.max())
         hidden = k * costs.hidden_bytes[:, j]
-        stores = self.request.storage_bytes > 0
+        stores = self.offload.storage_bytes > 0
         return GenerationInstance(
             counts=np.array([len(kind.idxs) for kind in kinds]),
             weight_bytes=np.array([kind.weight_bytes for kind in kinds]),
@@ -219,7 +221,7 @@ class BatchShapes:
             capacity=Capacity(
                 device=float(self.cluster.memory_budget_bytes),
                 host=self.host_bytes,
-                storage=self.request.storage_bytes / self.cluster.largest_node,
+                storage=self.offload.storage_bytes / self.cluster.largest_node,
                 working=float(costs.working_bytes[j]),
                 buffer=WINDOW * largest if shape.streams else 0.0,
                 slot=slot,
@@ -228,208 +230,101 @@ class BatchShapes:
             streams=shape.streams,
         )
 
+    def roots(self) -> Step[_Batch, SolvedBatch]:
+        """Return every shape with the bound of its compute."""
+        return Step([Node(-shape.max_tokens_per_s, _Batch(shape), idx) for idx, shape in enumerate(self.shapes)])
 
-def too_slow(model: ModelSpec, least_s: float, limit_s: float) -> InfeasibleError:
-    """No batch is within the latency."""
-    return InfeasibleError(
-        f"no batch of {model.name} is done within {format_seconds(limit_s)}: the fastest takes {format_seconds(least_s)}   [(O)]",
-        help=f"use --latency-limit-s {math.ceil(100 * least_s) / 100:g} or more, or generate fewer tokens",
-    )
+    def expand(self, node: Node[_Batch], incumbent: float) -> Step[_Batch, SolvedBatch]:
+        """Bound a shape by its linear program, or solve it with integer layers."""
+        shape, instance, relaxed = node.state.shape, node.state.instance, node.state.relaxed
+        if instance is None or relaxed is None:
+            return self._bound(node)
+        if node.bound >= incumbent and self.solved and relaxed.objective >= self.chosen().latency_s:
+            return Step()
+        solution = solve(instance)
+        if solution.choice is None or solution.objective > self.limit_s:
+            return Step(evaluated=1, effort=1)
+        solved = SolvedBatch(shape, instance, relaxed, solution)
+        self.solved.append(solved)
+        bound = -shape.num_tokens / solution.bound if solution.bound > 0 else np.inf
+        return Step((), [Leaf(-solved.tokens_per_s, solved, bound)], evaluated=1, effort=1)
 
-
-def nothing_fits(shapes: BatchShapes) -> InfeasibleError:
-    """Which memory lacks how much for the shape that needs least, were the others without limit."""
-    ranks, name = shapes.cluster.largest_node, shapes.model.name
-    needs = [(_device_need(shapes.instance(shape)), shape) for shape in _smallest(shapes)]
-    device, shape = min(needs, key=lambda pair: pair[0])
-    instance = shapes.instance(shape)
-    batch = f"{shape.num_batches} x {shape.batch_size} sequences"
-    if device > instance.capacity.device:
-        c = instance.capacity
-        return InfeasibleError(
-            f"{name} does not fit with a batch of {batch}: each device needs {format_bytes(device)} with everything that may be "
-            f"elsewhere on the host, the budget is {format_bytes(c.device)}   [device memory (C7)]",
-            details=(
-                f"while computing {format_bytes(c.working)}, weights on the way {format_bytes(c.buffer)}, "
-                f"keys and values on the way {format_bytes(2 * c.slot)}",
-            ),
-            help="use a smaller --batch-size or --prompt-len, or devices with more memory",
-        )
-    host = min_bytes(instance, "host_bytes") * ranks
-    gib = math.ceil(host / GIB)
-    message = (
-        f"{name} does not fit with a batch of {batch}: each node needs {format_bytes(host)} of host memory, "
-        f"{format_bytes(instance.capacity.host * ranks)} may be used   [host memory (C8)]"
-    )
-    stored, also = _storage_need(instance) * ranks, ""
-    if np.isfinite(stored):
-        also = f", or storage for {format_bytes(stored)}: --nvme PATH --nvme-gib {math.ceil(stored / GIB)}"
-    return InfeasibleError(message, help=f"use --host-memory-gib {gib}{also}")
-
-
-def _smallest(shapes: BatchShapes) -> list[BatchShape]:
-    """Shapes of which one needs least: few sequences at once, everything that may be elsewhere."""
-    fewest = min(shape.num_batches * shape.batch_size for shape in shapes.all())
-    return [
-        shape
-        for shape in shapes.all()
-        if shape.streams and shape.num_batches * shape.batch_size == fewest and shape.batch_size == shapes.batches[0]
-    ]
-
-
-def _device_need(instance: GenerationInstance) -> float:
-    return min_bytes(instance.with_capacity(host=np.inf), "device_bytes")
-
-
-def _storage_need(instance: GenerationInstance) -> float:
-    """Bytes of storage that the given host memory would need beside it."""
-    rate = float(packaged_coefficients()["offload"]["storage_bytes_per_s"])
-    anything = np.ones_like(instance.may_store)
-    anything[0] = instance.may_store[0]
-    stored = replace(instance, may_store=anything, rates=replace(instance.rates, storage=rate))
-    staging = 0.0 if instance.capacity.staging else instance.capacity.buffer + 2 * instance.capacity.slot
-    changed = stored.with_capacity(storage=np.inf, staging=instance.capacity.staging + staging)
-    return min_bytes(changed, "storage_bytes")
-
-
-SAME_RATE_FRACTION = 0.01
-"""Throughputs within this are alike: the model of a machine is no more exact."""
-
-
-MAX_SOLVED = 60
-"""Shapes that are solved with whole layers; the certificate says what that leaves open."""
-
-
-@dataclass(frozen=True)
-class _SolvedBatch:
-    shape: BatchShape
-    instance: GenerationInstance
-    relaxed: RelaxedPlacement
-    solution: GenerationSolution
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.shape.num_tokens / self.solution.objective
-
-
-@dataclass
-class _Search:
-    """Shapes by what they may generate at most; the best so far."""
-
-    shapes: BatchShapes
-    limit_s: float
-    queue: list[tuple[float, int, BatchShape, GenerationInstance | None, RelaxedPlacement | None]] = field(
-        default_factory=list
-    )
-    solved: list[_SolvedBatch] = field(default_factory=list)
-    bounded: int = 0
-    attempts: int = 0
-    quickest: tuple[float, GenerationInstance | None] = (np.inf, None)
-    too_large: dict[tuple[int, int, bool], int] = field(default_factory=dict)
-
-    def run(self) -> None:
-        """Expand until no shape may be better; see the module."""
-        shapes = self.shapes.all()
-        for order, shape in enumerate(shapes):
-            heapq.heappush(self.queue, (-shape.most_tokens_per_s, order, shape, None, None))
-        while self.queue and self.attempts < MAX_SOLVED:
-            most, order, shape, instance, relaxed = heapq.heappop(self.queue)
-            if -most < self.best * (1 - SAME_RATE_FRACTION):
-                heapq.heappush(self.queue, (most, order, shape, instance, relaxed))
-                return
-            if relaxed is None or instance is None:
-                self._bound(order, shape)
-            elif -most > self.best or relaxed.objective < self.latency_s:
-                found, self.attempts = solve(instance), self.attempts + 1
-                if found.choice is not None and found.objective <= self.limit_s:
-                    self.solved.append(_SolvedBatch(shape, instance, relaxed, found))
-
-    def _bound(self, order: int, shape: BatchShape) -> None:
-        alike = (shape.tp, shape.num_batches, shape.streams)
-        if shape.batch_size >= self.too_large.get(alike, shape.batch_size + 1):
-            return
-        instance = self.shapes.instance(shape)
-        self.bounded += 1
+    def _bound(self, node: Node[_Batch]) -> Step[_Batch, SolvedBatch]:
+        shape = node.state.shape
+        series = (shape.tp, shape.num_batches, shape.streams)
+        if shape.batch_size >= self._too_large.get(series, shape.batch_size + 1):
+            return Step()
+        instance = self.instance(shape)
+        self.num_bounded += 1
         status, relaxed = solve_relaxation(instance)
         if relaxed is None:
             if status is Status.INFEASIBLE:  # memory: larger batches need more
-                self.too_large[alike] = shape.batch_size
-            return
+                self._too_large[series] = shape.batch_size
+            return Step()
         self.quickest = min(self.quickest, (relaxed.objective, instance), key=lambda pair: pair[0])
-        if relaxed.objective <= self.limit_s:
-            most = min(shape.num_tokens / relaxed.objective, shape.most_tokens_per_s)
-            heapq.heappush(self.queue, (-most, order, shape, instance, relaxed))
+        if relaxed.objective > self.limit_s:
+            return Step()
+        bound = max(node.bound, -shape.num_tokens / relaxed.objective)
+        return Step([Node(bound, _Batch(shape, instance, relaxed), node.key)])
 
-    @property
-    def best(self) -> float:
-        """Tokens per second."""
-        return max((found.tokens_per_s for found in self.solved), default=0.0)
-
-    @property
-    def latency_s(self) -> float:
-        """Of the one that would be taken now."""
-        return self.chosen().solution.objective if self.solved else np.inf
-
-    def chosen(self) -> _SolvedBatch:
-        """The least latency within TIE of the best; the smaller tp where that is alike."""
-        alike = [found for found in self.solved if found.tokens_per_s >= self.best * (1 - SAME_RATE_FRACTION)]
-        return min(alike, key=lambda found: (found.solution.objective, found.shape.tp))
-
-    @property
-    def bound(self) -> float:
-        """Tokens per second that no shape is above."""
-        left = [-most for most, *_ in self.queue]
-        mine = [found.shape.num_tokens / found.solution.bound for found in self.solved if found.solution.bound > 0]
-        return max([*left, *mine, self.best])
+    def chosen(self) -> SolvedBatch:
+        """Return the least latency within SAME_RATE_FRACTION of the best; the smaller tp where that is equal."""
+        best = max(solved.tokens_per_s for solved in self.solved)
+        close = [solved for solved in self.solved if solved.tokens_per_s >= best * (1 - SAME_RATE_FRACTION)]
+        return min(close, key=lambda solved: (solved.latency_s, solved.shape.tp))
 
 
-def plan_generation(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    generation: Generation,
-    request: GenerationRequest | None = None,
-    *,
-    top: int = 4,
-) -> GenerationPlan:
-    """The batch and placement that generate the most tokens a second, or the most within a latency.
+def search_generation(request: PlanRequest) -> tuple[GenerationProblem, Answer[SolvedBatch]]:
+    """Search the batch and placement that generate the most tokens a second, or the most within a latency.
 
     Raises:
         ConfigError: the model cannot generate so many tokens, or the cluster has no accelerator.
-        InfeasibleError: nothing fits, or nothing is within the latency; says by how much.
     """
-    start, request = time.perf_counter(), request or GenerationRequest()
-    _require_sense(model, cluster, generation)
-    shapes = BatchShapes(model, cluster, generation, request)
-    search = _Search(shapes, request.latency_limit_s or np.inf)
-    search.run()
-    if not search.solved:
-        if search.quickest[1] is not None:
-            raise too_slow(model, solve(search.quickest[1]).objective, search.limit_s)
-        raise nothing_fits(shapes)
-    chosen = search.chosen()
-    others = sorted((found for found in search.solved if found is not chosen), key=lambda found: -found.tokens_per_s)
+    problem = GenerationProblem(request)
+    _require_sense(request.model, request.cluster, problem.generation)
+    stop = Stop(rel_gap=-SAME_RATE_FRACTION, max_effort=MAX_SOLVED, deadline=request.deadline)
+    return problem, Search(problem).run(stop)
+
+
+def build_generation_plan(
+    request: PlanRequest, problem: GenerationProblem, answer: Answer[SolvedBatch], *, top: int
+) -> GenerationPlan:
+    """Write the answer of a search that solved some batch."""
+    chosen = problem.chosen()
+    others = sorted((solved for solved in problem.solved if solved is not chosen), key=lambda s: -s.tokens_per_s)
     return GenerationPlan(
-        model=model,
-        cluster=cluster,
-        generation=generation,
+        model=request.model,
+        cluster=request.cluster,
+        generation=problem.generation,
         tp=chosen.shape.tp,
         replicas=chosen.shape.replicas,
         device_batch_size=chosen.shape.batch_size,
         num_device_batches=chosen.shape.num_batches,
-        **_placed(layer_groups(model, chosen.shape.tp, generation.element_bytes), chosen),
-        estimate=_estimate(shapes, chosen),
-        worth=_marginal_values(cluster, chosen),
-        search=GenerationSearch(
-            evaluated=len(search.solved),
-            bounded=search.bounded,
-            pruned=len(shapes.all()) - len(search.solved),
-            bound_tokens_per_s=search.bound,
-            gap=max(0.0, 1 - chosen.tokens_per_s / search.bound),
-            search_s=time.perf_counter() - start,
+        **_placed(layer_groups(request.model, chosen.shape.tp, problem.generation.element_bytes), chosen),
+        estimate=_estimate(problem, chosen),
+        worth=_marginal_values(request.cluster, chosen),
+        search=Certificate.proved(
+            objective=chosen.tokens_per_s,
+            bound=-answer.bound,
+            unit="tokens_per_s",
+            finished=answer.is_proved,
+            evaluated=len(problem.solved),
+            bounded=problem.num_bounded,
+            pruned=len(problem.shapes) - len(problem.solved),
+            search_s=answer.solve_s,
         ),
-        alternatives=tuple(_choice(found) for found in others[:top]),
+        alternatives=tuple(
+            GenerationAlternative(
+                tp=other.shape.tp,
+                device_batch_size=other.shape.batch_size,
+                num_device_batches=other.shape.num_batches,
+                tokens_per_s=other.tokens_per_s,
+                latency_s=other.latency_s,
+            )
+            for other in others[:top]
+        ),
         latency_limit_s=request.latency_limit_s,
-        notes=_notes(shapes, chosen),
+        notes=_notes(problem, chosen),
     )
 
 
@@ -447,8 +342,8 @@ def _require_sense(model: ModelSpec, cluster: ClusterSpec, generation: Generatio
         )
 
 
-def _placed(kinds: tuple[LayerGroup, ...], chosen: _SolvedBatch) -> dict[str, Any]:
-    """Which layers lie where; those of a kind that come from elsewhere are spread evenly."""
+def _placed(kinds: tuple[LayerGroup, ...], chosen: SolvedBatch) -> dict[str, Any]:
+    """Return which layers lie where; those of a kind that come from elsewhere are spread evenly."""
     place = chosen.solution.choice
     assert place is not None
     host: list[int] = []
@@ -469,12 +364,12 @@ def _placed(kinds: tuple[LayerGroup, ...], chosen: _SolvedBatch) -> dict[str, An
 
 
 def _evenly_spaced(idxs: tuple[int, ...] | list[int], count: int) -> list[int]:
-    """``count`` of the indices, evenly."""
+    """Return ``count`` of the indices, evenly spaced."""
     return [idxs[(2 * i + 1) * len(idxs) // (2 * count)] for i in range(count)]
 
 
-def _estimate(shapes: BatchShapes, chosen: _SolvedBatch) -> GenerationEstimate:
-    i, place, ranks = chosen.instance, chosen.solution.choice, shapes.cluster.largest_node
+def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEstimate:
+    i, place, ranks = chosen.instance, chosen.solution.choice, problem.cluster.largest_node
     assert place is not None
     busy, held = busy_s(i, place), resident_bytes(i, place)
     seconds = busy.max(axis=0)
@@ -487,7 +382,7 @@ def _estimate(shapes: BatchShapes, chosen: _SolvedBatch) -> GenerationEstimate:
             busy_s=dict(zip(RESOURCES, busy[:, p].tolist(), strict=True)),
             binds=RESOURCES[int(busy[:, p].argmax())],
         )
-        for p, phase in enumerate(shapes.phases)
+        for p, phase in enumerate(problem.phases)
     )
     total = float(i.passes @ seconds)
     bound = chosen.shape.num_tokens / chosen.relaxed.objective
@@ -498,7 +393,7 @@ def _estimate(shapes: BatchShapes, chosen: _SolvedBatch) -> GenerationEstimate:
         latency_s=total,
         tokens_per_s=chosen.tokens_per_s,
         device_bytes=round(float(held[0])),
-        device_budget_bytes=shapes.cluster.memory_budget_bytes,
+        device_budget_bytes=problem.cluster.memory_budget_bytes,
         host_bytes=round(float(held[1]) * ranks),
         host_budget_bytes=int(host) if np.isfinite(host) else None,
         storage_bytes=round(float(held[2]) * ranks),
@@ -509,8 +404,8 @@ def _estimate(shapes: BatchShapes, chosen: _SolvedBatch) -> GenerationEstimate:
     )
 
 
-def _marginal_values(cluster: ClusterSpec, chosen: _SolvedBatch) -> GenerationMarginalValues:
-    """Tokens per second for each second saved are tokens / seconds^2."""
+def _marginal_values(cluster: ClusterSpec, chosen: SolvedBatch) -> GenerationMarginalValues:
+    """Return tokens per second: for each second saved they are tokens / seconds^2."""
     worth, ranks = chosen.relaxed.marginal, cluster.largest_node
     rate = chosen.shape.num_tokens / chosen.relaxed.objective**2
     return GenerationMarginalValues(
@@ -523,24 +418,14 @@ def _marginal_values(cluster: ClusterSpec, chosen: _SolvedBatch) -> GenerationMa
     )
 
 
-def _choice(found: _SolvedBatch) -> GenerationAlternative:
-    return GenerationAlternative(
-        tp=found.shape.tp,
-        device_batch_size=found.shape.batch_size,
-        num_device_batches=found.shape.num_batches,
-        tokens_per_s=found.tokens_per_s,
-        latency_s=found.solution.objective,
-    )
-
-
-def _notes(shapes: BatchShapes, chosen: _SolvedBatch) -> tuple[str, ...]:
+def _notes(problem: GenerationProblem, chosen: SolvedBatch) -> tuple[str, ...]:
     place = chosen.solution.choice
     assert place is not None
     notes = ["an estimate: meshwright runs no generation"]
-    if not np.isfinite(shapes.host_bytes):
+    if not np.isfinite(problem.host_bytes):
         notes.append("what the host has is not known: no limit was set; say it with --host-memory-gib")
     if place.cache[1] + place.cache[3] > 0:
-        rate = shapes.host_attention * shapes.cluster.largest_node / GB
+        rate = problem.host_attention * problem.cluster.largest_node / GB
         notes.append(
             f"the host's processors are taken to attend to {rate:.3g} GB/s of keys and values "
             "(--host-attention-gb-per-s says what yours reach)"

@@ -22,11 +22,10 @@ import torch
 import yaml
 from meshwright.cli.show.generation import generation_table
 from meshwright.engines import ENGINES, export, read_configuration
-from meshwright.planner import estimate
+from meshwright.planner import estimate, plan_generation
 from meshwright.planner.expert_files import read_loads, read_trace
 from meshwright.planner.experts import read_placement
 from meshwright.planner.request import PlanRequest
-from meshwright.planner.tasks.generation import plan_generation
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.files import compare, merge_profiles, summary
 from meshwright.profilers.profiled_cluster import profiled_cluster
@@ -233,7 +232,7 @@ def small_generation() -> GenerationPlan:
     group = cluster.groups[0]
     device = group.device.replace(memory_bytes=cluster.reserved_bytes + 300 * 2**20)
     cluster = cluster.replace(groups=(group.replace(device=device, host_memory_bytes=2**30),))
-    return plan_generation(tiny_model(num_blocks=4), cluster, Generation(prompt_len=16, generate_len=4))
+    return plan_generation(PlanRequest(tiny_model(num_blocks=4), cluster, Generation(prompt_len=16, generate_len=4)))
 
 
 def _generation(path: Path) -> None:
