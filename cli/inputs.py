@@ -11,8 +11,9 @@ import typer
 from pydantic import Field
 
 from ..schema.base import OptionSpec
+from ..schema.engine_facts import Engine
 from ..schema.errors import ConfigError
-from ..schema.task import Engine, Workload
+from ..schema.task import Workload
 from ..schema.units import GIB
 from .options import OptionModel
 

@@ -31,7 +31,7 @@ from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.stage.step import time_shares
 from ..schema import ConfigError
 from ..schema.arrays import FloatArray
-from ..schema.task import Engine
+from ..schema.engine_facts import Engine
 from ..validation.inputs import RunInputs, run_inputs
 from ..validation.predict import Prediction, estimate_runs, predict
 from ..validation.rows import RunRow, read_runs

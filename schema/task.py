@@ -29,8 +29,8 @@ class Phase(Frozen):
         num_passes: forward passes through all layers, each with a backward pass where ``has_backward``.
         tokens: of one sequence that go through the layers in one pass.
         first_context: tokens that a sequence has in the first pass, its new ones included.
-        state: what passes leave for later ones: nothing, activations for the backward pass, or keys and values, with which the
-            sequence grows from pass to pass.
+        state: what passes leave for later ones: nothing; activations for the backward pass; keys and values, which the prefill
+            makes and later passes read and grow.
     """
 
     name: str
@@ -38,7 +38,12 @@ class Phase(Frozen):
     tokens: Count
     first_context: Count
     has_backward: bool = False
-    state: Literal["none", "activations", "kv_cache"] = "none"
+    state: Literal["none", "activations", "new_kv_cache", "kv_cache"] = "none"
+
+    @property
+    def is_prefill(self) -> bool:
+        """True for the pass over the prompt."""
+        return self.state == "new_kv_cache"
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -209,7 +214,7 @@ class Generation(Frozen):
     def phases(self) -> tuple[Phase, ...]:
         """Return the prefill, which makes the first token, and the passes of all others in NUM_DECODE_PHASES phases."""
         prompt = self.prompt_len
-        phases = [Phase(name="prefill", num_passes=1, tokens=prompt, first_context=prompt, state="kv_cache")]
+        phases = [Phase(name="prefill", num_passes=1, tokens=prompt, first_context=prompt, state="new_kv_cache")]
         num_passes, num_phases = self.generate_len - 1, min(NUM_DECODE_PHASES, self.generate_len - 1)
         first = prompt + 1
         for idx in range(num_phases):

@@ -19,7 +19,7 @@ from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
 from ...schema.engine_facts import OWN_ENGINE
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
-from ...schema.task import Generation
+from ...schema.task import Generation, Phase
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..hardware.collectives import collective_s
 from ..hardware.compute import operator_time
@@ -28,22 +28,6 @@ from ..hardware.host import host_costs
 from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, layer_operators
 from ..layer.parallel import mixture_of
 from ..layer.parameters import split_params
-
-DECODE_PARTS = 3
-"""Parts of the decoding, each costed at its mean length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationPhase:
-    """Passes that are alike, and the tokens [passes] that a sequence has in each, its new one included."""
-
-    name: str
-    lengths: IntArray
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether all tokens of the prompt go through the layers."""
-        return self.name == "prefill"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +63,6 @@ class PassCosts:
     cache_bytes: FloatArray
     slot_bytes: FloatArray
     working_bytes: FloatArray
-
-
-def phases_of(generation: Generation) -> tuple[GenerationPhase, ...]:
-    """The prefill, which makes the first token, and the passes of all others in DECODE_PARTS parts."""
-    prompt = generation.prompt_len
-    steps = np.arange(1, generation.generate_len) + prompt
-    parts = [part for part in np.array_split(steps, DECODE_PARTS) if part.size]
-    return (
-        GenerationPhase(name="prefill", lengths=np.array([prompt])),
-        *(GenerationPhase(name=f"decode {p + 1}/{len(parts)}", lengths=part) for p, part in enumerate(parts)),
-    )
 
 
 def layer_groups(model: ModelSpec, tp: int, element_bytes: int) -> tuple[LayerGroup, ...]:
@@ -145,10 +118,10 @@ def pass_costs(
     coefficients: Coefficients | None = None,
 ) -> PassCosts:
     """Return the costs of batches [B] of sequences with ``tp`` ranks a replica."""
-    phases, b = phases_of(generation), np.asarray(batches, dtype=np.float64)
+    phases, b = generation.phases, np.asarray(batches, dtype=np.float64)
     size, kinds = generation.element_bytes, layer_groups(model, tp, generation.element_bytes)
     scenario = _scenario(cluster, generation, coefficients)
-    rows = np.stack([b * (generation.prompt_len if phase.is_prefill else 1) for phase in phases])
+    rows = np.stack([b * phase.tokens for phase in phases])
     compute = np.stack([_layer_s(kind.layer, model.hidden_dim, rows, b, phases, scenario, tp) for kind in kinds])
     zero = np.zeros_like(rows)
     attend, read, new, ask = zero, zero, zero, zero
@@ -158,7 +131,7 @@ def pass_costs(
             continue
         per_token, n = cache_bytes_per_token(kind.layer, tp, size), len(kind.idxs)
         window = kind.layer.attention.window or generation.total_len
-        seen = np.array([[0.0 if p.is_prefill else np.minimum(p.lengths, window).mean()] for p in phases])
+        seen = np.array([[0.0 if p.is_prefill else np.minimum(np.array(p.contexts), window).mean()] for p in phases])
         attend = attend + n * _attend_s(kind.layer, b * seen, scenario, tp)
         read, new = read + n * per_token * b * seen, new + n * per_token * np.minimum(rows, b * window)
         dims = _context_dims(kind.layer)[2] * size / tp
@@ -190,7 +163,7 @@ def _layer_s(
     hidden_dim: int,
     rows: FloatArray,
     batch: FloatArray,
-    phases: tuple[GenerationPhase, ...],
+    phases: tuple[Phase, ...],
     scenario: Scenario,
     tp: int,
 ) -> FloatArray:

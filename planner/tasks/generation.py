@@ -20,7 +20,6 @@ from ...cost_models.stage.generation import (
     host_attention_bytes_per_s,
     layer_groups,
     pass_costs,
-    phases_of,
 )
 from ...schema import Certificate, ClusterSpec, ConfigError, ModelSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
@@ -114,8 +113,8 @@ class GenerationProblem:
         self.offload = request.offload or OffloadRequest()
         self.block_size = request.fixed.get("batch_size")
         self.limit_s = request.latency_limit_s or np.inf
-        self.phases = phases_of(self.generation)
-        self._passes = np.array([float(len(phase.lengths)) for phase in self.phases])
+        self.phases = self.generation.phases
+        self._passes = np.array([float(phase.num_passes) for phase in self.phases])
         self.solved: list[SolvedBatch] = []
         self.num_bounded = 0
         self.quickest: tuple[float, GenerationInstance | None] = (np.inf, None)
@@ -376,8 +375,8 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
     phases = tuple(
         PhaseEstimate(
             name=phase.name,
-            passes=len(phase.lengths),
-            context=float(phase.lengths.mean()),
+            passes=phase.num_passes,
+            context=float(np.mean(phase.contexts)),
             seconds_per_pass=float(seconds[p]),
             busy_s=dict(zip(RESOURCES, busy[:, p].tolist(), strict=True)),
             binds=RESOURCES[int(busy[:, p].argmax())],

@@ -12,9 +12,9 @@ from meshwright.cost_models.layer.passes import alternate_products_s
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, Estimate, Layout, ModelSpec, Workload
+from meshwright.schema.engine_facts import Engine
 from meshwright.schema.layers import Block
 from meshwright.schema.layout_table import LayoutTable
-from meshwright.schema.task import Engine
 
 
 def run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.generation import cache_bytes_per_token, layer_groups, pass_costs, phases_of
+from meshwright.cost_models.stage.generation import cache_bytes_per_token, layer_groups, pass_costs
 from meshwright.planner import plan_generation
 from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.tasks.generation import GenerationProblem
@@ -48,10 +48,10 @@ def test_cache_of_a_token_is_the_published_size() -> None:
 
 
 def test_phases_cover_every_token_once() -> None:
-    phases = phases_of(Generation(prompt_len=5, generate_len=9))
-    assert phases[0].is_prefill and phases[0].lengths.tolist() == [5]
-    assert np.concatenate([phase.lengths for phase in phases[1:]]).tolist() == list(range(6, 14))
-    assert len(phases_of(Generation(prompt_len=5, generate_len=1))) == 1
+    phases = Generation(prompt_len=5, generate_len=9).phases
+    assert phases[0].is_prefill and phases[0].contexts == (5,)
+    assert [context for phase in phases[1:] for context in phase.contexts] == list(range(6, 14))
+    assert len(Generation(prompt_len=5, generate_len=1).phases) == 1
 
 
 def test_decoding_one_sequence_is_bound_by_reading_the_weights() -> None:
