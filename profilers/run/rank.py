@@ -201,7 +201,7 @@ class Budget:
     def share_s(self, idx: int) -> float:
         """Return the seconds for step ``idx``, which begins now."""
         rest = sum(self._values[idx:])
-        return self.remaining_s() * self._values[idx] / rest if rest else 0.0
+        return self.remaining_s() * (self._values[idx] / rest) if rest else 0.0
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``meshwright apply`` as its users start it: a process of its own, with ranks below it."""
+"""``meshwright apply``: in this process with forked ranks; what signals do, as its users start it, in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from meshwright.schema import Layout, Plan
 from meshwright.schema.profile import Profile
 from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan
 from typer.testing import CliRunner
+from warm_ranks import forked_ranks
 
 COMMAND = (sys.executable, "-m", "meshwright.cli", "apply")
 START_S = 240  # of a machine that is busy otherwise
@@ -52,12 +53,19 @@ def training_ranks(parent: subprocess.Popen[str], metrics: Path) -> list[psutil.
     return psutil.Process(parent.pid).children(recursive=True)
 
 
-def in_process(*arguments: str) -> tuple[int, str]:
-    """Exit code and messages of what is refused before anything starts."""
+def here(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and messages of the command run in this process; its ranks are forked."""
     app = typer.Typer()
     app.command(cls=ApplyCommand)(apply)
-    result = CliRunner().invoke(app, arguments)
-    return result.exit_code, result.stderr
+    with forked_ranks():
+        result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def in_process(*arguments: str) -> tuple[int, str]:
+    """Exit code and messages of what is refused before anything starts."""
+    code, _, messages = here(*arguments)
+    return code, messages
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("trained")
     files = ("--metrics", str(folder / "metrics.jsonl"), "--save-weights", str(folder / "weights"))
     options = ("--steps", "12", "--learning-rate", "0.02", *files, "--json")
-    code, output, messages = finish(start(*options, saved(small_plan(), folder)))
+    code, output, messages = here(*options, saved(small_plan(), folder))
     assert code == 0, messages
     return folder, output, messages
 
@@ -130,7 +138,7 @@ def test_rank_with_busy_loops_is_named(tmp_path: Path) -> None:
     """Every module of rank 1 first burns 2 ms of its core, several times what the modules themselves take."""
     report, script = tmp_path / "report.jsonl", tmp_path / "busy.py"
     script.write_text(BUSY_RANK)
-    code, _, messages = finish(start(saved(small_plan(Layout(dp_replicate=2)), tmp_path), str(script), str(report)))
+    code, _, messages = here(saved(small_plan(Layout(dp_replicate=2)), tmp_path), str(script), str(report))
     assert code == 0, messages
     measured = read_lines(report)[-1]["measured"]
     assert [slow["rank"] for slow in measured["stragglers"]] == [1]
@@ -147,14 +155,14 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     common = ("--steps", "6", "--learning-rate", "0.01", "--checkpoint-dir", str(folder), "--json")
     first = small_plan(Layout(dp_replicate=2), tied=True)
-    code, output, messages = finish(start(*common, "--checkpoint-every", "2", saved(first, tmp_path)))
+    code, output, messages = here(*common, "--checkpoint-every", "2", saved(first, tmp_path))
     assert code == 0, messages
     whole = losses([json.loads(line) for line in output.splitlines()])
     kept = list_checkpoints(folder)
     assert [path.name for path in kept] == ["step-00000004", "step-00000006"]
     kept[-1].rename(folder / "aside")
     second = small_plan(Layout(pp=2), tied=True)
-    code, output, messages = finish(start(*common, "--resume", saved(second, tmp_path)))
+    code, output, messages = here(*common, "--resume", saved(second, tmp_path))
     assert code == 0, messages
     assert losses([json.loads(line) for line in output.splitlines()]) == pytest.approx(whole[4:], abs=1e-5)
 
@@ -164,22 +172,28 @@ def test_checkpoint_of_model_chunks_resumes_over_shared_sequences(tmp_path: Path
     folder = tmp_path / "checkpoints"
     common = ("--learning-rate", "0.01", "--checkpoint-dir", str(folder), "--json")
     first = small_plan(Layout(pp=2, num_model_chunks=2, schedule="zb-v"), tied=True, num_blocks=4)
-    code, output, messages = finish(start("--steps", "4", "--checkpoint-every", "2", *common, saved(first, tmp_path)))
+    code, output, messages = here("--steps", "4", "--checkpoint-every", "2", *common, saved(first, tmp_path))
     assert code == 0, messages
     whole = losses([json.loads(line) for line in output.splitlines()])
     list_checkpoints(folder)[-1].rename(folder / "aside")
     second = small_plan(Layout(cp=2, cp_ulysses=2), tied=True, num_blocks=4)
-    code, output, messages = finish(start("--steps", "4", "--resume", *common, saved(second, tmp_path)))
+    code, output, messages = here("--steps", "4", "--resume", *common, saved(second, tmp_path))
     assert code == 0, messages
     assert losses([json.loads(line) for line in output.splitlines()]) == pytest.approx(whole[2:], abs=1e-5)
 
 
 @needs_two_cores
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("sent", "to", "message"),
     [
-        (signal.SIGKILL, "rank", "rank 1 of 2 was killed by signal 9 (SIGKILL)"),
-        (signal.SIGINT, "parent", "interrupted by SIGINT; every rank of this node was stopped"),
+        pytest.param(signal.SIGKILL, "rank", "rank 1 of 2 was killed by signal 9 (SIGKILL)", marks=pytest.mark.long),
+        pytest.param(
+            signal.SIGINT,
+            "parent",
+            "interrupted by SIGINT; every rank of this node was stopped",
+            marks=pytest.mark.long,
+        ),
         (signal.SIGTERM, "parent", "interrupted by SIGTERM; every rank of this node was stopped"),
         (signal.SIGKILL, "parent", ""),
     ],
@@ -202,12 +216,14 @@ def test_signal_ends_the_whole_job(tmp_path: Path, sent: signal.Signals, to: str
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the disk that is always full")
 def test_full_disk_ends_the_run(tmp_path: Path) -> None:
-    code, _, messages = finish(start("--steps", "1000000", "--metrics", "/dev/full", saved(small_plan(), tmp_path)))
+    code, _, messages = here("--steps", "1000000", "--metrics", "/dev/full", saved(small_plan(), tmp_path))
     assert code == 1
     assert "error: cannot write the metrics of the run: No space left on device" in messages
 
 
 @needs_two_cores
+@pytest.mark.job
+@pytest.mark.long
 def test_two_nodes_meet_and_train_together(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -283,7 +299,7 @@ def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: P
 def test_run_goes_on_from_the_weights_that_another_saved(trained: tuple[Path, str, str]) -> None:
     folder, output, _ = trained
     options = ("--steps", "1", "--json", "--weights", str(folder / "weights"))
-    code, more, messages = finish(start(*options, str(folder / "plan.json")))
+    code, more, messages = here(*options, str(folder / "plan.json"))
     assert code == 0, messages
     first = losses([json.loads(line) for line in more.splitlines()])[0]
     before = losses([json.loads(line) for line in output.splitlines()])

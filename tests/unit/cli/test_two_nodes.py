@@ -23,7 +23,7 @@ from meshwright.profilers.machine import num_cores
 from meshwright.runtime.checkpoints import list_checkpoints
 from small_jobs import plan_elsewhere, read_lines
 
-pytestmark = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
+pytestmark = [pytest.mark.job, pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")]
 WAIT_S = 240
 
 
@@ -120,6 +120,7 @@ def test_killed_rank_of_one_node_brings_both_back(nodes: Nodes, tmp_path: Path) 
     assert list_checkpoints(folder)[-1].name == f"step-{done[-1]:08d}"
 
 
+@pytest.mark.long
 def test_nodes_without_numbers_train_and_both_end_well(nodes: Nodes, tmp_path: Path) -> None:
     plan_elsewhere(num_nodes=2).save(tmp_path / "plan.json")
     options = ("--steps", "3", "--trace", str(tmp_path / "trace.json"), str(tmp_path / "plan.json"))

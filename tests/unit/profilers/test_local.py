@@ -90,12 +90,14 @@ def test_measuring_leaves_signal_handlers_and_environment_alone(profile):
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_failing_rank_is_a_profile_error():
     with pytest.raises(ProfileError) as caught:
         measure_profile(machine.identify(1), silent, **{**QUICK, "num_layers": "one"})
     assert "rank 0 of 1 failed: TypeError" in str(caught.value)
 
 
+@pytest.mark.job
 def test_killed_launcher_leaves_no_ranks_and_no_cache(cache):
     code = "from meshwright.profilers.local import measure_local; measure_local(2)"
     launcher = psutil.Process(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL).pid)
@@ -161,6 +163,7 @@ def test_cache_that_cannot_be_written_does_not_matter(tmp_path, measured, monkey
     assert any("not cached" in line for line in said)
 
 
+@pytest.mark.job
 def test_cached_result_needs_no_torch(cache, measured):
     cluster = measure_local(2)
     code = (

@@ -33,8 +33,10 @@ def two_ranks() -> Plan:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Environment, signal handlers and processes are afterwards what they were."""
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Environment, signal handlers and processes are afterwards what they were; ranks are forked where no real ones are needed."""
+    if request.node.get_closest_marker("job") is None:
+        request.getfixturevalue("warm_ranks")
     variables, handler, children = dict(os.environ), signal.getsignal(signal.SIGINT), psutil.Process().children()
     yield
     assert signal.getsignal(signal.SIGINT) is handler
@@ -56,6 +58,7 @@ def death(rank: int, exit_code: int, error: str = "", *, by_launcher: bool = Fal
 
 
 @needs_two_cores
+@pytest.mark.job
 def test_script_gets_its_arguments_the_plan_and_torchrun_variables(tmp_path: Path, two_ranks: Plan) -> None:
     text = """
 import os, pathlib, sys
@@ -86,6 +89,7 @@ time.sleep(60)
 
 
 @needs_two_cores
+@pytest.mark.job
 def test_killed_rank_is_named_and_its_own_children_end_too(tmp_path: Path, two_ranks: Plan) -> None:
     text = """
 import os, pathlib, signal, subprocess, time

@@ -33,11 +33,12 @@ for step in range(100):
 
 
 @pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
+@pytest.mark.usefixtures("warm_ranks")
 def test_hung_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None:
     plan = small_plan(Layout(dp_replicate=2))
     plan.save(tmp_path / "plan.json")
     (tmp_path / "hang.py").write_text(HANG)
-    job = Job(plan=str(tmp_path / "plan.json"), script=(str(tmp_path / "hang.py"),), hang_timeout_s=2.0)
+    job = Job(plan=str(tmp_path / "plan.json"), script=(str(tmp_path / "hang.py"),), hang_timeout_s=0.5)
     with pytest.raises(MeshwrightError, match="rank 1 of 2 stopped making steps while the others waited") as caught:
         launch(plan, job)
     assert "in read_the_data" in caught.value.details[0]
