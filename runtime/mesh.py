@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..schema.errors import RuntimeMismatchError
 from ..schema.layout import Layout
 from ..schema.plan import Plan
-from .pipeline_order import stage_ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
@@ -144,7 +143,7 @@ def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
     devices = _by_axis(layout, plan.rank_map)
     used = {axis: size for axis, size in _mesh_degrees(layout).items() if size > 1 or axis == "dp_shard"}
     device_mesh = DeviceMesh(device_type, devices.reshape(list(used.values())), mesh_dim_names=tuple(used))
-    holders = stage_ranks(plan)
+    holders = plan.rank_of_stage
     first, last, tied_group = holders[0], holders[-1], None
     if plan.model.tie_embeddings and first != last:
         columns = devices.flatten(1)

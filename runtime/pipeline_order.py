@@ -6,31 +6,10 @@ Named schedules are made here for the plan's numbers (cost_models/pipeline/order
 from __future__ import annotations
 
 from ..cost_models.pipeline.orders import order_of_schedule
-from ..cost_models.pipeline.simulation import Order, Pipeline, placement, simulate
+from ..cost_models.pipeline.simulation import Order, Pipeline, simulate
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
-from ..schema.schedules import SCHEDULES
 from ..solvers.pipeline.torch_csv import planned_order
-
-
-def stage_ranks(plan: Plan) -> tuple[int, ...]:
-    """Return the position along pp of each stage of ``plan.stages``.
-
-    Raises:
-        ConfigError: a stage of a synthesised order is on no rank or on several.
-    """
-    layout = plan.layout
-    order = planned_order(plan)
-    if order is None:
-        chunks = layout.num_model_chunks
-        return placement(layout.pp, chunks, SCHEDULES[layout.schedule].placement_of(chunks))
-    holders = [
-        [rank for rank, row in enumerate(order) if any(action.stage == stage for action in row)]
-        for stage in range(len(plan.stages))
-    ]
-    if any(len(ranks) != 1 for ranks in holders):
-        raise ConfigError(f"the plan's pipeline_order runs each stage on one rank; its stages are on ranks {holders}")
-    return tuple(ranks[0] for ranks in holders)
 
 
 def pipeline_order(plan: Plan) -> Order:
@@ -57,7 +36,7 @@ def _unit_pipeline(plan: Plan) -> Pipeline:
     ones, zeros = (1.0,) * stages, (0.0,) * stages
     return Pipeline(
         num_microbatches=plan.num_microbatches,
-        rank_of_stage=stage_ranks(plan),
+        rank_of_stage=plan.rank_of_stage,
         forward_s=ones,
         backward_s=ones,
         weight_s=ones,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -9,13 +10,17 @@ from pydantic import Field, model_validator
 from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .certificate import Certificate
 from .cluster import ClusterSpec
+from .errors import ConfigError
 from .layers import Block, MoE
 from .layout import Layout, Recompute
 from .model import ModelSpec
 from .offers import CostSummary, ParetoPoint
 from .offload import LayerOffload, OffloadLimits, OffloadSchedule
-from .schedules import SCHEDULES
+from .schedules import SCHEDULES, placement
 from .task import Workload
+
+_STAGE_OF_PASS = re.compile(r"([0-9]{1,9})[FIWB]")
+"""A pass in a line of an order, as in ``0F3``."""
 
 
 class Interval(Frozen):
@@ -349,6 +354,24 @@ class Plan(Document):
                     f"expert_slots[{idx}]: {len(slots.experts)} slots with {len(set(slots.experts))} experts do not hold "
                     f"{moe.num_experts} experts on {self.layout.ep} ranks"
                 )
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """Position along pp of each stage: where the schedule places it, or where the plan's own order runs it.
+
+        Raises:
+            ConfigError: a stage of a synthesised order is on no rank or on several.
+        """
+        pp, chunks = self.layout.pp, self.layout.num_model_chunks
+        if not self.pipeline_order:
+            return placement(pp, chunks, SCHEDULES[self.layout.schedule].placement_of(chunks))
+        on_rank = [{int(stage) for stage in _STAGE_OF_PASS.findall(row)} for row in self.pipeline_order]
+        holders = [[r for r, stages in enumerate(on_rank) if s in stages] for s in range(len(self.stages))]
+        if any(len(ranks) != 1 for ranks in holders):
+            raise ConfigError(
+                f"the plan's pipeline_order runs each stage on one rank; its stages are on ranks {holders}"
+            )
+        return tuple(ranks[0] for ranks in holders)
 
     @property
     def num_microbatches(self) -> int:

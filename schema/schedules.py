@@ -178,3 +178,17 @@ def by_schedule(attribute: str) -> NDArray[Any]:
 def run_by(engine: str) -> NDArray[np.bool_]:
     """Return for every schedule whether an engine runs it, to be indexed by arrays of schedules."""
     return np.array([engine in schedule.engines for schedule in SCHEDULES.values()])
+
+
+def placement(
+    num_ranks: int, num_model_chunks: int, style: Literal["loop", "wave", "wave_from_last"]
+) -> tuple[int, ...]:
+    """Return the rank of each stage: loop 0..R-1 0..R-1, wave 0..R-1 R-1..0 (the V of ZBV), or that from rank R-1."""
+    ranks = list(range(num_ranks))
+    if style == "wave_from_last":
+        ranks.reverse()
+    return tuple(
+        ranks[::-1][k] if style != "loop" and turn % 2 else ranks[k]
+        for turn in range(num_model_chunks)
+        for k in range(num_ranks)
+    )

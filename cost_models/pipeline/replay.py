@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ...schema.arrays import Array
 from ...schema.errors import ConfigError
-from ...schema.schedules import SCHEDULES, Schedule, ScheduleName
+from ...schema.schedules import SCHEDULES, Schedule, ScheduleName, placement
 from .orders import order_of_schedule
-from .simulation import Order, placement
+from .simulation import Order
 
 FloatArray = NDArray[np.float64]
 

@@ -102,20 +102,6 @@ class Pipeline:
 _PER_STAGE = ("forward_s", "backward_s", "weight_s", "held_bytes", "backward_freed_bytes", "weight_freed_bytes")
 
 
-def placement(
-    num_ranks: int, num_model_chunks: int, style: Literal["loop", "wave", "wave_from_last"]
-) -> tuple[int, ...]:
-    """Rank of each stage [R v]: loop 0..R-1 0..R-1, wave 0..R-1 R-1..0 (the V of ZBV for two chunks), or that from rank R-1."""
-    ranks = list(range(num_ranks))
-    if style == "wave_from_last":
-        ranks.reverse()
-    return tuple(
-        ranks[::-1][k] if style != "loop" and turn % 2 else ranks[k]
-        for turn in range(num_model_chunks)
-        for k in range(num_ranks)
-    )
-
-
 @dataclass(frozen=True)
 class Timeline:
     """Seconds per rank and action in the order's sequence, and the peak bytes [R] of the held activations."""

@@ -41,8 +41,9 @@ from dataclasses import replace
 import numpy as np
 
 from ...cost_models.pipeline import orders
-from ...cost_models.pipeline.simulation import Order, Pipeline, peak_bytes, placement, simulate
+from ...cost_models.pipeline.simulation import Order, Pipeline, peak_bytes, simulate
 from ...schema.errors import ConfigError, InfeasibleError
+from ...schema.schedules import placement
 from ..solution import Solution, Status
 from ..tolerances import ROUNDING, SUMMED
 from .greedy import EVENT_RULES, greedy_order, refill_weight_passes

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.simulation import Action, Order, closed_form_s, peak_bytes, placement, simulate
+from meshwright.cost_models.pipeline.simulation import Action, Order, closed_form_s, peak_bytes, simulate
 from meshwright.schema.errors import ConfigError
+from meshwright.schema.schedules import placement
 from pipelines import equal, pipeline, random_pipeline
 
 

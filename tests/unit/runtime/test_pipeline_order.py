@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cost_models.pipeline import orders
-from meshwright.runtime.pipeline_order import pipeline_order, stage_ranks
+from meshwright.runtime.pipeline_order import pipeline_order
 from meshwright.schema import ConfigError, Layout, Plan, Workload
 from meshwright.schema.schedules import SCHEDULE_NAMES
 from meshwright.solvers.pipeline.torch_csv import to_torch_csv
@@ -38,13 +38,13 @@ def test_every_named_schedule_runs_every_pass_once(schedule: str) -> None:
     [("1f1b", 1, (0, 1)), ("zb-h1", 3, (0, 1) * 3), ("zb-v", 2, (0, 1, 1, 0))],
 )
 def test_chunks_go_round_or_down_and_up(schedule: str, chunks: int, ranks: tuple[int, ...]) -> None:
-    assert stage_ranks(plan_for(schedule, chunks)) == ranks
+    assert plan_for(schedule, chunks).rank_of_stage == ranks
 
 
 def test_own_order_places_its_stages() -> None:
     lines = tuple(to_torch_csv(orders.zb_v(2, 4)[::-1]).splitlines())
     plan = plan_for("synthesised", 2, order=lines)
-    assert stage_ranks(plan) == (1, 0, 0, 1)
+    assert plan.rank_of_stage == (1, 0, 0, 1)
     assert pipeline_order(plan) == orders.zb_v(2, 4)[::-1]
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from meshwright.cost_models.pipeline.simulation import placement
+from meshwright.schema.schedules import placement
 from meshwright.solvers.solution import Status
 from meshwright.solvers.stages.chunk_split import ChunkSplitInstance, boundaries_from_blocks, check, solve
 

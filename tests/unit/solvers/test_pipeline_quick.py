@@ -3,7 +3,8 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes, placement
+from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes
+from meshwright.schema.schedules import placement
 from meshwright.solvers.pipeline.greedy import quick_order
 from meshwright.solvers.pipeline.instance import PipelineInstance, check, lower_bound_s
 
