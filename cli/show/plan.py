@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from ...runtime.pipeline_order import stage_ranks
 from ...schema.units import format_bytes, format_count, format_seconds
 from . import bar, cluster_title, figures_table, headed_table
 
@@ -182,7 +181,7 @@ def _add_stages(table: Table, plan: Plan) -> None:
     table.add_section()
     table.add_row("[bold]stages", "per micro-batch", "memory", "layers")
     half = MAX_STAGE_ROWS // 2
-    for s, (stage, rank) in enumerate(zip(plan.stages, stage_ranks(plan), strict=True)):
+    for s, (stage, rank) in enumerate(zip(plan.stages, plan.rank_of_stage, strict=True)):
         if num_stages > MAX_STAGE_ROWS and half <= s < num_stages - half:
             if s == half:
                 table.add_row("  ...", "", "", f"{num_stages - MAX_STAGE_ROWS} more, all in plan.json")
