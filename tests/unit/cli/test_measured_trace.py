@@ -12,7 +12,7 @@ from meshwright.cost_models.pipeline.simulation import Action
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.machine import num_cores
 from meshwright.runtime.training.step_clock import StepSpan
-from meshwright.runtime.training.step_trace import NEIGHBOUR, REST, SUMS, _Own, step_slices, step_starts_s
+from meshwright.runtime.training.step_trace import NEIGHBOUR, REST, SUMS, _RankStep, step_slices, step_starts_s
 from meshwright.schema import Layout
 from meshwright.schema.trace import DATA_PARALLEL, STREAMS, chrome_trace, measured_trace
 from small_jobs import read_lines, small_plan
@@ -87,9 +87,9 @@ def test_what_waits_are_called_and_what_is_left_out() -> None:
 
 def test_clocks_of_two_machines_meet_at_the_barrier() -> None:
     told = [
-        _Own(2, "b", 1000.00, 1000.03, []),
-        _Own(0, "a", 5.01, 5.02, []),
-        _Own(1, "a", 5.00, 5.04, []),
+        _RankStep(2, "b", 1000.00, 1000.03, []),
+        _RankStep(0, "a", 5.01, 5.02, []),
+        _RankStep(1, "a", 5.00, 5.04, []),
     ]
     assert step_starts_s(told) == pytest.approx([0.0, 0.02, 0.01])
 
