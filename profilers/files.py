@@ -13,13 +13,7 @@ from .machine import identify
 from .measure.compute import peak_flops
 from .measure.links import bus_factor
 
-_COMPARED = {
-    "device": "device",
-    "backend": "backend",
-    "torch": "torch",
-    "python": "python",
-    "driver": "driver",
-}
+_COMPARED = {"device": "device", "backend": "backend", "torch": "torch", "python": "python", "driver": "driver"}
 """Fields of Machine that must agree, and what messages call them; how many ranks and nodes it was is the profile's own affair."""
 
 

@@ -20,13 +20,7 @@ from ..schema.cluster import ClusterSpec
 from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import Machine, Profile
 from ..schema.units import format_seconds
-from .machine import (
-    available_memory,
-    busy_fraction,
-    check_memory,
-    identify,
-    num_cores,
-)
+from .machine import available_memory, busy_fraction, check_memory, identify, num_cores
 from .profiled_cluster import cluster_from_profile
 from .run.launch import launch_ranks
 from .run.protocol import ProfileTask
@@ -93,10 +87,7 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
     if (busy := busy_fraction()) > MAX_BUSY_FRACTION:
         say(f"other work uses {100 * busy:.0f} % of the cores: the figures will be too low, and are not kept")
     task = ProfileTask(
-        backend=machine.backend,
-        threads=max(1, num_cores() // ranks),
-        foreign_load_fraction=min(busy, 1.0),
-        **effort,
+        backend=machine.backend, threads=max(1, num_cores() // ranks), foreign_load_fraction=min(busy, 1.0), **effort
     )
     profile = launch_ranks(brief_steps, task, ranks)
     say(f"measured in {format_seconds(time.perf_counter() - start)}")

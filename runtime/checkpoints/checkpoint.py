@@ -108,7 +108,7 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
     if info.model != model.plan.model:
         raise ConfigError(
             f"the checkpoint {folder} is of another model: {info.model.name} with {info.model.num_params} parameters; "
-            f"the plan's is {model.plan.model.name} with {model.plan.model.num_params}",
+            f"the plan's is {model.plan.model.name} with {model.plan.model.num_params}"
         )
     current, state = _current(model, optimizer), checkpoint_state(model, optimizer)
     try:
@@ -129,10 +129,7 @@ def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
     values = get_model_state_dict(model.model_part)
     if model.plan.workload.adapters is not None:  # the frozen model is where it came from
         values = {name: value for name, value in values.items() if is_adapter(name)}
-    return {
-        "model": values,
-        "optimizer": get_optimizer_state_dict(model.model_part, optimizer, options=_FLAT),
-    }
+    return {"model": values, "optimizer": get_optimizer_state_dict(model.model_part, optimizer, options=_FLAT)}
 
 
 def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

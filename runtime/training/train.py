@@ -286,12 +286,7 @@ def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None
     options = prepare_options(plan, options)
     with explain_out_of_memory(plan, device):
         model = parallelize(
-            None,
-            plan,
-            device=device,
-            seed=options.seed,
-            weights=options.weights,
-            compile_blocks=options.compile_blocks,
+            None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks
         )
         local_batch = plan.workload.global_batch_size // model.mesh.dp_degree
         batches, data = open_batches(plan, options, local_batch=local_batch, dp_rank=model.mesh.dp_rank)
