@@ -59,7 +59,7 @@ def summary(profile: Profile) -> dict[str, float]:
     rates_by_name: dict[str, float] = {"memory_bandwidth_bytes_per_s": profile.memory_bandwidth_bytes_per_s}
     try:
         peaks = peak_flops(profile.matmuls)
-    except ProfileError:  # a profile of links alone
+    except ProfileError:  # a profile of links only
         peaks = None
     if peaks is not None:
         rates = peaks.model_dump(exclude_none=True)

@@ -47,7 +47,7 @@ def measure_local(
     Args:
         num_ranks: default one for each GPU, or for each core of a machine without GPUs.
         refresh: measure even where there is a cached measurement.
-        on_progress: told in one line what is being done.
+        on_progress: called with one line on what is being done.
 
     Raises:
         ConfigError: the machine cannot carry that many ranks.

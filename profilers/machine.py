@@ -277,7 +277,7 @@ def cpu_rank_environment() -> dict[str, str]:
 
     Otherwise glibc returns every large tensor to the kernel and faults its pages in again: a step of SmolLM2-135M on two ranks
     took 7.0 s with glibc's defaults, 5.5 s without thresholds for mmap and trimming. One arena for all threads: with several, each
-    keeps what its thread freed, and a 35 M model under zero 1 held 1.8 times the predicted memory instead of 1.1 times.
+    keeps what its thread freed, and a 35 M model under zero 1 took 1.8 times the predicted memory instead of 1.1 times.
     """
     never = str(2**34)
     defaults = {"MALLOC_MMAP_THRESHOLD_": never, "MALLOC_TRIM_THRESHOLD_": never, "MALLOC_ARENA_MAX": "1"}

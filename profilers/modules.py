@@ -159,7 +159,7 @@ class Counts(TorchDispatchMode):
                 if isinstance(output, Tensor):
                     self.kept_outputs[_storage(output)] = (
                         output.untyped_storage()
-                    )  # held, so that no other takes its place
+                    )  # referenced, so that no other takes its place
         return result
 
     def _add_elementwise(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

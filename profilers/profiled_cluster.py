@@ -88,7 +88,8 @@ def _with_points(level: LinkLevel, points: tuple[CollectivePoint, ...]) -> LinkL
 def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     """Return the link between nodes, for each device: in rings over all ranks every node's devices carry their part of its traffic.
 
-    The points are of whole hierarchies and no curve of this link alone: its rates and latencies follow from them, they do not stand
+    The points are of entire hierarchies and no curve of this link by itself: its rates and latencies follow from them, they do
+        not stand
     in for it.
     """
     link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}").replace(measured=())

@@ -22,7 +22,7 @@ _HOMES = {
     "parallelize": ".parallelize_model",
     "save_weights": ".weights.save",
 }
-"""Imported when they are asked for: all of torch's distributed tensors take seconds that other parts of this folder do not need.
+"""Imported when they are first used: all of torch's distributed tensors take seconds that other parts of this folder do not need.
 
 No module may have the name of one of these: once imported, it would take the place of the function.
 """

@@ -3,10 +3,10 @@
 | layout          | a rank holds                          | tokens                                                          |
 |-----------------|---------------------------------------|-----------------------------------------------------------------|
 | tp, no ep, etp  | all experts, each cut over tp         | gathered over tp (sequence parallel), outputs summed over it    |
-| ep              | E / ep experts, whole                 | sent to their experts and back by all-to-all over ep            |
+| ep              | E / ep experts, each entire           | sent to their experts and back by all-to-all over ep            |
 | ep, etp         | E / ep experts, each cut over etp     | gathered over etp, then all-to-all over ep, outputs summed      |
 
-A plan may let experts stand in slots of its own choice, some in several (models/expert_slots.py).
+A plan may put experts into slots of its own choice, some into several (models/experts.py).
 
 The other ranks of a stage hold copies, sharded and replicated like other weights, over groups of their own.
 """

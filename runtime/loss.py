@@ -2,8 +2,8 @@
 
 Shapes: N tokens of the micro-batch, V this rank's share of the vocabulary.
 
-Written by hand because F.cross_entropy (and torch's loss_parallel) holds the logits in fp32, their log-softmax and its gradient
-beside the logits themselves: 12 to 14 bytes an element with bf16 logits. Here the peak is the logits (2 bytes in bf16, 4 in fp32)
+Written by hand because F.cross_entropy (and torch's loss_parallel) stores the logits in fp32, their log-softmax and its gradient
+besides the logits themselves: 12 to 14 bytes an element with bf16 logits. Here the peak is the logits (2 bytes in bf16, 4 in fp32)
 plus `CHUNK_ELEMENTS` in fp32: the backward pass turns the logits into their own gradient, in place.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**24
-"""Logits that are held in fp32 at a time: 64 MiB, enough to fill a GPU, little beside a layer."""
+"""Logits in fp32 at a time: 64 MiB, enough to fill a GPU, little next to a layer."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, shard: VocabShard | None = No
 
     Args:
         logits: [..., V], bf16, fp16 or fp32; with a shard, this rank's columns.
-        targets: [...], token ids of the whole vocabulary.
-        shard: where the columns stand; the ranks of its group pass the same targets.
+        targets: [...], token ids of the entire vocabulary.
+        shard: which columns they are; the ranks of its group pass the same targets.
 
     Returns:
         fp32 [1], the same on all ranks of the group.

@@ -23,12 +23,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
 
 EXPERT_AXES = ("expert_replicate", "expert_shard", "ep", "etp")
-"""How the same ranks of a stage, in the same order, hold experts with axes of their own."""
+"""Axes of the same ranks of a stage, in the same order, for experts."""
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """Where this process stands in the plan.
+    """Position of this process in the plan.
 
     Attributes:
         device_mesh: the used axes; its entries are ranks of the default process group (devices of the plan).

@@ -1,6 +1,6 @@
-"""What each rank of a plan's pipeline runs, and which stages it holds.
+"""The order of a plan's pipeline: which stages each rank has, and which passes it runs in which sequence.
 
-Named schedules are made here for the plan's numbers (cost_models/pipeline/orders.py); the synthesised one comes with the plan.
+Orders of named schedules are made for the plan's numbers (cost_models/pipeline/orders.py); a synthesised one comes with the plan.
 """
 
 from __future__ import annotations

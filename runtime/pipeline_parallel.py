@@ -114,8 +114,8 @@ def _gradient(module: torch.nn.Module) -> Tensor:
 
 
 class _Stage(PipelineStage):
-    """A stage whose split weight passes add up in the precision of the reduction, as whole backward passes do, and whose passes are
-    parts of the step.
+    """A stage whose split weight passes add up in the precision of the reduction, as undivided backward passes do, and whose
+    passes are parts of the step.
     """
 
     clock: StepClock
@@ -128,7 +128,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run one backward pass, or that of the activations alone."""
+        """Run one backward pass, or that of the activations only."""
         with self.clock.part("backward", Action(self.stage_index, "BW" if full_backward else "B", bwd_chunk_id)):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 

@@ -111,7 +111,7 @@ def _split_mixture(mixture: MixtureOfExperts, tp: DeviceMesh, hidden: Placement)
 def _split_embedding(embedding: nn.Embedding, tp: DeviceMesh, shard: VocabShard, hidden: Placement) -> None:
     """Split the rows of the vocabulary over tp.
 
-    Not RowwiseParallel: under it DTensor computes the gradient of the whole table on every rank.
+    Not RowwiseParallel: under it DTensor computes the gradient of the full table on every rank.
     """
     shard_parameters(embedding, tp, lambda _: [Shard(0)])
 

@@ -213,7 +213,7 @@ def measure_grouped(bench: Bench, dtype: str, shapes: Sequence[Grouped], flops_p
 def forward_and_backward(
     function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return calls of the forward pass, and of the backward pass alone through one graph that is kept."""
+    """Return calls of the forward pass, and of the backward pass only, through one graph that is stored."""
     import torch
 
     with torch.enable_grad():

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class GroupAxis(NamedTuple):
-    """Ranks of a mesh axis: ``size`` ranks at a distance of ``stride``; alone, only the first such group speaks."""
+    """Ranks of a mesh axis: ``size`` ranks at a distance of ``stride``; isolated: only the first such group speaks."""
 
     size: int
     stride: int
-    alone: bool = False
+    is_isolated: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ class RankGroup:
 def axes_of(num_nodes: int, ranks_per_node: int) -> list[GroupAxis]:
     """Return the axes to measure besides the group of all ranks, most informative first.
 
-    The whole node, counterparts across nodes (alone, then all at once: what a shared NIC costs), then the parts of a node as
-    neighbours and at a distance, and those alone (what they cost one another).
+    The entire node, counterparts across nodes (isolated, then all at once: what a shared NIC costs), then the parts of a node as
+    neighbours and at a distance, and those isolated (what they cost one another).
     """
     size, axes = ranks_per_node, []
     if num_nodes > 1 and size > 1:
         axes += [
             GroupAxis(size, 1),
             GroupAxis(num_nodes, size),
-            GroupAxis(num_nodes, size, alone=True),
-            GroupAxis(size, 1, alone=True),
+            GroupAxis(num_nodes, size, is_isolated=True),
+            GroupAxis(size, 1, is_isolated=True),
         ]
     part_sizes = [k for k in range(2, size) if size % k == 0]
     axes += [GroupAxis(k, 1) for k in reversed(part_sizes)]
     axes += [GroupAxis(k, size // k) for k in reversed(part_sizes)]
-    axes += [GroupAxis(k, 1, alone=True) for k in reversed(part_sizes)]
+    axes += [GroupAxis(k, 1, is_isolated=True) for k in reversed(part_sizes)]
     return axes
 
 
@@ -117,10 +117,10 @@ def groups_of(axes: list[GroupAxis], num_nodes: int, ranks_per_node: int) -> Ite
             process_group=made[axis[:2]],
             ranks=local_ranks,
             rank=local_ranks.index(rank),
-            member=not axis.alone or local_ranks == groups[0],
+            member=not axis.is_isolated or local_ranks == groups[0],
             stride=axis.stride,
             num_nodes=len({r // ranks_per_node for r in local_ranks}),
-            concurrent=1 if axis.alone else len(groups),
+            concurrent=1 if axis.is_isolated else len(groups),
             is_world=False,
         )
 

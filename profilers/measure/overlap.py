@@ -1,7 +1,7 @@
 """What a product, a collective and copies cost one another when they run at once.
 
-Each stream is made about as long as the others, so that they are beside one another for most of the time; what is recorded is
-the seconds of each alone and of all until the last one ends, as ``cost_models.hardware.overlap`` describes them.
+Each stream is made about as long as the others, so that they overlap for most of the time; what is recorded is
+the seconds of each by itself and of all until the last one ends, as ``cost_models.hardware.overlap`` describes them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure_overlap(bench: Bench, dtype: str, measured: Points) -> list[dict[str
         if not bench.has_memory(memory):
             continue
         names = [*(["collective"] if world_size > 1 else []), *(["to_device", "to_host"] if on_gpu else []), "compute"]
-        what = f"{' beside '.join(names)} of {format_bytes(size)}"
+        what = f"{' with '.join(names)} of {format_bytes(size)}"
         if not bench.has_time(_all_sets_s(names, longest_s(measured, size, on_gpu=on_gpu)), what):
             continue
         starts = _starts(bench, size, shape, dtype, with_collective=world_size > 1)

@@ -32,7 +32,7 @@ _PRIOR_S = 0.2
 """Expected seconds that the pace at the beginning counts for."""
 
 OVERHEAD_S = 1e-3
-"""Of a point beside its calls: agreeing with the other ranks, on an idle machine."""
+"""Of a point besides its calls: agreeing with the other ranks, on an idle machine."""
 
 
 class Admission:
@@ -145,7 +145,7 @@ class Bench:
 
     Attributes:
         ran_out: why the last step ended early for another reason than time; empty where it did not.
-        say: told what is being measured.
+        say: called with what is being measured.
         sample_s: time to spend on the samples of one point.
 
     Args:
@@ -190,7 +190,7 @@ class Bench:
     def has_time(self, for_s: float = 0.0, what: str = "more") -> bool:
         """Tell whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
 
-        What is admitted begins now, and has ended when the next question is asked. Where it is left out, ``ran_out`` will say so.
+        What is admitted begins now, and has ended when this is called next. Where it is left out, ``ran_out`` will say so.
         """
         self._admission.settle()
         if self.agree(self._admission.late_s(for_s)) < 0:
@@ -200,7 +200,7 @@ class Bench:
         return False
 
     def leave_out(self, what: str, count: int) -> None:
-        """Note measurements that nobody asked time for, as there is none."""
+        """Note measurements that were not begun, as there is no time."""
         self._admission.leave_out(what, 0.0, count)
 
     def end_budget(self) -> str:

@@ -232,8 +232,3 @@ def _slow_links(links: dict[tuple[int, int], Ratio], nodes: Sequence[int], hosts
     return components + [
         SlowComponent(kind="link", name=name, what="link", **_said(ratio)) for name, ratio in slow.items()
     ]
-
-
-def describe_slow(slow: SlowComponent) -> str:
-    """Return one line for people."""
-    return f"{slow.name}: {slow.what} takes {slow.ratio:.2f} times as long as elsewhere (noise {slow.noise:.2f})"

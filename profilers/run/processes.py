@@ -33,7 +33,7 @@ ERROR_FILE = "MESHWRIGHT_ERROR_FILE"
 _LAUNCHER = "MESHWRIGHT_LAUNCHER_PID"
 _POLL_S = 0.05
 _SHUTDOWN_S = 5.0
-"""How long ranks may take to end after they were asked to, before they are killed."""
+"""How long ranks may take to end after a request, before they are killed."""
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _PR_SET_PDEATHSIG = 1
@@ -96,7 +96,7 @@ class JobEnd:
     Attributes:
         deaths: of the ranks that did not end well, those that the launcher ended included; none where all did.
         ended_well: ranks that had ended by themselves without an error.
-        received: the signal to this process that ended them, or asked them to end.
+        received: the signal to this process that ended them, or requested their end.
         is_late: they were ended because the time was over.
     """
 

@@ -137,6 +137,6 @@ def write_progress(folder: str | Path, progress: ProfileProgress) -> None:
 
 
 def read_progress(folder: str | Path) -> ProfileProgress | None:
-    """Return what the first rank told last; None where it has not begun."""
+    """Return the last progress of the first rank; None where it has not begun."""
     path = Path(folder) / _PROGRESS
     return ProfileProgress(*read_json(path)) if path.exists() else None

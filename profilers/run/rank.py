@@ -155,7 +155,7 @@ def require_memory(bench: Bench) -> None:
     """Refuse to begin where memory is nearly full.
 
     Raises:
-        MeshwrightError: with the rank that has least.
+        MeshwrightError: with the rank that has the smallest amount.
     """
     free = [int(value) for value in bench.gather(bench.free_bytes())]
     if min(free) < MIN_FREE_BYTES:
@@ -168,7 +168,7 @@ def require_memory(bench: Bench) -> None:
 
 
 class Budget:
-    """Seconds for each step, asked for in order. Final.
+    """Seconds for each step, taken in order. Final.
 
     A step gets ``remaining * value_i / sum of the values from i on`` of what remains when it begins: a step that ends early gives
     to all later ones, and one that overruns takes from them in proportion, never more than there is.

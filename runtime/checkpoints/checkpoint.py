@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are
 those of the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed
-when it is whole, so what is called ``step-...`` can always be loaded. Loading runs no code from the files
+when it is complete, so what is called ``step-...`` can always be loaded. Loading runs no code from the files
 (index.py).
 
 A run saves at once, or alongside the steps that follow: then the state is copied to host memory and written from there by a thread
@@ -40,14 +40,14 @@ from . import INFO_FILE, list_checkpoints
 from .index import SafeReader, TensorsOnly
 
 NUM_RETAINED = 2
-"""The newest checkpoints that stay; older ones are deleted once a newer one is whole."""
+"""The newest checkpoints that stay; older ones are deleted once a newer one is complete."""
 
 _TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TrainingProgress(Frozen):
-    """How far a run is, beside its tensors.
+    """The progress of a run, stored with its tensors.
 
     Attributes:
         step: steps done; the run goes on with ``step + 1``.
@@ -234,17 +234,23 @@ class CheckpointWriter:
     Args:
         root: folder of the checkpoints.
         keep: how many of the newest stay.
-        beside: write beside the steps that follow; takes host memory of the size of a checkpoint.
+        in_background: write alongside the steps that follow; takes host memory of the size of a checkpoint.
     """
 
     def __init__(
-        self, root: str | Path, model: ParallelModel, optimizer: torch.optim.Optimizer, *, keep: int, beside: bool
+        self,
+        root: str | Path,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: int,
+        in_background: bool,
     ) -> None:
         self._root = Path(root)
         self._model = model
         self._optimizer = optimizer
         self._keep = keep
-        self._group = dist.new_group(backend="gloo") if beside else None
+        self._group = dist.new_group(backend="gloo") if in_background else None
         self._pending: Future[Any] | None = None
         self._progress: TrainingProgress | None = None
 

@@ -30,7 +30,7 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Text files joined end to end; bytes are read when they are asked for.
+    """Text files joined end to end; bytes are read when they are needed.
 
     Attributes:
         files: in the order of the stream.

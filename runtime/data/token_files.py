@@ -172,7 +172,7 @@ def _scan(ids: np.ndarray) -> tuple[int, int]:
 
 
 def write_tokens(path: Path, pieces: Iterable[np.ndarray], *, vocab_size: int) -> int:
-    """Write ids piece by piece, under another name until the file is whole.
+    """Write ids piece by piece, under another name until the file is complete.
 
     Args:
         vocab_size: decides between two and four bytes an id.

@@ -76,7 +76,7 @@ def _variables(plan: Plan, job: Job) -> dict[str, str]:
 
 
 def _require_good_end(end: JobEnd, ranks: NodeJob, plan: Plan, watch: Watch) -> None:
-    """Raise where a rank failed, or the ranks ended because they were asked to, here or on another node."""
+    """Raise where a rank failed, or the ranks ended on request, here or on another node."""
     stopped = watch.folder / STOPPED_FILE
     if stopped.exists() or end.received:
         step = int(stopped.read_text()) if stopped.exists() else None

@@ -31,7 +31,7 @@ FOLDER_VARIABLE = "MESHWRIGHT_PROGRESS"
 """Names the folder of the progress files in the environment of the ranks."""
 
 STOPPED_FILE = "stopped"
-"""Written by the ranks into that folder: the step of the checkpoint with which they ended because they were asked to."""
+"""Written by the ranks into that folder: the step of the checkpoint with which they ended on request."""
 
 STACK_SIGNAL = signal.SIGUSR1
 

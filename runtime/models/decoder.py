@@ -151,7 +151,7 @@ class Decoder(nn.Module):
 
         Returns:
             Hidden states [B, S, D] before the last stage; there the mean loss [1], or logits [B, S, V] without targets. The loss
-            is taken here so that logits are gone before anything else is allocated, and never kept by a pipeline schedule.
+            is taken here so that logits are gone before anything else is allocated, and never stored by a pipeline schedule.
         """
         hidden: Tensor = self.model(inputs)
         if self.lm_head is None:

@@ -36,12 +36,12 @@ _MIN_SUM = 1e-20
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Where the experts of a layer are.
+    """The ranks of the experts of a layer.
 
     Attributes:
         exchange: ranks among which the experts are shared out; None where each has all.
-        cut: ranks that share each expert; None where experts are whole.
-        tokens: how tokens are spread over the ranks of ``cut``: each has its own, Shard(0), or all have the same, Replicate().
+        cut: ranks that share each expert; None where experts are not cut.
+        tokens: placement of tokens on the ranks of ``cut``: each has its own, Shard(0), or all have the same, Replicate().
     """
 
     exchange: dist.ProcessGroup | None
@@ -62,10 +62,10 @@ class ExpertRanks:
 
 
 class Router(ReplicatedLinear):
-    """Which experts a token visits, and with which weight.
+    """The choice of the experts that a token visits, and of their weights.
 
     Attributes:
-        e_score_correction_bias: added to sigmoid scores for the choice alone (DeepSeek-V3, arXiv:2412.19437 section 2.1.2); kept as
+        e_score_correction_bias: added to sigmoid scores for the choice only (DeepSeek-V3, arXiv:2412.19437 section 2.1.2); kept as
             it is loaded, zero in a new model, unless training moves it (router_balance.py).
         load: tokens each expert was chosen for since somebody set it to zero; None: not counted.
     """
@@ -152,7 +152,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """Which expert stands in which slot of a layer, slots counted rank by rank.
+    """The experts in the slots of a layer, slots counted rank by rank.
 
     Attributes:
         experts: expert of each slot [S].
@@ -219,7 +219,7 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         ranks: where the experts are; None where this rank has all of them.
-        slots: which of them stand where, some several times; None for each once and in order.
+        slots: which of them are where, some several times; None for each once and in order.
     """
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:

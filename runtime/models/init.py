@@ -11,7 +11,7 @@ from torch import nn
 from .sharded import local_part, local_tensor
 
 ADAPTER_DOWN, ADAPTER_UP = "lora_A", "lora_B"
-"""Names of the two parameters of a low-rank adapter beside a product's own."""
+"""Names of the two parameters of a low-rank adapter of a product."""
 
 STD = 0.02
 """Standard deviation of all weights. Source: ``initializer_range`` of the published Llama, Qwen and Mistral configs."""
@@ -26,17 +26,17 @@ def init_weights(
     aliases: Mapping[str, str] | None = None,
     adapters_only: bool = False,
 ) -> None:
-    """Fill every parameter, whole or sharded: weights normal(0, 0.02), norms 1, biases and buffers 0.
+    """Fill every parameter, sharded or not: weights normal(0, 0.02), norms 1, biases and buffers 0.
 
-    Each weight comes from a generator of its own on its device, and a shard is cut from the whole tensor; only one whole
+    Each weight comes from a generator of its own on its device, and a shard is cut from the full tensor; only one full
     tensor exists at a time. CPU and CUDA generators differ, so equal weights need equal device types.
 
     Args:
         device: of the generators, where parameters lie elsewhere; unset, each parameter's own.
-        aliases: parameters of a foreign module that start as another one does, which may stand on another rank.
+        aliases: parameters of a user's module that start as another one does, which may be on another rank.
         adapters_only: everything else has its values already.
     """
-    # Those of foreign modules are tables.
+    # Those of users' modules are tables.
     for buffer in () if adapters_only or aliases is not None else module.buffers():
         buffer.zero_()
     tied = getattr(getattr(module, "spec", None), "tie_embeddings", False)
@@ -50,7 +50,7 @@ def init_weights(
             value = 0.0 if name.endswith("bias") else 1.0
             local_tensor(parameter).fill_(value)
             continue
-        # A tied head that stands alone on the last pipeline stage must start as the embedding does.
+        # A tied head without the embedding, on the last pipeline stage, must start as the embedding does.
         source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else (aliases or {}).get(name, name)
         generator_device = device or parameter.device
         generator = torch.Generator(generator_device).manual_seed(parameter_seed(seed, source))

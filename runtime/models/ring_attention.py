@@ -9,7 +9,7 @@ two pieces' worth of pairs but for the first step: every rank has the same work.
 arXiv:2311.09431 (the imbalance), and the head-tail order of torch's context parallelism; Liu et al., arXiv:2310.01889 (the ring).
 
 Partial outputs o_j with log-sum-exps l_j merge as out = sum_j exp(l_j - l) o_j, l = log sum_j exp(l_j). The backward kernel takes
-out and l of the whole row, so each step gives its part of every gradient; those of keys and values travel on with them.
+out and l of the full row, so each step gives its part of every gradient; those of keys and values travel on with them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ...schema.layers import Rope
 
 
 class Rotary:
-    """Tables of one rope, kept for the last sequence length.
+    """Tables of one rope, stored for the last sequence length.
 
     Attributes:
         positions: places in the sequence of this rank's tokens [S]; None for 0, 1, 2...

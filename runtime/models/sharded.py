@@ -62,7 +62,7 @@ def local_part(full: Tensor, target: Tensor) -> Tensor:
 
 
 def local_region(target: Tensor) -> tuple[slice, ...]:
-    """Return where in the full tensor this rank's part of it stands, one range a dimension.
+    """Return the ranges of the full tensor that are this rank's part, one for each dimension.
 
     Cut in the order in which a parameter was sharded: by the innermost mesh axis (tp) first, then by dp_shard; each cut in parts of
     equal width, rounded up, as torch.chunk makes them.

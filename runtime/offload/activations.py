@@ -201,7 +201,7 @@ class _Packer:
         return not (tensor.is_leaf and tensor.requires_grad) and not self._lives_on(_key(tensor))
 
     def _lives_on(self, key: int) -> bool:
-        # The first pass makes the tables, so they are asked for here and not once before.
+        # The first pass makes the tables, so they are read here and not once before.
         tables = (table for rotary in self._rotaries for table in rotary.made_tables)
         return key in self._resident or any(key == _key(table) for table in tables)
 

@@ -2,7 +2,7 @@
 
 | place    | states               | who updates                                      | bytes of fp32 that move in a step     |
 |----------|----------------------|--------------------------------------------------|---------------------------------------|
-| own      | beside the parameter | the device, or the host under CPUOffloadPolicy   | none here                             |
+| own      | with the parameter   | the device, or the host under CPUOffloadPolicy   | none here                             |
 | host     | host, with a copy    | the host's processors                            | gradient down 4, new parameter up 4   |
 |          | of the parameter     |                                                  |                                       |
 | streamed | host                 | the device, while the states of the next one     | states up 8, states down 8            |
@@ -117,7 +117,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     Its states have the names and shapes of `torch.optim.AdamW`: a checkpoint of either loads into the other.
 
     Args:
-        placements: of the parameters; those that are not named have their states beside them.
+        placements: of the parameters; those that are not named have their states with them.
         folder: where the file of stored states is made.
 
     Raises:

@@ -34,7 +34,7 @@ class MemoryMeter:
     """Highest memory of this process since the meter was made; make it after imports and before the model.
 
     Args:
-        device: the CUDA device whose allocator is asked, or the CPU.
+        device: the CUDA device whose allocator counts, or the CPU.
         count: on a CPU, count tensors until `stop_counting`.
     """
 

@@ -36,7 +36,7 @@ WARMUP_STEPS = 2
 
 
 class OffloadRecord(TypedDict):
-    """What one rank moved between its device, its host and its drive in a step, bytes, beside what the plan predicts.
+    """Bytes that one rank moved between its device, its host and its drive in a step, and those that the plan predicts.
 
     ``host_bytes``: of the host's memory that this rank's offloading holds.
     """
@@ -77,7 +77,7 @@ RETAINED_STEPS = 256
 
 
 class RankRecord(TypedDict):
-    """One rank over the whole run: peak memory, and the parts of its steps in order (of the last ones)."""
+    """One rank over the entire run: peak memory, and the parts of its steps in order (of the last ones)."""
 
     rank: int
     peak_allocated_bytes: int
@@ -86,7 +86,7 @@ class RankRecord(TypedDict):
 
 
 class MetricsWriter:
-    """Writes JSON lines to a file, each whole when it is written.
+    """Writer of JSON lines to a file, each complete when it is written.
 
     Args:
         path: None writes nothing.
@@ -196,7 +196,7 @@ def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, flo
 def _parts_of_steps(
     parts_s: Sequence[dict[StepPart, float]], num_counted: int
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Parts [T, len(PARTS)] of the steps that count, as far as they were kept."""
+    """Return the parts [T, len(STEP_PARTS)] of the steps that count, as far as they were retained."""
     counted = parts_s[max(0, len(parts_s) - num_counted) :]
     return np.array([[step[name] for name in STEP_PARTS] for step in counted], dtype=np.float64).reshape(
         -1, len(STEP_PARTS)

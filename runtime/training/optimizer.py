@@ -60,7 +60,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def clip_gradients(model: ParallelModel, max_norm: float) -> float:
-    """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+    """Scale all gradients so that their norm over the entire model is at most ``max_norm``.
 
     The norm is sqrt(sum of squares) over every element of the model once: a rank counts its local part of a parameter only if it
     is the first along each axis that holds copies of it. One sum over all ranks; no part is gathered.

@@ -20,7 +20,7 @@ class TrainOptions(Frozen):
     """What the plan does not say about a training run.
 
     Attributes:
-        steps: steps of the whole run, those before a resumed checkpoint included.
+        steps: steps of the entire run, those before a resumed checkpoint included.
         data: text files and folders, or token files (`meshwright tokens`); repeatable. Default: Python's own sources.
         tokenizer: tokenizer.json for text, or its folder. Default: every byte is a token.
         restart_data: begin the order of the data anew, for data that are not those of the checkpoint.

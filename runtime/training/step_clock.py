@@ -35,7 +35,7 @@ OUTSIDE_STEP: tuple[StepPart, ...] = ("data", "preempted")
 
 
 class StepSpan(NamedTuple):
-    """A part, or a wait, of the step that is kept; seconds since the step began. ``action`` is what a pass was of."""
+    """A part, or a wait, of the step that is recorded; seconds since the step began. ``action`` is what a pass was of."""
 
     part: StepPart
     start_s: float
@@ -125,7 +125,7 @@ class StepClock:
         """Return a waiting function that tells this clock how long it took."""
 
         def timed_wait(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:  # a checkpoint that is written beside the training
+            if threading.get_ident() != self._thread:  # a checkpoint that is written in the background
                 return wait(*args, **kwargs)
             start = time.perf_counter()
             try:

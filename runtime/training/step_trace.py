@@ -1,7 +1,7 @@
 """One step as it was measured, in the form of a predicted one (schema/trace.py): what every rank did when, in one file.
 
-Slices are the pieces that the step's clock kept (step_parts.py): passes and the update under the names that the prediction has,
-and what it has no slices for: waiting, and the rest of the step. On a CPU a pass that waits for others has the waiting beside it,
+Slices are the spans that the step's clock recorded (step_clock.py): passes and the update under the names that the prediction has,
+and what it has no slices for: waiting, and the rest of the step. On a CPU a pass that waits for others has the waiting next to it,
 on the stream of communication; on a GPU, where nothing blocks, passes include it.
 
 Clocks: ranks of one machine share one. Between machines they are set by a barrier before the step, so that what is drawn of two

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class StopRequest:
-    """Whether this rank was asked to end (SIGTERM); the ranks then agree on a step after which all of them do."""
+    """A request to this rank to end (SIGTERM); the ranks then agree on a step after which all of them do."""
 
     def __init__(self) -> None:
         self.received = False
@@ -67,12 +67,12 @@ class StopRequest:
 
 @dataclass(eq=False)
 class TrainingRun:
-    """What a rank knows of its run.
+    """The state of a rank's run.
 
     Attributes:
         samples: sequences of the data that the run has seen, all ranks together.
         data: fingerprint of the data.
-        stop: asked for by a scheduler.
+        stop: requested by a scheduler.
     """
 
     model: ParallelModel
@@ -101,7 +101,7 @@ class TrainingRun:
         if options.checkpoint_dir is not None:
             self._saves = CheckpointWriter(
                 options.checkpoint_dir, self.model, self.optimizer, keep=options.keep_checkpoints,
-                beside=options.checkpoint_beside,
+                in_background=options.checkpoint_beside,
             )  # fmt: skip
 
     @property

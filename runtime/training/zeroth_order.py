@@ -2,7 +2,7 @@
 
 All trained parameters move by ``epsilon z`` and by ``-epsilon z``, z standard normal; with the mean losses l+ and l- of the same
 batch, ``g = (l+ - l-) / (2 epsilon)`` is the derivative along z, and the step is ``-learning_rate (g z + weight_decay p)``. Nothing
-is kept but the parameters: z is drawn again from its seed each time, whole for each parameter and cut as it is spread, so that
+is stored but the parameters: z is drawn again from its seed each time, in full for each parameter and cut as it is sharded, so that
 every layout sees the same numbers.
 """
 
@@ -41,7 +41,7 @@ EPSILON = 1e-3
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):
-    """Its `losses` stands for a backward pass; `step` then takes the step.
+    """SGD along a random direction: `losses` takes the place of a backward pass; `step` then takes the step.
 
     Attributes:
         num_steps: steps done, which z of the next one depends on; a resumed run sets it.

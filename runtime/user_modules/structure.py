@@ -55,7 +55,7 @@ class Structure:
 
 
 def find_structure(module: nn.Module) -> Structure:
-    """Find the blocks of a module, what stands before and after them, its embedding and its head."""
+    """Find the blocks of a module, what comes before and after them, its embedding and its head."""
     path = _longest_list(module)
     base = path.rpartition(".")[0]
     before: list[str] = []

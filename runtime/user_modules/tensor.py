@@ -68,7 +68,7 @@ class Region:
     """Layers that are split together.
 
     Attributes:
-        parent: path of the module they stand in.
+        parent: path of the module that contains them.
         rules: by path.
         is_attention: split by heads.
     """
@@ -180,7 +180,7 @@ def split_transformers(
         _enter(model.get_submodule(parent), tp, hidden)
     if sequence_parallel:
         _cut_sequence(model, structure, tp, set(rules))
-    # A tied head is the embedding, which is whole on every rank.
+    # A tied head is the embedding, which is unsharded on every rank.
     if structure.head is not None and not is_tied:
         head = model.get_submodule(structure.head)
         if isinstance(head, nn.Linear) and head.out_features % tp.size() == 0:

@@ -1,8 +1,8 @@
 """Weights in Hugging Face's safetensors files into a model of any layout.
 
-Each rank opens the files one after the other and reads of every tensor the range that it holds: nothing is sent, and nothing whole
-is in memory but a part that a rank owns whole. The files are mapped into memory; a range that is read is copied into the parameter
-in blocks, so that beside the parameters there is no more than one block.
+Each rank opens the files one after the other and reads of every tensor the range that is its part: nothing is sent, and no full
+tensor is in memory but one of which a rank has all. The files are mapped into memory; a range that is read is copied into the
+parameter in blocks, so that there is no more than one block besides the parameters.
 
 Checked before anything is read: the index against the files, every name, shape and type against the model, and config.json, where
 there is one, against the plan's model.
@@ -122,7 +122,7 @@ def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
 
 
 def load_weights(module: nn.Module, spec: ModelSpec, folder: str | Path) -> None:
-    """Fill every parameter and buffer of this rank's part of a Decoder, whole or sharded.
+    """Fill every parameter and buffer of this rank's part of a Decoder, sharded or not.
 
     Raises:
         ConfigError: the weights are damaged or of another model.

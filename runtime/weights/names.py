@@ -63,7 +63,7 @@ class Piece:
     is_transposed: bool = False
 
     def place(self, region: tuple[slice, ...]) -> tuple[slice, ...] | None:
-        """Return where a region of our tensor stands in the file's; None where nothing of it does."""
+        """Return the range of the file's tensor for a region of ours; None where nothing of it is there."""
         if any(part.start >= part.stop for part in region):
             return None
         if self.row is not None:

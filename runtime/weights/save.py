@@ -3,7 +3,7 @@
 Files of bounded size, an index, and config.json. Nothing is gathered: the first rank makes the files with their headers, and every
 rank writes the ranges that it holds at their places in them (of copies, one rank does). Beside the parameters there is no more than
 one block of `hf_weights.BLOCK_BYTES`. The ranks need storage that all of them share, as checkpoints do. The folder appears under
-its name when it is whole.
+its name when it is complete.
 
 Format: 8 bytes with the length of a JSON header, the header ``{name: {dtype, shape, data_offsets}}``, the tensors row by row
 (github.com/huggingface/safetensors, "Format").
@@ -59,7 +59,7 @@ _COPIED = (
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in which file a tensor stands: its first byte, and its shape."""
+    """The file of a tensor, its first byte in it, and its shape."""
 
     file: str
     offset: int
@@ -68,7 +68,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Files:
-    """All files of a folder: where tensors stand, what the files begin with and how long they are."""
+    """All files of a folder: the places of tensors, headers and sizes."""
 
     places: Mapping[str, _Place]
     headers: Mapping[str, bytes]

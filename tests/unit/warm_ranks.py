@@ -36,6 +36,10 @@ PRELOADED = [
 ]
 
 
+script_output = ""
+"""File for what users' scripts write, which goes to the launcher's own streams otherwise."""
+
+
 class ForkedRank:
     """A forked process with what `run_ranks` uses of a Popen."""
 
@@ -72,7 +76,7 @@ def start_forked(job: NodeJob, local_rank: int) -> ForkedRank:
     """In place of `processes._start`: the same module, arguments, environment and log."""
     module, *arguments = job.command[list(job.command).index("-m") + 1 :]
     environment = {**job.environment(local_rank), processes._LAUNCHER: "0"}  # its parent is the server
-    log = str(job.log_file(local_rank)) if job.captures_output else ""
+    log = str(job.log_file(local_rank)) if job.captures_output else script_output
     context = mp.get_context("forkserver")
     process = context.Process(target=_run, args=(module, arguments, environment, log, str(Path.cwd())), daemon=True)
     process.start()
@@ -88,7 +92,7 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     if log:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
@@ -97,8 +101,8 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
 
 
 @contextmanager
-def forked_ranks() -> Iterator[None]:
-    """Let `run_ranks` fork its ranks while inside."""
+def forked_ranks(output: Path | None = None) -> Iterator[None]:
+    """Let `run_ranks` fork its ranks while inside, and users' scripts write to a file."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
@@ -106,6 +110,7 @@ def forked_ranks() -> Iterator[None]:
         mp.forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "_start", start_forked)
+        patch.setattr(sys.modules[__name__], "script_output", "" if output is None else str(output))
         yield
 
 

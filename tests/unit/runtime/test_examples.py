@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from meshwright.profilers.machine import num_cores
 from meshwright.runtime.checkpoints import list_checkpoints
+from meshwright.runtime.job.launch import launch
+from meshwright.runtime.job.worker import Job
 from meshwright.schema import Layout, Plan
 from small_jobs import plan_elsewhere, small_plan
+from warm_ranks import forked_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 TWO_LAYOUTS = {
@@ -25,11 +28,12 @@ needs_two_cores = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two
 
 
 def run(folder: Path, plan: Plan, script: str, *arguments: str) -> str:
+    """What a script writes that is started as `apply` starts it, with forked ranks."""
     plan.save(folder / "plan.json")
-    command = [sys.executable, "-m", "meshwright.cli", "apply", "plan.json", str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    output = folder / "output.txt"
+    with forked_ranks(output):
+        launch(plan, Job(plan=str(folder / "plan.json"), script=(str(EXAMPLES / script), *arguments)))
+    return output.read_text()
 
 
 @needs_two_cores
@@ -62,6 +66,8 @@ def test_loops_of_others_do_the_same_steps_as_a_plain_one(tmp_path: Path, script
 
 
 @needs_two_cores
+@pytest.mark.job
+@pytest.mark.long
 @installed("ray")
 @pytest.mark.timeout(600)  # half a dozen processes import torch before the first step
 def test_ray_starts_the_ranks(tmp_path: Path) -> None:
@@ -75,6 +81,8 @@ def test_ray_starts_the_ranks(tmp_path: Path) -> None:
 
 
 @needs_two_cores
+@pytest.mark.job
+@pytest.mark.long
 def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     """What its srun would start, twice, with the variables that srun sets in the tasks of a step; both nodes are this machine."""
     (line,) = (text for text in (EXAMPLES / "slurm.sbatch").read_text().splitlines() if text.startswith("srun "))

@@ -61,7 +61,7 @@ def expected_bytes(recompute: Recompute, dtype: torch.dtype, device: str) -> flo
     """What the memory model says of one block: its input and saved tensors (its output is the next block's input)."""
     how = SavedTensorRules(compute_bytes=dtype.itemsize, unfused_norm=device == "cpu", score_width=0)
     saved = saved_elements(SPEC.block_runs[0][0], D, recompute, how)
-    elements, fp32 = saved.whole + saved.tp + saved.tokens, saved.tp_fp32 + saved.fp32
+    elements, fp32 = saved.unsharded + saved.tp + saved.tokens, saved.tp_fp32 + saved.fp32
     return B * S * (elements * dtype.itemsize + 4 * fp32)
 
 
@@ -110,7 +110,7 @@ def test_block_with_experts_keeps_what_the_memory_model_says(recompute: Recomput
     kept = kept_bytes(decoder, torch.float32, "cpu")
     how = SavedTensorRules(compute_bytes=4, unfused_norm=True, score_width=0)
     saved = saved_elements(dense.replace(mlp=ROUTED), D, recompute, how)
-    expected = 4 * (saved.whole + saved.tp + saved.tokens + saved.routed + saved.tp_fp32 + saved.fp32)
+    expected = 4 * (saved.unsharded + saved.tp + saved.tokens + saved.routed + saved.tp_fp32 + saved.fp32)
     assert abs(kept / (B * S) - expected) <= (0 if recompute == "full" else ROUTING_BYTES)
 
 

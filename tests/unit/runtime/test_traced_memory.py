@@ -31,7 +31,7 @@ def traced(model: ModelSpec, recompute: str = "none") -> dict:
     return step_memory(build_standalone, model, micro_batch_size=1, seq_len=TOKENS, dtype="fp32", recompute=recompute)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.long)])
 def test_line_through_two_depths_is_exact_at_another(recompute, monkeypatch):
     found = traced(DENSE, recompute)
     monkeypatch.setattr("meshwright.profilers.measure.traced.TRACED_DEPTHS", (5, 6))  # the model's own depth: no line

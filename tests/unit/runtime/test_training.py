@@ -153,6 +153,7 @@ def one_rank() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_blocks_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Traced and differentiated ahead of time, but without generated kernels, whose compilation takes minutes."""
