@@ -66,7 +66,7 @@ class Router(ReplicatedLinear):
 
     Attributes:
         e_score_correction_bias: added to sigmoid scores for the choice only (DeepSeek-V3, arXiv:2412.19437 section 2.1.2); kept as
-            it is loaded, zero in a new model, unless training moves it (router_balance.py).
+            it is loaded, zero in a new model, unless training moves it (training/optimizer.py).
         load: tokens each expert was chosen for since somebody set it to zero; None: not counted.
     """
 
