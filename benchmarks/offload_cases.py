@@ -67,7 +67,7 @@ def problem(
         kind=np.arange(size) if spread else np.array([0, *[1] * blocks, 2]),
         allowed=np.where(is_block, True, np.arange(len(OPTIONS))[:, None] == KEEP),
         repeated_s=np.array([0, 0.05, 0.85, 0, 0.85])[:, None] * forward * is_block,
-        kept_bytes=by_option * (1 - moves),
+        retained_bytes=by_option * (1 - moves),
         moved_bytes=by_option * moves,
         working_bytes=np.array([0.1, 0.4, 1.0, 0.1, 1.0])[:, None] * saved,
         parameter_bytes=4 * owned,

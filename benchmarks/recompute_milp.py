@@ -101,7 +101,7 @@ def problem(bytes_: np.ndarray, milliseconds: np.ndarray, budget_bytes: float) -
     return OffloadInstance(
         forward_s=seconds, backward_s=2 * seconds, kind=np.where(is_block, 0, 1) if alike else np.arange(size),
         allowed=np.where(is_block, True, np.arange(len(OPTIONS))[:, None] == 0),
-        repeated_s=REPEATED[:, None] * seconds, kept_bytes=(1 - DROPPED)[:, None] * each,
+        repeated_s=REPEATED[:, None] * seconds, retained_bytes=(1 - DROPPED)[:, None] * each,
         moved_bytes=np.zeros((len(OPTIONS), size)), working_bytes=np.zeros((len(OPTIONS), size)),
         parameter_bytes=none, copy_bytes=none, streamable=np.zeros(size, dtype=bool), gradient_bytes=none,
         state_bytes=none, device_update_s=none, host_update_s=none,

@@ -98,7 +98,7 @@ class Layers:
         return np.asarray(self.costs.of_kinds("busy_s", self.idx)[self.kinds].T)
 
     @cached_property
-    def kept_bytes(self) -> FloatArray:
+    def retained_bytes(self) -> FloatArray:
         """Activations of each layer for one micro-batch [O, L]."""
         return np.asarray(self.costs.of_kinds("activation_bytes", self.idx)[self.kinds].T)
 
@@ -133,7 +133,7 @@ class Layers:
         least, idx, num_options = self.costs.minimum, self.idx, len(RECOMPUTES)
         size, stage = len(self.kinds) + 1, np.arange(self.num_stages)[:, None]
         working = self.costs.working_bytes(idx)[:, None, None]
-        kept, option = _prefix(self.kept_bytes), np.arange(num_options)[:, None, None]
+        kept, option = _prefix(self.retained_bytes), np.arange(num_options)[:, None, None]
         starts = np.broadcast_to(np.arange(size), (num_options, self.num_stages, size))
         fitting, too_large = starts.copy(), np.full(starts.shape, size)
         while np.any(too_large - fitting > 1):
@@ -239,7 +239,7 @@ def free_program(layers: Layers) -> Program:
     working = layers.costs.working_bytes(layers.idx)
     shape = (layers.num_stages, *busy.shape)
     is_kind = np.array([layers.kinds == kind for kind in kinds], dtype=np.float64)
-    kept_anyway = layers.between(layers.kept_bytes[NONE] * fixed)
+    kept_anyway = layers.between(layers.retained_bytes[NONE] * fixed)
     slowest, total = layers.weights
     return Program(
         StageProgramInstance(
@@ -253,7 +253,7 @@ def free_program(layers: Layers) -> Program:
             counts=np.rint(layers.between(is_kind)).astype(np.int64).T,
             seconds=np.broadcast_to(busy, shape),
             once_s=np.stack([np.broadcast_to(exposed, shape), np.zeros(shape)]),
-            kept_bytes=layers.costs.of_kinds("activation_bytes", layers.idx)[kinds],
+            retained_bytes=layers.costs.of_kinds("activation_bytes", layers.idx)[kinds],
             room_bytes=layers.room_bytes - kept_anyway[:, None],
             uses=working[None, :] <= working[:, None],
             slowest_weight=slowest,
@@ -271,7 +271,7 @@ def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bo
 
     keep = np.ones(len(stage), dtype=bool)
     if limited:
-        keep = between(layers.kept_bytes) <= layers.room_bytes[:, option if count else NONE]
+        keep = between(layers.retained_bytes) <= layers.room_bytes[:, option if count else NONE]
     slowest, total = layers.weights
     once = np.stack([between(layers.exposed_s), layers.between(layers.update_s)])
     none = (layers.num_stages, 0, 1)
@@ -287,7 +287,7 @@ def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bo
             counts=np.zeros((int(keep.sum()), 0), dtype=np.int64),
             seconds=np.zeros(none),
             once_s=np.zeros((2, *none)),
-            kept_bytes=np.zeros((0, 1)),
+            retained_bytes=np.zeros((0, 1)),
             room_bytes=np.zeros((int(keep.sum()), 1)),
             uses=np.ones((1, 1), dtype=bool),
             slowest_weight=slowest,

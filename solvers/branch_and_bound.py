@@ -101,7 +101,7 @@ class Clock(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether to stop now."""
+        """True once the search should end."""
         ...
 
 
@@ -159,7 +159,7 @@ class Answer(Generic[C]):
 
     @property
     def is_proved(self) -> bool:
-        """Whether the whole problem was bounded."""
+        """True where the entire problem was bounded."""
         return self.ended in ("bound", "exhausted")
 
     @property

@@ -28,7 +28,7 @@ class Status(StrEnum):
 
     @property
     def has_answer(self) -> bool:
-        """Whether there is a choice."""
+        """True where there is a choice."""
         return self in (Status.OPTIMAL, Status.FEASIBLE)
 
 

@@ -86,7 +86,7 @@ def _instance(
         kind=kinds,
         allowed=np.where(is_block, allowed[:, None], np.arange(len(OPTIONS))[:, None] == 0),
         repeated_s=np.maximum(_of_recomputes(busy) - busy[none], 0.0) * is_block,
-        kept_bytes=_of_recomputes(kept) * (1 - moves),
+        retained_bytes=_of_recomputes(kept) * (1 - moves),
         moved_bytes=_of_recomputes(kept) * moves,
         working_bytes=working,
         links=Links(

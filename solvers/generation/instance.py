@@ -49,7 +49,7 @@ import numpy as np
 from ...schema.arrays import BoolArray, FloatArray, IntArray
 from ..tolerances import SOLVER
 
-PLACES = ("device", "host", "storage")
+LOCATIONS = ("device", "host", "storage")
 CACHE_WAYS = ("device", "host attended", "host copied", "storage attended", "storage copied")
 RESOURCES = ("compute", "link to device", "link to host", "link both ways", "storage", "host attention", "one batch")
 """Resources that a pass may wait for, in the order of (C2) to (C6)."""
@@ -119,7 +119,7 @@ class GenerationInstance:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlacement:
-    """``layers`` [C, 3] by kind and place, integer but in relaxations; ``cache`` [5] by CACHE_WAYS; ``hidden`` [3] as in PLACES."""
+    """``layers`` [C, 3] by kind and place, integer except in relaxations; ``cache`` [5] by way; ``hidden`` [3] as in LOCATIONS."""
 
     layers: IntArray | FloatArray
     cache: FloatArray
@@ -151,7 +151,7 @@ def busy_s(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
     stored = stored + 2 * i.hidden_steps * i.hidden_bytes * float(place.hidden[2])
     compute, to_device, to_host = i.layer_compute_s, up / i.rates.to_device, down / i.rates.to_host
     host = i.read_bytes * by_host / i.rates.host_attention
-    asked = i.ask_bytes * by_host * (1 / i.rates.to_device + 1 / i.rates.to_host)
+    exchanged = i.ask_bytes * by_host * (1 / i.rates.to_device + 1 / i.rates.to_host)
     return np.stack(
         [
             compute + i.attend_s * (on_device + copied + stored_copied),
@@ -160,13 +160,13 @@ def busy_s(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
             (to_device + to_host) / (1 + i.rates.duplex),
             np.where(stored > 0, np.inf, 0.0) if i.rates.storage == 0 else stored / i.rates.storage,
             host,
-            (compute + host + asked) / i.num_batches,
+            (compute + host + exchanged) / i.num_batches,
         ]
     )
 
 
 def resident_bytes(i: GenerationInstance, place: GenerationPlacement) -> FloatArray:
-    """Return the bytes [3] in each of PLACES at the most."""
+    """Return the bytes [3] in each of LOCATIONS at the most."""
     on_device, attended, copied, stored_attended, stored_copied = (float(share) for share in place.cache)
     weights, c = i.weight_bytes @ place.layers, i.capacity
     cache = np.array([on_device, attended + copied, stored_attended + stored_copied]) * i.cache_bytes

@@ -99,12 +99,10 @@ def solve(instance: GenerationInstance, *, rel_gap: float = 1e-3, max_programs: 
     problem = _IntegerLayers(instance)
     search = Search(problem)
     answer = search.run(Stop(rel_gap=rel_gap, max_effort=max_programs - problem.num_programs))
+    bound = 0.0 if problem.is_unknown else answer.bound
     if answer.best is not None:
-        bound = 0.0 if problem.is_unknown else answer.bound
-        gap = (answer.objective - bound) / answer.objective
-        status = Status.OPTIMAL if gap <= RELAXATION else Status.FEASIBLE
+        status = Status.OPTIMAL if bound >= answer.objective * (1 - RELAXATION) else Status.FEASIBLE
     else:
-        bound = 0.0 if problem.is_unknown else answer.open_bound
         status = Status.UNKNOWN if search.open_nodes or problem.is_unknown else Status.INFEASIBLE
     return GenerationSolution(
         status=status,
@@ -151,9 +149,9 @@ class _IntegerLayers:
         if distance.max() <= _INTEGER_TOLERANCE:
             return Step(leaves=self._close(np.round(layers).astype(np.int64)), evaluated=1, effort=1)
         branch = np.unravel_index(int(np.argmax(distance)), distance.shape)
-        at_most, at_least = box.max_layers.copy(), box.min_layers.copy()
-        at_most[branch], at_least[branch] = np.floor(layers[branch]), np.ceil(layers[branch])
-        nodes = [*self._open(box.min_layers, at_most), *self._open(at_least, box.max_layers)]
+        below, above = box.max_layers.copy(), box.min_layers.copy()
+        below[branch], above[branch] = np.floor(layers[branch]), np.ceil(layers[branch])
+        nodes = [*self._open(box.min_layers, below), *self._open(above, box.max_layers)]
         return Step(nodes, effort=self.num_programs - before)
 
     def _open(self, min_layers: IntArray, max_layers: IntArray) -> list[Node[_Box]]:
@@ -241,8 +239,8 @@ def _add_memory_C7_to_C9(lp: LinearProgram, i: GenerationInstance, v: _Variables
     slot = 2 * c.slot / SCALE
     fixed = ((c.working + c.buffer) / SCALE + slot, c.staging / SCALE, 0.0)
     shares = ([(v.cache[:1], cache - slot)], [(v.cache[1:3], cache)], [(v.cache[3:], cache)])
-    places = (("C7", "device_bytes", c.device), ("C8", "host_bytes", c.host), ("C9", "storage_bytes", c.storage))
-    for x, (label, name, cap) in enumerate(places):
+    capacities = (("C7", "device_bytes", c.device), ("C8", "host_bytes", c.host), ("C9", "storage_bytes", c.storage))
+    for x, (label, name, cap) in enumerate(capacities):
         resident: list[Term] = [
             (v.layers[:, x], i.weight_bytes / SCALE),
             *shares[x],
@@ -272,7 +270,7 @@ def _relaxed_placement(
     busy = busy_s(i, GenerationPlacement(layers=layers, cache=cache, hidden=hidden))
     line = (dual("C3 up") + dual("C3 down")) @ t / SCALE
     both = dual("C3 both") @ (busy[1] / r.to_device + busy[2] / r.to_host)
-    asked = dual("C6") @ i.ask_bytes * by_host * (1 / r.to_device**2 + 1 / r.to_host**2)
+    exchanged = dual("C6") @ i.ask_bytes * by_host * (1 / r.to_device**2 + 1 / r.to_host**2)
     attended = dual("C6") @ i.read_bytes * by_host / r.host_attention**2
     return RelaxedPlacement(
         objective=answer.objective - (_AWAY_COST * i.min_s if counts_seconds else 0.0),
@@ -283,7 +281,7 @@ def _relaxed_placement(
             device_s_per_byte=float(dual("C7")[0]) / SCALE,
             host_s_per_byte=float(dual("C8")[0]) / SCALE,
             storage_s_per_byte=float(dual("C9")[0]) / SCALE,
-            link_s2_per_byte=float(line + both + asked),
+            link_s2_per_byte=float(line + both + exchanged),
             storage_s2_per_byte=float(dual("C4") @ t) / SCALE,
             host_attention_s2_per_byte=float(dual("C5") @ t / SCALE + attended),
         ),

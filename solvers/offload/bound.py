@@ -26,7 +26,8 @@ from ..backend import RowSolver
 from ..linear_program import LinearProgram, Term
 from ..solution import Status
 from .instance import OPTIONS, OffloadInstance, OffloadMarginalSeconds
-from .program import SCALE, FluidSchedule, solve_fluid
+from .program import solve_fluid
+from .rows import SCALE, Decisions, FluidSchedule, add_one_location_C1, add_update_C9, host_terms
 
 MANY_KINDS = 8
 """Kinds of layers whose numbers are still integer; of more the program takes longer than it gains."""
@@ -56,14 +57,6 @@ class Reserve:
 
 
 NO_RESERVE = Reserve()
-
-
-class _Decisions(NamedTuple):
-    """Variables: layers of each option and kind [K, C], with parameters on the host [C], bytes of states [4] as in program.py."""
-
-    options: IntArray
-    parameters: IntArray
-    states: IntArray
 
 
 class _PassCopies(NamedTuple):
@@ -132,28 +125,21 @@ class CountProgram:
         parameters = lp.add_variables(len(first), x_max=(i.streamable & i.may.parameters)[first] * n)
         may = np.array([i.may.host_optimizer, i.may.streamed_optimizer]) * i.total_state_bytes / SCALE
         states = lp.add_variables(4, x_max=np.concatenate([may, may * (i.storage_cap_bytes > 0)]))
-        self._variables = v = _Decisions(options, parameters, states)
+        self._variables = v = Decisions(options, parameters, states)
         passes, idle = lp.add_variables(2, cost=m * timed), lp.add_variables(3, cost=m * timed)
         update = lp.add_variables(1, cost=timed)
         copies = _PassCopies(*(lp.add_variables(1) for _ in range(5)))
         self._working = lp.add_variables(1)
-        self._add_one_option_C1(v)
+        add_one_location_C1(lp, i, v, first, n)
         self._add_copies_C4(v, copies)
         again: list[Term] = [(options.reshape(-1), -i.repeated_s[:, first].reshape(-1))]
         _add_compute_C2(lp, i, again, (passes, idle), copies)
         _add_links_C3(lp, i, (passes, idle), copies)
-        _add_update_C9(lp, i, update, v, first)
+        add_update_C9(lp, i, update, v, first)
         self._add_device_memory_C6(copies)
         self._add_host_memory_C7_and_storage_C8(copies)
 
-    def _add_one_option_C1(self, v: _Decisions) -> None:
-        i, lp, total = self._instance, self._lp, self._instance.total_state_bytes / SCALE
-        lp.add_rows("C1", [(v.options[k], 1.0) for k in range(len(OPTIONS))], lower=self._n, upper=self._n)
-        of_parameters: Term = (v.parameters, i.state_bytes[self._first] / SCALE)
-        lp.add_row("C1", [of_parameters, (v.states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
-        lp.add_rows("C1", [(v.states[2:], 1.0), (v.states[:2], -1.0)], upper=0.0)
-
-    def _add_copies_C4(self, v: _Decisions, copies: _PassCopies) -> None:
+    def _add_copies_C4(self, v: Decisions, copies: _PassCopies) -> None:
         """Add what the copies of all layers come to; activations that go early exist."""
         i, lp = self._instance, self._lp
         lp.add_row("copies", [(copies.acts, -1.0), *self._over_layers(i.moved_bytes)], lower=0.0, upper=0.0)
@@ -181,7 +167,7 @@ class CountProgram:
         headroom = (i.cap_bytes - i.fixed_bytes) / SCALE - i.resident_bytes / SCALE
         free = headroom - float(gradients.sum())
         at_turn: list[Term] = [
-            *always, *self._over_layers(i.kept_bytes), (copies.acts, 1.0), (copies.acts_early, -1.0),
+            *always, *self._over_layers(i.retained_bytes), (copies.acts, 1.0), (copies.acts_early, -1.0),
         ]  # fmt: skip
         self._buffer = lp.add_variables(1)
         in_update: list[Term] = [*always, (self._buffer, 1.0), (p, i.copy_bytes[first] / SCALE - gradients[first])]
@@ -194,12 +180,7 @@ class CountProgram:
     def _add_host_memory_C7_and_storage_C8(self, copies: _PassCopies) -> None:
         """Add the host's memory, or its bytes as the objective, and storage."""
         i, lp, states = self._instance, self._lp, self._variables.states
-        master, gradient = i.bytes_per_state_byte
-        away = (i.parameter_bytes + i.gradient_bytes + i.state_bytes)[self._first] / SCALE
-        on_host: list[Term] = [
-            (states[0], 1 + master + gradient), (states[1], 1.0), (states[2:], -1.0),
-            (self._variables.parameters, away), (copies.acts, 1.0),
-        ]  # fmt: skip
+        on_host = [*host_terms(i, self._variables, self._first), (copies.acts, 1.0)]
         if not self._timed:
             lp.add_row("C7", [*on_host, (lp.add_variables(1, cost=1.0), -1.0)], upper=0.0)
         elif np.isfinite(i.host_cap_bytes):
@@ -290,27 +271,6 @@ def _add_links_C3(lp: LinearProgram, i: OffloadInstance, slots: tuple[IntArray, 
 
 def _times(terms: list[Term], factor: float) -> list[Term]:
     return [(idxs, factor * values) for idxs, values in terms]
-
-
-def _add_update_C9(lp: LinearProgram, i: OffloadInstance, update: IntArray, v: _Decisions, first: IntArray) -> None:
-    """Add t >= the device's update, the host's update, copies of the update as in (C3), reads and writes on storage."""
-    total, links, p = i.total_state_bytes, i.links, v.parameters
-    if total == 0:
-        return
-    on_device, on_host, unit = float(i.device_update_s.sum()), float(i.host_update_s.sum()), SCALE / total
-    share = i.state_bytes[first] / total
-    host, streamed = v.states[:1], v.states[1:2]
-    lp.add_row("C9", [(update, 1.0), (host, on_device * unit), (p, on_device * share)], lower=on_device)
-    lp.add_row("C9", [(update, 1.0), (host, -on_host * unit), (p, -on_host * share)], lower=0.0)
-    master, gradient = i.bytes_per_state_byte
-    down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
-    going: list[Term] = [(host, gradient * down), (streamed, down)]
-    coming: list[Term] = [(host, master * up), (streamed, up)]
-    lp.add_row("C9", [*going, *_times(coming, links.hinder), (update, -1.0)], upper=0.0)
-    lp.add_row("C9", [*coming, *_times(going, links.hinder), (update, -1.0)], upper=0.0)
-    if i.storage_cap_bytes > 0:
-        both_ways = SCALE / links.read_bytes_per_s + SCALE / links.write_bytes_per_s
-        lp.add_row("C9", [(v.states[2:], both_ways), (update, -1.0)], upper=0.0)
 
 
 def count_programs(instance: OffloadInstance, *, approximate: bool = False) -> tuple[CountProgram, CountProgram]:

@@ -98,7 +98,7 @@ class OffloadInstance:
     kind: IntArray
     allowed: BoolArray
     repeated_s: FloatArray
-    kept_bytes: FloatArray
+    retained_bytes: FloatArray
     moved_bytes: FloatArray
     working_bytes: FloatArray
     parameter_bytes: FloatArray

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,34 +17,16 @@ from ..backend import solve_rows
 from ..linear_program import LinearAnswer, LinearProgram, Term
 from ..solution import Status
 from .instance import OPTIONS, OffloadChoice, OffloadInstance, OffloadMarginalSeconds
-
-SCALE = 1e9
-"""Bytes of one unit in the program, so that coefficients are within 1e-3 to 1e6."""
-
-Direction = Literal["to_host", "to_device"]
-
-
-@dataclass(frozen=True)
-class FluidSchedule:
-    """An answer: options [K, L] and parameters [L] as fractions, states in bytes, and what more of each resource would save.
-
-    Attributes:
-        bound_s: no schedule is below.
-        locations: [4, L] layers whose states the host updates, are streamed, and are on storage from either, as fractions; where
-        known.
-        working_bytes: in use at once.
-    """
-
-    objective_s: float
-    bound_s: float
-    options: FloatArray
-    parameters: FloatArray
-    host_bytes: float
-    streamed_bytes: float
-    storage_bytes: float
-    marginal: OffloadMarginalSeconds
-    locations: FloatArray | None = None
-    working_bytes: float = 0.0
+from .rows import (
+    SCALE,
+    Decisions,
+    FluidSchedule,
+    RateTerm,
+    add_links,
+    add_one_location_C1,
+    add_update_C9,
+    host_terms,
+)
 
 
 class Copies(NamedTuple):
@@ -68,22 +50,19 @@ class FluidModel:
     """The program and its variables.
 
     Attributes:
-        options: z [K, L]; parameters: p [L]; states: (host x, streamed s, and what of each is on storage) [4].
         forward, backward: lengths of the slots f, b [L]; idle: start, turn, tail [3]; update: t; working: bytes in use at once.
-        rate_terms: (rows, terms, direction) of terms that are divided by a direction's rate, for its marginal seconds.
+        rate_terms: for the marginal seconds of each direction's rate.
     """
 
     lp: LinearProgram
-    options: IntArray
-    parameters: IntArray
-    states: IntArray
+    decisions: Decisions
     forward: IntArray
     backward: IntArray
     idle: IntArray
     update: int
     working: int
     copies: Copies
-    rate_terms: list[tuple[range, list[Term], Direction]] = field(default_factory=list)
+    rate_terms: list[RateTerm] = field(default_factory=list)
 
 
 def solve_fluid(
@@ -94,12 +73,13 @@ def solve_fluid(
     status, answer = solve_rows(model.lp)
     if answer is None:
         return status, None
-    states = answer.values[model.states] * SCALE
+    v = model.decisions
+    states = answer.values[v.states] * SCALE
     return status, FluidSchedule(
         objective_s=answer.objective,
         bound_s=answer.bound,
-        options=answer.values[model.options],
-        parameters=answer.values[model.parameters],
+        options=answer.values[v.options],
+        parameters=answer.values[v.parameters],
         host_bytes=float(states[0]),
         streamed_bytes=float(states[1]),
         storage_bytes=float(states[2] + states[3]),
@@ -113,51 +93,47 @@ def build_model(
 ) -> FluidModel:
     """State all rows, named by the labels of offload/instance.py."""
     lp, size, m = LinearProgram(), i.num_layers, i.num_microbatches
-    options, parameters, states = _add_decisions_C1(lp, i, choice)
+    decisions = _add_decisions_C1(lp, i, choice)
     forward, backward = lp.add_variables(size, cost=m), lp.add_variables(size, cost=m)
     idle = lp.add_variables(3, cost=m)
     update = int(lp.add_variables(1, cost=1.0)[0])
     working = int(lp.add_variables(1, x_min=min_working_bytes / SCALE)[0])
     max_params = np.inf if i.may.parameters and (choice is None or choice.parameters.any()) else 0.0
     copies = Copies(*(lp.add_variables(size + 1, x_max=x_max) for x_max in [np.inf] * 3 + [max_params] * 3))
-    model = FluidModel(lp, options, parameters, states, forward, backward, idle, update, working, copies)
+    model = FluidModel(lp, decisions, forward, backward, idle, update, working, copies)
     for slot in _slots(model, i):
         _add_compute_C2(model, i, slot)
-        _add_links_C3(model, slot.length, slot.down, slot.up, i.links.hinder)
+        model.rate_terms.extend(add_links(lp, "C3", slot.length, slot.down, slot.up, i.links.hinder))
     sums = _running_sums(model, i)
     _add_departures_C4(model, i, sums)
     if sums.has_streams:
         _add_parameters_in_time_C5(model, sums)
         _add_gradients_leave_C4(model, i, sums)
     _add_memory_C6_to_C8(model, i, sums, choice)
-    _add_update_C9(model, i)
+    model.rate_terms.extend(add_update_C9(lp, i, update, decisions, np.arange(size)))
     return model
 
 
-def _add_decisions_C1(
-    lp: LinearProgram, i: OffloadInstance, choice: OffloadChoice | None
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Add the variables z [K, L], p [L] and states [4] of a choice, within (C1) or as given."""
+def _add_decisions_C1(lp: LinearProgram, i: OffloadInstance, choice: OffloadChoice | None) -> Decisions:
+    """Add the variables of a choice, within (C1) or as given."""
     size, num_options, total = i.num_layers, len(OPTIONS), i.total_state_bytes / SCALE
     if choice is None:
         z = lp.add_variables(num_options * size, x_max=i.allowed.astype(np.float64).reshape(-1))
-        z = z.reshape(num_options, size)
         p = lp.add_variables(size, x_max=(i.streamable & i.may.parameters).astype(np.float64))
         bytes_ = total * np.array([i.may.host_optimizer, i.may.streamed_optimizer])
         states = lp.add_variables(4, x_max=np.concatenate([bytes_, bytes_ * (i.storage_cap_bytes > 0)]))
     else:
         exact = (np.arange(num_options)[:, None] == choice.option).astype(np.float64).reshape(-1)
-        z = lp.add_variables(num_options * size, x_min=exact, x_max=exact).reshape(num_options, size)
+        z = lp.add_variables(num_options * size, x_min=exact, x_max=exact)
         p = lp.add_variables(size, x_min=choice.parameters * 1.0, x_max=choice.parameters * 1.0)
         away = (choice.host_optimizer, choice.streamed_optimizer)
-        masks = (*away, *(mask & choice.storage for mask in away))
-        fixed = [float(i.state_bytes[mask].sum()) / SCALE for mask in masks]
+        fixed = [
+            float(i.state_bytes[mask].sum()) / SCALE for mask in (*away, *(mask & choice.storage for mask in away))
+        ]
         states = lp.add_variables(4, x_min=fixed, x_max=fixed)
-    lp.add_rows("C1", [(z[k], 1.0) for k in range(num_options)], lower=1.0, upper=1.0)
-    # The sum of the layers' bytes rounds: without a margin all states off the device could be infeasible.
-    lp.add_row("C1", [(p, i.state_bytes / SCALE), (states[:2], 1.0)], upper=total * (1 + 1e-9) + 1e-12)
-    lp.add_rows("C1", [(states[2:], 1.0), (states[:2], -1.0)], upper=0.0)
-    return z, p, states
+    decisions = Decisions(z.reshape(num_options, size), p, states)
+    add_one_location_C1(lp, i, decisions, np.arange(size), 1.0)
+    return decisions
 
 
 class _Slot(NamedTuple):
@@ -175,7 +151,9 @@ def _slots(model: FluidModel, i: OffloadInstance) -> list[_Slot]:
     down, up = SCALE / i.links.to_host_bytes_per_s, SCALE / i.links.to_device_bytes_per_s
     start, turn, tail = model.idle
     acts_down_fwd, acts_down_bwd, acts_up, params_up_fwd, params_up_bwd, grads_down = model.copies
-    repeated: list[Term] = [(model.options[k], -i.repeated_s[k]) for k in range(len(OPTIONS)) if i.repeated_s[k].any()]
+    repeated: list[Term] = [
+        (model.decisions.options[k], -i.repeated_s[k]) for k in range(len(OPTIONS)) if i.repeated_s[k].any()
+    ]
     return [
         _Slot(model.forward, [(acts_down_fwd[:-1], down)], [(params_up_fwd[:-1], up)], i.forward_s),
         _Slot(
@@ -200,22 +178,6 @@ def _add_compute_C2(model: FluidModel, i: OffloadInstance, slot: _Slot) -> None:
     terms = [(slot.length, 1.0), *slot.recompute, *lost_down, *lost_up]
     rows = model.lp.add_rows("C2", terms, lower=slot.compute_s)
     model.rate_terms.extend([(rows, lost_down, "to_host"), (rows, lost_up, "to_device")])
-
-
-def _add_links_C3(
-    model: FluidModel, length: Any, down: list[Term], up: list[Term], hinder: float, label: str = "C3"
-) -> None:
-    """Add seconds of one direction + HINDER seconds of the other <= length, for each direction that has copies."""
-    ways: tuple[tuple[list[Term], list[Term], Direction, Direction], ...] = (
-        (down, up, "to_host", "to_device"),
-        (up, down, "to_device", "to_host"),
-    )
-    for copies, others, direction, other_direction in ways:
-        if not copies:
-            continue
-        hindered: list[Term] = [(idxs, hinder * rate) for idxs, rate in others] if hinder > 0 else []
-        rows = model.lp.add_rows(label, [*copies, *hindered, (length, -1.0)], upper=0.0)
-        model.rate_terms.extend([(rows, copies, direction), (rows, hindered, other_direction)])
 
 
 @dataclass(frozen=True)
@@ -245,7 +207,7 @@ class _RunningSums:
 
 def _running_sums(model: FluidModel, i: OffloadInstance) -> _RunningSums:
     """Add the sums over layers; backward slots run from the last layer on."""
-    lp, size, z, p = model.lp, i.num_layers, model.options, model.parameters
+    lp, size, (z, p, _) = model.lp, i.num_layers, model.decisions
     acts_down_fwd, acts_down_bwd, acts_up, params_up_fwd, params_up_bwd, grads_down = model.copies
 
     def over_options(values: FloatArray) -> IntArray:
@@ -259,7 +221,7 @@ def _running_sums(model: FluidModel, i: OffloadInstance) -> _RunningSums:
     lp.add_row("sum", [(by_turn, 1.0), (by_fwd[-1], -1.0), (acts_down_fwd[-1], -1.0)], lower=0.0, upper=0.0)
     return _RunningSums(
         has_streams=has_streams,
-        retained=over_options(i.kept_bytes),
+        retained=over_options(i.retained_bytes),
         moved=over_options(i.moved_bytes),
         acts_down_by_fwd=by_fwd,
         acts_down_by_turn=by_turn,
@@ -333,7 +295,7 @@ def _add_gradients_leave_C4(model: FluidModel, i: OffloadInstance, sums: _Runnin
     rate = i.links.to_host_bytes_per_s / SCALE
     ended: list[Term] = [
         (model.backward, -rate),
-        *((model.options[k], rate * i.repeated_s[k]) for k in range(len(OPTIONS))),
+        *((model.decisions.options[k], rate * i.repeated_s[k]) for k in range(len(OPTIONS))),
     ]
     made: list[Term] = [(down, 1.0), (total, -1.0), (sums.streamed_grads, 1.0)]
     lp.add_rows("C4", [*made, *ended], upper=-rate * i.backward_s)
@@ -344,27 +306,24 @@ def _add_memory_C6_to_C8(
     model: FluidModel, i: OffloadInstance, sums: _RunningSums, choice: OffloadChoice | None
 ) -> None:
     """Add the memory of the device (C6) in every slot, at the turn and in the update, of the host (C7) and of storage (C8)."""
-    lp, p = model.lp, model.parameters
+    lp, (z, p, states) = model.lp, model.decisions
     headroom = (i.cap_bytes - i.fixed_bytes) / SCALE
-    in_use: list[Term] = [(model.options[k], -i.working_bytes[k] / SCALE) for k in range(len(OPTIONS))]
+    in_use: list[Term] = [(z[k], -i.working_bytes[k] / SCALE) for k in range(len(OPTIONS))]
     lp.add_rows("working", [(model.working, 1.0), *in_use], lower=0.0)
     accumulated = i.gradient_bytes * i.gradients_accumulate
     leaves = (i.parameter_bytes + i.copy_bytes + i.state_bytes + accumulated) / SCALE
     resident = lp.add_variables(1)
-    terms: list[Term] = [(resident, 1.0), (p, leaves), (model.states[:2], 1.0)]
+    terms: list[Term] = [(resident, 1.0), (p, leaves), (states[:2], 1.0)]
     lp.add_row("resident", terms, lower=i.resident_bytes / SCALE, upper=i.resident_bytes / SCALE)
     always: list[Term] = [(resident, 1.0), (model.working, 1.0)]
     _add_forward_memory_C6(model, i, sums, always, headroom)
     _add_backward_memory_C6(model, i, sums, always, headroom)
     _add_update_memory_C6(model, i, choice, always, headroom)
     if np.isfinite(i.host_cap_bytes):
-        master, gradient = i.bytes_per_state_byte
-        away = (i.parameter_bytes + i.gradient_bytes + i.state_bytes) / SCALE
-        host, streamed = model.states[0], model.states[1]
-        on_host: list[Term] = [(host, 1 + master + gradient), (streamed, 1.0), (model.states[2:], -1.0), (p, away)]
+        on_host = host_terms(i, model.decisions, np.arange(i.num_layers))
         lp.add_row("C7", [*on_host, (sums.moved[-1], 1.0)], upper=i.host_cap_bytes / SCALE)
     if i.storage_cap_bytes > 0:
-        lp.add_row("C8", [(model.states[2:], 1.0)], upper=i.storage_cap_bytes / SCALE)
+        lp.add_row("C8", [(states[2:], 1.0)], upper=i.storage_cap_bytes / SCALE)
 
 
 def _add_forward_memory_C6(
@@ -387,7 +346,7 @@ def _add_backward_memory_C6(
     """Add what is back and not used yet, gradients that have not gone, and copies of parameters, in the backward slots."""
     lp, freed = model.lp, i.freed_bytes / SCALE
     grads_so_far = np.cumsum((i.gradient_bytes / SCALE - freed)[::-1])[::-1] + freed
-    freed_of_streamed = _running_sum(lp, [(model.parameters, freed)], i.num_layers) if freed.any() else None
+    freed_of_streamed = _running_sum(lp, [(model.decisions.parameters, freed)], i.num_layers) if freed.any() else None
     for idxs, before in ((np.arange(1), None), (np.arange(1, i.num_layers), np.arange(i.num_layers - 1))):
         terms: list[Term] = [
             *always, (sums.retained[idxs], 1.0),
@@ -410,11 +369,11 @@ def _add_update_memory_C6(
     model: FluidModel, i: OffloadInstance, choice: OffloadChoice | None, always: list[Term], headroom: float
 ) -> None:
     """Add the update's own bytes and the two buffers through which states are streamed, of the smallest layer at least."""
-    p, buffer = model.parameters, list[Term]()
+    (_, p, states), buffer = model.decisions, list[Term]()
     free = headroom
     if choice is None and (i.state_bytes > 0).any():
         smallest = 2 * float(i.state_bytes[i.state_bytes > 0].min()) / i.total_state_bytes
-        buffer = [(model.states[1:2], smallest)]
+        buffer = [(states[1:2], smallest)]
     elif choice is not None and choice.streamed_optimizer.any():
         free -= 2 * float(i.state_bytes[choice.streamed_optimizer].max()) / SCALE
     gradients = 0.0 if i.gradients_accumulate else float(i.gradient_bytes.sum()) / SCALE
@@ -422,27 +381,6 @@ def _add_update_memory_C6(
     copies = float(i.copy_bytes.sum()) / SCALE
     in_update: list[Term] = [*always, *buffer, *kept_gradients, (p, i.copy_bytes / SCALE)]
     model.lp.add_row("C6", in_update, upper=free - gradients + copies - i.update_bytes / SCALE)
-
-
-def _add_update_C9(model: FluidModel, i: OffloadInstance) -> None:
-    """Add t >= the device's update, the host's update, copies of the update as in (C3), reads and writes on storage."""
-    lp, total, links = model.lp, i.total_state_bytes, i.links
-    if total == 0:
-        return
-    t, p, (host, streamed, *_) = model.update, model.parameters, model.states
-    share = i.state_bytes / total
-    on_device, on_host = float(i.device_update_s.sum()), float(i.host_update_s.sum())
-    unit = SCALE / total
-    lp.add_row("C9", [(t, 1.0), (host, on_device * unit), (p, on_device * share)], lower=on_device)
-    lp.add_row("C9", [(t, 1.0), (host, -on_host * unit), (p, -on_host * share)], lower=0.0)
-    master, gradient = i.bytes_per_state_byte
-    down, up = SCALE / links.to_host_bytes_per_s, SCALE / links.to_device_bytes_per_s
-    going: list[Term] = [(host, gradient * down), (streamed, down)]
-    coming: list[Term] = [(host, master * up), (streamed, up)]
-    _add_links_C3(model, t, going, coming, links.hinder, "C9")
-    if i.storage_cap_bytes > 0:
-        both_ways = SCALE / links.read_bytes_per_s + SCALE / links.write_bytes_per_s
-        lp.add_row("C9", [(model.states[2:], both_ways), (t, -1.0)], upper=0.0)
 
 
 def _marginal_seconds(i: OffloadInstance, model: FluidModel, answer: LinearAnswer) -> OffloadMarginalSeconds:

@@ -55,7 +55,7 @@ _MIN_GAIN = 1e-7
 
 
 def locations_of(choice: OffloadChoice) -> IntArray:
-    """The location of each layer [L], into PLACES."""
+    """Return the location of each layer's states [L], into LOCATIONS."""
     stored = 3 * choice.storage
     location = np.where(choice.host_optimizer, 1 + stored, np.where(choice.streamed_optimizer, 2 + stored, 0))
     return np.where(choice.parameters, 3, location)
@@ -194,7 +194,7 @@ def _sums_by_option(i: OffloadInstance) -> FloatArray:
     sums = np.zeros((len(OPTIONS), i.num_layers, NUM_SUMS))
     sums[..., COMPUTE_S] = i.repeated_s
     sums[..., DOWN] = sums[..., UP] = sums[..., HOST] = i.moved_bytes
-    sums[..., DEVICE] = i.kept_bytes
+    sums[..., DEVICE] = i.retained_bytes
     return sums
 
 

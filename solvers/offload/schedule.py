@@ -26,7 +26,7 @@ from ..tolerances import SUMMED
 from . import starts
 from .bound import NO_RESERVE, CountProgram, count_programs, raise_bound_s
 from .instance import OffloadChoice, OffloadInstance, OffloadMarginalSeconds
-from .program import FluidSchedule, solve_fluid
+from .program import solve_fluid
 from .repair import (
     ResourceSums,
     SimulatedChoice,
@@ -38,6 +38,7 @@ from .repair import (
     simulate_unchanged,
     widen_window,
 )
+from .rows import FluidSchedule
 from .simulation import SimulatedStep
 
 PHASES = (0.5, 0.0)

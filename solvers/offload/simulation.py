@@ -240,7 +240,7 @@ def _peak_bytes(
     """Return the most bytes on the device until backward passes begin, and from then on: what is on it all the time, and changes at
     starts and ends of jobs.
     """
-    moved, kept, working = choice.take(i.moved_bytes), choice.take(i.kept_bytes), choice.take(i.working_bytes)
+    moved, kept, working = choice.take(i.moved_bytes), choice.take(i.retained_bytes), choice.take(i.working_bytes)
     leaves = i.parameter_bytes + i.copy_bytes + i.state_bytes * 1.0
     gone = np.where(choice.parameters, leaves, 0.0).sum()
     gone += i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()

@@ -16,7 +16,7 @@ from ...schema.arrays import BoolArray, FloatArray, IntArray
 from ..tolerances import ROUNDING, SUMMED
 from .bound import MANY_KINDS
 from .instance import OPTIONS, OffloadChoice, OffloadInstance
-from .program import FluidSchedule
+from .rows import FluidSchedule
 from .simulation import host_bytes, update_bytes
 
 _TIE = 0.2
@@ -209,7 +209,7 @@ def uniform_lower_bound_s(i: OffloadInstance, choice: OffloadChoice) -> float:
     resident = i.resident_bytes - i.state_bytes[choice.streamed_optimizer | choice.host_optimizer].sum()
     resident -= (master + i.copy_bytes + i.state_bytes + gradient * i.gradients_accumulate)[p].sum()
     working = choice.take(i.working_bytes).max(initial=0.0)
-    at_turn = resident + choice.take(i.kept_bytes).sum() + working + i.fixed_bytes + i.turn_bytes
+    at_turn = resident + choice.take(i.retained_bytes).sum() + working + i.fixed_bytes + i.turn_bytes
     if max(at_turn, update_bytes(i, choice)) > i.cap_bytes or host_bytes(i, choice) > i.host_cap_bytes:
         return np.inf
     return float(m * max(compute, to_host, to_device) + update)

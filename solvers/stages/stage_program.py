@@ -70,7 +70,7 @@ class StageProgramInstance:
     counts: IntArray
     seconds: FloatArray
     once_s: FloatArray
-    kept_bytes: FloatArray
+    retained_bytes: FloatArray
     room_bytes: FloatArray
     uses: BoolArray
     slowest_weight: float
@@ -101,7 +101,7 @@ class StageFilling(NamedTuple):
 class OptionFront(NamedTuple):
     """Ways to fill one count of layers that no other way beats in both, by growing bytes [F] and falling value [F]."""
 
-    kept_bytes: FloatArray
+    retained_bytes: FloatArray
     value: FloatArray
     picks: IntArray
 
@@ -123,13 +123,13 @@ class OptionFronts:
         return self._made[key]
 
     def _make(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
-        num_kinds, num_options = self._instance.kept_bytes.shape
+        num_kinds, num_options = self._instance.retained_bytes.shape
         if not any(counts):
             return OptionFront(np.zeros(1), np.zeros(1), np.zeros((1, num_kinds, num_options), dtype=np.int64))
         kind = max(k for k, count in enumerate(counts) if count)
         fewer = self.front(stage, within, tuple(count - (k == kind) for k, count in enumerate(counts)))
         options = np.flatnonzero(self._instance.uses[within])
-        kept = (fewer.kept_bytes[None] + self._instance.kept_bytes[kind, options, None]).ravel()
+        kept = (fewer.retained_bytes[None] + self._instance.retained_bytes[kind, options, None]).ravel()
         value = (fewer.value[None] + self.values[stage, kind, options, None]).ravel()
         order = np.lexsort((value, kept))
         best_before = np.concatenate([[np.inf], np.minimum.accumulate(value[order])[:-1]])
@@ -153,14 +153,14 @@ def min_values(instance: StageProgramInstance, once_weight: float, fronts: Optio
         allowed = np.where(instance.uses[within], values, np.inf)
         cheapest = np.argmin(allowed, axis=2) if allowed.size else np.zeros(instance.counts.shape, dtype=np.int64)
         value = (np.take_along_axis(allowed, cheapest[:, :, None], axis=2)[:, :, 0] * instance.counts).sum(axis=1)
-        kept = (instance.kept_bytes[np.arange(instance.counts.shape[1]), cheapest] * instance.counts).sum(axis=1)
+        kept = (instance.retained_bytes[np.arange(instance.counts.shape[1]), cheapest] * instance.counts).sum(axis=1)
         best = np.where(kept <= instance.room_bytes[:, within], np.minimum(best, value), best)
         floor = np.minimum(floor, value)
     for rows in _rows_with_equal_fillings(instance, np.flatnonzero(best > floor)):
         counts = tuple(int(count) for count in instance.counts[rows[0]])
         for within in sets:
             front = fronts.front(int(instance.stage[rows[0]]), within, counts)
-            idx = np.searchsorted(front.kept_bytes, instance.room_bytes[rows, within], side="right") - 1
+            idx = np.searchsorted(front.retained_bytes, instance.room_bytes[rows, within], side="right") - 1
             best[rows] = np.minimum(best[rows], np.where(idx >= 0, front.value[idx], np.inf))
     return np.asarray(best + fixed)
 
@@ -254,10 +254,10 @@ def _filling(instance: StageProgramInstance, fronts: OptionFronts, stage: int, f
     """Return how many layers of each kind take each option [K, O] in the best filling of a span."""
     span = _span(instance, stage, first, last)
     counts = tuple(int(count) for count in instance.counts[span])
-    best, picks = np.inf, np.zeros(instance.kept_bytes.shape, dtype=np.int64)
+    best, picks = np.inf, np.zeros(instance.retained_bytes.shape, dtype=np.int64)
     for within in range(len(instance.uses)):
         front = fronts.front(stage, within, counts)
-        idx = int(np.searchsorted(front.kept_bytes, instance.room_bytes[span, within], side="right")) - 1
+        idx = int(np.searchsorted(front.retained_bytes, instance.room_bytes[span, within], side="right")) - 1
         if idx >= 0 and front.value[idx] < best:
             best, picks = float(front.value[idx]), front.picks[idx]
     return picks
@@ -292,7 +292,7 @@ def check(instance: StageProgramInstance, choice: StageFilling) -> float:
         sets = [not np.any(n[:, ~uses]) for uses in instance.uses]
         if not any(sets):
             raise ValueError(f"within the set (C3): stage {s} uses options {np.flatnonzero(n.sum(axis=0))}")
-        kept, room = float((instance.kept_bytes * n).sum()), float(instance.room_bytes[span, sets].max())
+        kept, room = float((instance.retained_bytes * n).sum()), float(instance.room_bytes[span, sets].max())
         if kept > room * (1 + ROUNDING) + 1:
             raise ValueError(f"memory (C4): stage {s} keeps {kept:.0f} bytes of {room:.0f}")
         seconds.append(float(instance.fixed_s[span] + (instance.seconds[s] * n).sum()))

@@ -64,7 +64,7 @@ class StageSplitInstance:
 
     @property
     def stages_differ(self) -> bool:
-        """Whether (O') counts."""
+        """True where (O') counts."""
         return self.busy_s.ndim == 2
 
     @property

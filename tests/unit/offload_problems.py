@@ -35,7 +35,7 @@ def instance(
         kind=np.arange(size) if seed is not None else np.array([0, *[1] * num_blocks, 2]),
         allowed=np.where(is_block, True, np.arange(5)[:, None] == KEEP),
         repeated_s=np.array([0, 0.1, 0.8, 0, 0.8])[:, None] * forward * is_block,
-        kept_bytes=kept * (1 - moves),
+        retained_bytes=kept * (1 - moves),
         moved_bytes=kept * moves,
         working_bytes=np.array([1e9, 2e9, 4e9, 1e9, 4e9])[:, None] * is_block,
         parameter_bytes=states / 2,
@@ -53,7 +53,7 @@ def instance(
         cap_bytes=1e15,
     )
     whole = replace(whole, **changes)
-    most = whole.resident_bytes + whole.kept_bytes[KEEP].sum() + whole.gradient_bytes.sum() + 5e9
+    most = whole.resident_bytes + whole.retained_bytes[KEEP].sum() + whole.gradient_bytes.sum() + 5e9
     return replace(whole, cap_bytes=cap_share * float(most))
 
 

@@ -66,7 +66,7 @@ def test_the_raised_bound_is_below_every_choice_and_above_the_fluid_one() -> Non
     nowhere = AllowedMoves(host_optimizer=False, streamed_optimizer=False, parameters=False)
     problem = instance(4, seed=5, may=nowhere)
     only = problem.allowed & np.isin(np.arange(5), (KEEP, FULL))[:, None]
-    everything = problem.kept_bytes[KEEP].sum() + problem.resident_bytes + problem.fixed_bytes + problem.turn_bytes
+    everything = problem.retained_bytes[KEEP].sum() + problem.resident_bytes + problem.fixed_bytes + problem.turn_bytes
     problem = replace(problem, allowed=only, cap_bytes=float(everything) - 8e9)
     times = []
     for option in itertools.product((KEEP, FULL), repeat=4):

@@ -46,7 +46,7 @@ def random_instance(
         counts=counts,
         seconds=speed[:, None, None] * seconds,
         once_s=speed[:, None, None] * once[:, None],
-        kept_bytes=kept,
+        retained_bytes=kept,
         room_bytes=room[:, None] - np.array([0.0, 1e6, 7e6]),
         uses=USES,
         slowest_weight=float(rng.choice([0.5, 3.0, 12.0])),
@@ -57,7 +57,7 @@ def random_instance(
 def every_answer(instance: StageProgramInstance) -> list[tuple[float, float]]:
     """(O) and the slowest stage of every cut with every choice that is allowed."""
     answers = []
-    num_kinds, num_options = instance.kept_bytes.shape
+    num_kinds, num_options = instance.retained_bytes.shape
     at = {key: p for p, key in enumerate(zip(instance.stage, instance.first, instance.last, strict=True))}
     for cuts in itertools.combinations(range(1, instance.num_layers), instance.num_stages - 1):
         boundaries = (0, *cuts, instance.num_layers)
