@@ -1,0 +1,95 @@
+"""What it takes to add an axis, a schedule or an objective: a patch of few files, applied to a copy of the tree and run.
+
+The toys change no number. Where a change of the tree moves the lines that a patch is for, write the patch again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = Path(__file__).parent / "patches"
+FOLDERS = (
+    "schema",
+    "profilers",
+    "cost_models",
+    "solvers",
+    "planner",
+    "runtime",
+    "engines",
+    "cli",
+    "validation",
+    "fitting",
+)
+
+SETUP = """
+from meshwright.cost_models.pipeline.orders import order_of_schedule
+from meshwright.planner import cheapest, estimate, plan
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Offer, Plan, Workload
+model, workload = ModelSpec.named("llama-3.2-1b"), Workload(seq_len=2048, global_batch_size=32)
+cluster = ClusterSpec.parse("8xH100-SXM-80GB")
+def refusal(text):
+    try:
+        Layout.parse(text)
+    except ConfigError as error:
+        return str(error)
+"""
+AXIS = """
+made = plan(model, cluster, workload, fixed={"spin": 2})
+assert made.layout.spin == 2 and "spin=2" in str(made.layout), made.layout
+assert Plan.model_validate_json(made.model_dump_json()) == made
+plain = plan(model, cluster, workload)
+assert plain.layout.spin == 1 and plain.estimate.step_time_s == made.estimate.step_time_s
+assert "spin" in refusal("warp=2")
+try:
+    estimate(model, cluster, workload, Layout(spin=3, dp_shard=8))
+except ConfigError as error:
+    assert "[spin_divides_heads]" in str(error)
+else:
+    raise AssertionError("the rule of the new axis is not asked")
+"""
+SCHEDULE = """
+made = plan(model, cluster, workload, fixed={"schedule": "toy", "pp": 2})
+assert made.layout.schedule == "toy" and str(made.layout).endswith("toy"), made.layout
+assert Layout.parse(str(made.layout)) == made.layout
+assert Plan.model_validate_json(made.model_dump_json()) == made
+usual = estimate(model, cluster, workload, made.layout.replace(schedule="1f1b"))
+assert abs(made.estimate.step_time_s / usual.step_time_s - 1) < 1e-9
+assert order_of_schedule("toy", 2, 4, 1) == order_of_schedule("1f1b", 2, 4, 1)
+assert "'toy'" in refusal("schedule=warp")
+"""
+OBJECTIVE = """
+offers = [Offer.of(ClusterSpec.parse("4x8xH100-SXM-80GB"), price_per_device_hour=2.0)]
+made = cheapest(model, offers, workload.replace(global_batch_size=64), runnable=True, top=0)
+assert made.cost.num_nodes == 1, made.cost
+assert Plan.model_validate_json(made.model_dump_json()) == made
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "max_files", "script"), [("axis", 5, AXIS), ("schedule", 2, SCHEDULE), ("objective", 2, OBJECTIVE)]
+)
+def test_toy_is_a_patch_of_few_files(name: str, max_files: int, script: str, tmp_path: Path) -> None:
+    patch = PATCHES / f"{name}.patch"
+    assert len(re.findall(r"^\+\+\+ ", patch.read_text(), flags=re.MULTILINE)) <= max_files
+    package = tmp_path / "meshwright"
+    for folder in (*FOLDERS, "tests/parity"):
+        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=package, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", SETUP + script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
