@@ -166,8 +166,8 @@ def judge(mutant: Mutant, tree: Path, env: dict[str, str], options: argparse.Nam
 
 
 def _first_failure(output: str) -> str:
-    found = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
-    return found[1] if found else output.strip().splitlines()[-1][:200]
+    failure = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
+    return failure[1] if failure else output.strip().splitlines()[-1][:200]
 
 
 def main() -> int:

@@ -109,11 +109,11 @@ def answer_of(document: Any) -> Any:
 def _stable(node: Any) -> Any:
     """Drop what varies; of model and cluster in a plan only the name stays, their content is the input."""
     if isinstance(node, dict):
-        kept = {key: _stable(value) for key, value in node.items() if key not in VOLATILE}
+        stable = {key: _stable(value) for key, value in node.items() if key not in VOLATILE}
         for name in ("model", "cluster"):
             if isinstance(node.get(name), dict) and "name" in node[name]:
-                kept[name] = node[name]["name"]
-        return kept
+                stable[name] = node[name]["name"]
+        return stable
     if isinstance(node, list):
         return [_stable(item) for item in node]
     return node
@@ -156,14 +156,16 @@ def _runs(items: list[Any]) -> Iterator[str]:
         idx = end
 
 
-def differences(expected: Any, actual: Any, path: str = "", slack: float = 0.0) -> Iterator[str]:
+def differences(
+    expected: Any, actual: Any, path: str = "", slack: float = 0.0, *, rel_tol: float = RELATIVE_TOLERANCE
+) -> Iterator[str]:
     """Yield ``path: expected -> actual`` of everything that differs.
 
-    Numbers may differ by RELATIVE_TOLERANCE. Some are differences of larger ones: parts of a step, seconds that a change saves
+    Numbers may differ by ``rel_tol`` of themselves. Some are differences of larger ones: parts of a step, seconds that a change saves
     and gaps are compared relative to the step, to the largest number of their table or list, and to 1.
     """
     if isinstance(expected, dict) and isinstance(actual, dict):
-        inner = max(slack, _slack(list(expected.values())), _slack([expected.get("step_time_s")]))
+        inner = max(slack, _slack(list(expected.values()), rel_tol), _slack([expected.get("step_time_s")], rel_tol))
         for key in {**expected, **actual}:
             where = f"{path}.{key}" if path else key
             if key not in actual:
@@ -171,26 +173,28 @@ def differences(expected: Any, actual: Any, path: str = "", slack: float = 0.0) 
             elif key not in expected:
                 yield f"{where}: missing -> {_short(actual[key])}"
             else:
-                yield from differences(expected[key], actual[key], where, RELATIVE_TOLERANCE if key == "gap" else inner)
+                yield from differences(
+                    expected[key], actual[key], where, rel_tol if key == "gap" else inner, rel_tol=rel_tol
+                )
     elif isinstance(expected, list) and isinstance(actual, list):
         if len(expected) != len(actual):
             yield f"{path}: {len(expected)} items -> {len(actual)}: {_short(expected)} -> {_short(actual)}"
             return
-        inner = max(slack, _slack(expected))
+        inner = max(slack, _slack(expected, rel_tol))
         for idx, pair in enumerate(zip(expected, actual, strict=True)):
-            yield from differences(*pair, f"{path}[{idx}]", inner)
+            yield from differences(*pair, f"{path}[{idx}]", inner, rel_tol=rel_tol)
     elif _is_number(expected) and _is_number(actual):
-        if not math.isclose(expected, actual, rel_tol=RELATIVE_TOLERANCE, abs_tol=slack):
+        if not math.isclose(expected, actual, rel_tol=rel_tol, abs_tol=slack):
             yield f"{path}: {expected!r} -> {actual!r}"
     elif expected != actual or type(expected) is not type(actual):
         yield f"{path}: {_short(expected)} -> {_short(actual)}"
 
 
-def _slack(values: list[Any]) -> float:
-    """Return RELATIVE_TOLERANCE of the largest, where all are numbers."""
+def _slack(values: list[Any], rel_tol: float) -> float:
+    """Return so much of the largest, where all are numbers."""
     if not all(map(_is_number, values)):
         return 0.0
-    return RELATIVE_TOLERANCE * max(map(abs, values), default=0.0)
+    return rel_tol * max(map(abs, values), default=0.0)
 
 
 def _is_number(value: Any) -> bool:
