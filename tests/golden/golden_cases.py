@@ -161,8 +161,8 @@ def differences(
 ) -> Iterator[str]:
     """Yield ``path: expected -> actual`` of everything that differs.
 
-    Numbers may differ by ``rel_tol`` of themselves. Some are differences of larger ones: parts of a step, seconds that a change saves
-    and gaps are compared relative to the step, to the largest number of their table or list, and to 1.
+    Numbers may differ by ``rel_tol`` of themselves. Some are differences of larger ones: parts of a step, seconds that a change
+    saves and gaps are compared relative to the step, to the largest number of their table or list, and to 1.
     """
     if isinstance(expected, dict) and isinstance(actual, dict):
         inner = max(slack, _slack(list(expected.values()), rel_tol), _slack([expected.get("step_time_s")], rel_tol))

@@ -3,7 +3,8 @@
 python tests/golden/regenerate.py [--only WORD ...] [--check] [--exact] [--reverse]
 
 --only takes cases whose "group: name" has one of the words; --check writes nothing and ends with 1 where anything differs;
---exact also tells of numbers that differ by rounding alone; --reverse runs the cases from the last to the first (an answer must not depend on what ran before it).
+--exact also tells of numbers that differ by rounding alone; --reverse runs the cases from the last to the first (an answer must not
+depend on what ran before it).
 """
 
 from __future__ import annotations
