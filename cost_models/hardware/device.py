@@ -14,7 +14,7 @@ from ...schema.errors import ConfigError
 from ...schema.profile import MatmulPoint
 from ...schema.task import Precision
 from .. import measured
-from ..coefficients import Coefficients, Scenario
+from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..learned.attention import PROCESSORS, AttentionDevice, kernel_name
 from ..learned.calibration import corrected_by
 from ..learned.gemm import GemmDevice, GemmRates, is_known, known_coefficients, known_devices
@@ -93,7 +93,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_host, is_fp8 = device.backend.is_host, workload.precision == "fp8"
     points = cluster.profile.matmuls if cluster.profile is not None else ()
-    gemm = None if is_host else gemm_rates(device, workload.precision, c, ratio.products, points)
+    gemm = None if is_host else gemm_rates(device, workload.precision, ratio.products, points, c)
     fit = _host_fit(device, c) if gemm is None else gemm.coefficients
     slowed = ratio.products if gemm is None else gemm.sustained_ratio
     elementwise = measured.elementwise_bytes_per_s(cluster, workload)
@@ -106,7 +106,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     }
     return DeviceRates(
         gemm=gemm,
-        full_gemm=gemm_rates(device, "bf16-mixed", c, ratio.products, points) if is_fp8 else gemm,
+        full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points, c) if is_fp8 else gemm,
         gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
         expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
@@ -160,12 +160,13 @@ def _vector_flops_per_s(device: Device, coefficients: Coefficients) -> float:
 def gemm_rates(
     device: Device,
     precision: Precision,
-    coefficients: Coefficients,
     calibration: float = 1.0,
     points: tuple[MatmulPoint, ...] = (),
+    coefficients: Coefficients | None = None,
 ) -> GemmRates:
     """Return the rates of matrix products on an accelerator: data sheet, what is known of its kind, ``points`` measured on it."""
     # Measured fp8 products include the cast of their inputs (11 to 16 bytes an element); training's own cast is counted apart.
+    coefficients = coefficients or packaged_coefficients()
     fitted, software, _ = known_coefficients(device.name, device.architecture)
     products: Precision = "bf16-mixed" if precision == "fp8" else precision
     dtype = _dtype(device, products)

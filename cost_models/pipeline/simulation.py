@@ -248,20 +248,3 @@ def _needs(
     if kind == "W":
         return "B", at, 0.0
     return ("F", at, 0.0) if stage == last else ("B", at + m, hops[stage])
-
-
-def closed_form_s(
-    schedule: Literal["gpipe", "1f1b", "interleaved"],
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    micro_batch_s: float,
-    chunks: int = 1,
-) -> float:
-    """Makespan with equal stages and free transfers: `(m + (R-1)/v) t`, t seconds of one micro-batch on one rank.
-
-    For v > 1 chunks m must be a multiple of R.
-    Source: Narayanan et al., arXiv:2104.04473, section 2.2.
-    """
-    divisor = chunks if schedule == "interleaved" else 1
-    return (num_microbatches + (num_ranks - 1) / divisor) * micro_batch_s

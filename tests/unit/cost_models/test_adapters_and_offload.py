@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from meshwright.cost_models.coefficients import Scenario
 from meshwright.cost_models.hardware.host import host_link_bytes_per_s, host_update_s_per_param
 from meshwright.cost_models.layer.parameters import adapter_params
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, plan
 from meshwright.planner.expand import expand
@@ -77,11 +78,13 @@ def test_offloaded_activations_leave_the_device() -> None:
 
 def test_host_rates() -> None:
     # Eight devices copying at once over PCIe 4 measure 6.1 GB/s each (A100, L4).
-    assert float(host_link_bytes_per_s(np.array(0), CLUSTER)) == pytest.approx(6.1e9, rel=0.02)
+    assert float(host_link_bytes_per_s(np.array(0), Scenario.build(WORKLOAD, CLUSTER))) == pytest.approx(
+        6.1e9, rel=0.02
+    )
     # Adam of ZeRO-Offload (arXiv:2101.06840 table 4): 0.22 to 0.26 s for each 1e9 parameters of one host.
     one = ClusterSpec.parse("1xV100-SXM2-32GB")
-    link = float(host_link_bytes_per_s(np.array(0), one))
-    update = float(host_update_s_per_param(WORKLOAD, one, np.array(0), 28.0)) - 6 / link
+    link = float(host_link_bytes_per_s(np.array(0), Scenario.build(WORKLOAD, one)))
+    update = float(host_update_s_per_param(Scenario.build(WORKLOAD, one), np.array(0), 28.0)) - 6 / link
     assert 0.22e-9 < update < 0.27e-9
 
 
@@ -113,7 +116,7 @@ def test_bounds_hold_with_every_choice(workload: Workload) -> None:
     batch = LayoutTable.from_layouts(layouts, workload.global_batch_size)
     assert [batch.layout(idx) for idx in range(len(layouts))] == layouts
     costs = CostTable.from_layouts(LLAMA, workload, CLUSTER, batch)
-    bound_s, bound_bytes = lower_bounds(costs)
+    bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
     for idx in range(len(layouts)):
         real = expand(costs, idx).estimate
         assert bound_s[idx] <= real.step_time_s * (1 + 1e-9)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from meshwright.cost_models.layer.layer import layer_cost
+from cost_cases import cost_inputs, layer_cost
 from meshwright.cost_models.layer.operators import CostInputs
 from meshwright.cost_models.layer.parallel import (
     dispatch_s,
@@ -16,7 +16,7 @@ from meshwright.cost_models.layer.parallel import (
     ring_attention,
     token_share,
 )
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.expand import expand
@@ -36,7 +36,7 @@ def batch_of(*layouts: Layout, global_batch_size: int = 64) -> LayoutTable:
 
 
 def setting_of(model: ModelSpec, batch: LayoutTable, workload: Workload, cluster: ClusterSpec) -> CostInputs:
-    return CostInputs(hidden_dim=model.hidden_dim, batch=batch, workload=workload, cluster=cluster)
+    return cost_inputs(model.hidden_dim, batch, workload, cluster)
 
 
 def test_layouts_survive_a_batch() -> None:
@@ -186,7 +186,7 @@ def test_bounds_hold_with_every_axis() -> None:
         Layout(cp=8, tp=4, ep=2, etp=4, zero_stage=0),
     ]
     costs = CostTable.from_layouts(MIXTRAL, WORKLOAD, NODES, batch_of(*layouts))
-    bound_s, bound_bytes = lower_bounds(costs)
+    bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
     for idx in range(len(layouts)):
         found = expand(costs, idx).estimate
         assert bound_s[idx] <= found.step_time_s * (1 + 1e-9)

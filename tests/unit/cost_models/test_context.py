@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cost_cases import cost_inputs
 from meshwright.cost_models.layer.operators import CostInputs
 from meshwright.cost_models.layer.parallel import context_parallel, kv_width, ring_attention, ulysses_exchange
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
 from meshwright.planner.expand import expand
@@ -22,7 +23,7 @@ SECONDS = (np.array([0.01]), np.array([0.025]))
 
 def setting_of(layout: Layout, cluster: ClusterSpec = NODE) -> CostInputs:
     batch = LayoutTable.from_layouts([layout], LONG.global_batch_size)
-    return CostInputs(hidden_dim=LLAMA.hidden_dim, batch=batch, workload=LONG, cluster=cluster)
+    return cost_inputs(LLAMA.hidden_dim, batch, LONG, cluster)
 
 
 def test_ulysses_alone_has_no_ring_and_a_ring_alone_no_exchange() -> None:
@@ -95,7 +96,7 @@ def test_bounds_hold_under_every_split(engine: str) -> None:
     costs = CostTable.from_layouts(
         LLAMA, workload, NODES, LayoutTable.from_layouts(layouts, workload.global_batch_size)
     )
-    bound_s, bound_bytes = lower_bounds(costs)
+    bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
     for idx in range(len(layouts)):
         found = expand(costs, idx).estimate
         assert bound_s[idx] <= found.step_time_s * (1 + 1e-9)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cost_cases import operators_under
 from meshwright.cost_models.hardware.compute import OperatorTime
 from meshwright.cost_models.hardware.host import update_bytes_per_param
-from meshwright.cost_models.layer.data import passes_bytes_per_param
-from meshwright.cost_models.layer.operators import Gemm, layer_operators
+from meshwright.cost_models.layer.data import copied_bytes_per_param
+from meshwright.cost_models.layer.operators import Gemm
 from meshwright.cost_models.layer.passes import alternate_products_s
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
@@ -66,7 +67,7 @@ def test_keeping_every_second_product_repeats_the_others() -> None:
     """k, out and up of q, k, v, out, gate, up, down: (1024 + 4096 + 14336) of (6144 + 4096 + 3 * 14336) columns of 4096."""
     spec = ModelSpec.named("llama-3.1-8b")
     block = next(run.layer for run in spec.layers if isinstance(run.layer, Block))
-    products = tuple(op for op in layer_operators(block, spec.hidden_dim, 4096) if isinstance(op, Gemm))
+    products = tuple(op for op in operators_under(block, spec.hidden_dim, 4096) if isinstance(op, Gemm))
     batch = LayoutTable.from_layouts([Layout()], 1)
     times = [OperatorTime(np.array([float(op.n * op.k)]), np.zeros(1), 1, 2) for op in products]
     share = alternate_products_s(products, times, batch)[0] / sum(op.n * op.k for op in products)
@@ -78,14 +79,14 @@ def test_micro_batches_add_to_the_gradients_of_earlier_ones(engine: Engine, expe
     """Read the new gradient and the sum, write the sum; with one micro-batch there is nothing to add."""
     workload = Workload(seq_len=1, global_batch_size=8, engine=engine)
     layouts = [Layout(dp_replicate=dp) for dp in (8, 4)]
-    assert passes_bytes_per_param(LayoutTable.from_layouts(layouts, 8), workload).tolist() == [0, 2 * expected]
+    assert copied_bytes_per_param(LayoutTable.from_layouts(layouts, 8), workload).tolist() == [0, 2 * expected]
 
 
 def test_megatron_adds_within_its_products() -> None:
     """Read and write of the fp32 sum, from the first micro-batch on."""
     batch = LayoutTable.from_layouts([Layout(dp_replicate=8), Layout()], 8)
     workload = Workload(seq_len=1, global_batch_size=8, engine="megatron")
-    assert passes_bytes_per_param(batch, workload).tolist() == [8, 64]
+    assert copied_bytes_per_param(batch, workload).tolist() == [8, 64]
 
 
 def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
@@ -93,7 +94,7 @@ def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
     buffer (6). Zero 1 with two micro-batches: one gather; a gradient cast, one added to it (10), the sum into the buffer (8).
     """
     layouts = [Layout(dp_shard=8), Layout(dp_shard=4, zero_stage=1)]
-    copied = passes_bytes_per_param(LayoutTable.from_layouts(layouts, 8), Workload(seq_len=1, global_batch_size=8))
+    copied = copied_bytes_per_param(LayoutTable.from_layouts(layouts, 8), Workload(seq_len=1, global_batch_size=8))
     assert copied.tolist() == [2 * (6 / 8 + 4) + 6, 6 / 4 + 4 + 6 + 10 + 8]
 
 
@@ -101,7 +102,7 @@ def test_one_dtype_is_never_cast() -> None:
     """fp32: DDP copies into its buckets and divides (16 bytes); four micro-batches of a pipeline add three times."""
     layouts = [Layout(dp_replicate=8), Layout(pp=2, micro_batch_size=2), Layout(micro_batch_size=8)]
     workload = Workload(seq_len=1, global_batch_size=8, precision="fp32")
-    assert passes_bytes_per_param(LayoutTable.from_layouts(layouts, 8), workload).tolist() == [16, 3 * 12, 0]
+    assert copied_bytes_per_param(LayoutTable.from_layouts(layouts, 8), workload).tolist() == [16, 3 * 12, 0]
 
 
 def test_chunked_tensor_parallel_communication_leaves_a_chunk_exposed() -> None:

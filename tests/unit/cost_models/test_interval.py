@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from meshwright.cost_models.coefficients import Scenario
 from meshwright.cost_models.stage.step import MIN_LOG_WIDTH, time_interval, time_shares
 from meshwright.schema import Calibration, ClusterSpec, Workload
 from meshwright.schema.plan import TimeBreakdown
@@ -16,7 +17,7 @@ EXPOSED = TimeBreakdown(compute=0.7, recompute=0, tp=0.1, dp=0.1, pp=0.05, bubbl
 
 
 def width(parts: TimeBreakdown, cluster: ClusterSpec = H100, workload: Workload = MEGATRON) -> float:
-    found = time_interval(parts, workload, cluster)
+    found = time_interval(parts, Scenario.build(workload, cluster))
     assert found.low < parts.total < found.high
     return math.log(found.high / found.low)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.coefficients import coefficients
+from cost_cases import operators_under
+from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.compute import gemm_s, grouped_gemm_s, operator_time
 from meshwright.cost_models.hardware.device import device_rates
-from meshwright.cost_models.layer.operators import Elementwise, Gemm, layer_operators
+from meshwright.cost_models.layer.operators import Elementwise, Gemm
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 from meshwright.schema.engine_facts import ENGINES
 
@@ -19,7 +20,7 @@ def block_traffic(engine: str, model: str = "llama-3.1-8b") -> float:
     """Elements all memory-bound kernels of one block read and write for a token."""
     spec = ModelSpec.named(model)
     block = next(run.layer for run in spec.layers if run.count > 1)
-    operators = layer_operators(block, spec.hidden_dim, 4096, engine=engine)
+    operators = operators_under(block, spec.hidden_dim, 4096, engine=engine)
     return sum(op.forward_elements + op.backward_elements for op in operators if isinstance(op, Elementwise))
 
 
@@ -31,7 +32,7 @@ def pass_traffic(fusion: str) -> float:
     """Elements of a block of Llama-3-8B for a token: forward, forward again under recompute, backward."""
     spec = ModelSpec.named("llama-3.1-8b")
     block = next(run.layer for run in spec.layers if run.count > 1)
-    operators = layer_operators(block, spec.hidden_dim, 8192, fusion=fusion)
+    operators = operators_under(block, spec.hidden_dim, 8192, fusion=fusion)
     return sum(2 * op.forward_elements + op.backward_elements for op in operators if isinstance(op, Elementwise))
 
 
@@ -49,7 +50,7 @@ def test_one_kernel_a_norm_lies_between() -> None:
 def test_dropout_adds_to_the_residuals_only() -> None:
     spec = ModelSpec.named("llama-3.1-8b")
     block = next(run.layer for run in spec.layers if run.count > 1)
-    plain, dropped = (layer_operators(block, spec.hidden_dim, 4096, dropout=is_on) for is_on in (False, True))
+    plain, dropped = (operators_under(block, spec.hidden_dim, 4096, dropout=is_on) for is_on in (False, True))
     assert [one.name for one, other in zip(plain, dropped, strict=True) if one != other] == ["residual_adds"]
 
 
@@ -63,10 +64,10 @@ def test_every_engine_reads_and_writes_each_norm_at_least_once(engine) -> None:
 def products(precision: str) -> dict[str, float]:
     """Forward seconds of a block's and the head's products in one precision."""
     spec = ModelSpec.named("llama-3.1-8b")
-    rates = device_rates(H100, WORKLOAD.replace(precision=precision))
+    rates = device_rates(Scenario.build(WORKLOAD.replace(precision=precision), H100))
     one, tokens = np.ones(1, dtype=np.int64), np.array([8192])
     kinds = dict.fromkeys(run.layer for run in spec.layers)
-    operators = [op for layer in kinds for op in layer_operators(layer, spec.hidden_dim, 4096, engine="megatron")]
+    operators = [op for layer in kinds for op in operators_under(layer, spec.hidden_dim, 4096, engine="megatron")]
     return {
         op.name: float(operator_time(op, tokens, one, one, rates=rates, compute_bytes=2).forward_s[0])
         for op in operators
@@ -82,7 +83,7 @@ def test_fp8_speeds_up_blocks_by_less_than_two_and_logits_not_at_all() -> None:
 
 def grouped(experts: float, engine: str = "megatron") -> tuple[float, float]:
     """Forward and backward seconds of 32768 rows over experts."""
-    rates = device_rates(H100, WORKLOAD.replace(engine=engine))
+    rates = device_rates(Scenario.build(WORKLOAD.replace(engine=engine), H100))
     n, k = np.array([4096.0]), np.array([7168.0])
     forward, backward, weight = grouped_gemm_s(np.array([32768]), n, k, experts, rates, 2)
     assert 0 < weight < backward
@@ -96,13 +97,13 @@ def test_fewer_rows_an_expert_are_less_efficient() -> None:
 
 
 def test_few_experts_cost_like_one_product() -> None:
-    rates = device_rates(H100, WORKLOAD)
+    rates = device_rates(Scenario.build(WORKLOAD, H100))
     plain = float(gemm_s(np.array([32768]), np.array([4096.0]), np.array([7168.0]), rates, 2)[0])
     assert grouped(2)[0] == pytest.approx(plain, rel=0.05)  # the ratio of experts to plain products is 0.97
 
 
 def test_one_launch_for_all_experts_saves_what_each_costs() -> None:
-    each = coefficients()["grouped_gemm"]["forward_expert_s"]
+    each = packaged_coefficients()["grouped_gemm"]["forward_expert_s"]
     assert grouped(64)[0] - grouped(64, "fsdp2")[0] == pytest.approx(64 * each)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cost_cases import layer_cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.hardware.collectives import collective_s
-from meshwright.cost_models.layer.layer import LayerCost, layer_cost
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.layer.layer import LayerCost
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.expand import expand
@@ -167,7 +168,7 @@ def test_bounds_hold_on_random_levels(layout: Layout, engine: str) -> None:
     costs = CostTable.from_layouts(
         MIXTRAL, workload, NODES, LayoutTable.from_layouts([layout], workload.global_batch_size)
     )
-    bound_s, bound_bytes = lower_bounds(costs)
+    bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
     found = expand(costs, 0).estimate
     assert bound_s[0] <= found.step_time_s * (1 + 1e-9)
     assert bound_bytes[0] <= found.peak_allocated_bytes + 16  # parts are whole bytes

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.host import host_link_bytes_per_s, host_rates
 from meshwright.cost_models.hardware.overlap import Pair, interference, pair_s, slowdown_law
-from meshwright.cost_models.measured import (
-    elementwise_bytes_per_s,
-    measured_interference,
-    overlap_ratio,
-    slowdown_ratio,
-)
+from meshwright.cost_models.measured import elementwise_bytes_per_s, overlap_ratio, slowdown_ratio
+from meshwright.cost_models.measured import interference as interference_of_points
 from meshwright.planner import estimate, plan
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.profile import CpuAdamPoint, ElementwisePoint, HostCopyPoint, Machine, OverlapPoint, Profile
@@ -84,9 +81,9 @@ def test_times_that_no_slow_down_explains_end_at_the_bounds(together_s: float, s
 
 
 def test_a_point_that_the_law_predicts_changes_nothing() -> None:
-    law = slowdown_law(1e11 / MEMORY)
+    law = slowdown_law(1e11 / MEMORY, packaged_coefficients())
     as_predicted = float(pair_s(np.ones(1), np.ones(1), law)[0])
-    assert overlap_ratio((overlap(as_predicted),), MEMORY) == pytest.approx(1.0)
+    assert overlap_ratio(Scenario.build(WORKLOAD, cluster(overlaps=(overlap(as_predicted),)))) == pytest.approx(1.0)
     assert step_s(cluster(overlaps=(overlap(as_predicted),))) == pytest.approx(step_s(PLAIN), rel=1e-6)
 
 
@@ -110,8 +107,8 @@ def test_copies_that_slow_each_other_down_lower_the_rates_of_offload() -> None:
 
 
 def test_pairs_without_a_point_keep_the_law() -> None:
-    law = interference("pcie")
-    measured = measured_interference(law, (overlap(1.5, ("to_device", "compute")), overlap(1.9)))
+    law = interference("pcie", packaged_coefficients())
+    measured = interference_of_points(law, (overlap(1.5, ("to_device", "compute")), overlap(1.9)))
     changed = {(2, 0), (0, 2)}
     assert all(
         measured[i, j] == law[i, j] or (i, j) in changed for i in range(4) for j in range(4)
@@ -130,7 +127,7 @@ def test_slower_elementwise_kernels_make_a_longer_step() -> None:
 
 def test_slower_copies_and_updates_make_offload_slower_and_nothing_else() -> None:
     fast, slow = (cluster(host_copies=copies(rate)) for rate in (2e10, 5e9))
-    assert float(host_link_bytes_per_s(np.zeros(1), slow)[0]) == pytest.approx(5e9)
+    assert float(host_link_bytes_per_s(np.zeros(1), Scenario.build(WORKLOAD, slow))[0]) == pytest.approx(5e9)
     assert step_s(slow, offload="optimizer") > step_s(fast, offload="optimizer")
     assert step_s(slow) == step_s(fast) == step_s(PLAIN)
     adam = [CpuAdamPoint(num_parameters=2**26, threads=8, ranks_at_once=8, time_s=t) for t in (0.5, 5.0)]
@@ -140,7 +137,9 @@ def test_slower_copies_and_updates_make_offload_slower_and_nothing_else() -> Non
 
 def test_copies_of_one_device_alone_say_nothing_of_all_at_once() -> None:
     alone = cluster(host_copies=copies(2e10, devices=1))
-    assert host_link_bytes_per_s(np.zeros(1), alone) == host_link_bytes_per_s(np.zeros(1), PLAIN)
+    assert host_link_bytes_per_s(np.zeros(1), Scenario.build(WORKLOAD, alone)) == host_link_bytes_per_s(
+        np.zeros(1), Scenario.build(WORKLOAD, PLAIN)
+    )
 
 
 def test_plan_says_what_it_read_from_the_profile() -> None:

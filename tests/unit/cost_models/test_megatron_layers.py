@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cost_cases import layer_cost, operators_under
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.hardware.host import waiting_s
-from meshwright.cost_models.layer.layer import LayerCost, layer_cost
-from meshwright.cost_models.layer.operators import CORE_ATTENTION, Elementwise, FusedAttention, Gemm, layer_operators
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.layer.layer import LayerCost
+from meshwright.cost_models.layer.operators import CORE_ATTENTION, Elementwise, FusedAttention, Gemm
+from meshwright.cost_models.stage.bounds import uniform_time_bounds
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
@@ -38,8 +39,12 @@ def megatron(**changes: object) -> Workload:
 def test_unfused_attention_is_two_products_and_passes_between_them() -> None:
     """Twice the causal FLOPs, because every token is scored against all others; no weights."""
     block = block_of(GPT)
-    fused = next(op for op in layer_operators(block, GPT.hidden_dim, 2048) if isinstance(op, FusedAttention))
-    core = [op for op in layer_operators(block, GPT.hidden_dim, 2048, unfused="fused") if op.name in CORE_ATTENTION]
+    fused = next(op for op in operators_under(block, GPT.hidden_dim, 2048) if isinstance(op, FusedAttention))
+    core = [
+        op
+        for op in operators_under(block, GPT.hidden_dim, 2048, engine="megatron", attention="math")
+        if op.name in CORE_ATTENTION
+    ]
     products = [op for op in core if isinstance(op, Gemm)]
     assert [op.name for op in core] == ["scores", "softmax", "context"]
     assert sum(2 * op.n * op.k for op in products) == pytest.approx(2 * fused.forward_flops_per_token, rel=1e-3)
@@ -47,13 +52,14 @@ def test_unfused_attention_is_two_products_and_passes_between_them() -> None:
 
 
 def test_separate_kernels_pass_over_scores_more_often_than_the_fused_one() -> None:
-    def elements(softmax: str) -> float:
-        operators = layer_operators(block_of(GPT), GPT.hidden_dim, 2048, unfused=softmax)  # type: ignore[arg-type]
+    def elements(engine: str) -> float:
+        workload = {"engine": engine, "attention": "math"}
+        operators = operators_under(block_of(GPT), GPT.hidden_dim, 2048, **workload)
         passes = next(op for op in operators if op.name == "softmax")
         assert isinstance(passes, Elementwise)
         return passes.forward_elements + passes.backward_elements
 
-    assert elements("separate") > elements("fused")
+    assert elements("fsdp2") > elements("megatron")
 
 
 def test_selective_recompute_of_unfused_attention_repeats_its_core_alone() -> None:
@@ -130,7 +136,7 @@ def test_bounds_hold_for_engines_with_a_slow_host(engine: str, attention: str) -
         for recompute in ("none", "selective", "full")
     ]
     costs = CostTable.from_layouts(spec, workload, cluster, LayoutTable.from_layouts(layouts, 64))
-    bound_s, _ = lower_bounds(costs)
+    bound_s = uniform_time_bounds(costs)
     size = len(costs.kind_of_layer)
     for idx, layout in enumerate(layouts):
         each = spec.num_blocks // layout.pp

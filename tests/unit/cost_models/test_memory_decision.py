@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from meshwright.cost_models.coefficients import Scenario
 from meshwright.cost_models.layer.saved import SavedTensorRules, saved_elements
 from meshwright.cost_models.stage import memory
 from meshwright.planner.plan import estimate
@@ -16,17 +17,18 @@ MODEL = ModelSpec.named("llama-3.1-8b")
 def test_slack_spares_a_frozen_model() -> None:
     whole = Workload(seq_len=4096, global_batch_size=8)
     frozen = whole.replace(adapters=LowRank(rank=8))
-    slack = memory.reserved_over_allocated(MACHINE)
-    assert memory.reserved_bytes(100.0, 60.0, whole, MACHINE) == pytest.approx(100 * slack)
-    assert memory.reserved_bytes(100.0, 60.0, frozen, MACHINE) == pytest.approx(60 + 40 * slack)
+    slack = memory.reserved_over_allocated(Scenario.build(whole, MACHINE))
+    assert memory.reserved_bytes(100.0, 60.0, Scenario.build(whole, MACHINE)) == pytest.approx(100 * slack)
+    assert memory.reserved_bytes(100.0, 60.0, Scenario.build(frozen, MACHINE)) == pytest.approx(60 + 40 * slack)
 
 
 def test_least_required_is_a_lower_bound_of_required() -> None:
     parameters = np.linspace(0.0, 100.0, 5)
     for adapters in (None, LowRank(rank=8)):
         workload = Workload(seq_len=4096, global_batch_size=8, adapters=adapters)
-        required = memory.required_bytes(100.0, parameters, workload, MACHINE)
-        assert np.all(memory.lower_bound_required_bytes(100.0, workload, MACHINE) <= required)
+        scenario = Scenario.build(workload, MACHINE)
+        required = memory.required_bytes(100.0, parameters, scenario)
+        assert np.all(memory.lower_bound_required_bytes(100.0, scenario) <= required)
 
 
 def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:

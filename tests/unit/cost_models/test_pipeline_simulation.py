@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.simulation import Action, Order, closed_form_s, peak_bytes, simulate
+from meshwright.cost_models.pipeline.simulation import Action, Order, peak_bytes, simulate
 from meshwright.schema.errors import ConfigError
 from meshwright.schema.schedules import placement
 from pipelines import equal, pipeline, random_pipeline
@@ -29,19 +29,14 @@ def parse(*rows: str) -> Order:
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 5), (2, 2), (4, 8), (8, 24)])
 def test_equal_stages_take_the_closed_form(ranks: int, micro_batches: int) -> None:
     costs = equal(ranks, micro_batches)
-    for name, order in (
-        ("gpipe", orders.gpipe(ranks, micro_batches)),
-        ("1f1b", orders.one_f_one_b(ranks, micro_batches)),
-    ):
-        expected = closed_form_s(name, num_ranks=ranks, num_microbatches=micro_batches, micro_batch_s=3.0)  # type: ignore[arg-type]
-        assert simulate(costs, order).makespan_s == expected == (micro_batches + ranks - 1) * 3
+    for order in (orders.gpipe(ranks, micro_batches), orders.one_f_one_b(ranks, micro_batches)):
+        assert simulate(costs, order).makespan_s == (micro_batches + ranks - 1) * 3
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaving_divides_the_bubble_by_the_chunks(chunks: int) -> None:
     order = orders.interleaved(4, 12, chunks)
-    expected = closed_form_s("interleaved", num_ranks=4, num_microbatches=12, micro_batch_s=3.0, chunks=chunks)
-    assert simulate(equal(4, 12, chunks=chunks), order).makespan_s == pytest.approx(expected) == 36 + 9 / chunks
+    assert simulate(equal(4, 12, chunks=chunks), order).makespan_s == pytest.approx(36 + 9 / chunks)
 
 
 def test_uneven_stages_with_transfers_by_hand() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.cost_models.layer.operators import attended_tokens, model_flops_per_token
 from meshwright.cost_models.pipeline import replay
 from meshwright.cost_models.pipeline.lower_bounds import pipelined_s
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
 from meshwright.planner.expand import expand
@@ -38,7 +38,7 @@ def test_bounds_never_exceed_the_expanded_cost(
     fixed = {"recompute": recompute} if recompute else {}
     space = build_space(PlanRequest(spec, machine, workload, fixed))
     costs = CostTable.from_layouts(spec, workload, machine, space.batch)
-    bound_s, bound_bytes = lower_bounds(costs)
+    bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
     for idx in np.random.default_rng(0).choice(len(space.batch), size=min(30, len(space.batch)), replace=False):
         found = expand(costs, int(idx)).estimate
         # A bound on blocks that choose counts what they must recompute to fit.

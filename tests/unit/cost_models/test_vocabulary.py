@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.stage.bounds import lower_bounds, uniform_quick_time_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, quick_time_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, not_executed
 from meshwright.planner.expand import expand
@@ -67,7 +67,8 @@ def test_layouts_at_the_ends_are_not_touched_by_others_that_split() -> None:
     one, other = expand(alone, 0).estimate, expand(together, 1).estimate
     assert one.memory_bytes == other.memory_bytes
     assert one.step_time_s == pytest.approx(other.step_time_s, rel=1e-12)  # sums over kinds round
-    for bound, bounds in zip(lower_bounds(alone), lower_bounds(together), strict=True):
+    for bounds_of in (uniform_time_bounds, memory_bounds):
+        bound, bounds = bounds_of(alone), bounds_of(together)
         assert bound[0] == pytest.approx(bounds[1], rel=1e-12)
 
 
@@ -93,10 +94,10 @@ def split_layouts(draw: st.DrawFn) -> Layout:
 @given(split_layouts(), st.sampled_from([*PLANNED_ENGINES, "nanotron"]), st.sampled_from([GEMMA, QWEN]))
 def test_bounds_hold_where_the_vocabulary_is_split(layout: Layout, engine: str, spec: ModelSpec) -> None:
     costs = costs_of(spec, layout, engine=engine)
-    bound_s, bound_bytes = lower_bounds(costs)
+    bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
     found = expand(costs, 0).estimate
     assert np.isfinite(bound_s[0])
-    assert uniform_quick_time_bounds(costs)[0] <= bound_s[0] * (1 + 1e-9)
+    assert quick_time_bounds(costs)[0] <= bound_s[0] * (1 + 1e-9)
     assert bound_s[0] <= found.step_time_s * (1 + 1e-9)
     assert bound_bytes[0] <= found.peak_allocated_bytes + 16  # parts are whole bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from meshwright.cost_models.stage.bounds import lower_bounds, uniform_quick_time_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, quick_time_bounds, uniform_time_bounds
 from meshwright.planner import expand, search
 from meshwright.planner.request import PlanRequest
 from small_spaces import random_instance
@@ -31,8 +31,8 @@ def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, mo
             solved += 1
             assert found.feasible[0].estimate.step_time_s == pytest.approx(min(times), rel=ROUNDING), seed
             assert found.bound_s <= min(times) * (1 + ROUNDING), seed
-        bound_s, bound_bytes = lower_bounds(costs)
-        quick_s = uniform_quick_time_bounds(costs)
+        bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
+        quick_s = quick_time_bounds(costs)
         for idx, candidate in enumerate(everything):
             assert quick_s[idx] <= bound_s[idx] * (1 + ROUNDING), seed
             # A bound may count the recompute without which a layout does not fit; of those that never do it says nothing.

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, plan
 from meshwright.planner.experts import with_imbalance
@@ -67,7 +67,7 @@ def test_bounds_stay_below_costs_with_measured_loads() -> None:
     costs = CostTable.from_layouts(
         MODEL, workload, CLUSTER, LayoutTable.from_layouts(layouts, workload.global_batch_size)
     )
-    bound_s, bound_bytes = lower_bounds(costs)
+    bound_s, bound_bytes = uniform_time_bounds(costs), memory_bounds(costs)
     for idx, layout in enumerate(layouts):
         found = estimate(MODEL, CLUSTER, workload, layout)
         assert bound_s[idx] <= found.step_time_s * (1 + 1e-9)  # sums in another order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.planner import expand, plan, search
 from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.space import build_space
@@ -23,7 +23,7 @@ def test_the_plan_is_the_best_of_all_layouts_and_none_has_gradients() -> None:
     everything = [expand.expand(found.costs, idx).estimate for idx in range(len(space.batch))]
     assert len(everything) > 10
     assert found.feasible[0].estimate.step_time_s == pytest.approx(min(e.step_time_s for e in everything), rel=0.01)
-    bound_s, bound_bytes = lower_bounds(found.costs)
+    bound_s, bound_bytes = uniform_time_bounds(found.costs), memory_bounds(found.costs)
     for estimate, seconds, size in zip(everything, bound_s, bound_bytes, strict=True):
         memory = estimate.memory_bytes
         assert (memory.gradients, memory.optimizer, memory.activations) == (0, 0, 0)

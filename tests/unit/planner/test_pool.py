@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.bounds import uniform_quick_time_bounds, uniform_time_bounds
+from meshwright.cost_models.stage.bounds import quick_time_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import search
 from meshwright.planner.request import PlanRequest
@@ -54,7 +54,7 @@ def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, m
         steps += 1
         came = some.costs.select(np.arange(entered, len(some)))
         # No layout is faster than the bound under which its group waited.
-        assert np.all(uniform_quick_time_bounds(came) >= waiting_s * (1 - 1e-9))
+        assert np.all(quick_time_bounds(came) >= waiting_s * (1 - 1e-9))
         assert some.bound_s >= waiting_s
     assert steps > 3
     assert np.array_equal(np.sort(some.positions), np.arange(len(space)))

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from meshwright.cost_models.stage import memory
-from meshwright.cost_models.stage.bounds import lower_bounds, uniform_time_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.contents import contents_between
 from meshwright.cost_models.stage.memory import stage_memory_terms
 from meshwright.cost_models.stage.step import estimate_step
@@ -100,7 +100,7 @@ def test_layouts_come_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPat
         else:
             waiting.bound_block()
     costs = layouts.costs
-    fits = memory.lower_bound_required_bytes(lower_bounds(costs)[1], workload, cluster) <= cluster.memory_budget_bytes
+    fits = memory.lower_bound_required_bytes(memory_bounds(costs), workload, cluster) <= cluster.memory_budget_bytes
     assert sorted(row for _, row in order) == list(np.flatnonzero(fits))
     assert [bound for bound, _ in order] == sorted(bound for bound, _ in order)
     assert [bound for bound, _ in order] == [uniform_time_bounds(costs)[row] for _, row in order]

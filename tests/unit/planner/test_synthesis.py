@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.contents import pipeline_shape
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
@@ -61,7 +61,7 @@ def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: Plan) -> No
     costs = CostTable.from_layouts(
         SPEC, WORKLOAD, CLUSTER, LayoutTable.from_layouts(layouts, WORKLOAD.global_batch_size)
     )
-    seconds, bytes_ = lower_bounds(costs)
+    seconds, bytes_ = uniform_time_bounds(costs), memory_bounds(costs)
     assert np.all(seconds <= ordered.estimate.step_time_s)
     assert bytes_.min() <= ordered.estimate.peak_allocated_bytes
     assert ordered.search is not None

@@ -18,6 +18,7 @@ from meshwright.cost_models.learned.attention import (
     term_columns,
 )
 from meshwright.cost_models.learned.trees import ResidualModel
+from meshwright.schema.engine_facts import ENGINES
 
 H100 = AttentionDevice(989.5e12, 3.35e12, PROCESSORS["hopper"])
 A100 = AttentionDevice(312e12, 2.039e12, PROCESSORS["ampere"])
@@ -100,7 +101,7 @@ def test_a_slower_generation_moves_the_same_bytes() -> None:
     ],
 )
 def test_kernel_follows_device_and_engine(architecture, engine, name) -> None:
-    assert kernel_name(architecture, engine) == name
+    assert kernel_name(architecture, uses_hopper_attention=ENGINES[engine].uses_hopper_attention) == name
 
 
 def test_artefact_states_where_it_comes_from_and_how_good_it_is() -> None:
