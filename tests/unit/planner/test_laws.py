@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.coefficients import coefficients, overridden
+from meshwright.cost_models import coefficients
+from meshwright.cost_models.coefficients import packaged_coefficients
 from meshwright.cost_models.hardware import collectives
 from meshwright.planner import cheapest, expand, search
 from meshwright.planner.request import Deadline, PlanRequest
@@ -181,9 +182,14 @@ def test_other_units_of_time_scale_the_answer(seed: int, factor: float) -> None:
     cluster = with_devices(cluster, lambda d: d.replace(vendor="cpu", gemm=FIT))
     cluster = with_links(cluster, lambda link: link.replace(curve=""))
     before = found(model, workload, cluster, space)
-    units = {path: value / factor if is_rate else value * factor for path, value, is_rate in times_in(coefficients())}
+    units = {
+        path: value / factor if is_rate else value * factor
+        for path, value, is_rate in times_in(packaged_coefficients().sections)
+    }
     step_s = collectives.IN_NODE_RING_STEP_S
-    with overridden(units), pytest.MonkeyPatch.context() as patch:
+    slowed = packaged_coefficients().replaced(units)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coefficients, "packaged_coefficients", lambda: slowed)
         patch.setattr(collectives, "IN_NODE_RING_STEP_S", step_s * factor)
         after = found(model, workload, in_other_seconds(cluster, factor), space)
     assert bool(after.feasible) == bool(before.feasible)

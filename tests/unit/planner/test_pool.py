@@ -59,7 +59,7 @@ def test_layouts_that_come_in_step_by_step_are_those_of_the_space(engine: str, m
     assert steps > 3
     assert np.array_equal(np.sort(some.positions), np.arange(len(space)))
     there = whole.select(some.positions)
-    for name, column in there.batch.columns.items():
+    for name, column in there.layouts.columns.items():
         assert np.array_equal(some.costs.layouts.columns[name], column), name
     np.testing.assert_allclose(uniform_time_bounds(some.costs), uniform_time_bounds(there), rtol=1e-12)
 

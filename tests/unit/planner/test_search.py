@@ -31,7 +31,7 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
         spans = [(s, i, j) for s in range(4) for i in range(len(layers)) for j in range(i + 1, len(layers) + 1)]
         s, i, j = np.array(spans).T
         parts = stage_memory_terms(costs, idx, contents_between(costs, idx, i, j), s)
-        required = memory.required_bytes(memory.total_bytes(parts), parts["parameters"], workload, cluster)
+        required = memory.required_by_terms(parts, costs.scenario)
         cap = float(np.median(required))
         fits = expand._stage_fits(costs, idx, cap_bytes=cap)
         has_block = np.array([any(isinstance(layer, Block) for layer in layers[a:b]) for _, a, b in spans])
@@ -100,7 +100,7 @@ def test_layouts_come_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPat
         else:
             waiting.bound_block()
     costs = layouts.costs
-    fits = memory.lower_bound_required_bytes(memory_bounds(costs), workload, cluster) <= cluster.memory_budget_bytes
+    fits = memory.lower_bound_required_bytes(memory_bounds(costs), costs.scenario) <= cluster.memory_budget_bytes
     assert sorted(row for _, row in order) == list(np.flatnonzero(fits))
     assert [bound for bound, _ in order] == sorted(bound for bound, _ in order)
     assert [bound for bound, _ in order] == [uniform_time_bounds(costs)[row] for _, row in order]
