@@ -112,7 +112,7 @@ SCRIPT = Mode(
 BUILT_IN = Mode(takes=(JobOptions, ProfileOptions, TrainOptions, RunOutput))
 
 
-@command(SCRIPT, BUILT_IN, omit=("weight_decay", "betas", "max_grad_norm"))
+@command(SCRIPT, BUILT_IN)
 def apply(
     plan: Annotated[Path, typer.Argument(help="Plan file, from `meshwright plan --out`.", show_default=False)],
     training: TrainOptions | None,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import typer
 
 from .apply import ApplyCommand, apply, tokens
-from .calibrate import calibrate
 from .catalogue import devices, doctor, models
 from .engines import export, import_configuration
 from .experts import experts_app
 from .explain import compare, explain, report
 from .plan import estimate, plan
 from .profile import profile_app
-from .validate import validate
+from .validate import calibrate, validate
 
 app = typer.Typer(
     name="meshwright",

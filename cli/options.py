@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -23,7 +23,6 @@ import typer
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from typer.models import OptionInfo
 
 from ..schema.base import Frozen, OptionSpec, field_texts
 from ..schema.errors import ConfigError
@@ -33,6 +32,7 @@ _NO_LIMIT = 10**9
 """Bounds from here on keep numbers computable and say nothing to a user."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+_CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
 class OptionModel(Frozen):
@@ -64,120 +64,208 @@ class Mode:
     why: str = ""
     fix: str = ""
 
-    def takes_field(self, model: type[BaseModel], name: str) -> bool:
-        """Say whether an option applies."""
-        return model in self.takes and name not in self.without
+    def takes_option(self, option: Option) -> bool:
+        """Return whether an option applies."""
+        return option.model in self.takes and option.name not in self.without
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of an option model, as an option."""
+
+    model: type[BaseModel]
+    name: str
+    field: FieldInfo
+    text: str
+
+    @functools.cached_property
+    def metadata(self) -> list[Any]:
+        """Return what stands in the Annotated of the field and of the members of its union."""
+        entries, pending = list(self.field.metadata), [self.field.annotation]
+        for annotation in pending:
+            if get_origin(annotation) is Annotated:
+                entries += get_args(annotation)[1:]
+            pending += [] if get_origin(annotation) is Literal else get_args(annotation)
+        return [inner for entry in entries for inner in (entry.metadata if isinstance(entry, FieldInfo) else (entry,))]
+
+    @functools.cached_property
+    def spec(self) -> OptionSpec:
+        """Return what the field says of itself as an option."""
+        return next((entry for entry in self.metadata if isinstance(entry, OptionSpec)), OptionSpec())
+
+    @property
+    def flag(self) -> str:
+        """Return the option as it is typed: ``--seq-len``."""
+        return self.spec.name or "--" + self.name.replace("_", "-")
+
+    @property
+    def kind(self) -> Any:
+        """Return the type of the value, of a list that of one: a class or a Literal."""
+        kind = _without_none(self.field.annotation)
+        return get_args(kind)[0] if get_origin(kind) is tuple else kind
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Return the values of a Literal; none of any other type."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def default(self) -> Any:
+        """Return the default; that of a list is None."""
+        if self.field.is_required():
+            return inspect.Parameter.empty
+        default = self.field.get_default(call_default_factory=True)
+        return None if default == () else default
+
+    @property
+    def metavar(self) -> str | None:
+        """Return what stands for the value in the help; None: its choices, or nothing of a flag."""
+        return self.spec.metavar or _METAVARS.get(self.kind)
+
+    @property
+    def example(self) -> str:
+        """Return the option with a value that sets it: ``--offload auto``, ``--nvme PATH``."""
+        choice = next((choice for choice in self.choices if choice != self.default), None)
+        return f"{self.flag} {choice or self.metavar or ''}".rstrip()
+
+    def is_set(self, value: Any) -> bool:
+        """Return whether a value is another than the default."""
+        return value is not None and value != self.default
+
+    def parameter(self, *, condition: str, is_conditional: bool) -> inspect.Parameter:
+        """Return the parameter that typer reads the option from.
+
+        Args:
+            condition: beginning of the help that says when it applies.
+            is_conditional: some modes do not take it, so that only others can demand it.
+        """
+        kind, default = self.kind, self.default
+        is_list = get_origin(_without_none(self.field.annotation)) is tuple
+        text = condition + _sentence(self.text, self.choices, begins=not condition)
+        if is_conditional and self.field.is_required():
+            text, default = f"{text} Needed.", None
+        info = typer.Option(
+            self.flag, metavar=self.metavar, help=text, autocompletion=self.spec.complete, **self._bounds()
+        )
+        kind = list[kind] if is_list else kind  # type: ignore[valid-type]
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind | None if default is None else kind, info],
+        )
+
+    def _bounds(self) -> dict[str, Any]:
+        bounds: dict[str, Any] = {}
+        for limit in self.metadata if self.kind in (int, float) else ():
+            if isinstance(limit, Ge):
+                bounds["min"] = limit.ge
+            elif isinstance(limit, Gt) and self.kind is int:
+                bounds["min"] = int(limit.gt) + 1  # type: ignore[call-overload]
+            elif isinstance(limit, Le) and limit.le < _NO_LIMIT:  # type: ignore[operator]
+                bounds["max"] = limit.le
+        return bounds
 
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """The option models of a command and its modes.
-
-    Attributes:
-        models: parameter of the command -> its option model.
-        omitted: fields that are no options.
-    """
+    """The option models of a command, by its parameters, and its modes."""
 
     models: Mapping[str, type[BaseModel]]
     modes: tuple[Mode, ...]
-    omitted: frozenset[str]
 
-    def fields(self) -> Iterator[tuple[type[BaseModel], str, FieldInfo]]:
-        """Yield every option: its model, name and field."""
-        for model in self.models.values():
-            for name, field in option_fields(model).items():
-                if name not in self.omitted:
-                    yield model, name, field
+    @functools.cached_property
+    def options(self) -> dict[str, Option]:
+        """Return all options by the names of their fields."""
+        return {option.name: option for model in self.models.values() for option in _options_of(model)}
 
     def mode(self, values: Mapping[str, Any]) -> Mode:
         """Return the mode that the values choose."""
         return next(mode for mode in self.modes if mode.when(values))
 
-    def is_in_every_mode(self, model: type[BaseModel]) -> bool:
-        """Say whether all modes take a model."""
-        return all(model in mode.takes for mode in self.modes)
+    def parameters(self, model: type[BaseModel]) -> Iterator[inspect.Parameter]:
+        """Yield the parameters that typer reads a model's options from."""
+        is_conditional = not all(model in mode.takes for mode in self.modes)
+        for option in self.options.values():
+            if option.model is model:
+                yield option.parameter(condition=self.condition(option), is_conditional=is_conditional)
+
+    def condition(self, option: Option) -> str:
+        """Return the beginning of an option's help that says when it applies: ``With --nvme: ``; empty: always."""
+        needed = [self.options[name] for name in option.spec.needs if name in self.options]
+        modes = [mode for mode in self.modes if mode.takes_option(option) and not any(map(mode.takes_option, needed))]
+        words = [other.flag for other in needed] + [mode.name for mode in modes]
+        return f"With {' or '.join(words)}: " if all(words) and (needed or len(modes) < len(self.modes)) else ""
 
     def require_meant(self, values: Mapping[str, Any], typed: frozenset[str]) -> None:
-        """Refuse options that mean nothing in the mode or without another option, and modes that lack an option they need.
+        """Refuse options that mean nothing in the mode or without another option, and a mode that lacks an option it needs.
 
         Raises:
             ConfigError: the options by name, why, and the fix.
         """
         mode = self.mode(values)
-        applicable = {name: field for model, name, field in self.fields() if mode.takes_field(model, name)}
-        strange = [(model, name) for model, name, _ in self.fields() if name in typed and name not in applicable]
+        applicable = {name: option for name, option in self.options.items() if mode.takes_option(option)}
+        strange = [option for name, option in self.options.items() if name in typed and name not in applicable]
         if strange:
             raise self._refusal(mode, strange)
-        for name, field in applicable.items():
-            needed = tuple(other for other in option_spec(field).needs if other in applicable)
-            if name in typed and needed and not any(_is_set(values[other], applicable[other]) for other in needed):
-                others = " or ".join(option_name(other, applicable[other]) for other in needed)
-                raise ConfigError(
-                    f"{option_name(name, field)} without {others}",
-                    help=f"add {_example(needed[0], applicable[needed[0]])}",
-                )
-            barring = [other for other in option_spec(field).barred_by if other in applicable]
-            if name in typed and (bars := [o for o in barring if _is_set(values[o], applicable[o])]):
-                other = option_name(bars[0], applicable[bars[0]])
-                raise ConfigError(
-                    f"{option_name(name, field)} means nothing with {other}", help="leave one of them out"
-                )
-        for name, field in applicable.items():
-            if field.is_required() and values[name] is None:
-                raise _missing(mode, option_name(name, field), _example(name, field))
+        for option in (option for name, option in applicable.items() if name in typed):
+            needed = [applicable[name] for name in option.spec.needs if name in applicable]
+            if needed and not any(other.is_set(values[other.name]) for other in needed):
+                flags = " or ".join(other.flag for other in needed)
+                raise ConfigError(f"{option.flag} without {flags}", help=f"add {needed[0].example}")
+            for other in (applicable[name] for name in option.spec.barred_by if name in applicable):
+                if other.is_set(values[other.name]):
+                    raise ConfigError(f"{option.flag} means nothing with {other.flag}", help="leave one of them out")
+        for option in applicable.values():
+            if option.field.is_required() and values[option.name] is None:
+                message = f"{mode.name} without {option.flag}" if mode.name else f"Missing option '{option.flag}'"
+                raise ConfigError(message, help=(not mode.name and mode.fix) or f"add {option.example}")
 
-    def condition(self, model: type[BaseModel], name: str, field: FieldInfo) -> str:
-        """Return the beginning of an option's help that says when it applies: ``With --nvme: ``."""
-        fields = {other: entry for _, other, entry in self.fields()}
-        owners = {other: owner for owner, other, _ in self.fields()}
-        takers = [mode for mode in self.modes if mode.takes_field(model, name)]
-        needed = [other for other in option_spec(field).needs if other in fields]
-        if needed:
-            takers = [mode for mode in takers if not any(mode.takes_field(owners[other], other) for other in needed)]
-        words = [option_name(other, fields[other]) for other in needed] + [mode.name for mode in takers if mode.name]
-        is_conditional = bool(needed) or all(mode.name for mode in takers)
-        return f"With {' or '.join(words)}: " if is_conditional and words and len(takers) < len(self.modes) else ""
-
-    def _refusal(self, mode: Mode, strange: list[tuple[type[BaseModel], str]]) -> ConfigError:
-        fields = {name: field for _, name, field in self.fields()}
-        shown = [option_name(name, fields[name]) for _, name in strange]
-        takers = [other.name for other in self.modes if all(other.takes_field(*option) for option in strange)]
+    def _refusal(self, mode: Mode, strange: Sequence[Option]) -> ConfigError:
+        flags = [option.flag for option in strange]
+        takers = [other.name for other in self.modes if all(map(other.takes_option, strange))]
         if not mode.name and all(takers):
-            return ConfigError(f"{', '.join(shown)} without {' or '.join(takers)}", help=f"add {takers[0]}")
+            return ConfigError(f"{', '.join(flags)} without {' or '.join(takers)}", help=f"add {takers[0]}")
         why = f", which {mode.why}" if mode.why else ""
         return ConfigError(
-            f"{', '.join(shown)} with {mode.name}{why}", help=mode.fix or f"leave out {' and '.join(shown)}"
+            f"{', '.join(flags)} with {mode.name}{why}", help=mode.fix or f"leave out {' and '.join(flags)}"
         )
 
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the command is called with: models in place of their fields, None for those the mode does not take."""
+        mode = self.mode(values)
+        arguments = {name: value for name, value in values.items() if name not in self.options}
+        for parameter, model in self.models.items():
+            names = [option.name for option in self.options.values() if option.model is model]
+            fields = {name: values[name] for name in names if values[name] is not None}
+            arguments[parameter] = model(**fields) if model in mode.takes else None
+        return arguments
 
-def command(*modes: Mode, omit: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+
+def command(*modes: Mode) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function with option models among its parameters a command of typer.
 
     Without modes every option applies always. Errors of ours end it with their message and exit code.
-
-    Args:
-        omit: fields of the models that are no options.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)
         models = {name: model for name, hint in hints.items() if (model := _model_in(hint)) is not None}
-        options = CommandOptions(models, modes or (Mode(takes=tuple(models.values())),), frozenset(omit))
+        options = CommandOptions(models, modes or (Mode(takes=tuple(models.values())),))
         parameters = [_CONTEXT]
         for name, parameter in inspect.signature(function).parameters.items():
             if name in models:
-                parameters += _parameters(options, models[name])
+                parameters += options.parameters(models[name])
             elif name != _CONTEXT.name:
                 parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
         @functools.wraps(function)
         def run(context: typer.Context, **values: Any) -> None:
             with exit_on_error():
-                typed = frozenset(name for name in values if _is_typed(context, name))
-                options.require_meant(values, typed)
+                options.require_meant(values, frozenset(name for name in values if _is_typed(context, name)))
                 if _CONTEXT.name in hints:
                     values["context"] = context
-                function(**_arguments(options, values))
+                function(**options.arguments(values))
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -187,159 +275,42 @@ def command(*modes: Mode, omit: tuple[str, ...] = ()) -> Callable[[Callable[...,
     return decorate
 
 
-_CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-
-
-def option_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a model; those that only the model it mirrors documents are that one's."""
+def _options_of(model: type[BaseModel]) -> Iterator[Option]:
+    """Yield the options of a model; fields that only the model it mirrors documents are that one's."""
     mirrored, documented = getattr(model, "mirrors", None), field_texts(model)
-    others = {} if mirrored is None else mirrored.model_fields
-    return {
-        name: others[name] if name in others and name not in documented else field
-        for name, field in model.model_fields.items()
-    }
-
-
-def option_name(name: str, field: FieldInfo) -> str:
-    """Return an option as it is typed: ``--seq-len``."""
-    return option_spec(field).name or "--" + name.replace("_", "-")
-
-
-def option_spec(field: FieldInfo) -> OptionSpec:
-    """Return what a field says of itself as an option."""
-    return next((entry for entry in _metadata(field) if isinstance(entry, OptionSpec)), OptionSpec())
+    sources = [source for source in (mirrored, model) if source is not None]
+    kinds = [kind for source in sources for kind in reversed(source.__mro__) if getattr(kind, "model_fields", None)]
+    texts = {name: text for kind in kinds for name, text in field_texts(kind).items()}
+    for name, field in model.model_fields.items():
+        if mirrored is not None and name in mirrored.model_fields and name not in documented:
+            field = mirrored.model_fields[name]
+        option = Option(model, name, field, texts.get(name, ""))
+        if option.spec.is_option:
+            yield option
 
 
 def _model_in(hint: Any) -> type[BaseModel] | None:
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return next((kind for kind in members if inspect.isclass(kind) and issubclass(kind, BaseModel)), None)
+    kind = _without_none(hint)
+    return kind if inspect.isclass(kind) and issubclass(kind, BaseModel) else None
 
 
-def _parameters(options: CommandOptions, model: type[BaseModel]) -> Iterator[inspect.Parameter]:
-    texts = _texts(model)
-    is_conditional = not options.is_in_every_mode(model)
-    for owner, name, field in options.fields():
-        if owner is model:
-            condition = options.condition(model, name, field)
-            kind, info = _typer_option(
-                name, field, condition + _sentence(texts.get(name, ""), field, begins=not condition)
-            )
-            default = _default(field)
-            if field.is_required() and is_conditional:
-                kind, default, info.help = kind | None, None, f"{info.help} Needed."
-            yield inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
-            )
-
-
-def _typer_option(name: str, field: FieldInfo, text: str) -> tuple[Any, OptionInfo]:
-    """Return the type that typer reads an option as, and its names, help and bounds."""
-    spec = option_spec(field)
-    kind, optional = _plain_type(field.annotation)
-    is_list = get_origin(kind) is tuple
-    inner = get_args(kind)[0] if is_list else kind
-    bounds = _bounds(field, inner) if inner in (int, float) else {}
-    info = typer.Option(
-        option_name(name, field),
-        metavar=spec.metavar or _METAVARS.get(inner),
-        help=text,
-        autocompletion=spec.complete,
-        show_default=True,
-        **bounds,
-    )
-    kind = list[inner] if is_list else kind
-    return (kind | None if optional or is_list else kind), info
-
-
-def _plain_type(annotation: Any) -> tuple[Any, bool]:
-    """Return an annotation without its metadata and without None, and whether None was part of it."""
+def _without_none(annotation: Any) -> Any:
+    """Return an annotation without its metadata and without None."""
     if get_origin(annotation) is Annotated:
-        return _plain_type(get_args(annotation)[0])
+        return _without_none(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        members = [_plain_type(member)[0] for member in get_args(annotation) if member is not NoneType]
-        return members[0], True
-    return annotation, False
+        return _without_none(next(member for member in get_args(annotation) if member is not NoneType))
+    return annotation
 
 
-def _metadata(field: FieldInfo) -> list[Any]:
-    """Return what stands in the Annotated of a field and of the members of its union."""
-    found = list(field.metadata)
-    pending = [field.annotation]
-    while pending:
-        annotation = pending.pop()
-        if get_origin(annotation) is Annotated:
-            found += get_args(annotation)[1:]
-        pending += [] if get_origin(annotation) is Literal else get_args(annotation)
-    return [inner for entry in found for inner in (entry.metadata if isinstance(entry, FieldInfo) else (entry,))]
-
-
-def _bounds(field: FieldInfo, kind: type) -> dict[str, float]:
-    bounds: dict[str, float] = {}
-    for limit in _metadata(field):
-        if isinstance(limit, Ge):
-            bounds["min"] = limit.ge  # type: ignore[assignment]
-        elif isinstance(limit, Gt) and kind is int:
-            bounds["min"] = limit.gt + 1  # type: ignore[operator]
-        elif isinstance(limit, Le) and limit.le < _NO_LIMIT:  # type: ignore[operator]
-            bounds["max"] = limit.le  # type: ignore[assignment]
-    return bounds
-
-
-def _default(field: FieldInfo) -> Any:
-    default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
-    return None if default == () else default
-
-
-def _texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return what the docstrings of a model, of its bases and of what it mirrors say of each field; the nearest counts."""
-    sources = [source for source in (getattr(model, "mirrors", None), model) if source is not None]
-    kinds = [kind for source in sources for kind in reversed(source.__mro__) if getattr(kind, "model_fields", None)]
-    return {name: text for kind in kinds for name, text in field_texts(kind).items()}
-
-
-def _sentence(text: str, field: FieldInfo, *, begins: bool) -> str:
+def _sentence(text: str, choices: Sequence[Any], *, begins: bool) -> str:
     """Return a text with a full stop, and where it begins the help with a capital, unless it begins with a value or a name."""
     text = text.replace("``", "`").strip()
     first = text.split(maxsplit=1)[0].rstrip(":,") if text else ""
-    is_word = begins and first.replace("-", "").isalpha() and first not in _choices(field)
+    is_word = begins and first.replace("-", "").isalpha() and first not in choices
     return (text[0].upper() + text[1:] if is_word else text) + ("" if not text or text[-1] == "." else ".")
-
-
-def _choices(field: FieldInfo) -> tuple[Any, ...]:
-    kind, _ = _plain_type(field.annotation)
-    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
-
-
-def _is_set(value: Any, field: FieldInfo) -> bool:
-    return value is not None and value != _default(field)
-
-
-def _missing(mode: Mode, option: str, example: str) -> ConfigError:
-    if mode.name:
-        return ConfigError(f"{mode.name} without {option}", help=f"add {example}")
-    return ConfigError(f"Missing option '{option}'", help=mode.fix or f"add {example}")
-
-
-def _example(name: str, field: FieldInfo) -> str:
-    """Return an option with a value that sets it: ``--offload auto``, ``--nvme PATH``."""
-    kind, _ = _plain_type(field.annotation)
-    choice = next((choice for choice in _choices(field) if choice != field.default), None)
-    value = choice or option_spec(field).metavar or _METAVARS.get(kind, "")
-    return f"{option_name(name, field)} {value}".rstrip()
-
-
-def _arguments(options: CommandOptions, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the function is called with: its models in place of their fields, None for those the mode does not take."""
-    mode = options.mode(values)
-    names = {name for _, name, _ in options.fields()}
-    arguments = {name: value for name, value in values.items() if name not in names}
-    for parameter, model in options.models.items():
-        given = {name: values[name] for owner, name, _ in options.fields() if owner is model}
-        fields = {name: value for name, value in given.items() if value is not None}
-        arguments[parameter] = model(**fields) if model in mode.takes else None
-    return arguments

@@ -205,6 +205,7 @@ class OptionSpec(NamedTuple):
         needs: fields of which one must be set for this one to mean anything.
         barred_by: fields that leave this one without meaning once they are set.
         complete: what the shell offers for a beginning.
+        is_option: False: it is set in Python only.
     """
 
     metavar: str | None = None
@@ -212,6 +213,7 @@ class OptionSpec(NamedTuple):
     needs: tuple[str, ...] = ()
     barred_by: tuple[str, ...] = ()
     complete: Callable[[str], list[str]] | None = None
+    is_option: bool = True
 
 
 def field_texts(model: type[BaseModel]) -> dict[str, str]:

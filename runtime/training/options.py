@@ -14,6 +14,7 @@ _FINAL_FRACTION = 0.1
 
 _Folder = OptionSpec(metavar="FOLDER")
 _OfCheckpoints = OptionSpec(needs=("checkpoint_dir",))
+_NoOption = OptionSpec(is_option=False)
 
 
 class TrainOptions(Frozen):
@@ -54,9 +55,9 @@ class TrainOptions(Frozen):
     learning_rate: PositiveFloat = 3e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: NonNegativeInt | None = None
-    weight_decay: NonNegativeFloat = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: PositiveFloat = 1.0
+    weight_decay: Annotated[NonNegativeFloat, _NoOption] = 0.1
+    betas: Annotated[tuple[float, float], _NoOption] = (0.9, 0.95)
+    max_grad_norm: Annotated[PositiveFloat, _NoOption] = 1.0
     checkpoint_dir: Annotated[str | None, _Folder] = None
     checkpoint_every: Annotated[PositiveInt | None, _OfCheckpoints] = None
     keep_checkpoints: Annotated[PositiveInt, _OfCheckpoints] = 2

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 import pytest
 import typer
 from meshwright.cli.main import app
-from meshwright.cli.options import CommandOptions, Mode, OptionModel, command, option_name, option_spec
+from meshwright.cli.options import CommandOptions, Mode, Option, OptionModel, command
 from meshwright.schema.base import Count, OptionSpec
 from pydantic import BaseModel, Field
-from pydantic.fields import FieldInfo
 from small_jobs import small_plan
 from typer.testing import CliRunner
 
@@ -48,21 +47,13 @@ def commands(group: typer.Typer = app, words: tuple[str, ...] = ()) -> Iterator[
 COMMANDS = dict(commands())
 
 
-def sample(field: FieldInfo) -> list[str]:
-    """A value that is not the default one."""
-    kinds = [field.annotation]
-    for kind in kinds:
-        kinds += [] if get_origin(kind) is Literal else get_args(kind)
-    choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
-    if choices:
-        return [next(choice for choice in choices if choice != field.default)]
-    if bool in kinds:
-        return []
-    return ["7" if int in kinds or float in kinds else "x"]
-
-
-def typed(name: str, field: FieldInfo) -> list[str]:
-    return [option_name(name, field), *sample(field)]
+def typed(option: Option) -> list[str]:
+    """An option with a value that is not the default one."""
+    if option.kind is bool:
+        return [option.flag]
+    if option.choices:
+        return [option.flag, next(choice for choice in option.choices if choice != option.default)]
+    return [option.flag, "7" if option.kind in (int, float) else "x"]
 
 
 CASES = [
@@ -101,25 +92,25 @@ def test_every_command_states_its_modes() -> None:
 
 @pytest.mark.parametrize(("name", "mode", "arguments"), CASES)
 def test_option_of_another_mode_is_refused_by_name(name, mode, arguments, monkeypatch) -> None:
-    for owner, option, field in COMMANDS[name].fields():
-        if not mode.takes_field(owner, option):
-            said = refused(name, mode, arguments, typed(option, field), monkeypatch)
-            assert option_name(option, field) in said
+    for option in COMMANDS[name].options.values():
+        if not mode.takes_option(option):
+            said = refused(name, mode, arguments, typed(option), monkeypatch)
+            assert option.flag in said
             assert "help: " in said
 
 
 @pytest.mark.parametrize(("name", "mode", "arguments"), CASES)
 def test_option_that_needs_another_is_refused_without_it(name, mode, arguments, monkeypatch) -> None:
-    applicable = {option: field for owner, option, field in COMMANDS[name].fields() if mode.takes_field(owner, option)}
-    for option, field in applicable.items():
-        needed = [option_name(other, applicable[other]) for other in option_spec(field).needs if other in applicable]
+    applicable = {option.name: option for option in COMMANDS[name].options.values() if mode.takes_option(option)}
+    for option in applicable.values():
+        needed = [applicable[other].flag for other in option.spec.needs if other in applicable]
         if needed:
-            said = refused(name, mode, arguments, typed(option, field), monkeypatch)
-            assert f"{option_name(option, field)} without {' or '.join(needed)}" in said
-        for other in option_spec(field).barred_by:
-            words = [*typed(option, field), *typed(other, applicable[other])]
-            words += [word for need in option_spec(applicable[other]).needs for word in typed(need, applicable[need])]
-            assert option_name(option, field) in refused(name, mode, arguments, words, monkeypatch)
+            said = refused(name, mode, arguments, typed(option), monkeypatch)
+            assert f"{option.flag} without {' or '.join(needed)}" in said
+        for other in (applicable[name] for name in option.spec.barred_by):
+            words = [*typed(option), *typed(other)]
+            words += [word for need in other.spec.needs for word in typed(applicable[need])]
+            assert option.flag in refused(name, mode, arguments, words, monkeypatch)
 
 
 def test_every_option_is_read_somewhere() -> None:
@@ -133,10 +124,10 @@ def test_every_option_is_read_somewhere() -> None:
     }
     dumped = {"PlacementOptions", "RouterOptions", "LoadOptions", "TrainingOptions"}
     unread = [
-        f"{name}: {option}"
+        f"{name}: {option.flag}"
         for name, options in COMMANDS.items()
-        for owner, option, _ in options.fields()
-        if option not in read and owner.__name__ not in dumped
+        for option in options.options.values()
+        if option.name not in read and option.model.__name__ not in dumped
     ]
     assert not unread
 
@@ -144,8 +135,7 @@ def test_every_option_is_read_somewhere() -> None:
 def test_every_option_has_a_help() -> None:
     for name in COMMANDS:
         text = CliRunner().invoke(app, [*name.split(), "--help"]).stdout
-        for _, option, field in COMMANDS[name].fields():
-            assert option_name(option, field) in text
+        assert all(option.flag in text for option in COMMANDS[name].options.values())
     helpless = [
         f"{name} {parameter.name}"
         for name, function in functions()

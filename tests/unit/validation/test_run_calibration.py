@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cli.calibrate import calibrate
+from meshwright.cli.validate import calibrate
 from meshwright.planner import plan
 from meshwright.schema import Calibration, ConfigError, Layout, Plan, Workload
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
@@ -121,8 +121,8 @@ def test_command_writes_a_sealed_profile(tmp_path: Path) -> None:
 def test_metrics_that_end_early_or_belong_to_another_plan_are_refused(tmp_path: Path) -> None:
     plan, metrics = saved_run(tmp_path, plans()[0])
     with pytest.raises(ConfigError, match="data sheets"):
-        from meshwright.cli.calibrate import _profiled_cluster
         from meshwright.cli.inputs import ProfileOptions
+        from meshwright.cli.validate import _profiled_cluster
 
         _profiled_cluster(read_run(plan, metrics).plan.cluster, ProfileOptions())
     metrics.write_text('{"step": 1}\n')
