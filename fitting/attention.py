@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -121,8 +121,15 @@ def fit_terms(table: pd.DataFrame, prior: FloatArray | None = None) -> FloatArra
     return least_relative_squares(columns, table.seconds.to_numpy(), prior)
 
 
-def _published(name: str, direction: str, *, causal: bool | None = None) -> tuple[FloatArray, FloatArray]:
-    """Return columns [n, 5] and seconds [n] of the published rows of a kernel and pass."""
+class Passes(NamedTuple):
+    """Passes of one kernel: columns of the terms [n, 5] and seconds [n]."""
+
+    columns: FloatArray
+    seconds: FloatArray
+
+
+def _published(name: str, direction: str, *, causal: bool | None = None) -> Passes:
+    """Return the published rows of a kernel and pass."""
     columns, seconds = [], []
     h100 = AttentionDevice(*data_sheet("H100-SXM-80GB"), PROCESSORS["hopper"])
     for (kernel, which, width, masked), tflops in PUBLISHED_TFLOPS.items():
@@ -135,66 +142,54 @@ def _published(name: str, direction: str, *, causal: bool | None = None) -> tupl
         flops = 4 * rows * n * context * width * (2.5 if direction == "backward" else 1.0)
         columns.append(term_columns(shape, h100, backward=direction == "backward"))
         seconds.append(flops / (np.array(tflops) * 1e12))
-    return np.concatenate(columns), np.concatenate(seconds)
+    return Passes(np.concatenate(columns), np.concatenate(seconds))
 
 
 def _backward_ratios(path: Path, forward: dict[str, FloatArray]) -> dict[str, FloatArray]:
     """Return how much larger each term is in the backward pass, FLOPs being counted 2.5 times [kernel -> 5]."""
-    measured = {"ampere": _simumax(path, "a100_pcie", "ampere"), "blackwell": _simumax(path, "b200", "blackwell")}
+    table = pd.read_csv(path)
+    measured = {family: (_simumax(table, family, "sdp_fwd"), _simumax(table, family, "sdp_bwd")) for family in _SIMUMAX}
     for name in ("hopper", "hopper_fa2"):
-        passes = (_published(name, direction, causal=False) for direction in ("forward", "backward"))
-        measured[name] = tuple(array for arrays in passes for array in arrays)
-    ratios = {name: _ratio(forward[name], *rows) for name, rows in measured.items()}
+        measured[name] = _published(name, "forward", causal=False), _published(name, "backward", causal=False)
+    ratios = {name: _ratio(forward[name], *passes) for name, passes in measured.items()}
     typical = np.median(list(ratios.values()), axis=0)
     return {name: ratios.get(name, typical) for name in forward}
 
 
-def _ratio(
-    terms: FloatArray,
-    forward_columns: FloatArray,
-    forward_s: FloatArray,
-    backward_columns: FloatArray,
-    backward_s: FloatArray,
-) -> FloatArray:
+def _ratio(terms: FloatArray, forward: Passes, backward: Passes) -> FloatArray:
     """Return ratios of the products (with the softmax), the tail and the traffic that explain the backward times of one host.
 
     The host's own speed is what its forward passes say, so that a slow one does not pass for a slow backward kernel. The ratios
     are drawn towards BACKWARD_PRIOR, because runs of one number of tokens hardly tell the tail from the products.
     """
-    host = np.median(forward_s / (forward_columns @ terms))
-    terms_s = np.stack(
-        [backward_columns[:, 1:3] @ terms[1:3], backward_columns[:, 3] * terms[3], backward_columns[:, 4] * terms[4]],
-        axis=1,
-    )
-    remaining_s = np.maximum(backward_s / host - backward_columns[:, 0] * terms[0], 0.2 * backward_s / host)
-    rows = np.vstack([terms_s / remaining_s[:, None], np.diag(0.2 / BACKWARD_PRIOR)])
-    ratios = nnls(rows, np.concatenate([np.ones(len(remaining_s)), np.full(3, 0.2)]))[0]
-    return np.array([1.0, ratios[0], ratios[0], ratios[1], ratios[2]])
+    host = np.median(forward.seconds / (forward.columns @ terms))
+    term_s, seconds = backward.columns * terms, backward.seconds / host
+    columns = np.stack([backward.columns[:, 1:3] @ terms[1:3], term_s[:, 3], term_s[:, 4]], axis=1)
+    remaining_s = np.maximum(seconds - term_s[:, 0], 0.2 * seconds)
+    rows = np.vstack([columns / remaining_s[:, None], np.diag(0.2 / BACKWARD_PRIOR)])
+    product, tail, traffic = nnls(rows, np.concatenate([np.ones(len(seconds)), np.full(3, 0.2)]))[0]
+    return np.array([1.0, product, product, tail, traffic])
 
 
-def _simumax(path: Path, system: str, family: str) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return forward columns and seconds, backward columns and seconds of SimuMax's table (its FLOPs count no mask)."""
-    table = pd.read_csv(path)
-    table = table[table.sys.str.startswith(system)]
-    arrays: list[FloatArray] = []
-    for op, backward in (("sdp_fwd", False), ("sdp_bwd", True)):
-        rows = table[table.op == op]
-        value = {key: rows.key.str.extract(rf"(?:^|\W){key}=(\d+)")[0].to_numpy(dtype=float) for key in _SIMUMAX_KEYS}
-        n, width = value["seq_len"], (value["qk_head_dim"] + value["v_head_dim"]) / 2
-        heads = value["batch"] * value["head_num"]
-        group = value["head_num"] / value["kv_head_num"]
-        shape = AttentionShape(heads, group, n, (n + 1) / 2, n, width, np.full(len(n), 2.0))
-        device = AttentionDevice(*data_sheet(_SIMUMAX_DEVICES[family]), PROCESSORS[family])
-        flops = 4 * heads * n * n * width * (2.5 if backward else 1.0)
-        arrays += [
-            term_columns(shape, device, backward=backward),
-            flops / (rows.eff.to_numpy() * rows.tflops.to_numpy() * 1e12),
-        ]
-    return arrays[0], arrays[1], arrays[2], arrays[3]
+_SIMUMAX = {"ampere": ("a100_pcie", "A100-SXM-80GB"), "blackwell": ("b200", "B200-SXM-180GB")}
+"""Family -> start of a system's name in SimuMax's table, data sheet."""
 
-
-_SIMUMAX_DEVICES = {"ampere": "A100-SXM-80GB", "blackwell": "B200-SXM-180GB"}
 _SIMUMAX_KEYS = ("batch", "seq_len", "head_num", "kv_head_num", "qk_head_dim", "v_head_dim")
+
+
+def _simumax(table: pd.DataFrame, family: str, op: str) -> Passes:
+    """Return the passes of SimuMax's table, whose FLOPs count no mask."""
+    system, sheet = _SIMUMAX[family]
+    rows = table[table.sys.str.startswith(system) & (table.op == op)]
+    value = {key: rows.key.str.extract(rf"(?:^|\W){key}=(\d+)")[0].to_numpy(dtype=float) for key in _SIMUMAX_KEYS}
+    n, width = value["seq_len"], (value["qk_head_dim"] + value["v_head_dim"]) / 2
+    heads, is_backward = value["batch"] * value["head_num"], op == "sdp_bwd"
+    group = value["head_num"] / value["kv_head_num"]
+    shape = AttentionShape(heads, group, n, (n + 1) / 2, n, width, np.full(len(n), 2.0))
+    device = AttentionDevice(*data_sheet(sheet), PROCESSORS[family])
+    flops = 4 * heads * n * n * width * (2.5 if is_backward else 1.0)
+    seconds = flops / (rows.eff.to_numpy() * rows.tflops.to_numpy() * 1e12)
+    return Passes(term_columns(shape, device, backward=is_backward), seconds)
 
 
 def _matrix(table: pd.DataFrame, forward: dict[str, FloatArray]) -> tuple[list[str], FloatArray, FloatArray]:

@@ -110,7 +110,8 @@ def mean_curve(curves: Sequence[CurveParameters]) -> CurveParameters:
 
 
 def _parameters(logs: FloatArray) -> CurveParameters:
-    return CurveParameters(*(float(value) for value in np.exp(logs)))
+    latency_s, efficiency, ramp_s = np.exp(logs).tolist()
+    return CurveParameters(latency_s, efficiency, ramp_s)
 
 
 def predicted_s(parameters: CurveParameters, group: int, x: FloatArray) -> FloatArray:

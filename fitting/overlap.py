@@ -49,7 +49,7 @@ class Overlaps(NamedTuple):
 
     def take(self, rows: NDArray[np.bool_]) -> Overlaps:
         """Return the measurements of a mask."""
-        return Overlaps(*(column[rows] for column in self))
+        return Overlaps(*(column[rows] for column in self))  # type: ignore[arg-type]
 
 
 class Errors(NamedTuple):

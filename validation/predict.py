@@ -29,31 +29,30 @@ class Prediction:
 
 
 def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | None = None) -> list[Prediction]:
-    """One prediction per row, in order; ``calibrations`` by name of the device apply to its rows."""
-    found = [run_inputs(row) for row in rows]
-    known = with_calibrations([inputs for inputs in found if isinstance(inputs, RunInputs)], calibrations or {})
+    """Return one prediction per row, in order; ``calibrations`` by name of the device apply to its rows."""
+    inputs = [run_inputs(row) for row in rows]
+    known = [run for run in inputs if isinstance(run, RunInputs)]
+    known = with_calibrations(known, calibrations) if calibrations else known
     estimates = iter(zip(known, estimate_runs(known), strict=True))
-    return [
-        Prediction(None, None, inputs.reason) if isinstance(inputs, Skip) else _prediction(*next(estimates))
-        for inputs in found
-    ]
-
-
-def _prediction(inputs: RunInputs, estimate: Estimate | str) -> Prediction:
-    if isinstance(estimate, str):
-        return Prediction(inputs, None, estimate)
-    return Prediction(inputs, estimate, None)
+    predictions = []
+    for row_inputs in inputs:
+        if isinstance(row_inputs, Skip):
+            predictions.append(Prediction(None, None, row_inputs.reason))
+            continue
+        run, estimate = next(estimates)
+        if isinstance(estimate, str):
+            predictions.append(Prediction(run, None, estimate))
+        else:
+            predictions.append(Prediction(run, estimate, None))
+    return predictions
 
 
 def with_calibrations(runs: Sequence[RunInputs], calibrations: Mapping[str, Calibration]) -> list[RunInputs]:
-    """Runs on clusters that carry their device's calibration; equal clusters stay one object."""
+    """Return runs on clusters that carry their device's calibration; equal clusters stay one object."""
     clusters: dict[int, ClusterSpec] = {}
-    for run in runs:
-        calibration = calibrations.get(run.cluster.weakest_device.name)
-        if id(run.cluster) not in clusters:
-            clusters[id(run.cluster)] = (
-                run.cluster if calibration is None else run.cluster.replace(calibration=calibration)
-            )
+    for cluster in {id(run.cluster): run.cluster for run in runs}.values():
+        calibration = calibrations.get(cluster.weakest_device.name)
+        clusters[id(cluster)] = cluster if calibration is None else cluster.replace(calibration=calibration)
     return [replace(run, cluster=clusters[id(run.cluster)]) for run in runs]
 
 
@@ -62,20 +61,20 @@ def estimate_runs(runs: Sequence[RunInputs], coefficients: Coefficients | None =
     batches: dict[object, list[int]] = defaultdict(list)
     for idx, run in enumerate(runs):
         batches[(id(run.model), id(run.cluster), run.workload)].append(idx)
-    found: dict[int, Estimate | str] = {}
+    estimates: dict[int, Estimate | str] = {}
     for members in batches.values():
-        found.update(zip(members, _estimate_batch([runs[idx] for idx in members], coefficients), strict=True))
-    return [found[idx] for idx in range(len(runs))]
+        estimates.update(zip(members, _estimate_batch([runs[idx] for idx in members], coefficients), strict=True))
+    return [estimates[idx] for idx in range(len(runs))]
 
 
 def _estimate_batch(runs: Sequence[RunInputs], coefficients: Coefficients | None) -> list[Estimate | str]:
     first = runs[0]
     try:
-        batch = LayoutTable.from_layouts([run.layout for run in runs], first.workload.global_batch_size)
-        costs = CostTable.from_layouts(first.model, first.workload, first.cluster, batch, coefficients=coefficients)
+        layouts = LayoutTable.from_layouts([run.layout for run in runs], first.workload.global_batch_size)
+        costs = CostTable.from_layouts(first.model, first.workload, first.cluster, layouts, coefficients=coefficients)
     except ConfigError as error:
         return [f"estimate: {error.message}"] * len(runs)
-    return [_estimate(costs, n, run) for n, run in enumerate(runs)]
+    return [_estimate(costs, idx, run) for idx, run in enumerate(runs)]
 
 
 def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> Estimate:
@@ -87,16 +86,16 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> Estimate:
 
 
 def _with_stage_layouts(costs: CostTable, estimate: Estimate, inputs: RunInputs, cuts: tuple[int, ...]) -> Estimate:
-    """Memory where each stage recomputes and offloads another part: the fullest stage under its own layout."""
-    batch = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
-    own = costs.evaluate(batch)
-    stages = [estimate_step(own, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
+    """Replace the memory by that of the fullest stage, each under its layout."""
+    layouts = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
+    stage_costs = costs.evaluate(layouts)
+    stages = [estimate_step(stage_costs, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
     fullest = max(stages, key=lambda stage: stage.memory_bytes.total)
     return with_memory(estimate, fullest.memory_bytes, costs.scenario)
 
 
 def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]:
-    """Stages as the engine that ran cuts them: at equal weights, or as many blocks on each with embedding and head on top.
+    """Cut stages as the engine that ran does: at equal weights, or as many blocks on each with embedding and head on top.
 
     Where the blocks do not divide, embedding and head count as a layer each (as recipes for such models do), else by cost.
     """
@@ -119,7 +118,7 @@ def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]
 
 
 def _by_thresholds(costs: CostTable, pp: int) -> tuple[int, ...]:
-    """Nanotron's cut: a stage ends with the layer that takes the weights of all before it above (s + 1) / pp of the whole.
+    """Cut as nanotron does: a stage ends with the layer that takes the weights of all before it above (s + 1) / pp of the total.
 
     An embedding weighs nothing, a tied head what it multiplies with. Source: nanotron, PipelineParallel build_model and
     get_block_compute_costs.

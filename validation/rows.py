@@ -1,7 +1,7 @@
 """Tables of measured training runs: one strict, typed row per line.
 
 docs/accuracy.md says what each column means. Only the ones in REQUIRED must exist; an empty
-cell, or an optional column that is missing, is "not stated". Anything that is there must be readable.
+cell, or an optional column that is missing, is "not stated". Anything that is stated must be readable.
 """
 
 from __future__ import annotations
@@ -20,18 +20,8 @@ from ..schema.base import read_text
 from ..schema.errors import ConfigError
 
 REQUIRED = (
-    "id",
-    "gpu_type",
-    "n_gpus",
-    "model",
-    "seq_len",
-    "global_batch",
-    "micro_batch",
-    "dp",
-    "tp",
-    "pp",
-    "iter_time_s",
-)
+    "id", "gpu_type", "n_gpus", "model", "seq_len", "global_batch", "micro_batch", "dp", "tp", "pp", "iter_time_s",
+)  # fmt: skip
 
 Part = Literal["fit", "held-out"]
 
@@ -112,7 +102,7 @@ class RunRow:
 
     @property
     def part(self) -> Part:
-        """Which half of the evidence: coefficients are chosen on ``fit``, accuracy is reported on ``held-out``.
+        """Half of the evidence: coefficients are chosen on ``fit``, accuracy is reported on ``held-out``.
 
         Rows of one model on one number of one device are together, so that no near-copy of a held-out run was fitted.
         """
@@ -140,7 +130,7 @@ class RunRow:
 
 
 def read_runs(path: str | Path) -> list[RunRow]:
-    """All rows of a table of runs.
+    """Return all rows of a table of runs.
 
     Raises:
         ConfigError: no such file, not CSV, a required column is missing, a cell is not what its column holds, an id repeats.
@@ -162,7 +152,7 @@ def read_runs(path: str | Path) -> list[RunRow]:
 
 
 def read_groups(path: str | Path) -> list[str]:
-    """Names of the decision groups a table lists, in its order.
+    """Return the names of the decision groups that a table lists, in its order.
 
     Raises:
         ConfigError: no such file, not CSV, no column decision_group, or an empty or repeated name.
@@ -179,7 +169,7 @@ def read_groups(path: str | Path) -> list[str]:
 
 
 def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, cells) of a CSV file with a header; cells are stripped."""
+    """Yield (line, cells) of a CSV file with a header; cells are stripped."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
@@ -192,12 +182,11 @@ def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tupl
                 raise ConfigError(
                     f"{path} line {reader.line_num}: {len(cells)} cells, the header has {len(header)} columns"
                 )
-            if long := next(
-                (name for name, cell in zip(header, cells, strict=True) if _LONG_NUMBER.search(cell)), None
-            ):
+            row = {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
+            if long := next((name for name, cell in row.items() if _LONG_NUMBER.search(cell)), None):
                 raise ConfigError(f"{path} line {reader.line_num} column {long}: a number of more than 30 digits")
             empty = False
-            yield reader.line_num, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
+            yield reader.line_num, row
     except csv.Error as error:
         raise ConfigError(f"{path} line {reader.line_num} is not CSV: {error}") from None
     if empty:
@@ -220,7 +209,7 @@ def _check_header(path: str | Path, header: list[str], required: tuple[str, ...]
 
 
 def _parse(path: str | Path, line: int, name: str, kind: str, text: str) -> str | int | float | None:
-    """A cell as what its column holds; None where it is empty."""
+    """Return a cell as what its column holds; None where it is empty."""
     if kind == "str":
         return text
     if not text:
@@ -229,8 +218,7 @@ def _parse(path: str | Path, line: int, name: str, kind: str, text: str) -> str 
         value = float(text)
     except ValueError:
         raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a number") from None
-    least = 0 if name in _MAY_BE_ZERO else math.ulp(0)
-    if not math.isfinite(value) or value < least:
+    if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a positive number")
     if not kind.startswith("int"):
         return value

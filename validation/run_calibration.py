@@ -1,14 +1,14 @@
-"""What runs of `apply` on a machine say about the model's rates there: ratios by the parts of a step, folded into its profile.
+"""Correct a machine's profile by runs of `apply` on it: ratios by the terms of a step, folded into its rates.
 
-A run has the seconds of its busiest rank by parts (runtime/training/step_clock.py), so each ratio is read where it acts. With p and
-m the predicted and measured seconds of a part, over all runs that have it,
+A run has the seconds of its busiest rank by terms (runtime/training/step_clock.py), so each ratio is read where it acts. With p and
+m the predicted and measured seconds of a term, over all runs that have it,
 
     kernels (products, attention, elementwise, and the host where it is the same cores)   exp(mean log(p / m)) of compute
     scale_up, scale_out                                                                    the same of communication
 
-Ratios within a part keep their proportions: a step does not tell them apart. Memory: activations and a constant
-(calibration.memory_ratios). Of all this, half, or nothing is kept, whichever predicts the runs best: with three runs or more each
-run by the ratios of the others, so that a second estimate is never worse than the first on the runs themselves.
+Ratios within a term keep their proportions: a step does not tell them apart. Memory: activations and a constant
+(table_calibration.memory_ratios). Of all this, half, or nothing is followed, whichever predicts the runs best: with three runs or
+more each run by the ratios of the others, so that a second estimate is never worse than the first on the runs themselves.
 """
 
 from __future__ import annotations
@@ -24,63 +24,64 @@ import numpy as np
 
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable
-from ..planner.plan import estimate as fresh_estimate
+from ..planner.plan import estimate
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate, Plan
 from ..schema.base import read_text, shown
 from ..schema.layout_table import MIXED, LayoutTable
 from ..solvers.pipeline.torch_csv import planned_order
 from .inputs import RunInputs
-from .table_calibration import MEAN_TO_DEVIATION, MeasuredRun, memory_ratios
+from .table_calibration import TRUST, MeasuredRun, left_out_scores, memory_ratios
 
-TRUST = (0.0, 0.5, 1.0)
-LEAST_TO_LEAVE_OUT = 3
-LARGEST_RATIO = 15.0
+MIN_RUNS_TO_LEAVE_OUT = 3
+
+MAX_RATIO = 15.0
 """Beyond it a run measured something else than its plan."""
 
-_LEAST_SHARE = 0.02
-"""Of the step; parts below it are noise."""
+MAX_LOG_RATIO = 2.7
+"""Of one term."""
+
+_MIN_SHARE = 0.02
+"""Of the step; terms below it are noise."""
 
 
 @dataclass(frozen=True)
 class PlanRun:
-    """A plan and what its run measured: seconds by part, of a step, and the peak of the fullest device."""
+    """A plan and what its run measured: seconds by term, of a step, and the peak of the fullest device."""
 
     plan: Plan
-    parts_s: Mapping[str, float]
+    terms_s: Mapping[str, float]
     step_time_s: float
     reserved_bytes: float
 
 
 def read_run(plan: str | Path, metrics: str | Path) -> PlanRun:
-    """A plan with the metrics that `apply` wrote of it.
+    """Return a plan with the metrics that `apply` wrote of it.
 
     Raises:
-        ConfigError: the metrics have no comparison at their end, or are of an older version without parts.
+        ConfigError: the metrics have no comparison at their end, or are of an older version without terms.
     """
-    loaded = Plan.load(plan)
-    last = _last_record(metrics)
+    loaded, last = Plan.load(plan), _last_record(metrics)
     measured = last.get("measured")
     if not isinstance(measured, dict) or not isinstance(measured.get("parts_s"), dict) or not measured["parts_s"]:
         raise ConfigError(
             f"{metrics} does not end with a comparison of prediction and measurement",
             help="let `meshwright apply PLAN --metrics FILE` run to its end with this version",
         )
-    predicted = math.prod(_number(metrics, last.get("predicted"), name) for name in ("tokens_per_s", "step_time_s"))
-    if abs(predicted / loaded.workload.tokens_per_step - 1) > 1e-6:
-        raise ConfigError(f"{metrics} is of another plan than {plan}: steps of {predicted:.0f} tokens")
-    parts_s = measured["parts_s"]
-    seconds = {name: _number(metrics, parts_s, name, least=0.0) for name in parts_s}
+    tokens = math.prod(_number(metrics, last.get("predicted"), name) for name in ("tokens_per_s", "step_time_s"))
+    if abs(tokens / loaded.workload.tokens_per_step - 1) > 1e-6:
+        raise ConfigError(f"{metrics} is of another plan than {plan}: steps of {tokens:.0f} tokens")
+    terms_s = {name: _number(metrics, measured["parts_s"], name, minimum=0.0) for name in measured["parts_s"]}
     step_s, peak = (_number(metrics, measured, name) for name in ("step_time_s", "peak_reserved_bytes"))
     for name in ("compute", "communication"):
-        if name not in seconds or (name == "compute" and not seconds[name]):
+        if name not in terms_s or (name == "compute" and not terms_s[name]):
             raise ConfigError(f"{metrics}: parts_s says nothing of {name}")
-    return PlanRun(loaded, seconds, step_s, peak)
+    return PlanRun(loaded, terms_s, step_s, peak)
 
 
-def _number(metrics: str | Path, record: Any, name: str, *, least: float = 1e-12) -> float:
-    """A number of a record, seconds or bytes."""
+def _number(metrics: str | Path, record: Any, name: str, *, minimum: float = 1e-12) -> float:
+    """Return a number of a record, seconds or bytes."""
     value = record.get(name) if isinstance(record, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 2**60:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= 2**60:
         raise ConfigError(f"{metrics}: {name} = {shown(value)} is no number that a run measures")
     return float(value)
 
@@ -97,112 +98,100 @@ def _last_record(metrics: str | Path) -> dict[str, Any]:
 
 
 def reestimate(plan: Plan, cluster: ClusterSpec) -> Estimate:
-    """The estimate of a plan's layout and stages on a cluster; where blocks recompute differently it chooses stages anew."""
-    batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
-    if batch.recompute[0] == MIXED or cluster.parts:
-        return fresh_estimate(plan.model, cluster, plan.workload, plan.layout)
+    """Return the estimate of a plan's layout and stages on a cluster; where blocks recompute differently, of new stages."""
+    table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
+    if table.recompute[0] == MIXED or cluster.parts:
+        return estimate(plan.model, cluster, plan.workload, plan.layout)
     boundaries = [*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers]
-    costs = replace(CostTable.from_layouts(plan.model, plan.workload, cluster, batch), order=planned_order(plan))
-    return estimate_step(costs, 0, boundaries)
+    costs = CostTable.from_layouts(plan.model, plan.workload, cluster, table)
+    return estimate_step(replace(costs, order=planned_order(plan)), 0, boundaries)
 
 
 def calibrate_from_runs(runs: Sequence[PlanRun], cluster: ClusterSpec) -> Calibration:
-    """The calibration that runs on a cluster give; nothing of an earlier one is kept.
+    """Return the calibration that runs on a cluster give; nothing of an earlier one stays.
 
     Raises:
         ConfigError: there is no run, or one is so far off that it measured something else.
     """
     if not runs:
         raise ConfigError("there is no run to calibrate with")
-    plain = cluster.replace(calibration=Calibration())
-    before = [reestimate(run.plan, plain) for run in runs]
-    for run, estimate in zip(runs, before, strict=True):
-        ratio = run.step_time_s / estimate.step_time_s
-        if not 1 / LARGEST_RATIO < ratio < LARGEST_RATIO:
+    cluster = cluster.replace(calibration=Calibration())
+    before = [reestimate(run.plan, cluster) for run in runs]
+    for run, first in zip(runs, before, strict=True):
+        ratio = run.step_time_s / first.step_time_s
+        if not 1 / MAX_RATIO < ratio < MAX_RATIO:
             raise ConfigError(f"a run took {ratio:.3g} times its predicted step: it is of another machine or plan")
-    trust, left_out = _trusted(runs, before, plain)
-    memory = _memory(runs, before, plain)
-    found = Calibration().replace(**_ratios(runs, before, plain, trust), **memory, num_runs=len(runs))
-    if len(runs) < LEAST_TO_LEAVE_OUT:
-        return found
-    errors = [_error(run, estimate) for run, estimate in zip(runs, before, strict=True)]
-    return found.replace(
-        spread=max(MEAN_TO_DEVIATION * float(np.mean(np.abs(left_out))), 1e-6),
-        error_before=float(np.mean(np.abs(np.expm1(errors)))),
-        error_after=float(np.mean(np.abs(np.expm1(left_out)))),
-    )
+    trust, errors_after = _choose_trust(runs, before, cluster)
+    fields = _time_ratios(runs, before, cluster, trust) | _memory_ratios(runs, before, cluster)
+    calibration = Calibration().replace(**fields, num_runs=len(runs))
+    if len(runs) < MIN_RUNS_TO_LEAVE_OUT:
+        return calibration
+    return calibration.replace(**left_out_scores(_log_errors(runs, before), errors_after))
 
 
-def _error(run: PlanRun, estimate: Estimate) -> float:
-    """Log of predicted over measured step time."""
-    return math.log(estimate.step_time_s / run.step_time_s)
+def _log_errors(runs: Sequence[PlanRun], estimates: Sequence[Estimate]) -> list[float]:
+    """Return the log of predicted over measured step time of each run."""
+    return [math.log(e.step_time_s / run.step_time_s) for run, e in zip(runs, estimates, strict=True)]
 
 
-def _trusted(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec) -> tuple[float, list[float]]:
-    """How far to follow the ratios, and the log errors of the runs under it."""
-    best: tuple[float, list[float]] = (0.0, [_error(run, e) for run, e in zip(runs, before, strict=True)])
-    leave_out = len(runs) >= LEAST_TO_LEAVE_OUT
+def _choose_trust(
+    runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec
+) -> tuple[float, list[float]]:
+    """Return how far to follow the ratios, and the log errors of the runs under it."""
+    best, best_errors = TRUST[0], _log_errors(runs, before)
     for trust in TRUST[1:]:
-        errors = []
+        after = []
         for idx, run in enumerate(runs):
-            others = [at for at in range(len(runs)) if not (leave_out and at == idx)]
-            ratios = _ratios([runs[at] for at in others], [before[at] for at in others], cluster, trust)
-            changed = cluster.replace(calibration=Calibration().replace(**ratios))
-            errors.append(_error(run, reestimate(run.plan, changed)))
-        if np.mean(np.abs(errors)) <= np.mean(np.abs(best[1])):
-            best = trust, errors
-    return best
+            others = [i for i in range(len(runs)) if i != idx or len(runs) < MIN_RUNS_TO_LEAVE_OUT]
+            ratios = _time_ratios([runs[i] for i in others], [before[i] for i in others], cluster, trust)
+            after.append(reestimate(run.plan, cluster.replace(calibration=Calibration().replace(**ratios))))
+        errors = _log_errors(runs, after)
+        if np.mean(np.abs(errors)) <= np.mean(np.abs(best_errors)):
+            best, best_errors = trust, errors
+    return best, best_errors
 
 
-def _ratios(
+def _time_ratios(
     runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec, trust: float
 ) -> dict[str, float]:
-    """Fields of Calibration."""
-    compute: list[float] = []
-    sent: list[float] = []
-    for run, estimate in zip(runs, before, strict=True):
-        parts = estimate.breakdown_s
-        compute.append(math.log((parts.compute + parts.recompute) / run.parts_s["compute"]))
-        predicted, measured = parts.tp + parts.cp + parts.ep + parts.dp, run.parts_s["communication"]
-        if min(predicted / estimate.step_time_s, measured / run.step_time_s) > _LEAST_SHARE:
-            sent.append(math.log(predicted / measured))
-    names = ["products", "attention", "elementwise"]
-    names += ["host"] if cluster.weakest_device.backend.is_host else []
-    kernels, links = _ratio(compute, trust), _ratio(sent, trust)
-    kinds = {"scale_up" if level.link.kind == "scale-up" else "scale_out" for level in cluster.levels}
-    return {**dict.fromkeys(names, kernels), **dict.fromkeys(sorted(kinds), links)}
+    """Return the ratios of kernels and links, fields of Calibration."""
+    compute_logs: list[float] = []
+    link_logs: list[float] = []
+    for run, first in zip(runs, before, strict=True):
+        terms = first.breakdown_s
+        compute_logs.append(math.log((terms.compute + terms.recompute) / run.terms_s["compute"]))
+        predicted, measured = terms.tp + terms.cp + terms.ep + terms.dp, run.terms_s["communication"]
+        if min(predicted / first.step_time_s, measured / run.step_time_s) > _MIN_SHARE:
+            link_logs.append(math.log(predicted / measured))
+    kernels = ["products", "attention", "elementwise"]
+    kernels += ["host"] if cluster.weakest_device.backend.is_host else []
+    links = {"scale_up" if level.link.kind == "scale-up" else "scale_out" for level in cluster.levels}
+    kernel_ratio, link_ratio = _ratio(compute_logs, trust), _ratio(link_logs, trust)
+    return {**dict.fromkeys(kernels, kernel_ratio), **dict.fromkeys(sorted(links), link_ratio)}
 
 
 def _ratio(logs: Sequence[float], trust: float) -> float:
-    return math.exp(trust * float(np.clip(np.mean(logs), -2.7, 2.7))) if logs else 1.0
+    return math.exp(trust * float(np.clip(np.mean(logs), -MAX_LOG_RATIO, MAX_LOG_RATIO))) if logs else 1.0
 
 
-def _memory(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec) -> dict[str, float]:
-    """Memory's fields of Calibration, if they predict the runs at least as well as none."""
-    measured = [
-        MeasuredRun(
-            RunInputs(
-                model=run.plan.model, cluster=cluster, workload=run.plan.workload, layout=run.plan.layout,
-                balanced_stages=True,
-                stage_cuts=(*(stage.first_layer_idx for stage in run.plan.stages), run.plan.model.num_layers),
-            ),
-            run.step_time_s,
-            None,
-            run.reserved_bytes,
-        )
-        for run in runs
-        if LayoutTable.from_layouts([run.plan.layout], run.plan.workload.global_batch_size).recompute[0] != MIXED
-        and not run.plan.pipeline_order  # which says what is in flight, and is no part of a layout
-    ]  # fmt: skip
-    found = memory_ratios(measured)
-    if not found:
+def _memory_ratios(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec) -> dict[str, float]:
+    """Return memory's fields of Calibration, if they predict the runs at least as well as none."""
+    measured = []
+    for run in runs:
+        plan = run.plan
+        table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
+        if table.recompute[0] == MIXED or plan.pipeline_order:  # an order says what is in flight, and no layout has it
+            continue
+        cuts = (*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers)
+        inputs = RunInputs(plan.model, cluster, plan.workload, plan.layout, balanced_stages=True, stage_cuts=cuts)
+        measured.append(MeasuredRun(inputs, run.step_time_s, None, run.reserved_bytes))
+    ratios = memory_ratios(measured)
+    if not ratios:
         return {}
-    changed = cluster.replace(calibration=Calibration().replace(**found))
-    after = [reestimate(run.plan, changed) for run in runs]
-    errors = [
-        np.mean(
-            [abs(math.log(e.peak_reserved_bytes / run.reserved_bytes)) for run, e in zip(runs, estimates, strict=True)]
-        )
+    calibrated = cluster.replace(calibration=Calibration().replace(**ratios))
+    after = [reestimate(run.plan, calibrated) for run in runs]
+    error_before, error_after = (
+        np.mean([abs(math.log(e.peak_reserved_bytes / r.reserved_bytes)) for r, e in zip(runs, estimates, strict=True)])
         for estimates in (before, after)
-    ]
-    return found if errors[1] <= errors[0] else {}
+    )
+    return ratios if error_after <= error_before else {}

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata
+from numpy.typing import ArrayLike
+from scipy.stats import spearmanr
 
 from ..schema import Estimate
+from ..schema.arrays import FloatArray
 from ..schema.units import GIB
 from .predict import Prediction
 from .rows import RunRow
@@ -111,27 +112,26 @@ class SourceScore:
 
 
 def relative_error(predicted: ArrayLike, measured: ArrayLike) -> float:
-    """Mean of |predicted / measured - 1|."""
+    """Return the mean of |predicted / measured - 1|."""
     return float(np.mean(np.abs(_ratio(predicted, measured) - 1)))
 
 
 def log_bias(predicted: ArrayLike, measured: ArrayLike) -> float:
-    """exp(mean log(predicted / measured)) - 1: twice too slow and twice too fast cancel."""
+    """Return exp(mean log(predicted / measured)) - 1: twice too slow and twice too fast cancel."""
     return float(np.exp(np.mean(np.log(_ratio(predicted, measured)))) - 1)
 
 
 def rank_correlation(predicted: ArrayLike, measured: ArrayLike) -> float | None:
-    """Spearman's, with ties sharing their rank; None for fewer than three values or where one side is constant."""
-    ranks = np.array([rankdata(predicted), rankdata(measured)])
-    if ranks.shape[1] < 3 or np.any(np.ptp(ranks, axis=1) == 0):
+    """Return Spearman's, with ties sharing their rank; None for fewer than three values or where one side is constant."""
+    if np.size(predicted) < 3 or np.ptp(predicted) == 0 or np.ptp(measured) == 0:
         return None
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(spearmanr(predicted, measured).statistic)
 
 
 def regret(
     times_s: Sequence[float], fits: Sequence[bool], measured_s: Sequence[float], best_s: float
 ) -> tuple[int, float]:
-    """Index of our choice and 1 - best / measured(choice).
+    """Return the index of our choice and 1 - best / measured(choice).
 
     Our choice is the fastest prediction among those that fit; among all where none does.
     """
@@ -141,7 +141,7 @@ def regret(
 
 
 def memory_kind(text: str) -> str:
-    """allocated, reserved, nvidia-smi, "peak" (whose counter is not stated) or unstated."""
+    """Return allocated, reserved, nvidia-smi, "peak" (whose counter is not stated) or unstated."""
     words = text.lower()
     if "nvidia-smi" in words:
         return "nvidia-smi"
@@ -155,7 +155,7 @@ def memory_kind(text: str) -> str:
 
 
 def memory_ratio(row: RunRow, prediction: Prediction) -> tuple[float, float, float] | None:
-    """Measured over predicted peak of a run and the ends of its interval, as ratios; None where either peak is unknown."""
+    """Return measured over predicted peak of a run and the ends of its interval, as ratios; None where a peak is unknown."""
     estimate = prediction.estimate
     if estimate is None or row.peak_mem_gib is None or row.status != "ok":
         return None
@@ -165,7 +165,7 @@ def memory_ratio(row: RunRow, prediction: Prediction) -> tuple[float, float, flo
 
 
 def _predicted_bytes(estimate: Estimate, kind: str) -> int:
-    """Our figure for a kind of measurement; a peak of a framework is torch's max_memory_allocated unless it says otherwise."""
+    """Return our figure for a kind of measurement; a framework's peak is torch's max_memory_allocated unless it says otherwise."""
     if kind in ("allocated", "peak"):
         return estimate.peak_allocated_bytes
     return estimate.peak_device_bytes if kind == "nvidia-smi" else estimate.peak_reserved_bytes
@@ -174,7 +174,7 @@ def _predicted_bytes(estimate: Estimate, kind: str) -> int:
 def score_sources(
     rows: Sequence[RunRow], predictions: Sequence[Prediction], groups: Mapping[str, GroupScore]
 ) -> dict[str, SourceScore]:
-    """Scores by source_set, in the order of the table."""
+    """Return scores by source_set, in the order of the table."""
     by_source: dict[str, list[Pair]] = defaultdict(list)
     for row, prediction in zip(rows, predictions, strict=True):
         by_source[row.source_set].append((row, prediction))
@@ -184,7 +184,7 @@ def score_sources(
 def score_groups(
     rows: Sequence[RunRow], predictions: Sequence[Prediction], names: Sequence[str]
 ) -> dict[str, GroupScore]:
-    """Our choice in every named decision group that has scored, measured rows."""
+    """Return our choice in every named decision group that has scored, measured rows."""
     members: dict[str, list[tuple[RunRow, Prediction, float]]] = defaultdict(list)
     for row, prediction in zip(rows, predictions, strict=True):
         measured = row.measured_s
@@ -227,33 +227,30 @@ def _score_time(pairs: list[Pair]) -> TimeScore | None:
     if not known:
         return None
     predicted, measured = np.array([e.step_time_s for e, _ in known]), np.array([m for _, m in known])
-    inside = [e.step_time_interval_s.low <= m <= e.step_time_interval_s.high for e, m in known]
+    is_inside = [e.step_time_interval_s.low <= m <= e.step_time_interval_s.high for e, m in known]
     return TimeScore(
         count=len(known),
         mape=relative_error(predicted, measured),
         median_ratio=float(np.median(predicted / measured)),
         bias=log_bias(predicted, measured),
         spearman=rank_correlation(predicted, measured),
-        coverage=float(np.mean(inside)),
+        coverage=float(np.mean(is_inside)),
     )
 
 
 def _score_memory(pairs: list[Pair]) -> dict[str, MemoryScore]:
-    """By kind of measurement."""
+    """Return scores by kind of measurement."""
     by_kind: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for row, p in pairs:
-        if found := memory_ratio(row, p):
-            by_kind[memory_kind(row.mem_kind)].append(found)
-    return {kind: _memory_score(np.array(ratios)) for kind, ratios in sorted(by_kind.items())}
-
-
-def _memory_score(ratios: NDArray[np.float64]) -> MemoryScore:
-    """From measured over predicted and both ends of the interval, [n, 3]."""
-    measured, low, high = ratios.T
-    inside = float(np.mean((low <= measured) & (measured <= high)))
-    return MemoryScore(
-        len(measured), relative_error(1 / measured, 1.0), log_bias(1 / measured, np.ones(len(measured))), inside
-    )
+        if ratios := memory_ratio(row, p):
+            by_kind[memory_kind(row.mem_kind)].append(ratios)
+    scores = {}
+    for kind, members in sorted(by_kind.items()):
+        measured, low, high = np.array(members).T
+        is_inside = (low <= measured) & (measured <= high)
+        error, bias = relative_error(1 / measured, 1.0), log_bias(1 / measured, 1.0)
+        scores[kind] = MemoryScore(len(members), error, bias, coverage=float(np.mean(is_inside)))
+    return scores
 
 
 def _score_fit(pairs: list[Pair]) -> FitScore:
@@ -272,5 +269,5 @@ def _mean(values: list[bool]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _ratio(predicted: ArrayLike, measured: ArrayLike) -> NDArray[np.float64]:
+def _ratio(predicted: ArrayLike, measured: ArrayLike) -> FloatArray:
     return np.asarray(predicted, dtype=np.float64) / np.asarray(measured, dtype=np.float64)

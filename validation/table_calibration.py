@@ -1,67 +1,56 @@
-"""A few measured runs of one's own cluster correct the model: physically named ratios with priors.
+"""Correct the model by a few measured runs of one's own cluster: physically named ratios with priors, and what they are worth.
 
-The seconds of a run are a sum of parts, each inversely proportional to one ratio theta_j (schema/profile.py), and of what no
+The seconds of a run are a sum of terms, each inversely proportional to one ratio theta_j (schema/profile.py), and of what no
 ratio touches:
 
-    t(theta) = t0 * (1 - sum_j w_j + sum_j w_j / theta_j),   w_j = share of the part at theta = 1
+    t(theta) = t0 * (1 - sum_j w_j + sum_j w_j / theta_j),   w_j = share of the term at theta = 1
 
-(shares by halving each rate in turn; where two parts hide behind one another the shares change, so they are taken again at the
+(shares by halving each rate in turn; where two terms hide behind one another the shares change, so they are taken again at the
 solution). The ratios minimise
 
     sum_i rho((log t_i(theta) - log measured_i) / NOISE)  +  log theta' C^-1 log theta
 
 with rho linear in its tails, so that one odd run does not decide, and C the covariance of PRIORS and COMMON_PRIOR. Runs left out
-in turn say how far to follow the ratios: wholly, half, or not at all.
+in turn say how far to follow the ratios: entirely, half, or not at all.
 Memory: activations and a constant, by ridge regression with the same kind of priors.
-
-What calibration is worth: a few runs of a source correct the model, its other runs are scored.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
+from ..schema.arrays import BoolArray, FloatArray, IntArray
 from ..schema.units import GIB
-from . import RunInputs, RunRow, Skip, read_runs, run_inputs
+from .inputs import RunInputs, Skip, run_inputs
 from .predict import estimate_runs
+from .rows import RunRow, read_runs
 from .score import memory_kind
-
-FloatArray = NDArray[np.float64]
-
 
 PRIORS = {"products": 0.1, "attention": 0.25, "elementwise": 0.25, "host": 0.7, "scale_up": 0.4, "scale_out": 0.7}
 """Standard deviation of the logarithm of each ratio over clusters: kernels of one device differ little between software stacks
 (4-7 % for products, more for attention and elementwise), hosts and networks a lot."""
 
-
 KERNELS, COMMON_PRIOR = ("products", "attention", "elementwise"), 0.15
 """All kernels of a device share its clock, which power limits and cooling move by tens of percent."""
-
 
 NOISE = 0.10
 """Where errors stop counting as noise: what the model leaves out differs by that from run to run."""
 
-
 ACTIVATIONS_PRIOR, OVERHEAD_PRIOR_BYTES, MEMORY_NOISE = 0.2, 2 * GIB, 0.02
-
 
 MEAN_TO_DEVIATION = 1.25
 """Standard deviation over mean absolute deviation of a normal distribution, sqrt(pi / 2)."""
 
-
 TRUST = (0.0, 0.5, 1.0)
 """How far the ratios may be followed; runs left out in turn decide."""
 
-
 MAX_FOLDS = 12
-
 
 SHARE_STEP = 0.5
 """Rates are halved to find the seconds that depend on them: what then comes out of hiding counts too."""
@@ -76,68 +65,75 @@ class MeasuredRun:
     allocated_bytes: float | None
     reserved_bytes: float | None
 
+    @property
+    def device(self) -> str:
+        """Name of the slowest device."""
+        return self.inputs.cluster.weakest_device.name
+
 
 def calibration_from_table(path: str | Path, cluster: ClusterSpec) -> Calibration:
-    """The calibration that a table of runs gives for a cluster: its runs on the same device.
+    """Return the calibration that a table of runs gives for a cluster: its runs on the same device.
 
     Raises:
         ConfigError: the table is not one, or has no usable run on this device.
     """
-    device = cluster.weakest_device.name
-    found = calibrate_by_device(read_runs(path))
-    if device not in found:
-        known = ", ".join(sorted(found)) or "no device at all"
+    device, calibrations = cluster.weakest_device.name, calibrate_by_device(read_runs(path))
+    if device not in calibrations:
+        known = ", ".join(sorted(calibrations)) or "no device at all"
         raise ConfigError(f"{path} has no usable measured run on {device}", details=(f"it has runs on {known}",))
-    return found[device]
+    return calibrations[device]
 
 
 def calibrate_by_device(rows: Sequence[RunRow]) -> dict[str, Calibration]:
-    """A calibration for each device with a usable measured run, by the device's name."""
-    runs: dict[str, list[MeasuredRun]] = {}
+    """Return a calibration for each device with a usable measured run, by the device's name."""
+    by_device: dict[str, list[MeasuredRun]] = defaultdict(list)
     for run in measured_runs(rows):
-        runs.setdefault(run.inputs.cluster.weakest_device.name, []).append(run)
-    return {device: calibrate(members) for device, members in runs.items()}
+        by_device[run.device].append(run)
+    return {device: calibrate(runs) for device, runs in by_device.items()}
 
 
 def measured_runs(rows: Sequence[RunRow]) -> list[MeasuredRun]:
-    """Rows that can be predicted and have a time or a memory, without those that a table itself does not trust."""
-    found = []
+    """Return rows that can be predicted and have a time or a memory, without those of low quality."""
+    runs = []
     for row in rows:
         inputs = run_inputs(row)
         if isinstance(inputs, Skip) or not row.is_scored or row.status != "ok":
             continue
         memory = None if row.peak_mem_gib is None else row.peak_mem_gib * GIB
-        is_allocated = memory_kind(row.mem_kind) == "allocated"
+        peaks = (memory, None) if memory_kind(row.mem_kind) == "allocated" else (None, memory)
         if row.measured_s is not None or memory is not None:
-            found.append(
-                MeasuredRun(inputs, row.measured_s, memory if is_allocated else None, None if is_allocated else memory)
-            )
-    return found
+            runs.append(MeasuredRun(inputs, row.measured_s, *peaks))
+    return runs
 
 
 def calibrate(runs: Sequence[MeasuredRun]) -> Calibration:
-    """The ratios that a few runs on one kind of device give, as far as they help on runs left out in turn."""
+    """Return the ratios that a few runs on one kind of device give, as far as they help on runs left out in turn."""
     timed = [run for run in runs if run.step_time_s is not None]
-    memory = memory_ratios(runs)
-    shares = _Shares.of(timed, np.zeros(len(PRIORS)))
-    timed = [timed[idx] for idx in shares.known]
+    fields = {**memory_ratios(runs), "num_runs": len(runs)}
+    shares = _Shares.measure(timed, np.zeros(len(PRIORS)))
+    timed = [timed[idx] for idx in shares.run_idx]
     if not timed:
-        return Calibration().replace(**memory, num_runs=len(runs))
+        return Calibration().replace(**fields)
     target = np.log([run.step_time_s or np.nan for run in timed])
+    log_ratios = _solve(shares, target)
     if len(timed) == 1:
-        return _calibration(_solve(shares, target)).replace(**memory, num_runs=len(runs))
-    left_out = _left_out(shares, target)
-    trust = int(np.argmin(np.sum(_loss(left_out), axis=1)))
-    log_ratios = TRUST[trust] * _solve(shares, target)
+        return _calibration(log_ratios).replace(**fields)
+    errors = _left_out_errors(shares, target)
+    trust = int(np.argmin(np.sum(_loss(errors), axis=1)))
     # Once more at the solution: what hid behind something else may not do so any longer.
-    log_ratios = TRUST[trust] * _solve(_Shares.of(timed, log_ratios), target)
-    return _calibration(log_ratios).replace(
-        **memory,
-        num_runs=len(runs),
-        spread=max(MEAN_TO_DEVIATION * float(np.mean(np.abs(left_out[trust]))), 1e-6),
-        error_before=float(np.mean(np.abs(np.expm1(left_out[0])))),
-        error_after=float(np.mean(np.abs(np.expm1(left_out[trust])))),
-    )
+    log_ratios = TRUST[trust] * _solve(_Shares.measure(timed, TRUST[trust] * log_ratios), target)
+    return _calibration(log_ratios).replace(**fields, **left_out_scores(errors[0], errors[trust]))
+
+
+def left_out_scores(
+    log_errors_before: Sequence[float] | FloatArray, log_errors_after: Sequence[float] | FloatArray
+) -> dict[str, float]:
+    """Return the fields of Calibration about runs left out in turn, from logs of predicted over measured seconds."""
+    return {
+        "spread": max(MEAN_TO_DEVIATION * float(np.mean(np.abs(log_errors_after))), 1e-6),
+        "error_before": float(np.mean(np.abs(np.expm1(log_errors_before)))),
+        "error_after": float(np.mean(np.abs(np.expm1(log_errors_after)))),
+    }
 
 
 def _calibration(log_ratios: FloatArray) -> Calibration:
@@ -146,46 +142,51 @@ def _calibration(log_ratios: FloatArray) -> Calibration:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Log seconds [n] of runs at log ratios ``at`` [p], and the share [n, p] of them that each ratio divides."""
+    """Log seconds [n] of runs at log ratios [p], and the share [n, p] of them that each ratio divides.
 
-    at: FloatArray
+    Attributes:
+        run_idx: of the runs that have an estimate, which are the rows.
+    """
+
+    log_ratios: FloatArray
     log_seconds: FloatArray
     shares: FloatArray
-    known: tuple[int, ...]
+    run_idx: IntArray
 
     @classmethod
-    def of(cls, runs: Sequence[MeasuredRun], at: FloatArray) -> _Shares:
-        seconds = _seconds(runs, _calibration(at))
-        known = tuple(int(idx) for idx in np.flatnonzero(np.isfinite(seconds)))
+    def measure(cls, runs: Sequence[MeasuredRun], log_ratios: FloatArray) -> _Shares:
+        """Estimate the runs with each rate halved in turn."""
+        seconds = _seconds(runs, _calibration(log_ratios))
+        run_idx = np.flatnonzero(np.isfinite(seconds))
         columns = []
         for step in np.eye(len(PRIORS)) * np.log(SHARE_STEP):
-            faster = _seconds(runs, _calibration(at + step))
-            columns.append((1 - faster / seconds) / (1 - 1 / SHARE_STEP))
-        shares = np.clip(np.stack(columns, axis=1), 0.0, 1.0)[list(known)]
-        return cls(at, np.log(seconds[list(known)]), shares, known)
+            changed_s = _seconds(runs, _calibration(log_ratios + step))
+            columns.append((1 - changed_s / seconds) / (1 - 1 / SHARE_STEP))
+        shares = np.clip(np.stack(columns, axis=1), 0.0, 1.0)[run_idx]
+        return cls(log_ratios, np.log(seconds[run_idx]), shares, run_idx)
 
-    def take(self, idxs: NDArray[Any]) -> _Shares:
-        return _Shares(self.at, self.log_seconds[idxs], self.shares[idxs], self.known)
+    def take(self, rows: BoolArray) -> _Shares:
+        return _Shares(self.log_ratios, self.log_seconds[rows], self.shares[rows], self.run_idx[rows])
 
     def predict(self, log_ratios: FloatArray) -> FloatArray:
-        """Log seconds at other ratios."""
-        factor = 1 + self.shares @ np.expm1(self.at - log_ratios)
+        """Return log seconds at other ratios."""
+        factor = 1 + self.shares @ np.expm1(self.log_ratios - log_ratios)
         return np.asarray(self.log_seconds + np.log(np.maximum(factor, 0.05)), dtype=np.float64)
 
 
-def estimates_at(runs: Sequence[MeasuredRun], calibration: Calibration) -> list[Estimate | str]:
-    """An estimate of each run on its cluster with ``calibration``, or why there is none."""
+def estimates_with(runs: Sequence[MeasuredRun], calibration: Calibration) -> list[Estimate | str]:
+    """Return an estimate of each run on its cluster with ``calibration``, or why there is none."""
     clusters = {id(run.inputs.cluster): run.inputs.cluster for run in runs}
     calibrated = {key: cluster.replace(calibration=calibration) for key, cluster in clusters.items()}
     return estimate_runs([replace(run.inputs, cluster=calibrated[id(run.inputs.cluster)]) for run in runs])
 
 
 def _seconds(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray:
-    return np.array([e.step_time_s if isinstance(e, Estimate) else np.nan for e in estimates_at(runs, calibration)])
+    return np.array([e.step_time_s if isinstance(e, Estimate) else np.nan for e in estimates_with(runs, calibration)])
 
 
 def _solve(shares: _Shares, target: FloatArray) -> FloatArray:
-    """The log ratios with the best fit under their priors."""
+    """Return the log ratios with the best fit under their priors."""
     from scipy.optimize import least_squares
 
     is_kernel = np.array([name in KERNELS for name in PRIORS], dtype=np.float64)
@@ -196,58 +197,61 @@ def _solve(shares: _Shares, target: FloatArray) -> FloatArray:
         misfit = shares.predict(root @ standardised) - target
         return np.concatenate([np.sign(misfit) * np.sqrt(2 * _loss(misfit)), standardised])
 
-    start = np.linalg.solve(root, shares.at)
+    start = np.linalg.solve(root, shares.log_ratios)
     return np.asarray(root @ least_squares(residuals, start, bounds=(-5, 5)).x, dtype=np.float64)
 
 
 def _loss(residuals: FloatArray) -> FloatArray:
-    """Quadratic below NOISE, linear beyond (pseudo-Huber)."""
+    """Return rho: quadratic below NOISE, linear beyond (pseudo-Huber)."""
     return np.asarray(np.sqrt(1 + (residuals / NOISE) ** 2) - 1, dtype=np.float64)
 
 
-def _left_out(shares: _Shares, target: FloatArray) -> FloatArray:
-    """Log predicted over measured [len(TRUST), n] of each run with the ratios of the other folds, trusted more or less."""
-    found = np.tile(shares.log_seconds - target, (len(TRUST), 1))
+def _left_out_errors(shares: _Shares, target: FloatArray) -> FloatArray:
+    """Return log predicted over measured [len(TRUST), n] of each run with the ratios of the other folds, followed more or less."""
+    errors = np.tile(shares.log_seconds - target, (len(TRUST), 1))
     folds = np.arange(len(target)) % min(MAX_FOLDS, len(target))
     for fold in np.unique(folds):
-        inside = folds == fold
-        log_ratios = _solve(shares.take(~inside), target[~inside])
+        is_left_out = folds == fold
+        log_ratios = _solve(shares.take(~is_left_out), target[~is_left_out])
         for row, trust in enumerate(TRUST):
-            found[row, inside] = shares.take(inside).predict(trust * log_ratios) - target[inside]
-    return found
+            predicted = shares.take(is_left_out).predict(trust * log_ratios)
+            errors[row, is_left_out] = predicted - target[is_left_out]
+    return errors
 
 
 def memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
-    """Ratio of the activations and constant overhead: measured - predicted = (ratio - 1) * activations + overhead."""
+    """Return memory's fields of Calibration: the ratio of the activations and constant overhead.
+
+    measured - predicted = (ratio - 1) * activations + overhead
+    """
     with_memory = [run for run in runs if run.allocated_bytes or run.reserved_bytes]
-    pairs = [
-        (run, e)
-        for run, e in zip(with_memory, estimate_runs([run.inputs for run in with_memory]), strict=True)
-        if isinstance(e, Estimate)
-    ]
+    estimates = estimate_runs([run.inputs for run in with_memory])
+    pairs = [(run, e) for run, e in zip(with_memory, estimates, strict=True) if isinstance(e, Estimate)]
     if not pairs:
         return {}
+    allocated = np.array([float(e.peak_allocated_bytes) for _, e in pairs])
     slack = np.array(
         [1.0 if run.allocated_bytes else e.peak_reserved_bytes / e.peak_allocated_bytes for run, e in pairs]
     )
     measured = np.array([run.allocated_bytes or run.reserved_bytes for run, _ in pairs]) / slack
     activations = np.array([float(e.memory_bytes.activations) for _, e in pairs])
-    missing = measured - np.array([float(e.peak_allocated_bytes) for _, e in pairs])
     noise = MEMORY_NOISE * measured
-    rows = np.concatenate([np.stack([activations, np.ones(len(pairs))], axis=1) / noise[:, None], np.eye(2)])
-    rows[-2:] = np.diag([1 / ACTIVATIONS_PRIOR, 1 / OVERHEAD_PRIOR_BYTES])
-    ratio, overhead = np.linalg.lstsq(rows, np.concatenate([missing / noise, np.zeros(2)]), rcond=None)[0]
-    if overhead < 0:  # a device never holds less than what is counted: the activations alone are corrected
-        ratio, overhead = (
-            np.linalg.lstsq(rows[:, :1], np.concatenate([missing / noise, np.zeros(2)]), rcond=None)[0][0],
-            0.0,
-        )
+    rows = np.concatenate(
+        [
+            np.stack([activations, np.ones(len(pairs))], axis=1) / noise[:, None],
+            np.diag([1 / ACTIVATIONS_PRIOR, 1 / OVERHEAD_PRIOR_BYTES]),
+        ]
+    )
+    target = np.concatenate([(measured - allocated) / noise, np.zeros(2)])
+    ratio, overhead = np.linalg.lstsq(rows, target, rcond=None)[0]
+    if overhead < 0:  # a device never holds less than what is counted: only the activations are corrected
+        ratio, overhead = np.linalg.lstsq(rows[:, :1], target, rcond=None)[0][0], 0.0
     return {"activations": float(np.clip(1 + ratio, 0.1, 10.0)), "overhead_bytes": float(overhead)}
 
 
 @dataclass(frozen=True)
 class CalibrationScore:
-    """Errors on the runs of one source and device that a draw of calibration runs left, mean over draws.
+    """Errors on the runs of one source and device that a draw of calibration runs does not have, mean over draws.
 
     Attributes:
         mape_before, mape_after: without and with calibration; worst_after: of the worst draw.
@@ -266,43 +270,46 @@ class CalibrationScore:
 
 
 def cross_validate(rows: Sequence[RunRow], num_runs: int, *, draws: int = 5) -> dict[str, CalibrationScore]:
-    """For each source: calibrate its most frequent device with ``num_runs`` random runs, score the others; several times.
+    """Calibrate each source's most frequent device with ``num_runs`` random runs and score its others; several times.
 
     Sources with fewer than twice as many measured runs are left out. The draws are the same every time.
     """
     by_source: dict[str, list[MeasuredRun]] = {}
     for row in rows:
         by_source.setdefault(row.source_set, []).extend(run for run in measured_runs([row]) if run.step_time_s)
-    found = {}
+    scores = {}
     for source, runs in by_source.items():
         if not runs:  # no times, or all of them calibrate already
             continue
-        devices = [run.inputs.cluster.weakest_device.name for run in runs]
+        devices = [run.device for run in runs]
         device = max(sorted(set(devices)), key=devices.count)
-        members = [run for run, name in zip(runs, devices, strict=True) if name == device]
+        members = [run for run in runs if run.device == device]
         if len(members) >= 2 * num_runs:
-            found[source] = _cross_validate(device, members, num_runs, draws)
-    return found
+            scores[source] = _cross_validate(device, members, num_runs, draws)
+    return scores
 
 
 def _cross_validate(device: str, runs: list[MeasuredRun], num_runs: int, draws: int) -> CalibrationScore:
-    before = _ratios(runs, Calibration())
-    kept, after = [], []
+    plain = _ratios(runs, Calibration())
+    before, after = [], []
     for draw in range(draws):
-        chosen = np.random.default_rng(draw).permutation(len(runs))
-        calibration = calibrate([runs[idx] for idx in chosen[:num_runs]])
-        rest = chosen[num_runs:]
-        kept.append(before[rest])
-        after.append(_ratios([runs[idx] for idx in rest], calibration))
-    errors = [[_mape(ratios[:, column]) for ratios in draw] for draw in (kept, after) for column in (0, 1)]
-    times_before, memory_before, times_after, memory_after = ([e for e in column if e is not None] for column in errors)
+        order = np.random.default_rng(draw).permutation(len(runs))
+        calibration = calibrate([runs[idx] for idx in order[:num_runs]])
+        others = order[num_runs:]
+        before.append(plain[others])
+        after.append(_ratios([runs[idx] for idx in others], calibration))
+    time_before, memory_before, time_after, memory_after = (
+        [error for ratios in draws_of for error in _mape(ratios[:, column])]
+        for draws_of in (before, after)
+        for column in (0, 1)
+    )
     return CalibrationScore(
         device=device,
         draws=draws,
         rows=len(runs) - num_runs,
-        mape_before=float(np.mean(times_before)),
-        mape_after=float(np.mean(times_after)),
-        worst_after=max(times_after),
+        mape_before=float(np.mean(time_before)),
+        mape_after=float(np.mean(time_after)),
+        worst_after=max(time_after),
         bias_after=float(np.expm1(np.mean([np.nanmean(np.log(ratios[:, 0])) for ratios in after]))),
         memory_before=float(np.mean(memory_before)) if memory_before else None,
         memory_after=float(np.mean(memory_after)) if memory_after else None,
@@ -310,17 +317,17 @@ def _cross_validate(device: str, runs: list[MeasuredRun], num_runs: int, draws: 
 
 
 def _ratios(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray:
-    """Predicted over measured [n, 2] of step time and of memory; NaN where either is not known."""
-    found = np.full((len(runs), 2), np.nan)
-    for idx, (run, e) in enumerate(zip(runs, estimates_at(runs, calibration), strict=True)):
+    """Return predicted over measured [n, 2] of step time and of memory; NaN where either is not known."""
+    ratios = np.full((len(runs), 2), np.nan)
+    for idx, (run, e) in enumerate(zip(runs, estimates_with(runs, calibration), strict=True)):
         if isinstance(e, Estimate):
-            found[idx, 0] = e.step_time_s / (run.step_time_s or np.nan)
-            memory = run.allocated_bytes, run.reserved_bytes
-            predicted = e.peak_allocated_bytes if memory[0] else e.peak_reserved_bytes
-            found[idx, 1] = predicted / (memory[0] or memory[1] or np.nan)
-    return found
+            peak = e.peak_allocated_bytes if run.allocated_bytes else e.peak_reserved_bytes
+            ratios[idx, 0] = e.step_time_s / (run.step_time_s or np.nan)
+            ratios[idx, 1] = peak / (run.allocated_bytes or run.reserved_bytes or np.nan)
+    return ratios
 
 
-def _mape(ratios: FloatArray) -> float | None:
+def _mape(ratios: FloatArray) -> list[float]:
+    """Return the mean absolute error of the known ratios; nothing where none is known."""
     known = ratios[np.isfinite(ratios)]
-    return float(np.mean(np.abs(known - 1))) if len(known) else None
+    return [float(np.mean(np.abs(known - 1)))] if len(known) else []

@@ -22,8 +22,8 @@ MAY_IMPORT = {
     # Of the runtime only the order of a plan's pipeline.
     "engines": {"schema", "solvers", "runtime"},
     # Offline: tables of measured runs against predictions, and the fits of coefficients and learned models.
-    "validation": {"schema", "cost_models", "solvers", "planner", "fitting"},
-    "fitting": {"schema", "cost_models", "planner", "validation"},
+    "validation": {"schema", "cost_models", "solvers", "planner"},
+    "fitting": {"schema", "cost_models", "validation"},
     "cli": {"schema", "profilers", "cost_models", "solvers", "planner", "engines", "runtime", "validation"},
 }
 

@@ -84,7 +84,7 @@ def test_a_second_calibration_does_not_build_on_the_first() -> None:
 def test_run_of_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"took 99 times its predicted step"):
         run = run_of(plans()[0])
-        calibrate_from_runs([PlanRun(run.plan, run.parts_s, 99 * run.step_time_s, run.reserved_bytes)], CLUSTER)
+        calibrate_from_runs([PlanRun(run.plan, run.terms_s, 99 * run.step_time_s, run.reserved_bytes)], CLUSTER)
     with pytest.raises(ConfigError, match="no run"):
         calibrate_from_runs([], CLUSTER)
 
@@ -92,7 +92,7 @@ def test_run_of_something_else_is_refused() -> None:
 def saved_run(folder: Path, plan: Plan) -> tuple[Path, Path]:
     run = run_of(plan, kernels=2.0)
     predicted = {"tokens_per_s": plan.estimate.tokens_per_s, "step_time_s": plan.estimate.step_time_s}
-    measured = {"parts_s": run.parts_s, "step_time_s": run.step_time_s, "peak_reserved_bytes": run.reserved_bytes}
+    measured = {"parts_s": run.terms_s, "step_time_s": run.step_time_s, "peak_reserved_bytes": run.reserved_bytes}
     paths = folder / "plan.json", folder / "metrics.jsonl"
     plan.save(paths[0])
     paths[1].write_text('{"step": 1}\n' + json.dumps({"predicted": predicted, "measured": measured}) + "\n")
