@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import for_each
 
 REPO_ROOT = Path(__file__).resolve().parents[3]
 CATALOGUE = REPO_ROOT / "schema" / "catalogue"
@@ -148,7 +149,7 @@ def _survey(name: str) -> dict[str, dict[str, str]]:
         return {row["name"]: row for row in csv.DictReader(file)}
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@for_each(DEVICES)
 def test_device_has_exactly_the_documented_fields(name: str) -> None:
     fields = set(DEVICES[name])
     assert fields >= DEVICE_REQUIRED
@@ -156,13 +157,13 @@ def test_device_has_exactly_the_documented_fields(name: str) -> None:
     assert ("price_per_hour" in fields) == ("price_source" in fields)
 
 
-@pytest.mark.parametrize("name", LINKS)
+@for_each(LINKS)
 def test_link_has_exactly_the_documented_fields(name: str) -> None:
     assert LINK_FIELDS <= set(LINKS[name]) <= LINK_FIELDS | LINK_OPTIONAL
     assert name == name.lower()
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@for_each(DEVICES)
 def test_device_references_resolve_to_links_of_the_right_kind(name: str) -> None:
     device = DEVICES[name]
     assert LINKS[device["scaleup"]]["kind"] == "scale-up"
@@ -174,7 +175,7 @@ def test_names_and_aliases_are_unique_ignoring_case() -> None:
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@for_each(DEVICES)
 def test_device_figures_are_in_plausible_units(name: str) -> None:
     device = DEVICES[name]
     assert device["vendor"] in {"nvidia", "amd", "other"}
@@ -187,7 +188,7 @@ def test_device_figures_are_in_plausible_units(name: str) -> None:
     assert 0.05 <= device.get("price_per_hour", 1.0) <= 50
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@for_each(DEVICES)
 def test_device_peaks_are_dense_and_ordered(name: str) -> None:
     device = DEVICES[name]
     peaks = device["peak_flops_per_s"]
@@ -207,7 +208,7 @@ def test_device_peaks_are_dense_and_ordered(name: str) -> None:
         assert 0.4 * peaks[dtype] <= rate <= peaks[dtype]
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@for_each(DEVICES)
 def test_processors_and_cache_are_plausible(name: str) -> None:
     device = DEVICES[name]
     assert ("num_sms" in device) == ("cache_bytes" in device) == (device["vendor"] in {"nvidia", "amd"})
@@ -217,7 +218,7 @@ def test_processors_and_cache_are_plausible(name: str) -> None:
     assert 4 * 2**20 <= device["cache_bytes"] <= 256 * 2**20
 
 
-@pytest.mark.parametrize("name", LINKS)
+@for_each(LINKS)
 def test_link_figures_are_in_plausible_units(name: str) -> None:
     link = LINKS[name]
     assert link["kind"] in {"scale-up", "scale-out"}
@@ -242,7 +243,7 @@ def test_survey_mapping_covers_every_device() -> None:
     assert {device for device, _ in DEVICE_EXCEPTIONS} <= set(DEVICES)
 
 
-@pytest.mark.parametrize("name", SURVEY_DEVICE)
+@for_each(SURVEY_DEVICE)
 def test_device_agrees_with_the_survey_within_five_percent(name: str) -> None:
     row_name, devices_per_row = SURVEY_DEVICE[name]
     row = _survey("devices.csv")[row_name]
@@ -261,14 +262,14 @@ def test_device_agrees_with_the_survey_within_five_percent(name: str) -> None:
         assert agrees != excepted, f"{column}: {ours.get(column)} here, {theirs} in the survey, excepted: {excepted}"
 
 
-@pytest.mark.parametrize("name", SURVEY_DEVICE)
+@for_each(SURVEY_DEVICE)
 def test_device_memory_is_below_the_survey_capacity_but_not_by_much(name: str) -> None:
     row_name, devices_per_row = SURVEY_DEVICE[name]
     nominal_gib = float(_survey("devices.csv")[row_name]["mem_GB"]) / devices_per_row
     assert 0.90 * nominal_gib <= DEVICES[name]["memory_bytes"] / GIB <= nominal_gib
 
 
-@pytest.mark.parametrize("name", SURVEY_LINK)
+@for_each(SURVEY_LINK)
 def test_link_rate_agrees_with_the_survey_within_five_percent(name: str) -> None:
     row = _survey("interconnects.csv")[SURVEY_LINK[name]]
     assert LINKS[name]["kind"] == row["kind"]

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from loops import for_each
 from meshwright.schema.catalogue import load_model, model_names
 from meshwright.schema.layers import Block, SoftmaxAttention
 from meshwright.schema.model import ModelSpec
@@ -89,8 +90,7 @@ def reference(name: str):
         return hf_config, model_class(hf_config)
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_catalogue_model_has_exactly_the_parameters_of_transformers(name):
+def check_parameters(name):
     spec, (hf_config, model) = ModelSpec.named(name), reference(name)
     # parameters() yields a tied matrix once
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
@@ -98,8 +98,7 @@ def test_catalogue_model_has_exactly_the_parameters_of_transformers(name):
     assert spec.architecture == type(model).__name__
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_every_block_has_exactly_the_parameters_of_its_layer(name):
+def check_parameters_of_blocks(name):
     spec, (_, model) = ModelSpec.named(name), reference(name)
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = next(module for module in lists if len(module) == spec.num_blocks)
@@ -108,8 +107,7 @@ def test_every_block_has_exactly_the_parameters_of_its_layer(name):
     assert [block.num_params(spec.hidden_dim) for block in blocks] == expected
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_catalogue_model_has_the_settings_of_transformers(name):
+def check_settings(name):
     spec, (hf_config, _) = ModelSpec.named(name), reference(name)
     assert spec.vocab_size == hf_config.vocab_size
     assert spec.max_seq_len == hf_config.max_position_embeddings
@@ -123,8 +121,7 @@ def test_catalogue_model_has_the_settings_of_transformers(name):
     assert spec.rope.original_max_seq_len == parameters.get("original_max_position_embeddings")
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_windows_are_on_the_layers_that_transformers_names(name):
+def check_windows(name):
     spec, (hf_config, _) = ModelSpec.named(name), reference(name)
     blocks = [layer for layer in spec.iter_layers() if isinstance(layer, Block)]
     types = getattr(hf_config, "layer_types", None)
@@ -142,18 +139,25 @@ def test_windows_are_on_the_layers_that_transformers_names(name):
     assert chunked == [kind == "chunked_attention" for kind in types]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", model_names())
+def test_catalogue_model_is_that_of_transformers(name):
+    """Parameters in total and block by block, settings, and which layers have windows."""
+    for check in (check_parameters, check_parameters_of_blocks, check_settings, check_windows):
+        check(name)
+
+
+@for_each(PUBLISHED)
 def test_catalogue_model_has_the_published_total(name):
     assert ModelSpec.named(name).num_params == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@for_each(ROUNDED)
 def test_catalogue_model_rounds_to_the_published_total(name):
     billions, tolerance = ROUNDED[name]
     assert ModelSpec.named(name).num_params / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", ACTIVE)
+@for_each(ACTIVE)
 def test_catalogue_model_rounds_to_the_published_active_parameters(name):
     billions, tolerance = ACTIVE[name]
     assert ModelSpec.named(name).num_active_params / 1e9 == pytest.approx(billions, abs=tolerance)
@@ -163,7 +167,7 @@ def test_every_catalogue_model_has_a_published_total():
     assert set(model_names()) == set(PUBLISHED) | set(ROUNDED)
 
 
-@pytest.mark.parametrize("name", model_names())
+@for_each(model_names())
 def test_catalogue_file_names_its_model_and_source(name):
     entry = load_model(name)
     assert set(entry) == {"name", "source", "config"}
