@@ -125,7 +125,7 @@ def _least_replay(
 ) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds that the replay of no split is below (`pipeline.single_stages_s`, with the least of its terms), and the splits."""
     m, pp = int(costs.layouts.num_microbatches[idx]), instance.num_stages
-    if costs.layouts.schedule_at(idx).all_forward_first:
+    if costs.layouts.schedule_of_row(idx).all_forward_first:
         return stage_split.solve(instance).objective, []
     times, rounds = (2.0, (m - pp - 1) / 2) if m > pp else (1.0, (m - 1) / 2)
     balanced = stage_split.solve(replace(instance, rounds=rounds))

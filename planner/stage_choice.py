@@ -76,7 +76,7 @@ class Layers:
     def least_weights(self) -> tuple[tuple[float, float], ...]:
         """The same at least, each pair by itself: the bounds of cost_models/pipeline/lower_bounds.py for one stage a rank."""
         m, pp = self._num_microbatches, self.num_stages
-        if self.costs.minimum.layouts.schedule_at(self.idx).all_forward_first:
+        if self.costs.minimum.layouts.schedule_of_row(self.idx).all_forward_first:
             return (self.weights,)
         if m > pp:
             return (m - pp - 1, 2.0), (m, 0.0)

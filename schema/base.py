@@ -1,4 +1,4 @@
-"""What every noun shares: frozen, strict about unknown fields, errors of our own tree, JSON files written atomically."""
+"""Base of all documents and their parts: frozen, strict about unknown fields, our own errors, JSON files written atomically."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCHEMA_VERSION = 1
 
 
 Count = Annotated[int, Field(gt=0, le=10**9)]
-"""How many of something that a user states: positive, and small enough to compute with."""
+"""A count that a user states: positive, and small enough to compute with."""
 
 CountOrNone = Annotated[int, Field(ge=0, le=10**9)]
-"""The same where there may be none."""
+"""A count that may be zero."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**62)]
-"""Whole numbers that an array of 64-bit integers can hold."""
+"""Integers that an array of 64-bit integers can hold."""
 
 
 def _not_vanishing(value: float) -> float:
@@ -39,14 +39,14 @@ def _not_vanishing(value: float) -> float:
 
 PositiveFloat = Annotated[float, Field(gt=0, le=1e60), AfterValidator(_not_vanishing)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e60)]
-"""Numbers whose products and quotients are numbers again."""
+"""Numbers whose products and quotients are finite."""
 
 MAX_TEXT_BYTES = 2**30
-"""Of a file that is read as text: the largest plans have some hundred megabytes, and what never ends is not read to its end."""
+"""Limit of a file that is read as text: the largest plans have some hundred megabytes, and a device file never ends."""
 
 
 class Frozen(BaseModel):
-    """Abstract base of the nouns: immutable, hashable, no unknown fields, no NaN.
+    """Abstract base of all data: immutable, hashable, no unknown fields, no NaN.
 
     Raises:
         ConfigError: where pydantic would raise ValidationError, with one line for each wrong field.
@@ -61,17 +61,17 @@ class Frozen(BaseModel):
             raise _config_error(type(self).__name__, error) from None
 
     def replace(self, **changes: Any) -> Self:
-        """A validated copy with some fields changed."""
+        """Return a validated copy with some fields changed."""
         return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
 
 class Document(Frozen):
-    """Abstract base of the nouns that live in files of their own (plan.json, profile.json)."""
+    """Abstract base of the documents that live in files of their own (plan.json, profile.json)."""
 
     schema_version: int = SCHEMA_VERSION
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON form; the file is either the old one or the whole new one, never a part."""
+        """Write the JSON form; the file is either the old one or the complete new one."""
         write_atomically(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
@@ -98,7 +98,7 @@ class Document(Frozen):
 
 
 def read_text(path: str | Path) -> str:
-    """Text of a file the user named; every way this fails is a ConfigError."""
+    """Read the text of a file the user named; every way this fails is a ConfigError."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)
@@ -114,7 +114,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """Parsed JSON of a file the user named; every way this fails is a ConfigError."""
+    """Parse the JSON of a file the user named; every way this fails is a ConfigError."""
     text = read_text(path)
     if not text.strip():
         raise ConfigError(f"{path} is empty")
@@ -131,7 +131,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a whole file or nothing: a temporary file in the same folder, then a rename.
+    """Write a complete file or nothing: a temporary file in the same folder, then a rename.
 
     Raises:
         ConfigError: the folder is missing or cannot be written.
@@ -176,7 +176,7 @@ def _describe(item: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message: short, whatever it holds; nested ones may hold themselves, or one another many times over."""
+    """Show a value in a message: short, even if it is nested in itself."""
     if isinstance(value, int) and value.bit_length() > 128:  # beyond 4300 digits Python refuses to print one
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > 60:
@@ -186,7 +186,7 @@ def shown(value: object) -> str:
 
 
 class _Nested(reprlib.Repr):
-    """Of lists and the like the outermost few; an integer of thousands of digits as its size."""
+    """Show the outermost few levels of nested values; an integer of thousands of digits as its size."""
 
     def repr_int(self, x: int, level: int) -> str:
         return shown(x)

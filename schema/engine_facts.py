@@ -70,7 +70,7 @@ class DataParallelFacts(NamedTuple):
         bucket_bytes: parameters in the compute dtype whose unsharded gradients are reduced at once; infinite for a layer's.
         gathers_from_owners: parameters that are sharded over fewer ranks than the optimizer states are gathered from the owners of
             the states in every forward pass (and from the fewer in the backward pass), instead of once a step.
-        sums_replicas_once: gradients that are sharded are summed over the replicas of the shards once a step.
+        defers_replica_sums: gradients that are sharded are summed over the replicas of the shards once a step.
     """
 
     reduction_hides_from: int
@@ -79,7 +79,7 @@ class DataParallelFacts(NamedTuple):
     zero1_by_tensor: bool = False
     bucket_bytes: float = math.inf
     gathers_from_owners: bool = False
-    sums_replicas_once: bool = False
+    defers_replica_sums: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,7 @@ _RECORDS = (
         kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=_STEPWISE_LOSS, qkv=_COPIED_CONTEXT),
         # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
         # ZeRO++ reads its second partition (hpZ) in the backward pass only; MiCS sums over islands at the step's end.
-        data_parallel=DataParallelFacts(3, 3, gathers_from_owners=True, sums_replicas_once=True),
+        data_parallel=DataParallelFacts(3, 3, gathers_from_owners=True, defers_replica_sums=True),
         # Megatron's vocab_parallel_cross_entropy: logits, their fp32 copy, softmax; eager activations;
         # reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
         # [fitted: 20 bytes a parameter and 3.7 GiB besides are what the runs of `meshwright validate --source sailor` hold]

@@ -1,4 +1,4 @@
-"""InferencePlan: where weights, keys and values, and hidden states lie while text is generated, and what that is predicted to take.
+"""GenerationPlan: placement of weights, keys and values, and hidden states while text is generated, with predicted costs.
 
 An estimate: nothing of this version serves a model. Layers are named by their index in ``ModelSpec.iter_layers()``.
 """
@@ -23,7 +23,7 @@ _SUM = 1e-6
 
 
 class CacheShares(Frozen):
-    """Where keys and values lie, and who attends to them; the shares sum to one.
+    """Shares of keys and values by where they lie and who attends to them; they sum to one.
 
     Attributes:
         device: on the device.
@@ -38,7 +38,7 @@ class CacheShares(Frozen):
     storage_copied: Share = 0.0
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _shares_add_up(self) -> Self:
         total = sum(getattr(self, name) for name in type(self).model_fields)
         if abs(total - 1) > _SUM:
             raise ValueError(f"shares of keys and values sum to {total}, not to 1")
@@ -46,14 +46,14 @@ class CacheShares(Frozen):
 
 
 class StateShares(Frozen):
-    """Where the hidden states of a block lie between two layers; the shares sum to one."""
+    """Shares of a block's hidden states by where they lie between two layers; they sum to one."""
 
     device: Share
     host: Share = 0.0
     storage: Share = 0.0
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _shares_add_up(self) -> Self:
         if abs(self.device + self.host + self.storage - 1) > _SUM:
             raise ValueError(f"shares of hidden states sum to {self.device + self.host + self.storage}, not to 1")
         return self
@@ -94,13 +94,13 @@ class GenerationMarginalValues(Frozen):
 
 
 class GenerationEstimate(Frozen):
-    """What a plan is predicted to take.
+    """Predicted seconds and bytes of a generation plan.
 
     Attributes:
         prefill_s, decode_s: of one block; latency_s: both, from the prompts to the last token of all of its sequences.
         tokens_per_s: generated, over ``latency_s``, all replicas together.
         device_bytes: of one device; host_bytes, storage_bytes: of one node.
-        bound_tokens_per_s: no placement of this batch, whole layers or not, generates more; gap: (bound - tokens_per_s) / bound.
+        bound_tokens_per_s: no placement of this batch, in integer layers or not, is better; gap: (bound - tokens_per_s) / bound.
     """
 
     prefill_s: PositiveFloat
@@ -119,7 +119,7 @@ class GenerationEstimate(Frozen):
 
 
 class GenerationAlternative(Frozen):
-    """A batch that was weighed: the best of its shape among those that were solved."""
+    """A runner-up: the best batch of its shape among those that were solved."""
 
     tp: PositiveInt
     device_batch_size: PositiveInt

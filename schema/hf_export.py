@@ -23,7 +23,7 @@ _GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 def hf_config(model: ModelSpec) -> dict[str, Any]:
-    """The config.json of a model; `ModelSpec.from_hf` of it is the model again.
+    """Write the config.json of a model; `ModelSpec.from_hf` of it is the model again.
 
     Raises:
         ConfigError: the family's config.json has no way to say what the model is.
@@ -41,7 +41,7 @@ def hf_config(model: ModelSpec) -> dict[str, Any]:
 
 
 def _require_same(model: ModelSpec, config: dict[str, Any]) -> None:
-    """The one check of all of the above: what is read back is what was to be said."""
+    """Check all of the above at once: reading back gives the model again."""
     try:
         back = ModelSpec.from_hf(config, name=model.name)
     except ConfigError as error:
@@ -54,7 +54,7 @@ def _require_same(model: ModelSpec, config: dict[str, Any]) -> None:
 
 
 def _rms(model: ModelSpec, model_type: str) -> dict[str, Any]:
-    """Fields of the families with RMSNorm and rotary positions."""
+    """Return the fields of the families with RMSNorm and rotary positions."""
     blocks = [layer for layer in model.iter_layers() if isinstance(layer, Block)]
     first = blocks[0]
     config: dict[str, Any] = {
@@ -151,7 +151,7 @@ def _experts(moe: MoE, model_type: str) -> dict[str, Any]:
 
 
 def _sparse_layers(blocks: list[Block], model_type: str) -> dict[str, Any]:
-    """Which blocks have no experts."""
+    """Return which blocks have no experts."""
     dense = [idx for idx, block in enumerate(blocks) if isinstance(block.mlp, DenseMLP)]
     if model_type.startswith("deepseek"):
         return {"first_k_dense_replace": len(dense)}

@@ -185,7 +185,7 @@ class LayoutTable(_Choices):
         """Return one row as a Layout."""
         return Layout(**{name: _value(name, self.columns[name][idx]) for name in LAYOUT_FIELDS})
 
-    def schedule_at(self, idx: int) -> Schedule:
+    def schedule_of_row(self, idx: int) -> Schedule:
         """Return the schedule of one row."""
         return SCHEDULES[SCHEDULE_NAMES[self.schedule[idx]]]
 

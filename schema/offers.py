@@ -21,7 +21,7 @@ Outcome = Literal["chosen", "on the front", "dearer", "too slow", "does not fit"
 
 
 class SizeTried(Frozen):
-    """One size of one offer, and what became of it.
+    """One size of one offer, and the outcome of examining it.
 
     Attributes:
         bound_s: no layout of this size has a faster step; unset where no bound was worked out.
@@ -116,16 +116,16 @@ class Offer(Frozen):
     @property
     def sizes(self) -> range:
         """Numbers of nodes that can be rented."""
-        most = self.cluster.num_nodes
-        return range(most if len(self.cluster.groups) > 1 else self.min_nodes, most + 1)
+        max_nodes = self.cluster.num_nodes
+        return range(max_nodes if len(self.cluster.groups) > 1 else self.min_nodes, max_nodes + 1)
 
     def of_size(self, num_nodes: int) -> ClusterSpec:
-        """The cluster of so many nodes."""
+        """Return the cluster of so many nodes."""
         return self.cluster if num_nodes == self.cluster.num_nodes else with_nodes(self.cluster, num_nodes)
 
     @classmethod
     def of(cls, cluster: ClusterSpec, *, price_per_device_hour: float | None = None, **fields: Any) -> Offer:
-        """An offer of a cluster at a price per device, or at those that its devices have.
+        """Offer a cluster at a price per device, or at the prices that its devices have.
 
         Raises:
             ConfigError: neither is there.
@@ -145,9 +145,9 @@ class Offer(Frozen):
 
 
 def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
-    """The first ``num_nodes`` nodes of a cluster of one group, joined by the same links.
+    """Return the first ``num_nodes`` nodes of a cluster of one group, joined by the same links.
 
-    Link domains must nest: one that does not divide the smaller cluster becomes the largest number of whole nodes that does.
+    Link domains must nest: one that does not divide the smaller cluster becomes the largest number of complete nodes that does.
 
     Raises:
         ConfigError: the nodes are not all alike.
@@ -177,7 +177,7 @@ def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
 
 
 def offers_from_file(path: str) -> tuple[Offer, ...]:
-    """Offers of a TOML file: [[offers]] tables, each of a device or of a cluster (docs/cluster.md).
+    """Read the offers of a TOML file: [[offers]] tables, each of a device or of a cluster (docs/cluster.md).
 
     Raises:
         ConfigError: no such file, not TOML, a field that is missing, unknown or of the wrong kind, or no price.
@@ -223,7 +223,7 @@ def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Off
 
 
 def _device_cluster(table: Mapping[str, Any], where: str) -> str:
-    """The largest size as `ClusterSpec.parse` reads it."""
+    """Return the text of the largest size, as `ClusterSpec.parse` reads it."""
     device, link = table["device"], table.get("link")
     if not isinstance(device, str) or not (link is None or isinstance(link, str)):
         raise ConfigError(f"{where}: `device` and `link` are names of the catalogue")
@@ -233,12 +233,12 @@ def _device_cluster(table: Mapping[str, Any], where: str) -> str:
 
 
 def _named_cluster(table: Mapping[str, Any], where: str, folder: Path) -> str:
-    """A cluster as the command line takes it; a file is looked for beside the offers file."""
+    """Return the text of a cluster as the command line takes it; a file may lie next to the offers file."""
     given = [key for key in _DEVICE_KEYS if key in table]
     if given or not isinstance(table["cluster"], str):
         raise ConfigError(
             f"{where}: `cluster` is the name or file of a whole cluster" + (f", without {given}" * bool(given))
         )
     text = str(table["cluster"])
-    beside = folder / text
-    return str(beside) if text.lower().endswith(".toml") and beside.exists() else text
+    path = folder / text
+    return str(path) if text.lower().endswith(".toml") and path.exists() else text

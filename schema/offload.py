@@ -29,7 +29,7 @@ Layers = tuple[NonNegativeInt, ...]
 
 
 class OffloadMarginalValues(Frozen):
-    """What a little more of a resource saves, seconds a step: duals of the schedule's linear program; zero where it does not bind.
+    """Seconds a step that a little more of a resource saves: duals of the schedule's linear program; zero where it does not bind.
 
     Attributes:
         device_s_per_gib: one more GiB of each device's memory.
@@ -44,7 +44,7 @@ class OffloadMarginalValues(Frozen):
 
 
 class OffloadLimits(Frozen):
-    """What a search was let move away from the devices, and where to (`--offload`).
+    """Limits of what a search may move away from the devices, and where to (`--offload`).
 
     Attributes:
         kinds: auto: everything.
@@ -59,7 +59,7 @@ class OffloadLimits(Frozen):
 
 
 class OffloadSchedule(Frozen):
-    """Where states and parameters of layers lie, how activations travel, and what the planner predicts of it.
+    """Placement of states and parameters of layers, transfers of activations, and their predicted cost.
 
     What blocks do with their activations stands in ``Stage.layer_offload``. Copies of a direction go one after the other on a
     stream of their own: down as soon as the block's forward pass is over, up again in the order of the backward passes.

@@ -117,7 +117,7 @@ class StageEstimate(Frozen):
 
 
 class Estimate(Frozen):
-    """What a layout is predicted to cost.
+    """Predicted seconds and bytes of a layout.
 
     Attributes:
         mfu: model FLOPs (no recompute) over the peak of all devices.
@@ -179,11 +179,11 @@ class Stage(Frozen):
         return self
 
     def recompute_of(self, layer_idx: int) -> Recompute:
-        """What is recomputed of a layer, given its index in ``ModelSpec.iter_layers()``."""
+        """Return what a layer recomputes, given its index in ``ModelSpec.iter_layers()``."""
         return self.layer_recompute[layer_idx - self.first_layer_idx] if self.layer_recompute else self.recompute
 
     def offload_of(self, layer_idx: int) -> LayerOffload:
-        """What of a layer's activations waits on the host, given its index in ``ModelSpec.iter_layers()``."""
+        """Return which activations of a layer wait on the host, given its index in ``ModelSpec.iter_layers()``."""
         return self.layer_offload[layer_idx - self.first_layer_idx] if self.layer_offload else "none"
 
     @property
@@ -193,7 +193,7 @@ class Stage(Frozen):
 
 
 class LayerSlots(Frozen):
-    """Where the experts of one layer stand: slots counted rank by rank along ep, an expert in one or several of them.
+    """Placement of the experts of one layer: slots counted rank by rank along ep, an expert in one or several of them.
 
     Attributes:
         experts: expert of each slot.
@@ -204,7 +204,7 @@ class LayerSlots(Frozen):
     shares: tuple[float, ...]
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _shares_add_up(self) -> Self:
         if len(self.shares) != len(self.experts) or any(not 0 <= share <= 1 + 1e-9 for share in self.shares):
             raise ValueError(f"{len(self.experts)} slots need as many shares between 0 and 1")
         taken = dict.fromkeys(self.experts, 0.0)
@@ -229,7 +229,7 @@ class Alternative(Frozen):
 
 
 class PlanProvenance(Frozen):
-    """What made the plan.
+    """Origin of a plan: versions, inputs and the space that was searched.
 
     Attributes:
         fixed: layout fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
@@ -280,7 +280,7 @@ class Plan(Document):
 
     @property
     def price_of_simplicity(self) -> float:
-        """How much longer than that of the fastest layout found the plan's step is: the plan may be a simpler layout."""
+        """Share by which the plan's step is longer than that of the fastest layout: the plan may be a simpler one."""
         if self.search is None:
             return 0.0
         return max(0.0, self.estimate.step_time_s / self.search.objective_s - 1)

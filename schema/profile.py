@@ -44,7 +44,7 @@ class Calibration(Frozen):
     error_after: float | None = None
 
     def __str__(self) -> str:
-        """The ratios that moved, and on how many runs they rest."""
+        """Show the ratios that moved, and on how many runs they rest."""
         names = ("products", "attention", "elementwise", "host", "scale_up", "scale_out", "activations")
         moved = [f"{name} x{getattr(self, name):.2f}" for name in names if abs(getattr(self, name) - 1) >= 0.005]
         if abs(self.overhead_bytes) >= 2**20:
@@ -203,7 +203,7 @@ class StepMemory(Frozen):
 
 
 class AllocatorMemory(Frozen):
-    """What a device's memory holds beside tensors, bytes.
+    """Bytes of a device's memory besides tensors.
 
     Attributes:
         context_bytes: taken before the first tensor: driver, libraries, communicators.
@@ -330,7 +330,7 @@ class ProfileProvenance(Frozen):
 
 
 class RankReport(Frozen):
-    """What one rank measured by itself, to compare it with its peers.
+    """Ratios of one rank to its peers.
 
     Attributes:
         node: position of its host in ``ProfileProvenance.hosts``.
@@ -426,10 +426,10 @@ class Profile(Document):
         return hashlib.sha256(content.encode()).hexdigest()
 
     def sealed(self) -> Self:
-        """The same with the hash of its content."""
+        """Return the profile with the hash of its content."""
         return self.replace(content_sha256=self.computed_sha256())
 
     @property
     def is_altered(self) -> bool:
-        """Whether somebody changed it after it was sealed; a profile without a hash cannot tell."""
+        """True if somebody changed it after it was sealed; a profile without a hash cannot tell."""
         return bool(self.content_sha256) and self.content_sha256 != self.computed_sha256()

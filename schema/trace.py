@@ -20,13 +20,13 @@ Stream = Literal[
     "compute", "communication", "optimizer", "copies to the host", "copies to the device", "host processors", "storage"
 ]
 STREAMS: tuple[Stream, ...] = ("compute", "communication", "optimizer")
-"""Those that every step has."""
+"""Streams that every step has."""
 
 OFFLOAD_STREAMS: tuple[Stream, ...] = ("copies to the host", "copies to the device", "host processors", "storage")
-"""Those of a step with an offload schedule besides, which work at the same time."""
+"""Further streams of a step with an offload schedule, which work at the same time."""
 
 NAMES = {"F": "forward", "B": "backward (input)", "W": "backward (weights)", "BW": "backward"}
-"""What the letters of passes stand for."""
+"""Names of the letters of passes."""
 
 OPTIMIZER = "optimizer"
 DATA_PARALLEL = "data-parallel communication that nothing hides"
@@ -64,7 +64,7 @@ class StepTimeline(NamedTuple):
 
 
 def chrome_trace(plan: Plan, steps: StepTimeline) -> dict[str, Any]:
-    """A predicted step as an object to be written as JSON."""
+    """Return a predicted step as an object to be written as JSON."""
     processes = _processes(plan.layout)
     events = [
         _event(piece, pid)
@@ -78,7 +78,7 @@ def chrome_trace(plan: Plan, steps: StepTimeline) -> dict[str, Any]:
 def measured_trace(
     plan: Plan, by_rank: Sequence[Sequence[Slice]], *, starts_s: Sequence[float], step: int, step_time_s: float
 ) -> dict[str, Any]:
-    """A measured step as an object to be written as JSON; of ranks that are drawn as one, the one that computed longest.
+    """Return a measured step as an object to be written as JSON; of ranks drawn as one, the one that computed longest.
 
     Args:
         by_rank: what each rank of the job did.
@@ -98,7 +98,7 @@ def measured_trace(
 
 
 def _processes(layout: Layout) -> tuple[range, ...]:
-    """Ranks of the job that each process stands for."""
+    """Return the ranks of the job that each process stands for."""
     size = 1 if layout.world_size <= MAX_PROCESSES else layout.stage_ranks
     return tuple(range(first, first + size) for first in range(0, layout.world_size, size))
 
@@ -119,7 +119,7 @@ _THREADS = (*STREAMS, *OFFLOAD_STREAMS)
 
 
 def _names(processes: Sequence[range], streams: Sequence[Stream]) -> Iterator[dict[str, Any]]:
-    """Events that name processes and threads."""
+    """Yield the events that name processes and threads."""
     for pid, ranks in enumerate(processes):
         name = f"pipeline rank {pid} (ranks {ranks.start}..{ranks.stop - 1})" if len(ranks) > 1 else f"rank {pid}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
@@ -130,18 +130,18 @@ def _names(processes: Sequence[range], streams: Sequence[Stream]) -> Iterator[di
 
 
 def _event(piece: Slice, pid: int) -> dict[str, Any]:
-    once = piece.micro_batch < 0
+    is_once_a_step = piece.micro_batch < 0
     letter = piece.kind in NAMES
     event: dict[str, Any] = {
         "ph": "X",
-        "name": piece.kind if once or not letter else f"{piece.kind}{piece.micro_batch}",
+        "name": piece.kind if is_once_a_step or not letter else f"{piece.kind}{piece.micro_batch}",
         "cat": NAMES[piece.kind] if letter else piece.stream,
         "pid": pid,
         "tid": _THREADS.index(piece.stream),
         "ts": 1e6 * piece.start_s,
         "dur": 1e6 * piece.seconds,
     }
-    if not once:
+    if not is_once_a_step:
         event["args"] = {"stage": piece.stage, "micro_batch": piece.micro_batch}
     if piece.layer >= 0:
         event["args"] = {**event.get("args", {}), "layer": piece.layer}

@@ -15,7 +15,7 @@ _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes for the screen, binary units: ``format_bytes(3 * 2**30) == '3.0 GiB'``."""
+    """Format bytes for the screen, binary units: ``format_bytes(3 * 2**30) == '3.0 GiB'``."""
     for unit, size in _BINARY:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -23,7 +23,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds for the screen with three significant digits: ``'12.3 ms'``, ``'4.56 s'``, ``'2 h 03 min'``."""
+    """Format seconds for the screen with three significant digits: ``'12.3 ms'``, ``'4.56 s'``, ``'2 h 03 min'``."""
     if abs(seconds) >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     for unit, size in _SECONDS:
@@ -33,7 +33,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Parameters or tokens for the screen: ``format_count(70_553_706_496) == '70.6 B'``."""
+    """Format parameters or tokens for the screen: ``format_count(70_553_706_496) == '70.6 B'``."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"

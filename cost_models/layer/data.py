@@ -153,7 +153,7 @@ def _sharded_s(
             groups.stride * groups.gradients,
             cluster,
         )
-    sums_once = (groups.optimizer > groups.gradients) | (is_zero3 & facts.sums_replicas_once)
+    sums_once = (groups.optimizer > groups.gradients) | (is_zero3 & facts.defers_replica_sums)
     reduce = scatter + np.where(sums_once, 0.0, over_replicas)
     return DataParallelTime(gather, regather, reduce, levels + np.where(sums_once, over_replicas, 0.0))
 

@@ -113,7 +113,7 @@ def pipeline_shape(costs: CostTable, idx: int) -> PipelineShape:
     """Return the schedule of layout ``idx`` and its numbers."""
     b = costs.layouts
     return PipelineShape(
-        schedule=b.schedule_at(idx).name,
+        schedule=b.schedule_of_row(idx).name,
         pp=int(b.pp[idx]),
         num_model_chunks=int(b.num_model_chunks[idx]),
         num_microbatches=int(b.num_microbatches[idx]),

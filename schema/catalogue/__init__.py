@@ -17,31 +17,31 @@ _ROOT = files(__package__)
 
 @cache
 def device_entries() -> dict[str, dict[str, Any]]:
-    """devices.toml: canonical name -> fields."""
+    """Read devices.toml: canonical name -> fields."""
     return tomllib.loads(_ROOT.joinpath("devices.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def link_entries() -> dict[str, dict[str, Any]]:
-    """links.toml: key -> fields."""
+    """Read links.toml: key -> fields."""
     return tomllib.loads(_ROOT.joinpath("links.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def model_names() -> tuple[str, ...]:
-    """Names of the shipped models, sorted."""
+    """Return the names of the shipped models, sorted."""
     return tuple(
         sorted(p.name.removesuffix(".json") for p in _ROOT.joinpath("models").iterdir() if p.name.endswith(".json"))
     )
 
 
 def nearest_models(name: str) -> list[str]:
-    """Shipped models whose names are like this one, the nearest first."""
+    """Return shipped models with names like this one, the nearest first."""
     return difflib.get_close_matches(name.lower(), model_names(), n=3, cutoff=0.5)
 
 
 def load_model(name: str) -> dict[str, Any]:
-    """One shipped model: ``{"name", "source", "config"}`` where config is the published ``config.json``.
+    """Load a shipped model: ``{"name", "source", "config"}`` where config is the published ``config.json``.
 
     Raises:
         ConfigError: there is no such name.
@@ -59,7 +59,7 @@ def load_model(name: str) -> dict[str, Any]:
 
 
 def find_device(name: str) -> tuple[str, dict[str, Any]]:
-    """Canonical name and fields of a device named by its name or an alias, in any case.
+    """Return the canonical name and fields of a device named by its name or an alias, in any case.
 
     Raises:
         ConfigError: there is no such device.
@@ -73,7 +73,7 @@ def find_device(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def find_link(name: str) -> tuple[str, dict[str, Any]]:
-    """Key and fields of a link kind.
+    """Return the key and fields of a link kind.
 
     Raises:
         ConfigError: there is no such link.
