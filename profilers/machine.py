@@ -28,10 +28,10 @@ MIN_ADDRESSES_PER_RANK = 3 * GIB // 2
 """Libraries of torch and stacks of threads, 0.75 GiB on a CPU, and as much for buffers."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+_PROCESS_CGROUPS = Path("/proc/self/cgroup")
 _CPU_INFO = Path("/proc/cpuinfo")
 _UPTIME = Path("/proc/uptime")
-_OWN_STATE = Path("/proc/self/stat")
+_PROCESS_STATE = Path("/proc/self/stat")
 
 
 def identify(num_ranks: int | None = None) -> Machine:
@@ -215,7 +215,7 @@ def memory_left_to_process() -> int:
 
 def process_age_s() -> float:
     """Return the seconds since this process was started, imports included; 0 where the system does not say."""
-    uptime, fields = _text(_UPTIME).split(), _text(_OWN_STATE).rpartition(")")[2].split()
+    uptime, fields = _text(_UPTIME).split(), _text(_PROCESS_STATE).rpartition(")")[2].split()
     if not uptime or len(fields) < 20:
         return 0.0
     return max(0.0, float(uptime[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
@@ -250,7 +250,7 @@ def _quota(folder: Path) -> float | None:
 def _cgroup_folders(controller: str) -> list[Path]:
     """Return the folders of this process's cgroup of a controller and of all that enclose it, version 2 and version 1."""
     folders: dict[Path, None] = {}
-    for line in _text(_OWN_CGROUPS).splitlines():
+    for line in _text(_PROCESS_CGROUPS).splitlines():
         _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if controllers and controller not in controllers.split(","):
             continue

@@ -138,7 +138,7 @@ class Counts(TorchDispatchMode):
     attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
     elements: float = 0.0
     kernels: int = 0
-    kept_outputs: dict[int, Any] = field(default_factory=dict)
+    saved_outputs: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Counts(TorchDispatchMode):
         if product is not None or name in _SDPA:
             for output in tree_leaves(result):
                 if isinstance(output, Tensor):
-                    self.kept_outputs[_storage(output)] = (
+                    self.saved_outputs[_storage(output)] = (
                         output.untyped_storage()
                     )  # referenced, so that no other takes its place
         return result
@@ -324,7 +324,7 @@ class Tracer:
             gradient = torch.ones_like(result)
             with backward:
                 result.backward(gradient)
-        products = sum(storage.nbytes() for key, storage in forward.kept_outputs.items() if key in saved)
+        products = sum(storage.nbytes() for key, storage in forward.saved_outputs.items() if key in saved)
         size = self._element_bytes
         num_params = sum(parameter.numel() for parameter in block.parameters())
         return _traced(

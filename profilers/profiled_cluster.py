@@ -97,7 +97,7 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     lines = {op: _line([p for p in _widest(points) if p.op == op]) for op in OPS}
     shared = ("all_reduce", "all_gather", "reduce_scatter")
     lines = {op: (latency, rate / ranks_per_node if op in shared else rate) for op, (latency, rate) in lines.items()}
-    lines |= _of_groups_at_once(profile.collectives, ranks_per_node)
+    lines |= _concurrent_lines(profile.collectives, ranks_per_node)
     best = max(rate for _, rate in lines.values())
     return link.replace(
         name=f"{link.name}-nodes", kind="scale-out", title="between the measured nodes", bandwidth_bytes_per_s=best,
@@ -106,7 +106,7 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     )  # fmt: skip
 
 
-def _of_groups_at_once(points: Sequence[CollectivePoint], ranks_per_node: int) -> dict[str, tuple[float, float]]:
+def _concurrent_lines(points: Sequence[CollectivePoint], ranks_per_node: int) -> dict[str, tuple[float, float]]:
     """Return latency and rate of one device between counterparts of all nodes, while its node's others send, too.
 
     Of the operations that have two sizes at least.

@@ -120,7 +120,7 @@ def measure_cpu_adam(bench: Bench, local_rank: int, ranks_per_node: int) -> list
 
 
 def _nothing() -> None:
-    """What ranks do that take no part."""
+    """Take no part in a measurement of others."""
 
 
 FILE_BYTES = (16 * MIB, 64 * MIB, 512 * MIB, 4096 * MIB)

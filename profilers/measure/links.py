@@ -94,7 +94,7 @@ def axis_groups(axis: GroupAxis, world_size: int) -> list[tuple[int, ...]]:
 
 
 def world_group(num_nodes: int) -> RankGroup:
-    """All ranks."""
+    """Return the group of all ranks."""
     import torch.distributed as dist
 
     world, size = dist.group.WORLD, dist.get_world_size()
@@ -219,7 +219,7 @@ def _calls(device: torch.device, count: int, group: RankGroup) -> dict[Collectiv
 
 
 def _nothing() -> None:
-    """What ranks outside of the group do."""
+    """Take no part: this rank is outside of the group."""
 
 
 def bus_factor(op: CollectiveOp, group_size: int) -> float:
@@ -323,12 +323,12 @@ def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dic
             bench.say(what)
             pair = next((pair for pair in pairs if rank in pair), None)
 
-            def there_and_back(pair: tuple[int, int] | None = pair, buffer: torch.Tensor = buffer) -> None:
+            def round_trip(pair: tuple[int, int] | None = pair, buffer: torch.Tensor = buffer) -> None:
                 for sender in pair or ():
                     receiver = sum(pair or ()) - sender
                     dist.send(buffer, receiver) if rank == sender else dist.recv(buffer, sender)
 
-            timing = bench.measure(there_and_back)
+            timing = bench.measure(round_trip)
             taken_s = bench.agree(timing.time_s) / 2
             known = size, taken_s if known is None or known[0] != size else max(known[1], taken_s)
             if pair is not None:

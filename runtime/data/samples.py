@@ -55,10 +55,10 @@ def shuffled(positions: np.ndarray, num_samples: int, *, seed: int, epoch: int) 
 def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
     """Permute 0 .. 4**half_bits - 1."""
     shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
-    left, right = values >> shift, values & mask
+    high, low = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right + key) & mask)
-    return (left << shift) | right
+        high, low = low, high ^ (_mixed(low + key) & mask)
+    return (high << shift) | low
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 from ...profilers.machine import cpu_rank_environment, num_cores
 from ...profilers.run.faults import explain_failure
 from ...profilers.run.processes import JobEnd, NodeJob, run_ranks
-from ...schema import Plan
+from ...schema import NodeGroup, Plan
 from ...schema.errors import InterruptedRunError
 from . import worker
 from .machine import check_machine, local_group, memory_line
@@ -57,7 +57,7 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
                 first_rank=sum(sizes[: meeting.node_rank]),
                 world_size=plan.layout.world_size,
                 node_rank=meeting.node_rank,
-                variables={**_variables(plan, job), **meeting.variables, FOLDER_VARIABLE: str(progress)},
+                variables={**_variables(job, group), **meeting.variables, FOLDER_VARIABLE: str(progress)},
                 captures_output=not job.script,
                 grace_s=job.grace_s if has_checkpoints else 0.0,
             )
@@ -67,11 +67,10 @@ def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> Non
         raise InterruptedRunError(signal.SIGINT) from None
 
 
-def _variables(plan: Plan, job: Job) -> dict[str, str]:
-    device, num_ranks = plan.cluster.weakest_device, max(group.devices_per_node for group in plan.cluster.groups)
-    threads = str(max(1, num_cores() // num_ranks))
+def _variables(job: Job, group: NodeGroup) -> dict[str, str]:
+    threads = str(max(1, num_cores() // group.devices_per_node))
     chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
-    memory = cpu_rank_environment() if device.backend.is_host else {}
+    memory = cpu_rank_environment() if group.device.backend.is_host else {}
     return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
 
 

@@ -95,6 +95,8 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
         store, is_host = _open_store(rendezvous, host, int(port))
         shared = dist.PrefixStore(f"meshwright/{rendezvous.run_id or 'meshwright'}", store)
         number = shared.add("arrived", 1)
+        if number > rendezvous.nnodes:
+            raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
         _wait_for(shared, "arrived", rendezvous.nnodes, rendezvous.timeout_s)
     except dist.DistError as error:
         raise _not_met(rendezvous, error) from None

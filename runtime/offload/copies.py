@@ -135,7 +135,7 @@ class HostPool:
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
         is_pinned = self._pin is not None and self._pin(buffer)
         if is_pinned:
-            pages.pinned_at = buffer.data_ptr()
+            pages.pinned_address = buffer.data_ptr()
         elif self._pin is not None:
             self._pin = _refuse
             self._traffic.unpinned_bytes += num_bytes
@@ -146,14 +146,14 @@ class _Pages(mmap.mmap):
     """Pages of their own, as tensors see them; unlocked before they are gone.
 
     Attributes:
-        pinned_at: their address where they are locked.
+        pinned_address: their address where they are locked.
     """
 
-    pinned_at = 0
+    pinned_address = 0
 
     def __del__(self) -> None:
-        if self.pinned_at and torch.cuda.is_available():
-            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)  # type: ignore[no-untyped-call]
+        if self.pinned_address and torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_address)  # type: ignore[no-untyped-call]
 
 
 def _refuse(_: Tensor) -> bool:

@@ -144,9 +144,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         placed = {parameter: placements[parameter] for parameter in parameters if parameter in placements}
         *starts, end = _starts([parameter for parameter, placement in placed.items() if placement.is_stored])
         self._file = None if folder is None or not starts else StateFile(folder, end, copies.traffic)
-        places = iter(starts)
+        starts_of_stored = iter(starts)
         self._away = {
-            parameter: self._states(parameter, placement, next(places) if placement.is_stored else None)
+            parameter: self._states(parameter, placement, next(starts_of_stored) if placement.is_stored else None)
             for parameter, placement in placed.items()
             if placement != Placement()
         }

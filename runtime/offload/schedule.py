@@ -48,7 +48,7 @@ class HostOffload:
     def placements(self, module: Decoder) -> dict[nn.Parameter, Placement]:
         """Return where optimizer states of this rank lie that do not lie with their parameter in memory."""
         schedule = self.schedule
-        places: dict[int, Place] = {
+        place_of_layer: dict[int, Place] = {
             **dict.fromkeys(
                 schedule.storage_optimizer_layers, "own"
             ),  # of streamed parameters, which the host has anyway
@@ -58,9 +58,9 @@ class HostOffload:
         stored = {*schedule.storage_optimizer_layers}
         layers = {parameter: layer_of(name, self._model) for name, parameter in module.named_parameters()}
         return {
-            parameter: Placement(places[layer], is_stored=layer in stored)
+            parameter: Placement(place_of_layer[layer], is_stored=layer in stored)
             for parameter, layer in layers.items()
-            if layer in places
+            if layer in place_of_layer
         }
 
     def take_traffic(self, module: Decoder) -> Traffic:

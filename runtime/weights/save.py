@@ -167,15 +167,15 @@ def _files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> _Files:
             end = 0
         groups[-1][name] = (end, end + size)
         end += size
-    places, headers, sizes = {}, {}, {}
+    position_of, headers, sizes = {}, {}, {}
     for idx, group in enumerate(groups):
         single = len(groups) == 1
         file = SINGLE_FILE if single else f"model-{idx + 1:05d}-of-{len(groups):05d}.safetensors"
         headers[file] = _header(group, shapes, _SPELLING[dtype])
         begin = len(headers[file])
         sizes[file] = begin + max(stop for _, stop in group.values())
-        places |= {name: _Place(file, begin + first, shapes[name]) for name, (first, _) in group.items()}
-    return _Files(places, headers, sizes)
+        position_of |= {name: _Place(file, begin + first, shapes[name]) for name, (first, _) in group.items()}
+    return _Files(position_of, headers, sizes)
 
 
 def _header(group: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]], dtype: str) -> bytes:
@@ -189,17 +189,17 @@ def _header(group: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write full fp32 tensors as one file, under another name until it is complete."""
-    places: dict[str, tuple[int, int]] = {}
+    ranges: dict[str, tuple[int, int]] = {}
     end = 0
     for name, tensor in sorted(tensors.items()):
-        places[name] = (end, end + tensor.nbytes)
+        ranges[name] = (end, end + tensor.nbytes)
         end += tensor.nbytes
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(_header(places, shapes, _SPELLING[torch.float32]))
-            for name in places:
+            file.write(_header(ranges, shapes, _SPELLING[torch.float32]))
+            for name in ranges:
                 file.write(tensors[name].contiguous().numpy().tobytes())
         partial.replace(path)
     finally:

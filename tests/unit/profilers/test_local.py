@@ -215,7 +215,7 @@ def test_container_limits_count_as_the_machine(tmp_path, monkeypatch):
     (group / "memory.max").write_text("max\n")
     (group / "cpu.max").write_text("150000 100000\n")
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "self")
+    monkeypatch.setattr(machine, "_PROCESS_CGROUPS", tmp_path / "self")
     assert machine.total_memory() == 2**30
     assert machine.available_memory() == 2**30 - 2**28
     assert machine.num_cores() == 1
@@ -229,7 +229,7 @@ def test_container_limits_of_version_1_count_as_well(tmp_path, monkeypatch):
     (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text("100000\n")
     (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000\n")
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "self")
+    monkeypatch.setattr(machine, "_PROCESS_CGROUPS", tmp_path / "self")
     assert (machine.total_memory(), machine.num_cores()) == (1000, 1)
 
 

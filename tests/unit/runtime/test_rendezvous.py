@@ -1,6 +1,9 @@
-"""Where nodes meet: what Slurm says, and which address a node has for the others."""
+"""Where nodes meet: the meeting itself, what Slurm says, and which address a node has for the others."""
 
 from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from meshwright.profilers.machine import first_host
@@ -9,9 +12,11 @@ from meshwright.runtime.job.rendezvous import (
     interface_of,
     is_endpoint_local,
     local_address,
+    meet,
     slurm_rendezvous,
 )
 from meshwright.schema import ConfigError
+from meshwright.schema.errors import NodesNotMetError
 
 STEP = {
     "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2",
@@ -65,3 +70,37 @@ def test_endpoint_without_an_answer(endpoint: str) -> None:
 
 def test_interface_of_nobody() -> None:
     assert interface_of("192.0.2.77") is None
+
+
+@pytest.fixture
+def endpoint_here() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def meeting_of(rendezvous: Rendezvous) -> tuple[int, str]:
+    with meet(rendezvous) as meeting:
+        return meeting.node_rank, meeting.variables["MASTER_PORT"]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (None, None)])
+def test_nodes_meet_in_the_order_of_their_numbers_or_of_their_arrival(endpoint_here: str, ranks: tuple) -> None:
+    """They meet at one store, which stays until both have left; the port is free again afterwards."""
+    nodes = [Rendezvous(nnodes=2, node_rank=rank, endpoint=endpoint_here, timeout_s=30) for rank in ranks]
+    port = endpoint_here.rpartition(":")[2]
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            meetings = list(pool.map(meeting_of, nodes))
+        assert sorted(meetings) == [(0, port), (1, port)]
+        assert ranks == (None, None) or [rank for rank, _ in meetings] == list(ranks)
+
+
+def test_node_too_many_is_refused(endpoint_here: str) -> None:
+    node = Rendezvous(nnodes=2, endpoint=endpoint_here, timeout_s=30)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meeting_of, node)
+        with meet(node), pytest.raises(NodesNotMetError, match="did not meet") as caught, meet(node):
+            pass
+        other.result()
+    assert "--rdzv-id" in caught.value.details[0]
