@@ -182,13 +182,6 @@ class RowSolver:
         return (Status.OPTIMAL if proved else Status.FEASIBLE), answer
 
 
-def solve_rows(
-    program: LinearProgram, *, time_limit_s: float = math.inf, rel_gap: float = 0.0, max_nodes: int | None = None
-) -> tuple[Status, LinearAnswer | None]:
-    """Solve a linear program once."""
-    return RowSolver(program, time_limit_s=time_limit_s, rel_gap=rel_gap, max_nodes=max_nodes).solve()
-
-
 def new_constraint_program() -> cp_model.CpModel:
     """Return an empty CP-SAT model."""
     from ortools.sat.python import cp_model

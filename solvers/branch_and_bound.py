@@ -8,7 +8,7 @@
         take that node; `Problem.expand` gives nodes, candidates, or both, in its place
 
 Then no candidate of the problem is below the bound of the answer, which is the least of three: the incumbent, the open nodes, and
-what each candidate leaves open by itself (a node that was solved to a gap).
+what each candidate leaves open (a node that was solved to a gap).
 
 What a node is stays with the problem. Four forms are in use:
     a row           one layout, one size, one shape
@@ -97,7 +97,7 @@ class Problem(Protocol[S, C]):
 
 
 class Clock(Protocol):
-    """When to stop whatever has been reached."""
+    """A time limit, or a user who asks to stop."""
 
     @property
     def is_over(self) -> bool:
@@ -208,7 +208,7 @@ class Search(Generic[S, C]):
         Args:
             stop: when to end.
             expand: in place of the problem's own, to look for something else among the same nodes.
-            on_progress: told of every expansion.
+            on_progress: called after every expansion.
         """
         start, expand, answer = time.perf_counter(), expand or self._problem.expand, Answer[C]()
         effort, self._roots = self._add(answer, self._roots), Step()

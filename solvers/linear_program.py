@@ -70,7 +70,7 @@ class LinearProgram:
         return rows
 
     def _sides(self, label: str, size: int, lower: Any, upper: Any) -> range:
-        """Add so many rows to a family, as yet without terms."""
+        """Add ``size`` rows to a family, without terms yet."""
         start = len(self.lower)
         self.lower.extend(_broadcast(size, lower, np.float64).tolist())
         self.upper.extend(_broadcast(size, upper, np.float64).tolist())

@@ -3,7 +3,7 @@
 `balance_gpus` takes the best of several starts for each layer:
     replicas by the greedy rule, packed largest first, exchanged (packing.py); with few layers or workloads also by their mean;
     where a gap to EPLB's result or to the bound remains, restarts with other numbers of replicas and another order;
-    with `BalanceSearch.further` restarts of the layers with the largest gaps until the time is over.
+    with `BalanceSearch.restarts` the layers with the largest gaps restart until the time is over.
 
 `eplb_placement` is the placement of DeepSeek's EPLB from its published description: a start, and what ours is compared with. Three
 steps: groups of experts onto nodes, as many groups on each, the heaviest first onto the node with the lowest load; within a node
@@ -109,9 +109,9 @@ _FEW_LAYERS = 8
 
 @dataclass(frozen=True)
 class BalanceSearch:
-    """How hard to look: `further` restarts until `time_limit_s`, with random numbers of `seed`."""
+    """How hard to look: with ``restarts`` until `time_limit_s`, with random numbers of `seed`."""
 
-    further: bool = False
+    restarts: bool = False
     time_limit_s: float = 10.0
     seed: int = 0
 
@@ -125,14 +125,14 @@ def balance_gpus(instance: ExpertInstance, search: BalanceSearch) -> IntArray:
         effort = _SCENARIO_EFFORT if instance.num_layers > _FEW_LAYERS else Effort(rounds=60, last=200)
     best = _pack_and_exchange(instance, _start_counts(instance, "largest"), effort)
     objective = uniform_objective(instance, best)
-    if several and (search.further or instance.num_layers <= _FEW_LAYERS):
+    if several and (search.restarts or instance.num_layers <= _FEW_LAYERS):
         _keep_better(best, objective, instance, _pack_and_exchange(instance, _start_counts(instance, "mean"), effort))
     rng = np.random.default_rng(search.seed)
     _match_eplb(instance, best, objective, rng)
     bound = lower_bound(instance, weighted=False, reached=objective)
     if not several or instance.num_layers <= _FEW_LAYERS:
         _restart_layers(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
-    if not search.further:
+    if not search.restarts:
         return best
     while time.perf_counter() - clock < search.time_limit_s:
         gap = objective / bound

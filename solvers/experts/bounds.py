@@ -2,7 +2,7 @@
 
 `lower_bound` is the largest of four:
     mean      1: utilisations are over their mean
-    share     min over r of max_e LOAD[e] / r[e] / max SPEED: some replica of some expert takes that much, whatever is split; with
+    share     min over r of max_e LOAD[e] / r[e] / max SPEED: a replica of one expert takes that much, however it is split; with
               several workloads LOAD is the largest of them, as one r serves all
     partners  a GPU with K slots that holds the largest share holds K - 1 other experts too (C2). With X slots beyond one for each
               expert these take at least (sum of the roots of the K - 1 smallest loads)^2 / (K - 1 + X), by Cauchy and Schwarz.

@@ -210,9 +210,9 @@ def _place_on_gpus(instance: ExpertInstance, layers: list[_ServedLayer], search:
     share = np.zeros(placed.shape)
     by_count: dict[int, list[tuple[int, int, IntArray]]] = {}
     for n, layer in enumerate(layers):
-        at_home = layer.routing.home[:, None] == np.arange(num_nodes)
+        is_home = layer.routing.home[:, None] == np.arange(num_nodes)
         for node in range(num_nodes):
-            resident = np.flatnonzero(at_home[:, node] | (layer.routing.part[:, node] > 0))
+            resident = np.flatnonzero(is_home[:, node] | (layer.routing.part[:, node] > 0))
             by_count.setdefault(len(resident), []).append((n, node, resident))
     for members in by_count.values():
         local = np.array([layers[n].served.tokens[resident, node] for n, node, resident in members])

@@ -219,7 +219,7 @@ def utilisation(instance: ExpertInstance, placed: IntArray, share: FloatArray) -
 
 
 def check(instance: ExpertInstance, placed: IntArray, share: FloatArray) -> FloatArray:
-    """Recompute (O) of each layer [L] from the definition, one slot at a time; layers are problems of their own.
+    """Recompute (O) of each layer [L] from the definition, one slot at a time; layers are independent problems.
 
     Raises:
         ValueError: the placement breaks (C1), (C2) or (C3), with the layer.

@@ -304,7 +304,7 @@ def place_experts(
     before = None if previous is None else _validate_previous(previous, instance)
     # The rest of an exact answer's time is for proofs.
     searching_s = time_limit_s if effort == "search" else time_limit_s / 5
-    search = BalanceSearch(further=effort != "fast", time_limit_s=searching_s, seed=seed)
+    search = BalanceSearch(restarts=effort != "fast", time_limit_s=searching_s, seed=seed)
     if move_budget is not None:
         answer = SlotAssignment(_place_within_budget(instance, before, move_budget))
     elif objective != "balance":

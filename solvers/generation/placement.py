@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 
 from ...schema.arrays import FloatArray, IntArray
-from ..backend import solve_rows
+from ..backend import RowSolver
 from ..branch_and_bound import Leaf, Node, Search, Step, Stop
 from ..linear_program import LinearAnswer, LinearProgram, Term
 from ..solution import Solution, Status
@@ -87,7 +87,7 @@ def solve_relaxation(
     _add_everything_somewhere_C1(lp, i, variables)
     _add_busy_resources_C2_to_C6(lp, i, variables)
     _add_memory_C7_to_C9(lp, i, variables, goal)
-    status, answer = solve_rows(lp)
+    status, answer = RowSolver(lp).solve()
     if answer is None:
         return status, None
     return status, _relaxed_placement(lp, i, variables, answer, counts_seconds=goal == "seconds")

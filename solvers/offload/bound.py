@@ -36,7 +36,7 @@ TOO_MANY_KINDS = 64
 """Kinds of which even what is in use at once takes longer than it gains: a single layer is then little of all."""
 
 MAX_LEVELS = 6
-"""Sizes of working sets, and of streamed layers, that are told apart."""
+"""Sizes of working sets, and of streamed layers, that the program distinguishes."""
 
 MAX_NODES, FEW_NODES = 400, 20
 """Of HiGHS' branch and bound, with few kinds and with many: its bound holds wherever it is stopped."""
@@ -166,16 +166,16 @@ class CountProgram:
         gradients = i.gradient_bytes * (not i.gradients_accumulate) / SCALE
         headroom = (i.cap_bytes - i.fixed_bytes) / SCALE - i.resident_bytes / SCALE
         free = headroom - float(gradients.sum())
-        at_turn: list[Term] = [
+        turn_terms: list[Term] = [
             *always, *self._over_layers(i.retained_bytes), (copies.acts, 1.0), (copies.acts_early, -1.0),
         ]  # fmt: skip
         self._buffer = lp.add_variables(1)
-        in_update: list[Term] = [*always, (self._buffer, 1.0), (p, i.copy_bytes[first] / SCALE - gradients[first])]
+        update_terms: list[Term] = [*always, (self._buffer, 1.0), (p, i.copy_bytes[first] / SCALE - gradients[first])]
         copied = float(i.copy_bytes.sum())
-        self._add_memory("C6", "turn", at_turn, headroom - i.turn_bytes / SCALE)
+        self._add_memory("C6", "turn", turn_terms, headroom - i.turn_bytes / SCALE)
         freed = i.freed_bytes / SCALE
         self._add_memory("C6", "end", [*always, (p, freed[first] - gradients[first])], free + float(freed.sum()))
-        self._add_memory("C6", "update", in_update, free - (i.update_bytes - copied) / SCALE)
+        self._add_memory("C6", "update", update_terms, free - (i.update_bytes - copied) / SCALE)
 
     def _add_host_memory_C7_and_storage_C8(self, copies: _PassCopies) -> None:
         """Add the host's memory, or its bytes as the objective, and storage."""

@@ -88,9 +88,9 @@ class AllowedMoves:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadInstance:
-    """One rank; arrays [L] by layer and [K, L] by option and layer, K as in OPTIONS; ``kind`` [L] says which layers are alike and
-    ``streamable`` [L] whose parameters may live on the host. Copies are gone in the update, which goes over each layer in
-    ``pieces`` [L].
+    """One rank; arrays [L] by layer and [K, L] by option and layer, K as in OPTIONS; ``kind`` [L] is equal for interchangeable
+    layers and ``streamable`` [L] whose parameters may live on the host. Copies are gone in the update, which goes over each layer
+    in ``pieces`` [L].
     """
 
     forward_s: FloatArray

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema.arrays import FloatArray, IntArray
-from ..backend import solve_rows
+from ..backend import RowSolver
 from ..linear_program import LinearAnswer, LinearProgram, Term
 from ..solution import Status
 from .instance import OPTIONS, OffloadChoice, OffloadInstance, OffloadMarginalSeconds
@@ -70,7 +70,7 @@ def solve_fluid(
 ) -> tuple[Status, FluidSchedule | None]:
     """Solve for the fluid optimum, a bound on every schedule (that has so much in use); with a ``choice`` for its best copies."""
     model = build_model(instance, choice, min_working_bytes=min_working_bytes)
-    status, answer = solve_rows(model.lp)
+    status, answer = RowSolver(model.lp).solve()
     if answer is None:
         return status, None
     v = model.decisions
@@ -278,11 +278,11 @@ def _add_parameters_in_time_C5(model: FluidModel, sums: _RunningSums) -> None:
     _add_return_in_time_C5(lp, model.copies.params_up_bwd[-1], sums.params_up_by_bwd, streamed)
 
 
-def _add_return_in_time_C5(lp: LinearProgram, at_turn: Any, back: IntArray, away: IntArray) -> None:
+def _add_return_in_time_C5(lp: LinearProgram, came_at_turn: Any, back: IntArray, away: IntArray) -> None:
     """Add that before the backward pass of layer l all of layers l.. is back, of what is ``away`` of layers 0..l."""
     total = away[-1]
     lp.add_rows("C5", [(back, 1.0), (total, -1.0)], upper=0.0)
-    lp.add_row("C5", [(at_turn, 1.0), (total, -1.0), (away[-2:-1], 1.0)], lower=0.0)
+    lp.add_row("C5", [(came_at_turn, 1.0), (total, -1.0), (away[-2:-1], 1.0)], lower=0.0)
     if len(away) > 1:
         lp.add_row("C5", [(back[1], 1.0), (total, -1.0)], lower=0.0)
     if len(away) > 2:
@@ -336,8 +336,8 @@ def _add_forward_memory_C6(
     waiting: list[Term] = [(moved[1:], 1.0), (down[:-1], -1.0), *early]
     lp.add_rows("C6", [*always, (retained[1:], 1.0), *waiting], upper=headroom)
     came_at_turn: list[Term] = [(copies.acts_up[-1], 1.0), (copies.params_up_bwd[-1], 1.0)]
-    at_turn: list[Term] = [(retained[-1], 1.0), (moved[-1], 1.0), (down[-1], -1.0), *came_at_turn]
-    lp.add_row("C6", [*always, *at_turn], upper=headroom - i.turn_bytes / SCALE)
+    turn_terms: list[Term] = [(retained[-1], 1.0), (moved[-1], 1.0), (down[-1], -1.0), *came_at_turn]
+    lp.add_row("C6", [*always, *turn_terms], upper=headroom - i.turn_bytes / SCALE)
 
 
 def _add_backward_memory_C6(
@@ -377,10 +377,10 @@ def _add_update_memory_C6(
     elif choice is not None and choice.streamed_optimizer.any():
         free -= 2 * float(i.state_bytes[choice.streamed_optimizer].max()) / SCALE
     gradients = 0.0 if i.gradients_accumulate else float(i.gradient_bytes.sum()) / SCALE
-    kept_gradients: list[Term] = [] if i.gradients_accumulate else [(p, -i.gradient_bytes / SCALE)]
+    resident_gradients: list[Term] = [] if i.gradients_accumulate else [(p, -i.gradient_bytes / SCALE)]
     copies = float(i.copy_bytes.sum()) / SCALE
-    in_update: list[Term] = [*always, *buffer, *kept_gradients, (p, i.copy_bytes / SCALE)]
-    model.lp.add_row("C6", in_update, upper=free - gradients + copies - i.update_bytes / SCALE)
+    update_terms: list[Term] = [*always, *buffer, *resident_gradients, (p, i.copy_bytes / SCALE)]
+    model.lp.add_row("C6", update_terms, upper=free - gradients + copies - i.update_bytes / SCALE)
 
 
 def _marginal_seconds(i: OffloadInstance, model: FluidModel, answer: LinearAnswer) -> OffloadMarginalSeconds:

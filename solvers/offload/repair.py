@@ -202,9 +202,9 @@ def _sums_by_location(i: OffloadInstance) -> FloatArray:
     """Return the sums of each layer with its states in each location [6, L, 12]."""
     sums = np.zeros((len(LOCATIONS), i.num_layers, NUM_SUMS))
     master, gradient, states = i.parameter_bytes, i.gradient_bytes, i.state_bytes
-    accumulated, at_end = gradient * i.gradients_accumulate, master + i.copy_bytes - i.freed_bytes + gradient
+    accumulated, end_bytes = gradient * i.gradients_accumulate, master + i.copy_bytes - i.freed_bytes + gradient
     sums[..., DEVICE_UPDATE_S], sums[..., DEVICE] = i.device_update_s, master + i.copy_bytes + accumulated
-    sums[..., DEVICE_AT_END], sums[..., DEVICE_IN_UPDATE] = at_end, master + gradient
+    sums[..., DEVICE_AT_END], sums[..., DEVICE_IN_UPDATE] = end_bytes, master + gradient
     for bytes_ in (DEVICE, DEVICE_AT_END, DEVICE_IN_UPDATE):
         sums[0, :, bytes_] += states
     for location in (1, 4):
@@ -401,11 +401,11 @@ def _apply_change(choice: OffloadChoice, offers: LayerChanges, row: int) -> Offl
     return change_layer(choice, int(offers.layer[row]), int(offers.option[row]), int(offers.location[row]))
 
 
-def _sample_layers(i: OffloadInstance, choice: OffloadChoice, max_alike: int) -> IntArray:
-    """Return at most so many layers of each kind, option and location: the middle one, the last one, the first one."""
+def _sample_layers(i: OffloadInstance, choice: OffloadChoice, max_per_group: int) -> IntArray:
+    """Return at most ``max_per_group`` layers of each kind, option and location: the middle one, the last one, the first one."""
     keys = (i.kind * 64 + choice.option * 8 + locations_of(choice)).astype(np.int64)
     order = np.argsort(keys, kind="stable")
     first = np.flatnonzero(np.diff(keys[order], prepend=-1))
     last = np.append(first[1:], len(keys)) - 1
     middle = (first + last + 1) // 2
-    return np.unique(order[np.concatenate([middle, last, first][:max_alike])])
+    return np.unique(order[np.concatenate([middle, last, first][:max_per_group])])

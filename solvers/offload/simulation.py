@@ -240,7 +240,7 @@ def _peak_bytes(
     """Return the most bytes on the device until backward passes begin, and from then on: what is on it all the time, and changes at
     starts and ends of jobs.
     """
-    moved, kept, working = choice.take(i.moved_bytes), choice.take(i.retained_bytes), choice.take(i.working_bytes)
+    moved, retained, working = choice.take(i.moved_bytes), choice.take(i.retained_bytes), choice.take(i.working_bytes)
     leaves = i.parameter_bytes + i.copy_bytes + i.state_bytes * 1.0
     gone = np.where(choice.parameters, leaves, 0.0).sum()
     gone += i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
@@ -257,14 +257,14 @@ def _peak_bytes(
     reduced, sent = np.array(indices.reduced, dtype=np.int64).reshape(-1, 2).T
     turn = end[indices.forward[-1]]
     comes = [
-        (start[indices.forward], kept + moved),
+        (start[indices.forward], retained + moved),
         (start[back], moved[moves]),
         (start[last[made]], gradients[made]),
         (start[copy], i.parameter_bytes[gathered]),
         (np.array([turn]), np.array([i.turn_bytes])),
     ]
     goes = [
-        (end[last], kept + moved),
+        (end[last], retained + moved),
         (end[down], moved[moves]),
         (start[pass_idx], i.parameter_bytes[gathered]),
         (end[sent], gradients[reduced]),

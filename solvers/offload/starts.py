@@ -209,7 +209,7 @@ def uniform_lower_bound_s(i: OffloadInstance, choice: OffloadChoice) -> float:
     resident = i.resident_bytes - i.state_bytes[choice.streamed_optimizer | choice.host_optimizer].sum()
     resident -= (master + i.copy_bytes + i.state_bytes + gradient * i.gradients_accumulate)[p].sum()
     working = choice.take(i.working_bytes).max(initial=0.0)
-    at_turn = resident + choice.take(i.retained_bytes).sum() + working + i.fixed_bytes + i.turn_bytes
-    if max(at_turn, update_bytes(i, choice)) > i.cap_bytes or host_bytes(i, choice) > i.host_cap_bytes:
+    turn_bytes = resident + choice.take(i.retained_bytes).sum() + working + i.fixed_bytes + i.turn_bytes
+    if max(turn_bytes, update_bytes(i, choice)) > i.cap_bytes or host_bytes(i, choice) > i.host_cap_bytes:
         return np.inf
     return float(m * max(compute, to_host, to_device) + update)

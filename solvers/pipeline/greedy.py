@@ -59,7 +59,7 @@ def greedy_order_and_length(pipeline: Pipeline, cap_bytes: Sequence[float], rule
     events = _Events(pipeline, cap_bytes, rule)
     order = events.run()
     assert not any(events.remaining), "a forward pass leaves memory for its micro-batch to go on"
-    return order, max(events.free_at)
+    return order, max(events.idle_from_s)
 
 
 def refill_weight_passes(pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float) -> Order:
@@ -101,11 +101,11 @@ class _Events:
         self.arrivals: dict[str, list[list[float]]] = {"F": [[] for _ in stages], "B": [[] for _ in stages]}
         self.arrivals["F"][0] = [0.0] * m
         self.done = {kind: [0] * pipeline.num_stages for kind in ("F", "B", "W")}
-        self.held = [0.0] * pipeline.num_ranks
+        self.resident = [0.0] * pipeline.num_ranks
         self.rows: list[list[Action]] = [[] for _ in ranks]
         self.remaining = [3 * m * len(rank_stages) for rank_stages in self.stages]
         self.queue = [(0.0, rank) for rank in ranks]
-        self.free_at = [0.0] * pipeline.num_ranks
+        self.idle_from_s = [0.0] * pipeline.num_ranks
         for rank in ranks:
             need = max((self.needed[s] for s in self.stages[rank]), default=0.0)
             if need > cap_bytes[rank] + CLOCK:
@@ -122,13 +122,13 @@ class _Events:
         """Return the order once no rank can go on."""
         while self.queue:
             now, rank = heapq.heappop(self.queue)
-            if now >= self.free_at[rank] - CLOCK and self.remaining[rank]:
+            if now >= self.idle_from_s[rank] - CLOCK and self.remaining[rank]:
                 self._decide(now, rank) if self.sequence is None else self._follow(now, rank, self.sequence[rank])
         return tuple(tuple(row) for row in self.rows)
 
     def _decide(self, now: float, rank: int) -> None:
         """Run the next pass of a rank, or set when to ask again: each stage's next passes have arrived, or are known to come."""
-        soon, free_bytes = now + CLOCK, self.cap[rank] + CLOCK - self.held[rank]
+        soon, free_bytes = now + CLOCK, self.cap[rank] + CLOCK - self.resident[rank]
         forward = backward = weight = -1
         coming = math.inf
         lacks_memory = False
@@ -163,7 +163,7 @@ class _Events:
 
     def _lacks_memory_for(self, rank: int, s: int) -> bool:
         """Return whether what a backward pass leaves for its weight pass is beyond the cap."""
-        return self.held[rank] + self.growth[s] > self.cap[rank] * (1 + CLOCK) + CLOCK
+        return self.resident[rank] + self.growth[s] > self.cap[rank] * (1 + CLOCK) + CLOCK
 
     def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
         """Run the next pass of the given sequence, or a weight pass before it."""
@@ -175,7 +175,7 @@ class _Events:
             arrivals = self.arrivals[kind][s]
             coming = arrivals[i] if i < len(arrivals) else coming
             more = self.costs.held_bytes[s] if kind == "F" else self.growth[s]
-            blocked = more > 0 and self.held[rank] + more > self.cap[rank] + CLOCK
+            blocked = more > 0 and self.resident[rank] + more > self.cap[rank] + CLOCK
         if coming <= now + CLOCK and not blocked:
             self._run(now, rank, kind, s)
         elif can_w and (blocked or coming - now >= self.rule.fit * self.costs.weight_s[can_w[-1]]):
@@ -186,11 +186,11 @@ class _Events:
     def _run(self, now: float, rank: int, kind: Kind, s: int) -> None:
         costs, i = self.costs, self.done[kind][s]
         end = now + self.seconds[kind][s]
-        self.held[rank] += self.change[kind][s]
+        self.resident[rank] += self.change[kind][s]
         self.done[kind][s] += 1
         self.remaining[rank] -= 1
         self.rows[rank].append(Action(s, kind, i))
-        self.free_at[rank] = end
+        self.idle_from_s[rank] = end
         heapq.heappush(self.queue, (end, rank))
         if kind == "F" and s + 1 < costs.num_stages:
             self._announce("F", s + 1, end + self.hop[s])
@@ -202,7 +202,7 @@ class _Events:
     def _announce(self, kind: str, s: int, time_s: float) -> None:
         self.arrivals[kind][s].append(time_s)
         rank = self.costs.rank_of_stage[s]
-        heapq.heappush(self.queue, (max(time_s, self.free_at[rank]), rank))
+        heapq.heappush(self.queue, (max(time_s, self.idle_from_s[rank]), rank))
 
 
 MAX_PASSES = 40_000
@@ -236,11 +236,11 @@ def quick_order(pipeline: Pipeline, cap_bytes: tuple[float, ...]) -> Order | Non
     """Return the shortest greedy order with `cap_bytes` [R]; None where a rank cannot hold one micro-batch."""
     tries = max(MIN_TRIES, MAX_PASSES // (3 * pipeline.num_stages * pipeline.num_microbatches))
     num_rules = min(len(QUICK_RULES), -(-tries * 2 // 3))
-    at_cap = _shortest_first(pipeline, cap_bytes, ((rule, 1.0) for rule in QUICK_RULES[:num_rules]))
-    if not at_cap:
+    with_full_cap = _shortest_first(pipeline, cap_bytes, ((rule, 1.0) for rule in QUICK_RULES[:num_rules]))
+    if not with_full_cap:
         return None
-    pairs = [(rule, fraction) for _, (rule, _), _ in at_cap for fraction in CAP_FRACTIONS][: tries - num_rules]
-    return min([*at_cap, *_shortest_first(pipeline, cap_bytes, pairs)], key=lambda tried: tried[0])[2]
+    pairs = [(rule, fraction) for _, (rule, _), _ in with_full_cap for fraction in CAP_FRACTIONS][: tries - num_rules]
+    return min([*with_full_cap, *_shortest_first(pipeline, cap_bytes, pairs)], key=lambda tried: tried[0])[2]
 
 
 def _shortest_first(

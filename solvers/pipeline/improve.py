@@ -33,13 +33,13 @@ _BYTE_STEPS = 10**6
 _STEP_ROUNDING = 1e-6
 """Of a step: what a number of bytes may lack of a multiple of the step and still count as one."""
 
-_MAX_ACTIONS_AT_ONCE = 450
+_MAX_ACTIONS_IN_FULL = 450
 """Of an order that is also solved as one window: with more CP-SAT proves nothing in its time."""
 
 _WINDOW_ACTIONS = (30, 60, 120)
 """Actions of a window, small ones first, which leave less to the larger ones."""
 
-_WINDOW_WORK, _WORK_AT_ONCE = 3.0, 60.0
+_WINDOW_WORK, _FULL_WORK = 3.0, 60.0
 """Deterministic time of CP-SAT for a window and for all actions at once."""
 
 _ROUNDING = 0.5e-3
@@ -57,7 +57,7 @@ class OrderWindow:
         behind: [R] time from the end of a free action to the end of each rank, -inf where nothing leads there.
         first_start: [R] start of a rank's first action; every order has the same.
         length: the incumbent's, which the answer must not exceed.
-        held: [R] pieces of memory held when the window opens: (freed by which free action, or None, and bytes).
+        resident: [R] pieces of memory resident when the window opens: (freed by which free action, or None, and bytes).
     """
 
     free: tuple[tuple[Action, ...], ...]
@@ -66,7 +66,7 @@ class OrderWindow:
     behind: dict[Action, FloatArray]
     first_start: tuple[int, ...]
     length: int
-    held: tuple[tuple[tuple[Action | None, float], ...], ...]
+    resident: tuple[tuple[tuple[Action | None, float], ...], ...]
 
 
 def open_window(instance: PipelineInstance, order: Order, opening: float, closing: float) -> OrderWindow:
@@ -96,7 +96,7 @@ def open_window(instance: PipelineInstance, order: Order, opening: float, closin
         behind=_ways_behind(costs, order, free, starts, closing),
         first_start=tuple(starts[actions[0]] for actions in order),
         length=int(length_s(timeline, instance.length)),
-        held=_held_at_opening(costs, order, free, starts, opening),
+        resident=_resident_at_opening(costs, order, free, starts, opening),
     )
 
 
@@ -151,7 +151,7 @@ def _ways_behind(
     return behind
 
 
-def _held_at_opening(
+def _resident_at_opening(
     costs: Pipeline, order: Order, free: tuple[tuple[Action, ...], ...], starts: dict[Action, int], opening: float
 ) -> tuple[tuple[tuple[Action | None, float], ...], ...]:
     """Return the memory of forward passes before the window that is freed in it (by which action) or after it (None)."""
@@ -224,7 +224,7 @@ class _Memory:
         opens = min(self.window.ready.values(), default=0)
         step = _byte_step(self.instance, self.rank)
         room, boxes, sizes = math.floor(cap / step + _STEP_ROUNDING), [], []
-        for freeing, size in self.window.held[self.rank]:
+        for freeing, size in self.window.resident[self.rank]:
             if freeing is None:
                 room -= math.floor(size / step + _STEP_ROUNDING)
             else:
@@ -304,8 +304,8 @@ def improve(
         return order, 0.0
     search = _WindowSearch(instance, order, bound_s, begin + time_limit_s, rel_gap, seed)
     search.sweep()
-    if sum(map(len, order)) <= _MAX_ACTIONS_AT_ONCE and not search.finished():
-        search.solve_at_once()
+    if sum(map(len, order)) <= _MAX_ACTIONS_IN_FULL and not search.finished():
+        search.solve_full_window()
     return search.order, search.bound_s
 
 
@@ -350,9 +350,9 @@ class _WindowSearch:
         close = self.length * self.instance.unit_s <= self.bound_s * (1 + max(self.rel_gap, 1e-9))
         return close or time.perf_counter() >= self.end
 
-    def solve_at_once(self) -> None:
+    def solve_full_window(self) -> None:
         """Solve with all actions free, which proves a bound."""
-        status, bound = self._solve(0.0, math.inf, _WORK_AT_ONCE)
+        status, bound = self._solve(0.0, math.inf, _FULL_WORK)
         if status is not Status.INFEASIBLE and bound is not None:
             self.bound_s = max(self.bound_s, math.ceil(bound - 1e-6) * self.instance.unit_s * (1 - self._rounding()))
 

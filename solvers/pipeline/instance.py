@@ -86,10 +86,10 @@ def lower_bound_s(instance: PipelineInstance) -> float:
         stages = costs.stages_of(rank)
         first, last = stages[0], stages[-1]
         way = down - heads[first] + tails[last]
-        held, seconds = (np.array([column[s] for s in stages]) for column in (costs.held_bytes, costs.forward_s))
-        admitted = math.inf if np.any(held <= 0) else instance.cap_bytes[rank] * float(np.max(seconds / held))
-        if np.all(held == held[0]) and held[0] > 0:
-            admitted = math.floor(instance.cap_bytes[rank] / held[0] * (1 + SUMMED)) * float(np.max(seconds))
+        resident, seconds = (np.array([column[s] for s in stages]) for column in (costs.held_bytes, costs.forward_s))
+        admitted = math.inf if np.any(resident <= 0) else instance.cap_bytes[rank] * float(np.max(seconds / resident))
+        if np.all(resident == resident[0]) and resident[0] > 0:
+            admitted = math.floor(instance.cap_bytes[rank] / resident[0] * (1 + SUMMED)) * float(np.max(seconds))
         idle = max(0.0, way - min(admitted, float(np.sum(seconds)) * costs.num_microbatches))
         bounds.append((heads[first] if instance.length == "makespan" else 0.0) + work[rank] + idle)
     return float(max(bounds))

@@ -43,13 +43,13 @@ def wave_order(pipeline: Pipeline, cap_bytes: Sequence[float], rule: WaveRule) -
 
 
 class _Waves:
-    """Counts, clocks and held bytes of each rank while the waves go over it."""
+    """Counts, clocks and resident bytes of each rank while the waves go over it."""
 
     def __init__(self, pipeline: Pipeline, cap_bytes: Sequence[float], rule: WaveRule) -> None:
         size = pipeline.num_ranks
         self.costs, self.cap, self.rule, self.size = pipeline, cap_bytes, rule, size
         self.hop = [pipeline.hop_s(s) for s in range(size - 1)]
-        self.clock, self.held, self.idle = [0.0] * size, [0.0] * size, [0.0] * size
+        self.clock, self.resident, self.idle = [0.0] * size, [0.0] * size, [0.0] * size
         self.ends: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(size)] for kind in ("F", "B", "W")}
         self.rows: list[list[Action]] = [[] for _ in range(size)]
         for rank, (need, cap) in enumerate(zip(pipeline.held_bytes, cap_bytes, strict=True)):
@@ -97,7 +97,7 @@ class _Waves:
             "W": -costs.weight_freed_bytes[rank],
         }
         self.clock[rank] = ready + seconds
-        self.held[rank] += change[kind]
+        self.resident[rank] += change[kind]
         self.ends[kind][rank].append(self.clock[rank])
         self.rows[rank].append(Action(rank, kind, i))
 
@@ -113,8 +113,8 @@ class _Waves:
             self._put(rank, "W")
 
     def _fits(self, rank: int, *, freed: float = 0.0) -> bool:
-        """Return whether a forward pass fits next to what is held less `freed` bytes."""
-        return self.held[rank] - freed + self.costs.held_bytes[rank] <= self.cap[rank] + CLOCK
+        """Return whether a forward pass fits next to the resident bytes less `freed`."""
+        return self.resident[rank] - freed + self.costs.held_bytes[rank] <= self.cap[rank] + CLOCK
 
     def _can_fit(self, rank: int) -> bool:
         pending = self._done(rank, "B") - self._done(rank, "W")
@@ -147,12 +147,14 @@ class _Waves:
         costs, extra = self.costs, [0] * self.size
         backward_end = self.clock[-1] + costs.backward_s[self.size - 1]
         for rank in reversed(range(self.size - 1)):
-            held, clock, arrival = self.held[rank], self.clock[rank], backward_end + self.hop[rank]
+            resident, clock, arrival = self.resident[rank], self.clock[rank], backward_end + self.hop[rank]
             forward = costs.forward_s[rank]
-            while 1 + extra[rank] < costs.num_microbatches and held + costs.held_bytes[rank] <= self.cap[rank] + CLOCK:
+            while (
+                1 + extra[rank] < costs.num_microbatches and resident + costs.held_bytes[rank] <= self.cap[rank] + CLOCK
+            ):
                 if clock >= arrival if not self.rule.overrun_first else clock + forward > arrival:
                     break
-                held, clock, extra[rank] = held + costs.held_bytes[rank], clock + forward, extra[rank] + 1
+                resident, clock, extra[rank] = resident + costs.held_bytes[rank], clock + forward, extra[rank] + 1
             backward_end = max(clock, arrival) + costs.backward_s[rank]
         return extra
 
@@ -175,12 +177,12 @@ class _Waves:
         next_backward = self.clock[rank + 1] + after + self.hop[rank]
         if self.clock[rank] >= next_backward:
             return True
-        weight_s, held = 0.0, self.held[rank] + costs.held_bytes[rank]
+        weight_s, resident = 0.0, self.resident[rank] + costs.held_bytes[rank]
         pending = self._done(rank, "B") - self._done(rank, "W")
-        while held > self.cap[rank] + CLOCK and pending:
-            weight_s, held, pending = (
+        while resident > self.cap[rank] + CLOCK and pending:
+            weight_s, resident, pending = (
                 weight_s + costs.weight_s[rank],
-                held - costs.weight_freed_bytes[rank],
+                resident - costs.weight_freed_bytes[rank],
                 pending - 1,
             )
         if self.clock[rank] + costs.forward_s[rank] + weight_s <= next_backward:

@@ -256,7 +256,7 @@ def _rank_cost_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -
         sums = sums + (fixed[ranges[:, 1]] - fixed[ranges[:, 0]])[:, None, None]
         ways_s = ways_s + sums[inverse[chains]]
     cost_s = np.max(_passes_on_rank_s(instance, rank, splits, paths) + ways_s, axis=0)
-    cost_s = cost_s + _once_on_rank_s(instance, rank, splits)
+    cost_s = cost_s + _step_once_s(instance, rank, splits)
     if instance.choices and instance.shape.num_model_chunks == 1:
         cost_s = np.maximum(cost_s, np.max(_with_choices_s(instance, rank, splits, paths) + ways_s, axis=0))
     return np.where(can_be, cost_s, np.inf)
@@ -296,7 +296,7 @@ def _passes_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSpli
     return np.asarray(fixed + _lightest_chunks(instance, rank, splits.sizes, weights)[:, None, :])
 
 
-def _once_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
+def _step_once_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
     """Return sum_q max(ONCE_MIN[q], ONCE_FIXED[q] + ONCE[q] of the rank's blocks) [B or 1, Y]."""
     stages, chunks = instance.stages_of_rank[rank], instance.shape.num_model_chunks
     if chunks == 1:
@@ -345,14 +345,14 @@ def _min_in_chunks(sizes: IntArray, num_chunks: int, subset: int) -> IntArray:
 def _min_blocks(shape: PipelineShape, num_blocks: int, min_size: int, max_size: int, subset: int) -> IntArray:
     """Return the blocks that ``subset`` chunks of each of k ranks have at least when the k ranks have n [R, N+1].
 
-    least[k+1][n] = min_y least[k][n - y] + _min_in_chunks(y); N where that cannot be.
+    min_blocks[k+1][n] = min_y min_blocks[k][n - y] + _min_in_chunks(y); N where that cannot be.
     """
     sizes = np.arange(min_size, max_size + 1)
     in_chunks = _min_in_chunks(sizes, shape.num_model_chunks, subset)
-    least = [np.where(np.arange(num_blocks + 1) == 0, 0, num_blocks)]
+    min_blocks = [np.where(np.arange(num_blocks + 1) == 0, 0, num_blocks)]
     for _ in range(shape.pp - 1):
-        following = np.full_like(least[-1], num_blocks)
+        following = np.full_like(min_blocks[-1], num_blocks)
         for size, added in zip(sizes, in_chunks, strict=True):
-            following[size:] = np.minimum(following[size:], least[-1][: num_blocks + 1 - size] + added)
-        least.append(following)
-    return np.array(least)
+            following[size:] = np.minimum(following[size:], min_blocks[-1][: num_blocks + 1 - size] + added)
+        min_blocks.append(following)
+    return np.array(min_blocks)

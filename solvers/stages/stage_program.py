@@ -129,15 +129,15 @@ class OptionFronts:
         kind = max(k for k, count in enumerate(counts) if count)
         fewer = self.front(stage, within, tuple(count - (k == kind) for k, count in enumerate(counts)))
         options = np.flatnonzero(self._instance.uses[within])
-        kept = (fewer.retained_bytes[None] + self._instance.retained_bytes[kind, options, None]).ravel()
+        retained = (fewer.retained_bytes[None] + self._instance.retained_bytes[kind, options, None]).ravel()
         value = (fewer.value[None] + self.values[stage, kind, options, None]).ravel()
-        order = np.lexsort((value, kept))
+        order = np.lexsort((value, retained))
         best_before = np.concatenate([[np.inf], np.minimum.accumulate(value[order])[:-1]])
         order = order[value[order] < best_before * (1 - ROUNDING)]
         option, parent = np.divmod(order, len(fewer.value))
         picks = fewer.picks[parent].copy()
         picks[np.arange(len(order)), kind, options[option]] += 1
-        return OptionFront(kept[order], value[order], picks)
+        return OptionFront(retained[order], value[order], picks)
 
 
 def min_values(instance: StageProgramInstance, once_weight: float, fronts: OptionFronts | None = None) -> FloatArray:
@@ -153,8 +153,9 @@ def min_values(instance: StageProgramInstance, once_weight: float, fronts: Optio
         allowed = np.where(instance.uses[within], values, np.inf)
         cheapest = np.argmin(allowed, axis=2) if allowed.size else np.zeros(instance.counts.shape, dtype=np.int64)
         value = (np.take_along_axis(allowed, cheapest[:, :, None], axis=2)[:, :, 0] * instance.counts).sum(axis=1)
-        kept = (instance.retained_bytes[np.arange(instance.counts.shape[1]), cheapest] * instance.counts).sum(axis=1)
-        best = np.where(kept <= instance.room_bytes[:, within], np.minimum(best, value), best)
+        layer_bytes = instance.retained_bytes[np.arange(instance.counts.shape[1]), cheapest]
+        retained = (layer_bytes * instance.counts).sum(axis=1)
+        best = np.where(retained <= instance.room_bytes[:, within], np.minimum(best, value), best)
         floor = np.minimum(floor, value)
     for rows in _rows_with_equal_fillings(instance, np.flatnonzero(best > floor)):
         counts = tuple(int(count) for count in instance.counts[rows[0]])
@@ -292,9 +293,9 @@ def check(instance: StageProgramInstance, choice: StageFilling) -> float:
         sets = [not np.any(n[:, ~uses]) for uses in instance.uses]
         if not any(sets):
             raise ValueError(f"within the set (C3): stage {s} uses options {np.flatnonzero(n.sum(axis=0))}")
-        kept, room = float((instance.retained_bytes * n).sum()), float(instance.room_bytes[span, sets].max())
-        if kept > room * (1 + ROUNDING) + 1:
-            raise ValueError(f"memory (C4): stage {s} keeps {kept:.0f} bytes of {room:.0f}")
+        retained, room = float((instance.retained_bytes * n).sum()), float(instance.room_bytes[span, sets].max())
+        if retained > room * (1 + ROUNDING) + 1:
+            raise ValueError(f"memory (C4): stage {s} keeps {retained:.0f} bytes of {room:.0f}")
         seconds.append(float(instance.fixed_s[span] + (instance.seconds[s] * n).sum()))
         once.append(instance.fixed_once_s[:, span] + (instance.once_s[:, s] * n).sum(axis=(1, 2)))
     slowest, total = max(seconds), sum(seconds)  # (C5); the largest of each once is (C6)

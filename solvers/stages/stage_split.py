@@ -129,10 +129,10 @@ def _min_weighted(instance: StageSplitInstance, span: FloatArray) -> tuple[Bound
         if instance.rounds * longest + total < best:
             boundaries, best = split, instance.rounds * longest + total
         cap = longest * (1 - 4 * ROUNDING)  # below the longest stage of this split, whatever ROUNDING let through
-    return _most_even(instance, span, boundaries, best), float(best)
+    return _evenest(instance, span, boundaries, best), float(best)
 
 
-def _most_even(instance: StageSplitInstance, span: FloatArray, boundaries: Boundaries, best: float) -> Boundaries:
+def _evenest(instance: StageSplitInstance, span: FloatArray, boundaries: Boundaries, best: float) -> Boundaries:
     """Return, of the splits as good as ``boundaries``, one with a low sum of squared stage times."""
     stages = np.arange(instance.num_stages)
     longest = float(span[stages, boundaries[:-1], boundaries[1:]].max())
