@@ -23,8 +23,7 @@ import numpy as np
 import pandas as pd
 from meshwright.cost_models.learned import calibration, gemm
 from meshwright.cost_models.learned.calibration import NUM_CANDIDATES, most_informative_shapes
-from meshwright.cost_models.learned.correction import Covariance
-from meshwright.cost_models.learned.gemm import GemmRates
+from meshwright.cost_models.learned.gemm import Covariance, GemmRates
 from meshwright.cost_models.learned.trees import ResidualModel
 from meshwright.fitting import gemm as gemm_fit
 

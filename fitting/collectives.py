@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from ..cost_models.hardware.collective_curves import KNOT_STEP, CurveParameters, Op, curve_s, knots, shape_s, tabulated
+from ..cost_models.hardware.collectives import KNOT_STEP, CurveParameters, Op, curve_s, knots, shape_s, tabulated
 from ..schema.arrays import FloatArray
 
 

@@ -29,8 +29,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.hardware.device import gemm_device
 from ..cost_models.learned import calibration, gemm
-from ..cost_models.learned.correction import FEATURES, Covariance, covariance_of
-from ..cost_models.learned.gemm import GemmCoefficients, GemmRates
+from ..cost_models.learned.gemm import FEATURES, Covariance, GemmCoefficients, GemmRates, covariance_of
 from ..cost_models.learned.trees import ResidualModel
 from ..schema.arrays import FloatArray
 from ..schema.catalogue import find_device

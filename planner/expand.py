@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.pipeline.lower_bounds import lower_bound_s
-from ..cost_models.pipeline.paths import paths_past
+from ..cost_models.pipeline.lower_bounds import lower_bound_s, paths_past
 from ..cost_models.pipeline.simulation import Order
 from ..cost_models.stage import memory
 from ..cost_models.stage.bounds import fullest_stage, pipeline_work

@@ -1,7 +1,7 @@
 """Which node holds which ranks, where the bandwidth between nodes was measured.
 
 Ranks count tp fastest, then cp, dp_shard, dp_replicate, pp; as listed, the nodes of the cluster hold them in order. Costs read the
-matrix in the order of the ranks (cost_models/hardware/collective_curves.py), so a map is a cluster whose nodes are
+matrix in the order of the ranks (cost_models/hardware/collectives.py), so a map is a cluster whose nodes are
 listed in another order. What
 each axis of a layout would gain is asked of the cost model itself, links being slow for that axis alone; solvers/rank_mapping.py
 finds the order.
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..cost_models.hardware.collective_curves import NodeLinks, node_links
-from ..cost_models.hardware.collectives import Hops
+from ..cost_models.hardware.collectives import Hops, NodeLinks, node_links
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, Plan

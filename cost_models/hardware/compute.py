@@ -28,8 +28,8 @@ class OperatorTime:
 
     forward_s: FloatArray
     backward_s: FloatArray
-    forward_dispatches: int | FloatArray
-    backward_dispatches: int | FloatArray
+    forward_dispatches: float | FloatArray
+    backward_dispatches: float | FloatArray
     weight_s: FloatArray | float = 0.0
 
     def take(self, rows: IntArray) -> OperatorTime:

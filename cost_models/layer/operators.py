@@ -225,8 +225,10 @@ def _softmax_kernels(scenario: Scenario) -> SoftmaxKernels:
     """
     workload, passes = scenario.workload, scenario.coefficients["attention"]
     if workload.engine_facts.is_eager_like_megatron and workload.compute_bytes == 2:
-        return SoftmaxKernels(*passes["fused_softmax_passes"], 2, 2)
-    return SoftmaxKernels(*passes["separate_softmax_passes"], 5, 6)
+        forward, backward = passes["fused_softmax_passes"]
+        return SoftmaxKernels(forward, backward, 2, 2)
+    forward, backward = passes["separate_softmax_passes"]
+    return SoftmaxKernels(forward, backward, 5, 6)
 
 
 @lru_cache(maxsize=4096)
@@ -268,7 +270,11 @@ def _(layer: Block, rules: OperatorRules) -> tuple[Operator, ...]:
     norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
     additions = kernels.residual
     if rules.dropout:
-        additions = KernelTraffic(*(a + b for a, b in zip(additions, _DROPOUT, strict=True)))
+        additions = additions._replace(
+            forward=additions.forward + _DROPOUT.forward,
+            backward=additions.backward + _DROPOUT.backward,
+            backward_kernels=additions.backward_kernels + _DROPOUT.backward_kernels,
+        )
     attention = attention_operators(layer.attention, rules)
     if rules.softmax is not None:
         attention = tuple(part for op in attention for part in _unfused(op, rules.seq_len, rules.softmax))

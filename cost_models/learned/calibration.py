@@ -21,8 +21,20 @@ import numpy as np
 
 from ...schema.arrays import FloatArray
 from ...schema.profile import MatmulPoint
-from .correction import SHIPPED_COVARIANCE, Covariance, correction_through, covariance, whitening_of
-from .gemm import GemmCoefficients, GemmDevice, GemmRates, features, known_coefficients, model, roofline_s
+from .gemm import (
+    SHIPPED_COVARIANCE,
+    Covariance,
+    GemmCoefficients,
+    GemmDevice,
+    GemmRates,
+    correction_through,
+    covariance,
+    features,
+    known_coefficients,
+    model,
+    roofline_s,
+    whitening_of,
+)
 from .trees import ResidualModel
 
 NUM_CANDIDATES = 1000

@@ -46,6 +46,7 @@ import numpy as np
 
 from ...schema import Workload
 from ...schema.arrays import Array, FloatArray, IntArray
+from ...schema.engine_facts import MemoryFacts
 from ...schema.plan import MemoryBreakdown
 from ..coefficients import Scenario
 from ..layer.data import has_copies, has_plain_replicas
@@ -282,7 +283,7 @@ def _reduction(params: Array, stage: StageContents, step: StepShape, scenario: S
 
 def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
     workload = scenario.workload
-    memory, b = workload.engine_facts.memory, workload.compute_bytes
+    memory, b = _facts(workload), workload.compute_bytes
     activations = step.in_flight * stage.activation_bytes
     before, final = _gradients_in_buffer(stage, step, workload)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
@@ -299,7 +300,7 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     backward = {**loss, "logits": 0.0 * stage.logits, "temporary": loss["temporary"] + stage.working_bytes}
     update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": buckets + 0.0 * receive}
     sharded = stage.owned(step)
-    masters = np.where(_reads_masters(workload) & (step.zero_stage < 3), stage.trained, sharded)
+    masters: Array = np.where(_reads_masters(workload) & (step.zero_stage < 3), stage.trained, sharded)
     trained = float(workload.master_bytes) * masters * step.on_device
     return {
         "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step)),
@@ -307,6 +308,12 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
         "unsharded": _copies(stage, step, workload),
         **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario)),
     }
+
+
+def _facts(workload: Workload) -> MemoryFacts:
+    facts = workload.engine_facts.memory
+    assert facts is not None, "all engines but our own runtime have them"
+    return facts
 
 
 def _reads_masters(workload: Workload) -> bool:
@@ -317,7 +324,7 @@ def _reads_masters(workload: Workload) -> bool:
 def _copies(stage: StageContents, step: StepShape, workload: Workload) -> Array:
     """Return parameters in the compute dtype; under zero 3 this rank's shard of them and what is gathered at once."""
     b = workload.compute_bytes
-    live = np.minimum(workload.engine_facts.memory.live_elements, stage.params)
+    live = np.minimum(_facts(workload).live_elements, stage.params)
     units = np.maximum(stage.root_params + 2 * stage.block_params, live)
     shard = np.where(_reads_masters(workload) & ~np.asarray(step.has_second_copy), 0.0, stage.stored(step))
     # The partition that the passes read, and where those stay within fewer ranks the one that the first gather reads.
@@ -335,7 +342,7 @@ def _gradients_in_buffer(stage: StageContents, step: StepShape, workload: Worklo
     each shard leaves for it as soon as it is reduced.
     """
     g, sharded = workload.gradient_bytes, stage.owned(step)
-    keeps_fp32 = workload.engine_facts.memory.keeps_fp32_gradients
+    keeps_fp32 = _facts(workload).keeps_fp32_gradients
     if keeps_fp32 and g == 4:
         g += workload.compute_bytes
     # With offloaded parameters every engine streams so.

@@ -3,7 +3,7 @@
 Sets
     i = 0..N-1   blocks in the order of the model;  k its kinds
     r = 0..R-1   ranks; c = 0..V-1 the chunks of one;  s = 0..S-1 the stages
-    p            chains of passes past rank r (cost_models/pipeline/paths.py); every one is over before the step is
+    p            chains of passes past rank r (cost_models/pipeline/lower_bounds.py); every one is over before the step is
 Data
     SECONDS[a,i]  forward, input and weight pass of block i;  FIXED[a,s] what stage s has besides its blocks
     ONCE[q,i]     what a block adds to its rank once a step;  ONCE_FIXED[q,s];  ONCE_MIN[q] of the rank with the most of it at least
@@ -53,7 +53,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ...cost_models.pipeline.paths import Paths, paths_past
+from ...cost_models.pipeline.lower_bounds import Paths, paths_past
 from ...cost_models.pipeline.replay import PipelineShape
 from ...schema.arrays import BoolArray, FloatArray, IntArray
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.hardware.collective_curves import CurveParameters, curve_s, link_curves, shape_s, tabulated
+from meshwright.cost_models.hardware.collectives import CurveParameters, curve_s, link_curves, shape_s, tabulated
 from meshwright.fitting import collectives
 from meshwright.schema.catalogue import link_entries
 

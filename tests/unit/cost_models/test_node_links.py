@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.hardware.collective_curves import NodeLinks, node_links
-from meshwright.cost_models.hardware.collectives import Hops, collective_s, p2p_s
+from meshwright.cost_models.hardware.collectives import Hops, NodeLinks, collective_s, node_links, p2p_s
 from meshwright.schema import ClusterSpec, ConfigError
 
 NODES = 4

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from meshwright.cost_models.hardware.device import gemm_rates
 from meshwright.cost_models.learned import calibration, gemm
 from meshwright.cost_models.learned.calibration import most_informative_shapes
-from meshwright.cost_models.learned.correction import (
-    FEATURES,
-    SHIPPED_COVARIANCE,
-    Covariance,
-    correction_through,
-    covariance,
-)
+from meshwright.cost_models.learned.gemm import FEATURES, SHIPPED_COVARIANCE, Covariance, correction_through, covariance
 from meshwright.schema.catalogue import find_device
 from meshwright.schema.cluster_files import catalogue_device
 

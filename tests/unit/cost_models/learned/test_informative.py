@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.learned.calibration import candidate_shapes, greedy_choice, most_informative_shapes
-from meshwright.cost_models.learned.correction import SHIPPED_COVARIANCE, covariance
-from meshwright.cost_models.learned.gemm import GemmDevice, GemmRates, features, known_coefficients, model
+from meshwright.cost_models.learned.gemm import (
+    SHIPPED_COVARIANCE,
+    GemmDevice,
+    GemmRates,
+    covariance,
+    features,
+    known_coefficients,
+    model,
+)
 
 
 def posterior_variance(covariance, noise, chosen):
