@@ -6,7 +6,7 @@ many on each (EngineFacts.recomputes_first_blocks), there is a program for each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -34,6 +34,23 @@ NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective"
 
 Fits = NDArray[np.bool_]
 """[O, S, L+1, L+1]: whether a stage may hold layers i..j-1 with one option for all."""
+
+
+def last_layers_that_fit(
+    shape: tuple[int, ...], size: int, fits: Callable[[IntArray, IntArray], NDArray[np.bool_]]
+) -> IntArray:
+    """Return for each first layer [*shape, size] the end of the longest span that fits, by bisection.
+
+    More layers never need less memory. ``fits`` tells of first layers and ends [*shape, size] which spans are within memory.
+    """
+    first = np.broadcast_to(np.arange(size), (*shape, size))
+    feasible, too_large = first.copy(), np.full(first.shape, size)
+    while np.any(too_large - feasible > 1):
+        middle = (feasible + too_large) // 2
+        is_feasible = fits(first, middle)
+        feasible = np.where(is_feasible, middle, feasible)
+        too_large = np.where(is_feasible, too_large, np.maximum(middle, feasible + 1))
+    return feasible
 
 
 class Stages(NamedTuple):
@@ -73,7 +90,7 @@ class Layers:
         return float(self.costs.minimum.layouts.num_microbatches[self.idx])
 
     @cached_property
-    def least_weights(self) -> tuple[tuple[float, float], ...]:
+    def min_weights(self) -> tuple[tuple[float, float], ...]:
         """The same at least, each pair by itself: the bounds of cost_models/pipeline/lower_bounds.py for one stage a rank."""
         m, pp = self._num_microbatches, self.num_stages
         if self.costs.minimum.layouts.schedule_of_row(self.idx).all_forward_first:
@@ -116,8 +133,12 @@ class Layers:
 
     @cached_property
     def constant_s(self) -> float:
-        """What a step adds to (O) whatever its stages hold."""
+        """Seconds that a step adds to (O) whatever its stages hold."""
         return float(self.costs.by_option[0].dp_edges_s[self.idx])
+
+    def lower_bound_s(self, program: Program) -> float:
+        """Return seconds of a step that no answer of a program is below."""
+        return lower_bound_s(program.instance, self.min_weights) + self.constant_s
 
     @cached_property
     def transfer_s(self) -> float:
@@ -126,67 +147,59 @@ class Layers:
 
     @cached_property
     def fits(self) -> Fits:
-        """Whether stages may hold layers i..j-1 with one option for all [O, S, L+1, L+1]: a block for each chunk, within memory.
-
-        More layers never need less memory, so for each stage and first layer the last one that fits is found by bisection.
-        """
-        least, idx, num_options = self.costs.minimum, self.idx, len(RECOMPUTES)
-        size, stage = len(self.kinds) + 1, np.arange(self.num_stages)[:, None]
+        """Stages may hold layers i..j-1 with one option for all [O, S, L+1, L+1]: a block for each chunk, within memory."""
+        costs, idx, num_options = self.costs.minimum, self.idx, len(RECOMPUTES)
         working = self.costs.working_bytes(idx)[:, None, None]
-        kept, option = _prefix(self.retained_bytes), np.arange(num_options)[:, None, None]
-        starts = np.broadcast_to(np.arange(size), (num_options, self.num_stages, size))
-        fitting, too_large = starts.copy(), np.full(starts.shape, size)
-        while np.any(too_large - fitting > 1):
-            middle = (fitting + too_large) // 2
+        retained, option = _prefix(self.retained_bytes), np.arange(num_options)[:, None, None]
+
+        def fits(first: IntArray, last: IntArray) -> NDArray[np.bool_]:
             contents = replace(
-                contents_between(least, idx, starts, middle),
-                activation_bytes=kept[option, middle] - kept[option, starts],
-                working_bytes=np.broadcast_to(working, starts.shape),
+                contents_between(costs, idx, first, last),
+                activation_bytes=retained[option, last] - retained[option, first],
+                working_bytes=np.broadcast_to(working, first.shape),
             )
-            parts = stage_memory_terms(least, idx, contents, stage)
-            required = memory.required_by_terms(parts, least.scenario)
-            fits = required <= self.memory_budget_bytes
-            fitting = np.where(fits, middle, fitting)
-            too_large = np.where(fits, too_large, np.maximum(middle, fitting + 1))
-        is_block = least.is_block
-        blocks = np.concatenate([[0], np.cumsum(is_block)])
+            terms = stage_memory_terms(costs, idx, contents, np.arange(self.num_stages)[:, None])
+            return np.asarray(memory.required_by_terms(terms, costs.scenario) <= self.memory_budget_bytes)
+
+        size = len(self.kinds) + 1
+        last = last_layers_that_fit((num_options, self.num_stages), size, fits)
+        blocks = np.concatenate([[0], np.cumsum(costs.is_block)])
         has_block = blocks[None, :] - blocks[:, None] >= self.chunks
-        return np.asarray(has_block & (np.arange(size) <= fitting[..., None]))
+        return np.asarray(has_block & (np.arange(size) <= last[..., None]))
 
     @cached_property
     def best_uniform_s(self) -> float:
         """(O) of the best split with one option for all; infinite where none fits."""
-        found = []
+        seconds = []
         for option, fits in enumerate(self.fits):
             boundaries = stage_split.fastest_split(stage_split.StageSplitInstance(self.busy_s[option], fits))
             if boundaries:
                 ends = np.array(boundaries)
-                parts = (self.busy_s[option], self.exposed_s[option], self.update_s)
-                busy, exposed, update = (np.diff(_prefix(values)[ends]) for values in parts)
+                of_layers = (self.busy_s[option], self.exposed_s[option], self.update_s)
+                busy, exposed, update = (np.diff(_prefix(values)[ends]) for values in of_layers)
                 stage_s = busy + self.transfer_s
                 slowest, total = self.weights
-                found.append(slowest * stage_s.max() + total * stage_s.sum() + exposed.max() + update.max())
-        return float(min(found, default=np.inf))
+                seconds.append(slowest * stage_s.max() + total * stage_s.sum() + exposed.max() + update.max())
+        return float(min(seconds, default=np.inf))
 
     @cached_property
     def spans(self) -> tuple[IntArray, IntArray, IntArray]:
         """Stage, first and last layer of each span [P] that an answer as good as `best_uniform_s` may have."""
-        stages = self.num_stages
-        least = _prefix(self.busy_s.min(axis=0))
-        # The slowest stage counts at least as often as there are micro-batches, and the rest has a least as well.
+        stages, shortest = self.num_stages, _prefix(self.busy_s.min(axis=0))
+        # The slowest stage counts at least as often as there are micro-batches, and the rest has a lower bound as well.
         once_s = (self.exposed_s.min(axis=0).sum() + self.update_s.sum()) / stages
         longest_s = (self.best_uniform_s - once_s) / self._num_microbatches * (1 + 1e-9) - self.transfer_s
-        longest_s = min(longest_s, 2 * float(least[-1]))  # finite
-        s = np.arange(stages)[:, None]
-        begins = (least <= s * longest_s) & (least[-1] - least <= (stages - s) * longest_s)
-        ends = (least <= (s + 1) * longest_s) & (least[-1] - least <= (stages - s - 1) * longest_s)
-        held = least[None, :] - least[:, None] <= longest_s
-        allowed = np.logical_or.reduce(self.fits) & held & begins[:, :, None] & ends[:, None, :]
+        longest_s = min(longest_s, 2 * float(shortest[-1]))  # finite
+        s, rest = np.arange(stages)[:, None], shortest[-1] - shortest
+        begins = (shortest <= s * longest_s) & (rest <= (stages - s) * longest_s)
+        ends = (shortest <= (s + 1) * longest_s) & (rest <= (stages - s - 1) * longest_s)
+        is_short = shortest[None, :] - shortest[:, None] <= longest_s
+        allowed = np.logical_or.reduce(self.fits) & is_short & begins[:, :, None] & ends[:, None, :]
         stage, first, last = np.nonzero(allowed)
         return stage, first, last
 
     def between(self, values: FloatArray) -> FloatArray:
-        """Sums over the layers of each span [..., P]."""
+        """Return sums over the layers of each span [..., P]."""
         _, first, last = self.spans
         prefix = _prefix(values)
         return np.asarray(prefix[..., last] - prefix[..., first])
@@ -195,22 +208,17 @@ class Layers:
     def room_bytes(self) -> FloatArray:
         """Activations of one micro-batch that each span's stage may keep [P, O] while it reserves the option's working set."""
         stage, first, last = self.spans
-        contents = contents_between(self.costs.minimum, self.idx, first, last)
-        working = self.costs.working_bytes(self.idx)
-        rooms = [
-            stage_headroom_bytes(
-                self.costs.minimum,
-                self.idx,
-                replace(contents, working_bytes=np.full(len(stage), value)),
-                stage,
-                cap_bytes=self.memory_budget_bytes,
-            )
-            for value in working
+        costs, cap_bytes = self.costs.minimum, self.memory_budget_bytes
+        contents = contents_between(costs, self.idx, first, last)
+        reserved = (np.full(len(stage), working) for working in self.costs.working_bytes(self.idx))
+        headroom = [
+            stage_headroom_bytes(costs, self.idx, replace(contents, working_bytes=bytes_), stage, cap_bytes=cap_bytes)
+            for bytes_ in reserved
         ]
-        return np.stack(rooms, axis=1)
+        return np.stack(headroom, axis=1)
 
     def first_blocks(self, values: FloatArray, count: int) -> FloatArray:
-        """Sums over the first ``count`` blocks of each span [P]."""
+        """Return sums over the first ``count`` blocks of each span [P]."""
         _, first, last = self.spans
         before = np.concatenate([[0], np.cumsum(self.has_choice)])
         prefix = _prefix(values[self.has_choice])
@@ -231,7 +239,7 @@ class Program(NamedTuple):
 
 
 def free_program(layers: Layers) -> Program:
-    """Each stage has a choice for each of its blocks."""
+    """Return the program in which each stage has a choice for each of its blocks."""
     stage, first, last = layers.spans
     kinds = np.flatnonzero(layers.costs.has_choice)
     fixed, busy = ~layers.has_choice, layers.costs.of_kinds("busy_s", layers.idx)[kinds]
@@ -239,7 +247,7 @@ def free_program(layers: Layers) -> Program:
     working = layers.costs.working_bytes(layers.idx)
     shape = (layers.num_stages, *busy.shape)
     is_kind = np.array([layers.kinds == kind for kind in kinds], dtype=np.float64)
-    kept_anyway = layers.between(layers.retained_bytes[NONE] * fixed)
+    always_retained = layers.between(layers.retained_bytes[NONE] * fixed)
     slowest, total = layers.weights
     return Program(
         StageProgramInstance(
@@ -254,7 +262,7 @@ def free_program(layers: Layers) -> Program:
             seconds=np.broadcast_to(busy, shape),
             once_s=np.stack([np.broadcast_to(exposed, shape), np.zeros(shape)]),
             retained_bytes=layers.costs.of_kinds("activation_bytes", layers.idx)[kinds],
-            room_bytes=layers.room_bytes - kept_anyway[:, None],
+            room_bytes=layers.room_bytes - always_retained[:, None],
             uses=working[None, :] <= working[:, None],
             slowest_weight=slowest,
             sum_weight=total,
@@ -263,7 +271,10 @@ def free_program(layers: Layers) -> Program:
 
 
 def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bool = True) -> Program:
-    """The first ``count`` blocks of every stage take ``option``, all others none; without limits of memory if so asked."""
+    """Return the program in which the first ``count`` blocks of every stage take ``option``, all others none.
+
+    Unless ``limited``, without limits of memory.
+    """
     stage, first, last = layers.spans
 
     def between(values: FloatArray) -> FloatArray:
@@ -298,28 +309,34 @@ def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bo
     )
 
 
-def programs(layers: Layers, worth_s: list[float]) -> Iterator[Program]:
-    """The programs of a layout one of whose answers may be faster than the last of ``worth_s``, which the caller adds to."""
+def programs(layers: Layers, best_s: Callable[[], float]) -> Iterator[Program]:
+    """Yield the programs of a layout one of whose answers may be faster than the best so far."""
     if not layers.costs.minimum.workload.engine_facts.recomputes_first_blocks:
         yield free_program(layers)
         return
-    most = int(layers.first_blocks(np.ones(len(layers.kinds)), len(layers.kinds)).max(initial=0))
+    max_blocks = int(layers.first_blocks(np.ones(len(layers.kinds)), len(layers.kinds)).max(initial=0))
     yield first_blocks_program(layers, NONE, 0)
-    yield first_blocks_program(layers, SELECTIVE, most)
-    one = first_blocks_program(layers, FULL, layers.chunks, limited=False).instance
-    if lower_bound_s(one, layers.least_weights) + layers.constant_s >= worth_s[-1]:
+    yield first_blocks_program(layers, SELECTIVE, max_blocks)
+
+    def is_promising(count: int) -> bool:
+        unlimited = first_blocks_program(layers, FULL, count, limited=False)
+        return layers.lower_bound_s(unlimited) < best_s()
+
+    if not is_promising(layers.chunks):
         return
-    for count in range(_fewest(layers, most), most + layers.chunks, layers.chunks):
-        # With more blocks recomputed every split takes longer, so this bounds all that are left.
-        unlimited = first_blocks_program(layers, FULL, count, limited=False).instance
-        if lower_bound_s(unlimited, layers.least_weights) + layers.constant_s >= worth_s[-1]:
+    for count in range(_min_blocks(layers, max_blocks), max_blocks + layers.chunks, layers.chunks):
+        # With more blocks recomputed every split takes longer, so this bounds all that remain.
+        if not is_promising(count):
             return
         yield first_blocks_program(layers, FULL, count)
 
 
-def _fewest(layers: Layers, most: int) -> int:
-    """Least number of blocks, in multiples of a stage's chunks, with which some split fits; beyond ``most`` if none does."""
-    low, high = 1, -(-most // layers.chunks) + 1
+def _min_blocks(layers: Layers, max_blocks: int) -> int:
+    """Return the least number of blocks, in multiples of a stage's chunks, with which some split fits.
+
+    It is beyond ``max_blocks`` if none does.
+    """
+    low, high = 1, -(-max_blocks // layers.chunks) + 1
     while low < high:
         middle = (low + high) // 2
         instance = first_blocks_program(layers, FULL, middle * layers.chunks).instance
@@ -329,36 +346,39 @@ def _fewest(layers: Layers, most: int) -> int:
 
 
 def choose_stages(layers: Layers) -> list[Stages]:
-    """Even stages for the pipeline alone, and even ones with what they do once; none where nothing fits."""
+    """Return even stages for the pipeline only, and even ones with what they do once; none where nothing fits."""
     best: dict[float, Stages] = {}
-    bound_s, worth_s = np.inf, [np.inf]
-    for program in programs(layers, worth_s):
-        least_s = lower_bound_s(program.instance, layers.least_weights) + layers.constant_s
-        bound_s = min(bound_s, least_s)
-        if least_s >= worth_s[-1]:
+
+    def best_s() -> float:
+        return min((stages.objective_s for stages in best.values()), default=np.inf)
+
+    bound_s = np.inf
+    for program in programs(layers, best_s):
+        program_s = layers.lower_bound_s(program)
+        bound_s = min(bound_s, program_s)
+        if program_s >= best_s():
             continue
         for once_weight in (0.0, 1 / sum(layers.weights)):
             solution = solve(program.instance, once_weight=once_weight)
             if solution.choice is not None:
                 stages = _stages(layers, program, solution.choice, solution.objective)
-                worth_s.append(min(worth_s[-1], stages.objective_s))
-                best[once_weight] = min(best.get(once_weight, stages), stages, key=lambda found: found.objective_s)
-    # A program that was not worth solving has no answer below this one.
-    bound_s = min(bound_s, worth_s[-1])
+                best[once_weight] = min(best.get(once_weight, stages), stages, key=lambda stages: stages.objective_s)
+    # A program that was not promising has no answer below this one.
+    bound_s = min(bound_s, best_s())
     return list({stages.boundaries: stages._replace(bound_s=bound_s) for stages in best.values()}.values())
 
 
 def _stages(layers: Layers, program: Program, filling: StageFilling, objective_s: float) -> Stages:
-    """With an option for each layer: of the blocks of a kind on a stage the first ones recompute the most."""
+    """Give each layer an option: of the blocks of a kind on a stage the first ones recompute the most."""
     options = np.zeros(len(layers.kinds), dtype=np.int64)
-    chosen = np.flatnonzero(layers.costs.has_choice)
+    block_kinds = np.flatnonzero(layers.costs.has_choice)
     for s, (first, last) in enumerate(zip(filling.boundaries[:-1], filling.boundaries[1:], strict=True)):
-        held = np.arange(first, last)
-        blocks = held[layers.has_choice[first:last]]
+        local = np.arange(first, last)
+        blocks = local[layers.has_choice[first:last]]
         if program.option is not None:
             options[blocks[: program.first]] = program.option
             continue
-        for k, kind in enumerate(chosen):
+        for k, kind in enumerate(block_kinds):
             counts = filling.counts[s, k][::-1]
-            options[held[layers.kinds[held] == kind]] = np.repeat(np.arange(len(counts))[::-1], counts)
+            options[local[layers.kinds[local] == kind]] = np.repeat(np.arange(len(counts))[::-1], counts)
     return Stages(filling.boundaries, tuple(int(option) for option in options), objective_s + layers.constant_s, 0.0)

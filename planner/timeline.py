@@ -46,7 +46,7 @@ from ..solvers.offload.simulation import (
     update_jobs,
 )
 from ..solvers.pipeline.torch_csv import planned_order
-from .mixed_clusters import in_order_of_parts
+from .mixed_clusters import in_order_of_pools
 from .rank_map import place_as_planned
 from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan
 
@@ -96,7 +96,7 @@ def _passes(plan: Plan, costs: CostTable, shape: PipelineShape) -> tuple[StagePa
     parts = plan.cluster.parts
     part_of_label = {part_label(parts, g): g for g in range(len(parts))}
     part_of_stage = np.array([part_of_label[stage.device] for stage in plan.estimate.stages])
-    placed = in_order_of_parts(costs, tuple(dict.fromkeys(part_of_stage.tolist())))
+    placed = in_order_of_pools(costs, tuple(dict.fromkeys(part_of_stage.tolist())))
     passes = pass_seconds(placed, 0, boundaries, part_of_stage)
     return passes, transfer_of_stages(placed, 0, part_of_stage) / 2
 
