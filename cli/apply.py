@@ -162,6 +162,8 @@ def _train(
     from ..runtime.training.prepare import prepare_options
     from .show.run import running_report
 
+    if options.count_memory and not plan.cluster.weakest_device.backend.is_host:
+        raise ConfigError("--count-memory is for CPUs: GPUs count their memory themselves", help="leave it out")
     trace = None if options.trace is None else Path(options.trace).resolve()
     if trace is not None and is_only_node and not os.access(trace.parent, os.W_OK):
         raise ConfigError(f"cannot write {options.trace}: its folder is not there, or may not be written")

@@ -159,8 +159,12 @@ class TrainingOptions(OptionModel):
                 f"seq_len {self.seq_len} exceeds the {model.embedding.num_positions} learned positions of {model.name}",
                 help=f"use --seq-len {model.embedding.num_positions} or less",
             )
-        typed = self.model_dump(include={*Workload.model_fields})
-        return Workload(**typed, precision=precision or default_precision(cluster), **parse_training(self.train))
+        typed, changes = self.model_dump(include={*Workload.model_fields}), parse_training(self.train)
+        if "passes" in changes and self.optimizer != Workload.model_fields["optimizer"].default:
+            raise ConfigError(
+                f"--optimizer {self.optimizer} with --train {self.train}, which has none", help="leave it out"
+            )
+        return Workload(**typed, precision=precision or default_precision(cluster), **changes)
 
 
 class PrecisionOptions(OptionModel):

@@ -159,3 +159,7 @@ def test_estimate_refuses_what_plan_refuses(tmp_path) -> None:
     args = plan_args()[1:]
     assert_refused(run("estimate", *args, "--layout", "tp=3"), "world_size", tmp_path)
     assert_refused(run("estimate", *args, "--layout", "tp=9,dp_shard=2"), "heads", tmp_path)
+
+
+def test_optimizer_of_training_without_one_is_refused(tmp_path) -> None:
+    assert_refused(run(*plan_args(train="zeroth-order", optimizer="sgd")), "--optimizer sgd with --train", tmp_path)
