@@ -11,7 +11,7 @@ import typer
 from pydantic import Field
 
 from ..schema.base import OptionSpec
-from ..schema.engine_facts import Engine
+from ..schema.engine_facts import OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
 from ..schema.task import Workload
 from ..schema.units import GIB
@@ -131,7 +131,7 @@ class TrainingOptions(OptionModel):
     seq_len: int
     optimizer: str
     attention: str
-    engine: Annotated[Engine, OptionSpec(metavar="NAME")] = "fsdp2"
+    engine: Annotated[Engine, OptionSpec(metavar="NAME")] = OWN_ENGINE
     train: Annotated[str, OptionSpec(metavar="HOW")] = "full"
     calibrate: Annotated[Path | None, OptionSpec(metavar="RUNS.csv")] = None
 

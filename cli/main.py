@@ -37,10 +37,10 @@ app.command(short_help="What is installed and here, what will not work and why."
 app.add_typer(experts_app, name="experts")
 app.add_typer(profile_app, name="profile")
 
-OWN_PROCESS = "own process"
+FROM_START = "from the start of the process"
 """What the context carries where the command may count its time from the start of the process."""
 
 
 def main() -> None:
     """Console entry point: the process is this command's, from its start to its end."""
-    app(obj=OWN_PROCESS)
+    app(obj=FROM_START)

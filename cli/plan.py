@@ -9,6 +9,7 @@ import typer
 from pydantic import Field
 
 from ..schema.base import Count, OptionSpec
+from ..schema.engine_facts import ENGINES
 from ..schema.errors import ConfigError
 from ..schema.task import Generation
 from ..schema.units import GB
@@ -168,7 +169,8 @@ def plan(
             show(cost_table(answer.cost, answer.workload.tokens_per_step))
         if answer.pareto:
             show(pareto_table(answer.pareto))
-    write_report(answer, search.report, search.trace)
+    if search.report is not None or search.trace is not None:
+        write_report(answer, search.report, search.trace)
     is_local = cluster.profile is not None or str(cluster.cluster).startswith("local")
     typer.echo(f"wrote {output.out}; next: {_next_command(output.out, step.engine, is_local=is_local)}", err=True)
     if deadline.is_stopped:
@@ -221,10 +223,11 @@ def _search(
 
 def _next_command(out: Path, engine: str, *, is_local: bool) -> str:
     """Return what a plan is taken to: this machine, the cluster it is for, or another engine."""
-    if engine != "fsdp2":
-        return f"meshwright export {out} --to {engine}"
-    there = f"meshwright apply {out}"
-    return there if is_local else f"meshwright explain {out}, and on the cluster {there}"
+    facts = ENGINES[engine]
+    if not facts.is_own_runtime:
+        return f"meshwright export {out} --to {facts.exporter}"
+    apply = f"meshwright apply {out}"
+    return apply if is_local else f"meshwright explain {out}, and on the cluster {apply}"
 
 
 def _plan_generation(

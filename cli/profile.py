@@ -183,7 +183,7 @@ def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
 
 
 def profile_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[MeasurementStep]:
-    """Return the steps of this command; the ranks call it, which alone import torch, the runtime and the learned model."""
+    """Return the steps of this command; the ranks call it, and only they import torch, the runtime and the learned model."""
     from ..cost_models.learned.calibration import informative_shapes
     from ..profilers.run.steps import thorough_steps
 

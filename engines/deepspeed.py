@@ -41,7 +41,7 @@ LIMITS = (
     ),
     limits.FULL_TRAINING,
     Limit(
-        "recompute_of_whole_blocks",
+        "recompute_of_all_blocks",
         lambda p: p.layout.recompute_fraction == 1,
         lambda p: f"recompute_fraction {p.layout.recompute_fraction:g}: the plan does not say of which blocks",
         "plan again with --fix recompute=full",

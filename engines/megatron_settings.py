@@ -339,7 +339,7 @@ def recompute_not_expressed(plan: Plan) -> tuple[str, ...]:
     if plan.layout.recompute != "selective" or plan.workload.attention == "math":
         return ()
     return (
-        "recompute=selective: the plan keeps the outputs of products and of attention alone; Megatron runs the modules "
+        "recompute=selective: the plan keeps the outputs of products and of attention only; Megatron runs the modules "
         f"{', '.join(_modules(plan))} again, and its fused kernels keep a little more",
     )
 

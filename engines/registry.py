@@ -38,8 +38,8 @@ def adapter(name: str) -> Adapter:
     """
     if name not in TARGETS:
         raise ConfigError(f"unknown engine {name!r}", help=f"one of {', '.join(TARGETS)}")
-    found: Adapter = import_module(f".{name}", __package__).ADAPTER
-    return found
+    loaded: Adapter = import_module(f".{name}", __package__).ADAPTER
+    return loaded
 
 
 def export(plan: Plan, engine: str) -> Exported:

@@ -60,9 +60,7 @@ LIMITS = (
     Limit(
         "experts_over_ep",
         lambda p: p.layout.etp == 1 and (not p.model.is_moe or p.layout.tp == 1 or p.layout.ep > 1),
-        lambda p: (
-            f"ep {p.layout.ep}, etp {p.layout.etp} with tp {p.layout.tp}: torchtitan splits experts over ep alone"
-        ),
+        lambda p: f"ep {p.layout.ep}, etp {p.layout.etp} with tp {p.layout.tp}: torchtitan splits experts over ep only",
         "--fix etp=1, and ep above 1 where tp is",
     ),
     limits.offload_of(

@@ -255,14 +255,14 @@ def _size_row(group: Sequence[SizeTried], tokens_per_step: int) -> tuple[str, ..
     if first.host_bytes:
         verdict += f" with {format_bytes(first.host_bytes)} of host memory a node"
     known_s, price = first.step_time_s or first.bound_s, first.usd_per_million_tokens
-    at_least, at_most = (">= ", "<= ") if first.is_bound else ("", "")
+    lower, upper = (">= ", "<= ") if first.is_bound else ("", "")
     return (
         escape(first.offer),
         str(first.num_nodes),
         f"{first.price_per_hour:,.2f}",
-        at_least + format_seconds(known_s) if known_s else "",
-        at_most + format_count(tokens_per_step / known_s) if known_s else "",
-        at_least + f"{1000 * price:,.2f}" if price else "",
+        lower + format_seconds(known_s) if known_s else "",
+        upper + format_count(tokens_per_step / known_s) if known_s else "",
+        lower + f"{1000 * price:,.2f}" if price else "",
         verdict,
     )
 
