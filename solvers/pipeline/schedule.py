@@ -43,7 +43,7 @@ import numpy as np
 from ...cost_models.pipeline import orders
 from ...cost_models.pipeline.simulation import Order, Pipeline, peak_bytes, simulate
 from ...schema.errors import ConfigError, InfeasibleError
-from ...schema.schedules import placement
+from ...schema.schedules import SCHEDULES, placement
 from ..solution import Solution, Status
 from ..tolerances import ROUNDING, SUMMED
 from .greedy import EVENT_RULES, greedy_order, refill_weight_passes
@@ -147,38 +147,27 @@ def best_greedy(instance: PipelineInstance, *, until: float = math.inf) -> tuple
 
 
 def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
-    """Return the named schedules that are defined on this placement."""
-    ranks, m = pipeline.num_ranks, pipeline.num_microbatches
-    chunks = pipeline.num_stages // ranks
-    if pipeline.rank_of_stage == placement(ranks, 1, "loop"):
-        return {
-            "zb-h1": lambda: orders.zb_h1(ranks, m),
-            "zb-h2": lambda: orders.zb_h2(ranks, m),
-            "1f1b": lambda: orders.one_f_one_b(ranks, m),
-            "gpipe": lambda: orders.gpipe(ranks, m),
-        }
-    if pipeline.rank_of_stage == placement(ranks, chunks, "loop"):
-        return {
-            "interleaved-zb": lambda: orders.interleaved_zero_bubble(ranks, m, chunks),
-            "interleaved": lambda: orders.interleaved(ranks, m, chunks),
-            "looped-bfs": lambda: orders.looped_bfs(ranks, m, chunks),
-        }
-    v_shaped: dict[str, Callable[[int, int], Order]] = {
-        "zb-v": orders.zb_v,
-        "dualpipe-v": orders.dualpipe_v,
-        "v-half": orders.v_half,
-        "v-min": orders.v_min,
+    """Return the orders of the named schedules, and of DualPipe-V, that are defined on this placement."""
+    ranks, chunks = pipeline.num_ranks, pipeline.num_stages // pipeline.num_ranks
+    styles = {
+        name: SCHEDULES[name].placement_of(chunks) for name in orders.ORDERS if SCHEDULES[name].takes_chunks(chunks)
     }
-    if pipeline.rank_of_stage == placement(ranks, 2, "wave"):
-        return {name: functools.partial(make, ranks, m) for name, make in v_shaped.items()}
-    if pipeline.rank_of_stage == placement(ranks, 2, "wave_from_last"):
-        return {name: functools.partial(_mirrored, make, ranks, m) for name, make in v_shaped.items()}
-    return {}
+    makers = dict(orders.ORDERS)
+    if chunks == 2:
+        styles["dualpipe-v"], makers["dualpipe-v"] = "wave", lambda p, m, _: orders.dualpipe_v(p, m)
+    named: dict[str, Callable[[], Order]] = {}
+    for name, style in reversed(styles.items()):
+        make = functools.partial(makers[name], ranks, pipeline.num_microbatches, chunks)
+        if pipeline.rank_of_stage == placement(ranks, chunks, style):
+            named[name] = make
+        elif style == "wave" and pipeline.rank_of_stage == placement(ranks, chunks, "wave_from_last"):
+            named[name] = functools.partial(_mirrored, make)
+    return named
 
 
-def _mirrored(make: Callable[[int, int], Order], num_ranks: int, num_microbatches: int) -> Order:
-    """Return a V schedule with the ranks counted from the other end."""
-    return make(num_ranks, num_microbatches)[::-1]
+def _mirrored(make: Callable[[], Order]) -> Order:
+    """Return the order with the ranks counted from the other end."""
+    return make()[::-1]
 
 
 def _candidates(instance: PipelineInstance) -> Iterator[tuple[str, Order]]:
