@@ -54,16 +54,16 @@ def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> Cluste
     Raises:
         ProfileError: its devices are others.
     """
-    group = measured.groups[0]
-    others = sorted({group.device.name for group in cluster.groups} - {group.device.name})
+    known = measured.groups[0]
+    others = sorted({group.device.name for group in cluster.groups} - {known.device.name})
     if others:
         raise ProfileError(
-            f"the profile is of {group.device.name}, the cluster has {', '.join(others)}",
+            f"the profile is of {known.device.name}, the cluster has {', '.join(others)}",
             help="give the profile without --cluster to plan for what was measured",
         )
-    device = group.device.replace(price_per_hour=cluster.groups[0].device.price_per_hour)
+    device = known.device.replace(price_per_hour=cluster.groups[0].device.price_per_hour)
     groups = tuple(
-        group.replace(device=device, host_link_bytes_per_s=group.host_link_bytes_per_s or group.host_link_bytes_per_s)
+        group.replace(device=device, host_link_bytes_per_s=known.host_link_bytes_per_s or group.host_link_bytes_per_s)
         for group in cluster.groups
     )
     levels = tuple(

@@ -72,7 +72,7 @@ class StepClock:
             self._begun = torch.cuda.Event(enable_timing=True)
             self._begun.record()
 
-    def take_pieces(self) -> list[StepSpan]:
+    def take_spans(self) -> list[StepSpan]:
         """Return what was recorded of the step that has ended; on a GPU after it was synchronised and taken. Recording ends."""
         pieces, self._pieces, self._begun = self._pieces, [], None
         return pieces

@@ -69,13 +69,13 @@ class StepTrace:
             ConfigError: the file cannot be written.
         """
         rank = self._plan.rank_map.index(dist.get_rank())
-        slices = step_slices(self._clock.take_pieces(), self._plan, rank, step_time_s)
+        slices = step_slices(self._clock.take_spans(), self._plan, rank, step_time_s)
         local = _RankStep(rank, _machine(), self._barrier_s, start_s, slices)
-        by_rank: list[_RankStep] = [local] * dist.get_world_size()
-        dist.all_gather_object(by_rank, local)
+        steps: list[_RankStep] = [local] * dist.get_world_size()
+        dist.all_gather_object(steps, local)
         if rank == 0:
-            starts_s = step_starts_s(by_rank)
-            by_rank = [_later(one.slices, starts_s[one.rank]) for one in sorted(by_rank)]
+            starts_s = step_starts_s(steps)
+            by_rank = [_later(one.slices, starts_s[one.rank]) for one in sorted(steps)]
             trace = measured_trace(self._plan, by_rank, starts_s=starts_s, step=step, step_time_s=step_time_s)
             write_atomically(Path(self._path), json.dumps(trace))
 

@@ -21,13 +21,8 @@ import torch.distributed as dist
 
 from ...schema import ConfigError, MeshwrightError, Plan, RuntimeMismatchError
 from ..adapters import merge_adapters, save_adapters
-from ..checkpoints.checkpoint import (
-    CheckpointInfo,
-    CheckpointWriter,
-    TrainingProgress,
-    list_checkpoints,
-    load_checkpoint,
-)
+from ..checkpoints import list_checkpoints
+from ..checkpoints.checkpoint import CheckpointInfo, CheckpointWriter, TrainingProgress, load_checkpoint
 from ..data.samples import TokenBatches
 from ..job.machine import check_device, explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile

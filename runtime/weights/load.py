@@ -128,8 +128,8 @@ def load_weights(module: nn.Module, spec: ModelSpec, folder: str | Path) -> None
         ConfigError: the weights are damaged or of another model.
     """
     stored = check_weights(spec, folder)
-    pieces = [(stored.name(piece), piece, tensor) for tensor, pieces in _tensors(module, spec) for piece in pieces]
-    read_pieces(stored, pieces)
+    requested = [(stored.name(piece), piece, tensor) for tensor, pieces in _tensors(module, spec) for piece in pieces]
+    read_pieces(stored, requested)
 
 
 @torch.no_grad()

@@ -115,6 +115,9 @@ def test_larger_cluster_of_the_measured_devices_takes_their_rates() -> None:
     assert planned.groups[0].device.memory_bandwidth_bytes_per_s == 1e10
     assert planned.num_devices == 4
     assert planned.levels[0].link == measured.levels[0].link
+    group = measured.groups[0].replace(host_link_bytes_per_s=3e10)
+    with_host_link = with_measured_devices(larger, measured.replace(groups=(group,)))
+    assert with_host_link.groups[0].host_link_bytes_per_s == 3e10
     other = larger.replace(groups=(larger.groups[0].replace(device=larger.groups[0].device.replace(name="other")),))
     with pytest.raises(ProfileError, match="the cluster has other"):
         with_measured_devices(other, measured)
