@@ -1,7 +1,7 @@
 """Seconds of collectives: latency and transfer on every link level a group spans, hierarchical.
 
 A group of ``group`` ranks with ``stride`` (neighbours are ``stride`` ranks apart; ranks count devices node by node) has m_l members
-inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes through each device's own link, S the full buffer:
+inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes through each device's link, S the full buffer:
 
 | operation | innermost level | further out |
 |---|---|---|
@@ -91,12 +91,12 @@ class Hops(NamedTuple):
 def collective_s(
     op: Op, size_bytes: FloatArray | float, group: IntArray, stride: IntArray, cluster: ClusterSpec
 ) -> FloatArray:
-    """Seconds of one collective, arrays [N].
+    """Return the seconds of one collective, arrays [N].
 
     Args:
         op: which one.
         size_bytes: the full buffer: what an all-gather ends with, a reduce-scatter or all-reduce starts with; of an all-to-all
-            what one rank sends, its own part included.
+            what one rank sends, its part for itself included.
         group: ranks of the group; 1 costs nothing.
         stride: distance between neighbouring ranks of the group.
         cluster: link levels.
@@ -107,7 +107,7 @@ def collective_s(
     slowest, latency_s = np.zeros(shape), np.zeros(shape)
     inner, inner_domain = np.ones_like(group), 1
     for level in cluster.levels:
-        # Groups that do not fill whole domains straddle them: only a common divisor is sure to stay inside. The last level has all.
+        # Groups that do not fill domains straddle them: only a common divisor is sure to stay within. The last level has all.
         inside = np.gcd(np.maximum(level.domain_size // stride, 1), group)
         members = np.maximum(group if level is cluster.levels[-1] else inside, inner)
         if np.any(members > inner):
@@ -120,7 +120,7 @@ def collective_s(
 
 
 def p2p_s(size_bytes: FloatArray, hops: Hops, cluster: ClusterSpec) -> FloatArray:
-    """Seconds of the slowest of ``hops`` [N] that all send ``size_bytes`` [N] at once: over the slowest link that they span.
+    """Return the seconds of the slowest of ``hops`` [N] that all send ``size_bytes`` [N] at once: over the slowest link they span.
 
     Links are full duplex: a message the other way at the same time costs nothing.
     """
@@ -143,7 +143,7 @@ def _level_s(
     level: LinkLevel,
     rate: tuple[float, FloatArray | float],
 ) -> _SECONDS:
-    """Latency and transfer of one level; ``ranks`` are members inside the inner domain, inside this one, and of the group.
+    """Return latency and transfer of one level; ``ranks`` are members within the inner domain, within this one, and of the group.
 
     Args:
         rate: line rate of the level for each device, and the part of it that these groups have.
@@ -166,12 +166,12 @@ def _level_s(
     crossings = domains - (inner == 1)
     crossing = link.latency_s if link.ring_step_s is None else link.ring_step_s
     steps = crossing * crossings + IN_NODE_RING_STEP_S * (members - domains)
-    quick = LL_STEP_RATIO * steps
-    return latency.base + quick, np.minimum(steps - quick + transfer, transfer / LL_BANDWIDTH_RATIO)
+    fast = LL_STEP_RATIO * steps
+    return latency.base + fast, np.minimum(steps - fast + transfer, transfer / LL_BANDWIDTH_RATIO)
 
 
 def _moved_bytes(op: Op, size: FloatArray, inner: IntArray, members: IntArray, group: IntArray) -> FloatArray:
-    """Bytes through each device's link of one level: the table of the module's docstring."""
+    """Return the bytes through each device's link of one level: the table of the module's docstring."""
     if op == "all_to_all":
         return np.asarray(size * (members - inner) / group)
     shared = size * (members - 1) / members / inner
@@ -181,7 +181,7 @@ def _moved_bytes(op: Op, size: FloatArray, inner: IntArray, members: IntArray, g
 
 
 def _mesh_fraction(level: LinkLevel, members: IntArray) -> FloatArray | float:
-    """Share of a device's links that lead to members of its own group."""
+    """Return the share of a device's links that lead to members of its own group."""
     peers = level.link.mesh_peers
     if peers is None:
         return 1.0
@@ -202,26 +202,26 @@ def _interpolated_s(op: Op, points: Sequence[CollectivePoint], size: FloatArray,
         rows = nearest == measured
         if not np.any(rows):
             continue
-        mine = sorted((point.size_bytes, point.time_s) for point in points if point.group_size == measured)
-        log_size = np.log([float(at) for at, _ in mine])
-        log_time = np.maximum.accumulate(np.log([seconds for _, seconds in mine]))
-        here = size[rows] * bus_factor(op, group[rows]) / bus_factor(op, np.asarray(measured))
-        log_here = np.log(np.maximum(here, 1.0))
-        seconds = np.exp(np.interp(log_here, log_size, log_time)) * np.exp(np.maximum(log_here - log_size[-1], 0.0))
+        of_group = sorted((point.size_bytes, point.time_s) for point in points if point.group_size == measured)
+        log_size = np.log([float(num_bytes) for num_bytes, _ in of_group])
+        log_time = np.maximum.accumulate(np.log([seconds for _, seconds in of_group]))
+        scaled = size[rows] * bus_factor(op, group[rows]) / bus_factor(op, np.asarray(measured))
+        log_scaled = np.log(np.maximum(scaled, 1.0))
+        seconds = np.exp(np.interp(log_scaled, log_size, log_time)) * np.exp(np.maximum(log_scaled - log_size[-1], 0.0))
         latency[rows] = float(np.exp(log_time[0]))
         transfer[rows] = np.maximum(seconds - latency[rows], 0.0)
     return latency, transfer
 
 
 def bus_factor(op: Op, group: IntArray) -> FloatArray:
-    """Bytes through a device's link for each byte of the full buffer, inside one node (nccl-tests)."""
+    """Return the bytes through a device's link for each byte of the full buffer, within one node (nccl-tests)."""
     return np.asarray((2.0 if op == "all_reduce" else 1.0) * (group - 1) / group)
 
 
 def _line_rate(
     op: Op, groups: tuple[IntArray, IntArray], inner_domain: int, level: LinkLevel, cluster: ClusterSpec
 ) -> tuple[float, FloatArray | float]:
-    """Line rate of a level for each device, bytes/s, and how much of it the nodes that ``groups`` cross there have."""
+    """Return the line rate of a level for each device, bytes/s, and how much of it the nodes that ``groups`` cross have."""
     line = _per_device(level, cluster)
     pattern: Pattern = "all" if op == "all_to_all" else "ring"
     outer = None if level is cluster.levels[-1] else level.domain_size
@@ -233,13 +233,13 @@ def _line_rate(
 
 
 def _per_device(level: LinkLevel, cluster: ClusterSpec) -> float:
-    """Line rate one device gets when all devices of its node use the link at once, bytes/s."""
+    """Return the line rate one device gets when all devices of its node use the link at once, bytes/s."""
     sharing = cluster.largest_node if level.link.shared_by == "node" else 1
     return level.link.bandwidth_bytes_per_s * _calibrated(level, cluster) / sharing
 
 
 def _calibrated(level: LinkLevel, cluster: ClusterSpec) -> float:
-    """What measured runs say about rates of this kind of link."""
+    """Return what measured runs say about rates of this kind of link."""
     return cluster.calibration.scale_up if level.link.kind == "scale-up" else cluster.calibration.scale_out
 
 
@@ -283,17 +283,17 @@ class Curves(NamedTuple):
 
 
 def shape_s(x: FloatArray, parameters: CurveParameters) -> FloatArray:
-    """The shape without residual: ``latency + x / efficiency + sqrt(ramp x)``."""
+    """Return the shape without residual: ``latency + x / efficiency + sqrt(ramp x)``."""
     return np.asarray(parameters.latency_s + x / parameters.efficiency + np.sqrt(parameters.ramp_s * x))
 
 
 def knots(parameters: CurveParameters) -> FloatArray:
-    """Positions of the residual's values, log2 seconds at line rate."""
+    """Return the positions of the residual's values, log2 seconds at line rate."""
     return np.asarray(parameters.first_knot + KNOT_STEP * np.arange(len(parameters.residual)))
 
 
 def tabulated(by_group: Mapping[int, CurveParameters]) -> Curves:
-    """Curves of one operation from the parameters of each number of devices."""
+    """Return the curves of one operation from the parameters of each number of devices."""
     groups, x = sorted(by_group), 2.0**_LOG2_GRID
     rows = []
     for group in groups:
@@ -306,7 +306,7 @@ def tabulated(by_group: Mapping[int, CurveParameters]) -> Curves:
 
 
 def curve_s(curves: Curves, group: IntArray, x: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Latency and transfer seconds of groups [N] of at least two devices whose links are busy for ``x`` [N] at line rate.
+    """Return latency and transfer seconds of groups [N] of at least two devices whose links are busy for ``x`` [N] at line rate.
 
     Between measured numbers of devices log seconds are linear in the log of the number. Beyond the largest, the latency grows
     by as much for each device as between the two largest (rings), the transfer stays.
@@ -327,7 +327,7 @@ def curve_s(curves: Curves, group: IntArray, x: FloatArray) -> tuple[FloatArray,
 
 
 def _place(values: FloatArray, grid: FloatArray) -> tuple[IntArray, FloatArray]:
-    """Index of the grid interval of each value and how far into it the value lies, 0..1."""
+    """Return the index of the grid interval of each value and how far into it the value lies, 0..1."""
     idx = np.clip(np.searchsorted(grid, values, side="right") - 1, 0, len(grid) - 2)
     return idx, np.clip((values - grid[idx]) / (grid[idx + 1] - grid[idx]), 0.0, 1.0)
 
@@ -338,7 +338,7 @@ def _mixed(low: FloatArray, high: FloatArray, part: FloatArray) -> FloatArray:
 
 @cache
 def link_curves(name: str) -> Mapping[Op, Curves] | None:
-    """The curves that a link's ``curve`` names; None where there are none of this name."""
+    """Return the curves that a link's ``curve`` names; None where there are none of this name."""
     entry = _document()["links"].get(name)
     if entry is None:
         return None
@@ -367,14 +367,14 @@ class NodeLinks:
     """BANDWIDTH [n, n] of the nodes in the order of the ranks, and which node each rank is on."""
 
     def __init__(self, matrix: tuple[tuple[float, ...], ...], node_sizes: tuple[int, ...]) -> None:
-        """Devices of each node; nothing else is worked out before it is asked for."""
+        """Take the devices of each node."""
         bandwidth = np.array(matrix, dtype=np.float64)
         self.bandwidth: FloatArray = np.minimum(bandwidth, bandwidth.T)
         self.node_of_rank = np.repeat(np.arange(len(node_sizes)), node_sizes)
         self._slowest: dict[tuple[int, int, Pattern, int, int], float] = {}
 
     def slowest(self, group: int, stride: int, pattern: Pattern, inner: int = 1, outer: int | None = None) -> float:
-        """Bytes/s of the slowest pair that some group of ``group`` ranks crosses; infinite where none leaves its node.
+        """Return the bytes/s of the slowest pair that some group of ``group`` ranks crosses; infinite where none leaves its node.
 
         Args:
             group, stride: ranks of a group and the distance between neighbours.
@@ -390,7 +390,7 @@ class NodeLinks:
     def crossed(
         self, group: int, stride: int, pattern: Pattern, inner: int = 1, outer: int | None = None
     ) -> NDArray[np.int64]:
-        """Pairs of nodes [P, 2], each once, that the groups cross; the arguments are those of `slowest`."""
+        """Return the pairs of nodes [P, 2], each once, that the groups cross; the arguments are those of `slowest`."""
         world = len(self.node_of_rank)
         ranks = np.arange(world)
         place = ranks // stride % group
@@ -400,8 +400,8 @@ class NodeLinks:
             pairs = [(ranks, ranks + stride, place + 1 < group)]
             if pattern == "ring":
                 pairs.append((ranks, ranks + (group - 1) * stride, place == 0))
-        found = [np.stack([first, second], axis=1)[kept & (second < world)] for first, second, kept in pairs]
-        sent = np.concatenate([*found, np.zeros((0, 2), dtype=np.int64)])
+        steps = [np.stack([first, second], axis=1)[exists & (second < world)] for first, second, exists in pairs]
+        sent = np.concatenate([*steps, np.zeros((0, 2), dtype=np.int64)])
         apart = sent[:, 0] // inner != sent[:, 1] // inner
         joined = sent[:, 0] // (outer or world) == sent[:, 1] // (outer or world)
         nodes = np.sort(self.node_of_rank[sent[apart & joined]], axis=1)
@@ -414,7 +414,7 @@ def _links(matrix: tuple[tuple[float, ...], ...], node_sizes: tuple[int, ...]) -
 
 
 def node_links(cluster: ClusterSpec) -> NodeLinks | None:
-    """What was measured between the nodes of a cluster; None where nothing was."""
+    """Return what was measured between the nodes of a cluster; None where nothing was."""
     if cluster.bandwidth_matrix is None:
         return None
     return _links(cluster.bandwidth_matrix, cluster.node_sizes)
@@ -423,11 +423,11 @@ def node_links(cluster: ClusterSpec) -> NodeLinks | None:
 def slowest_rates(
     cluster: ClusterSpec, group: IntArray, stride: IntArray, pattern: Pattern, inner: int = 1, outer: int | None = None
 ) -> FloatArray | None:
-    """`NodeLinks.slowest` of many groups [N] at once; None without measurements."""
+    """Return `NodeLinks.slowest` of many groups [N] at once; None without measurements."""
     links = node_links(cluster)
     if links is None:
         return None
     base = int(stride.max(initial=0)) + 1
-    kinds, like = np.unique(group * base + stride, return_inverse=True)
-    rates = [links.slowest(*divmod(int(kind), base), pattern, inner, outer) for kind in kinds]
-    return np.asarray(np.array(rates)[like.reshape(group.shape)])
+    pairs, case_idx = np.unique(group * base + stride, return_inverse=True)
+    rates = [links.slowest(*divmod(int(pair), base), pattern, inner, outer) for pair in pairs]
+    return np.asarray(np.array(rates)[case_idx.reshape(group.shape)])

@@ -168,7 +168,7 @@ def _fetch_s(params: LayerParams, inputs: CostInputs) -> FloatArray:
 
 
 def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_head: bool) -> FloatArray:
-    """Return what gathering and reducing one layer adds to its own compute in one pass over data [N].
+    """Return what gathering and reducing one layer adds to its compute in one pass over data [N].
 
     Args:
         cost: LayerCost of the layer.

@@ -6,7 +6,7 @@ embeddings are summed where the first block is and their gradients sent to all:
 
     T x D to all + T x D reduced + 2 T fp32 all-reduced, output;    T x D reduced + T x D to all, input
 
-for T tokens, D wide. All of it runs beside the passes of other micro-batches, one unit of the schedule later; what outlasts a
+for T tokens, D wide. All of it runs with the passes of other micro-batches, one unit of the schedule later; what outlasts a
 stage's passes of a micro-batch is exposed. The barrier costs one more micro-batch in flight, and logits and hidden states of two
 are alive.
 Tied weights need no copy and no sum: a stage holds the same rows of both. Every stage is longer by the same seconds c:

@@ -4,7 +4,7 @@
 
 F FLOPs (2.5 times the forward's in the backward pass), P peak, d head width, S processors of the device, L most tokens a query
 attends to, B = 128 queries a thread block, W memory bandwidth. ``product`` is the inverse of what the matrix units reach,
-``softmax`` the exponentials beside them (their number does not grow with d), ``tail`` the last thread blocks of a launch that
+``softmax`` the exponentials next to them (their number does not grow with d), ``tail`` the last thread blocks of a launch that
 find the other processors idle. A kernel is a generation of code on a generation of hardware (`kernel_name`). Coefficients,
 residual and scores: attention.npz, written by fitting/attention.py. One device's kernels without a table take the median of all.
 """
@@ -76,13 +76,13 @@ def kernel_name(architecture: str, *, uses_hopper_attention: bool) -> str:
 
 @cache
 def kernel(name: str) -> AttentionKernel:
-    """The coefficients of a kernel."""
+    """Return the coefficients of a kernel."""
     terms: dict[str, Any] = ResidualModel.load("attention").provenance["kernels"][name]
     return AttentionKernel(tuple(terms["forward"]), tuple(terms["backward"]))
 
 
 def term_columns(shape: AttentionShape, silicon: AttentionDevice, *, backward: bool) -> FloatArray:
-    """What the coefficients multiply [N, 5], in seconds (the launch in units of one)."""
+    """Return what the coefficients multiply [N, 5], in seconds (the launch in units of one)."""
     passes = 2.5 if backward else 1.0
     product = 4 * passes * shape.rows * shape.seq_len * shape.context * shape.width / silicon.peak_flops_per_s
     longest_block = 4 * passes * QUERIES_A_BLOCK * shape.longest * shape.width / silicon.peak_flops_per_s
@@ -97,7 +97,7 @@ def term_columns(shape: AttentionShape, silicon: AttentionDevice, *, backward: b
 
 
 def attention_bytes(shape: AttentionShape, *, backward: bool) -> FloatArray:
-    """Bytes [N] read and written at least: q, k, v and the output; the backward pass adds their gradients and reads twice."""
+    """Return the bytes [N] read and written at least: q, k, v and output; the backward pass adds gradients and reads twice."""
     once = 2 * shape.element_bytes * shape.rows * shape.seq_len * shape.width * (1 + 1 / shape.group)
     return np.asarray(once * (2.0 if backward else 1.0), dtype=np.float64)
 
@@ -105,7 +105,7 @@ def attention_bytes(shape: AttentionShape, *, backward: bool) -> FloatArray:
 def residual_features(
     shape: AttentionShape, silicon: AttentionDevice, columns: FloatArray, terms: FloatArray
 ) -> dict[str, FloatArray]:
-    """Features of the residual [N]: sizes, waves of thread blocks, and the share of each term in the roofline."""
+    """Return the features of the residual [N]: sizes, waves of thread blocks, and the share of each term in the roofline."""
     weighted = columns * terms
     share = weighted / weighted.sum(axis=-1, keepdims=True)
     blocks = shape.rows * shape.seq_len / QUERIES_A_BLOCK
@@ -130,7 +130,7 @@ def attention_seconds(
     arithmetic_ratio: float = 1.0,
     reference: AttentionDevice | None = None,
 ) -> FloatArray:
-    """Seconds [N] of kernel ``name``; the residual, learned on forward passes, applies to them alone.
+    """Return the seconds [N] of kernel ``name``; the residual, learned on forward passes, applies to them alone.
 
     ``arithmetic_ratio`` slows what is not traffic: kernels of an earlier generation move the same bytes. The residual takes the
     device for ``reference`` (unset: for what it is), so that it does not change with a device's rates alone.

@@ -1,21 +1,19 @@
-"""Which matrix products are worth measuring on a device: those the learned model is least sure of, given the others.
+"""Products measured on one device: which are worth measuring, and the learned model corrected by them.
 
-Before a device is measured, log(seconds) of its products differ from the prediction by what its coefficients may be off and by a
-Gaussian process (`correction.py`); how much of both points leave open depends on where they are and not on their times.
+**Which.** Before a device is measured, log(seconds) of its products differ from the prediction by what its coefficients may be off
+and by a Gaussian process (gemm.py); how much of both points leave open depends on where they are and not on their times.
 Measuring i takes ``cov(j, i)^2 / (var(i) + noise^2)`` from the variance of every j; the next point is the one that takes most from
-all candidates together. (The point of largest variance itself lies on the edge of what is asked for: 30 such points left more
-variance in the mean than 30 random ones.)
+all candidates together. (The point of largest variance itself lies on the edge of the candidates: 30 such points left more
+variance in the mean than 30 random ones.) Shapes outside of the range that the residual was trained on start with a larger
+variance: there it only follows the roofline.
 
-Shapes outside of the range that the residual was trained on start with a larger variance: there it only follows the roofline.
-
-Robust non-linear least squares of a few coefficients, with numpy alone: calibration happens where planning does.
-
-Products measured on a device as the learned model's own data for it: found once for each profile and dtype.
+**Correction.** Robust non-linear least squares of a few coefficients, with numpy alone: calibration happens where planning does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,23 +37,28 @@ from .trees import ResidualModel
 
 NUM_CANDIDATES = 1000
 
+_SPREAD = (0.4, 0.15, 0.15, 0.3, 0.5)
+"""Of the logarithms of coefficients between families of devices."""
+
+_ODD = 1.5
+"""Deviations beyond which a point counts linearly: its kernel differs from those around it."""
 
 _OUTSIDE = 0.5
 """Of the prior's deviation, for each range's width that a feature lies beyond the trained range."""
 
 
-def candidate_shapes(rates: GemmRates, *, seed: int, most_s: float, most_bytes: float) -> tuple[FloatArray, ...]:
-    """Shapes m, n, k [N] as training has them, in limits of time and memory.
+def candidate_shapes(rates: GemmRates, *, seed: int, max_s: float, max_bytes: float) -> tuple[FloatArray, ...]:
+    """Return shapes m, n, k [N] as training has them, in limits of time and memory.
 
     Log-uniform multiples of 8: 64 to 65536 tokens, widths of 128 (a shard's) to 32768.
     """
     rng = np.random.default_rng(seed)
-    least, most = np.log([[8], [16], [16]]), np.log([[8192], [4096], [4096]])
-    octets = np.round(np.exp(rng.uniform(least, most, (3, 4 * NUM_CANDIDATES))))
+    low, high = np.log([[8], [16], [16]]), np.log([[8192], [4096], [4096]])
+    octets = np.round(np.exp(rng.uniform(low, high, (3, 4 * NUM_CANDIDATES))))
     m, n, k = np.asarray(8.0 * octets, dtype=np.float64)
     num_bytes = rates.element_bytes * (m * n + m * k + n * k)
     seconds = roofline_s(m, n, k, rates.coefficients, rates.hardware, rates.element_bytes)
-    fits = (seconds <= most_s) & (num_bytes <= most_bytes)
+    fits = (seconds <= max_s) & (num_bytes <= max_bytes)
     return tuple(size[fits][:NUM_CANDIDATES] for size in (m, n, k))
 
 
@@ -81,7 +84,7 @@ def informative_shapes(
     peak_flops_per_s = flops_per_s / coefficients.compute_efficiency
     hardware = GemmDevice(peak_flops_per_s, memory_bandwidth_bytes_per_s, num_processors, cache_bytes)
     rates = GemmRates(coefficients, hardware, software, element_bytes)
-    m, n, k = candidate_shapes(rates, seed=0, most_s=max_s, most_bytes=max_bytes)
+    m, n, k = candidate_shapes(rates, seed=0, max_s=max_s, max_bytes=max_bytes)
     chosen = most_informative_shapes(m, n, k, rates, count) if len(m) else []
     return [(int(m[i]), int(n[i]), int(k[i])) for i in chosen]
 
@@ -96,12 +99,12 @@ def most_informative_shapes(
     residual: ResidualModel | None = None,
     kernel: Covariance = SHIPPED_COVARIANCE,
 ) -> list[int]:
-    """Positions of up to ``count`` shapes, each the one that takes most variance from all after those before it.
+    """Return positions of up to ``count`` shapes, each the one that takes most variance from all after those before it.
 
     ``residual``, ``kernel``: in place of the shipped ones.
     """
-    own, sheet, trained = rates.coefficients, rates.hardware, residual or model()
-    columns = features(m, n, k, own, sheet, element_bytes=rates.element_bytes, software=rates.software)
+    fitted, sheet, trained = rates.coefficients, rates.hardware, residual or model()
+    columns = features(m, n, k, fitted, sheet, element_bytes=rates.element_bytes, software=rates.software)
     deviation = 1.0 + _OUTSIDE * _beyond_trained(columns, trained)
     prior = covariance(columns, trained.log_residual(columns), kernel) * np.outer(deviation, deviation)
     slopes = coefficient_slopes(m, n, k, rates)
@@ -109,26 +112,26 @@ def most_informative_shapes(
 
 
 def greedy_choice(covariance: FloatArray, noise: float, count: int) -> list[int]:
-    """Positions that take most of the variance that is left, one by one, none twice.
+    """Return positions that take most of the remaining variance, one by one, none twice.
 
     Args:
         covariance: [N, N] between the logarithms of the candidates' times before anything is measured.
         noise: deviation of one measurement.
     """
-    left = covariance.copy()
+    remaining = covariance.copy()
     chosen: list[int] = []
     for _ in range(min(count, len(covariance))):
-        gain = np.einsum("ji,ji->i", left, left) / (np.diag(left) + noise**2)
+        gain = np.einsum("ji,ji->i", remaining, remaining) / (np.diag(remaining) + noise**2)
         gain[chosen] = -np.inf
         i = int(np.argmax(gain))
-        factor = left[:, i] / np.sqrt(left[i, i] + noise**2)
-        left -= np.outer(factor, factor)
+        factor = remaining[:, i] / np.sqrt(remaining[i, i] + noise**2)
+        remaining -= np.outer(factor, factor)
         chosen.append(i)
     return chosen
 
 
 def _beyond_trained(columns: dict[str, FloatArray], trained: ResidualModel) -> FloatArray:
-    """How many widths of the trained range the farthest feature lies outside of it [N]."""
+    """Return how many widths of the trained range the farthest feature lies outside of it [N]."""
     farthest = np.zeros(len(next(iter(columns.values()))))
     for name, low, high in zip(trained.features, trained.low, trained.high, strict=True):
         if high > low and np.ptp(columns[name]) > 0:  # facts of the device are the same for all shapes
@@ -138,14 +141,14 @@ def _beyond_trained(columns: dict[str, FloatArray], trained: ResidualModel) -> F
 
 
 def soften_outliers(error: FloatArray, width: float) -> FloatArray:
-    """Residuals whose square grows linearly beyond ``width`` (pseudo-Huber), for least squares with outliers."""
+    """Return residuals whose square grows linearly beyond ``width`` (pseudo-Huber), for least squares with outliers."""
     return np.asarray(np.sign(error) * np.sqrt(2 * width * (np.sqrt(error**2 + width**2) - width)))
 
 
 def least_squares(
     misfit: Callable[[FloatArray], FloatArray], start: FloatArray | Sequence[float], num_steps: int = 40
 ) -> FloatArray:
-    """Levenberg-Marquardt with numerical derivatives: the few coefficients here need no more."""
+    """Minimise by Levenberg-Marquardt with numerical derivatives: the few coefficients here need no more."""
     z, damping = np.asarray(start, dtype=np.float64), 1e-2
     value = misfit(z)
     for _ in range(num_steps):
@@ -163,38 +166,17 @@ def least_squares(
     return z
 
 
-_corrected: dict[tuple[int, str, GemmRates], tuple[tuple[MatmulPoint, ...], GemmRates]] = {}
-
-
-_MAX_ANSWERS = 64
-"""Answers kept: one planning uses a profile or two in a dtype or two."""
-
-
+@lru_cache(maxsize=64)
 def corrected_by(points: tuple[MatmulPoint, ...], dtype: str, rates: GemmRates) -> GemmRates:
-    """``rates`` corrected by the points in ``dtype`` (`gemm.calibrate`); the same without any.
-
-    A profile's points are told by being the same object: hashing hundreds of them takes longer than looking the answer up.
-    """
-    if not points:
+    """Return ``rates`` corrected by the points in ``dtype`` (`calibrate`); the same without any."""
+    of_dtype = [point for point in points if point.dtype == dtype]
+    if not of_dtype:
         return rates
-    key = (id(points), dtype, rates)
-    if key not in _corrected:
-        if len(_corrected) >= _MAX_ANSWERS:
-            _corrected.clear()
-        # Gradients of weights are as slow as forward products of their shape times a ratio of their own.
-        ratio = float(model().provenance["weight_gradient_ratio"])
-        mine = np.array(
-            [
-                (p.m, p.n, p.k, p.time_s / (ratio if p.which == "weight_gradient" else 1.0))
-                for p in points
-                if p.dtype == dtype
-            ],
-            dtype=np.float64,
-        )
-        # The points are kept with the answer, so that no other object gets their id.
-        m, n, k, seconds = mine.reshape(-1, 4).T
-        _corrected[key] = points, calibrate(m, n, k, seconds, rates) if len(mine) else rates
-    return _corrected[key][1]
+    # Gradients of weights are as slow as forward products of their shape times a ratio.
+    ratio = float(model().provenance["weight_gradient_ratio"])
+    m, n, k = (np.array([getattr(p, name) for p in of_dtype], dtype=np.float64) for name in ("m", "n", "k"))
+    seconds = [p.time_s / (ratio if p.which == "weight_gradient" else 1.0) for p in of_dtype]
+    return calibrate(m, n, k, np.array(seconds, dtype=np.float64), rates)
 
 
 def calibrate(
@@ -207,10 +189,10 @@ def calibrate(
     residual: ResidualModel | None = None,
     kernel: Covariance = SHIPPED_COVARIANCE,
 ) -> GemmRates:
-    """Rates corrected by products measured on the device itself: a handful moves the coefficients, tens the residual too.
+    """Return rates corrected by products measured on the device: a handful moves the coefficients, tens the residual too.
 
-    Maximum a posteriori: coefficients around ``rates.coefficients`` with the spread they have between device families, points
-    near each other counting as alike as the kernel says; then a Gaussian process through what is left (`correction.py`). No
+    Maximum a posteriori: coefficients around ``rates.coefficients`` with the deviation they have between device families, points
+    near each other counting as alike as the kernel says; then a Gaussian process through what remains. No
     points give ``rates`` back.
 
     Args:
@@ -219,28 +201,28 @@ def calibrate(
     """
     if len(seconds) == 0:
         return rates
-    prior, own, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
+    prior, fitted, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
     sheet, size = rates.hardware, rates.element_bytes
     for _ in range(3):
-        columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
+        columns = features(m, n, k, fitted, sheet, element_bytes=size, software=rates.software)
         learned = residual.log_residual(columns)
         whitening = whitening_of(columns, learned, kernel)
 
         def misfit(z: FloatArray, learned: FloatArray = learned, whitening: FloatArray = whitening) -> FloatArray:
-            at = GemmCoefficients(*np.exp(z))
-            error = np.log(roofline_s(m, n, k, at, sheet, size) / seconds) + learned
+            moved = GemmCoefficients(*np.exp(z))
+            error = np.log(roofline_s(m, n, k, moved, sheet, size) / seconds) + learned
             return np.concatenate([soften_outliers(whitening @ error, _ODD), (z - prior) / _SPREAD])
 
-        own = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
-    corrected = rates._replace(coefficients=own, correction=None)
-    columns = features(m, n, k, own, sheet, element_bytes=size, software=rates.software)
+        fitted = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
+    corrected = rates._replace(coefficients=fitted, correction=None)
+    columns = features(m, n, k, fitted, sheet, element_bytes=size, software=rates.software)
     learned = residual.log_residual(columns)
-    left = np.log(seconds / roofline_s(m, n, k, own, sheet, size)) - learned
-    return corrected._replace(correction=correction_through(columns, learned, left, kernel))
+    remaining = np.log(seconds / roofline_s(m, n, k, fitted, sheet, size)) - learned
+    return corrected._replace(correction=correction_through(columns, learned, remaining, kernel))
 
 
 def coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
-    """By how much log(seconds) moves with one deviation of each coefficient between families [N, 5]."""
+    """Return by how much log(seconds) moves with one deviation of each coefficient between families [N, 5]."""
     prior, step = np.log(rates.coefficients), 1e-3
 
     def moved(z: FloatArray) -> FloatArray:
@@ -248,9 +230,3 @@ def coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmR
 
     here = moved(prior)
     return np.stack([(moved(prior + step * e) - here) / step for e in np.diag(_SPREAD)], axis=1)
-
-
-_SPREAD = (0.4, 0.15, 0.15, 0.3, 0.5)  # of the logarithms of coefficients between families
-
-
-_ODD = 1.5  # deviations beyond which a point counts linearly: it runs on a kernel of its own

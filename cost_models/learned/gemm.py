@@ -85,7 +85,7 @@ class Correction:
     offset: float
 
     def __call__(self, columns: Mapping[str, FloatArray], learned: FloatArray) -> FloatArray:
-        """What is added to the log-residual ``learned`` [N] of the trees."""
+        """Return what is added to the log-residual ``learned`` [N] of the trees."""
         near = _matern(scaled(columns, learned, self.lengths), self.centres) @ self.weights
         return np.asarray(near + self.slope * learned + self.offset)
 
@@ -112,14 +112,14 @@ class GemmRates(NamedTuple):
 
 
 def model() -> ResidualModel:
-    """The shipped residual; its provenance holds the coefficients of the devices it was fitted on."""
+    """Return the shipped residual; its provenance holds the coefficients of the devices it was fitted on."""
     return ResidualModel.load("gemm")
 
 
 def known_coefficients(
     device: str, architecture: str, *, is_fp8: bool = False
 ) -> tuple[GemmCoefficients, float, float]:
-    """Coefficients for a device, its software column, and the relative error (one deviation) to expect of single products.
+    """Return coefficients for a device, its software column, and the relative error (one deviation) to expect of single products.
 
     A device without measurements takes its architecture's, an unknown architecture the median of all, with the error that
     devices and families left out of the fit had.
@@ -133,24 +133,24 @@ def known_coefficients(
 
 
 def known_devices() -> tuple[str, ...]:
-    """Names of the devices whose products the model was fitted on."""
+    """Return the names of the devices whose products the model was fitted on."""
     return tuple(model().provenance["rooflines"]["bf16"]["devices"])
 
 
 def is_known(device: str) -> bool:
-    """Whether products of this device are among those the model was fitted on."""
+    """Return whether the model was fitted on products of this device."""
     return device in known_devices()
 
 
 def relative_error(device: str, architecture: str) -> float:
-    """Standard deviation of measured over predicted to expect of single products on a device."""
+    """Return the deviation of measured over predicted to expect of single products on a device."""
     return known_coefficients(device, architecture)[2]
 
 
 def gemm_seconds(
     m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, which: Pass = "forward"
 ) -> FloatArray:
-    """Seconds [N] of the products [m,k] x [k,n] of a pass; ``m, n, k`` [N] are always those of the forward product.
+    """Return the seconds [N] of the products [m,k] x [k,n] of a pass; ``m, n, k`` [N] are always those of the forward product.
 
     Equal shapes are evaluated once. dgrad is [m,n] x [n,k], wgrad [k,m] x [m,n]; measured (SimuMax, A100 and B200) the first
     runs as fast as a forward product of its shape, the second ``weight_gradient_ratio`` longer (transposed operands, fp32 sums).
@@ -158,14 +158,14 @@ def gemm_seconds(
     shapes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
     first, inverse = _distinct(*shapes)
     order = {"forward": (0, 1, 2), "input_gradient": (0, 2, 1), "weight_gradient": (2, 1, 0)}[which]
-    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in (shapes[at] for at in order))
+    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in (shapes[idx] for idx in order))
     seconds = _seconds(distinct[0], distinct[1], distinct[2], rates)
     ratio = float(model().provenance["weight_gradient_ratio"]) if which == "weight_gradient" else 1.0
     return np.asarray(ratio * seconds[inverse].reshape(shapes[0].shape))
 
 
 def _distinct(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[Any, Any]:
-    """Positions of the first of equal shapes, and which of them each shape is."""
+    """Return the positions of the first of equal shapes, and which of them each shape is."""
     # One sort of a 64-bit mix instead of three: among thousands of shapes two mixes agree with a probability of 1e-12.
     mix = np.zeros(m.size, dtype=np.uint64)
     for size, factor in ((m, 0x9E3779B97F4A7C15), (n, 0xC2B2AE3D27D4EB4F), (k, 0x165667B19E3779F9)):
@@ -184,64 +184,74 @@ def _seconds(m: bytes, n: bytes, k: bytes, rates: GemmRates) -> FloatArray:
 def predict(
     m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, residual: ResidualModel | None = None
 ) -> FloatArray:
-    """Seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
-    own, sheet, size = rates.coefficients, rates.hardware, rates.element_bytes
-    columns = features(m, n, k, own, rates.reference or sheet, element_bytes=size, software=rates.software)
+    """Return the seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
+    fit, sheet, size = rates.coefficients, rates.hardware, rates.element_bytes
+    columns = features(m, n, k, fit, rates.reference or sheet, element_bytes=size, software=rates.software)
     log_residual = (residual or model()).log_residual(columns)
     if rates.correction is not None:
         log_residual = log_residual + rates.correction(columns, log_residual)
-    slowed = own._replace(compute_efficiency=own.compute_efficiency * rates.sustained_ratio)
+    slowed = fit._replace(compute_efficiency=fit.compute_efficiency * rates.sustained_ratio)
     return roofline_s(m, n, k, slowed, sheet, size) * np.exp(log_residual)
 
 
 def roofline_terms_s(
-    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    fit: GemmCoefficients,
+    hardware: GemmDevice,
+    element_bytes: float = 2.0,
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds of arithmetic (c) and of traffic (b) [N]."""
+    """Return the seconds of arithmetic (c) and of traffic (b) [N]."""
     waves = m * n / (_TILE * _TILE * hardware.num_processors)
     traffic = element_bytes * (m * n + m * k + n * k)
     missed = _CACHED_COST + (1 - _CACHED_COST) * np.minimum(1.0, _CACHE_PARTS * traffic / hardware.cache_bytes)
-    compute = 2.0 * m * n * k / (hardware.peak_flops_per_s * own.compute_efficiency) * (1 + own.tail_waves / waves)
-    return compute, traffic * missed / (hardware.memory_bandwidth_bytes_per_s * own.memory_efficiency)
+    compute = 2.0 * m * n * k / (hardware.peak_flops_per_s * fit.compute_efficiency) * (1 + fit.tail_waves / waves)
+    return compute, traffic * missed / (hardware.memory_bandwidth_bytes_per_s * fit.memory_efficiency)
 
 
 def roofline_s(
-    m: FloatArray, n: FloatArray, k: FloatArray, own: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    fit: GemmCoefficients,
+    hardware: GemmDevice,
+    element_bytes: float = 2.0,
 ) -> FloatArray:
-    """t0 + (c^p + b^p)^(1/p) [N]."""
-    compute, traffic = roofline_terms_s(m, n, k, own, hardware, element_bytes)
+    """Return t0 + (c^p + b^p)^(1/p) [N]."""
+    compute, traffic = roofline_terms_s(m, n, k, fit, hardware, element_bytes)
     longer, shorter = np.maximum(compute, traffic), np.minimum(compute, traffic)
-    corner = (1 + (shorter / longer) ** own.sharpness) ** (1 / own.sharpness)
-    return np.asarray(own.launch_s + longer * corner)
+    corner = (1 + (shorter / longer) ** fit.sharpness) ** (1 / fit.sharpness)
+    return np.asarray(fit.launch_s + longer * corner)
 
 
 def features(
     m: FloatArray,
     n: FloatArray,
     k: FloatArray,
-    own: GemmCoefficients,
+    fit: GemmCoefficients,
     hardware: GemmDevice,
     *,
     element_bytes: float,
     software: float,
 ) -> dict[str, FloatArray]:
-    """Dimensionless columns [N]: logarithms are to base two.
+    """Return dimensionless columns [N]: logarithms are to base two.
 
     compute, memory: c and b over t0; balance: c over b; waves_*: output tiles of a size over SMs, fill_*: how full the last
     wave is; row_fill, column_fill: useful part of the tiles of 128; depth: k in steps of 64; aspect: m over n; cache,
     panel_cache: all operands, and the smaller input panel, over the cache; processors, ridge: of the device.
     """
-    compute, traffic = roofline_terms_s(m, n, k, own, hardware, element_bytes)
-    whole = element_bytes * (m * n + m * k + n * k)
+    compute, traffic = roofline_terms_s(m, n, k, fit, hardware, element_bytes)
+    traffic_bytes = element_bytes * (m * n + m * k + n * k)
     columns = {
-        "compute": np.log2(compute / own.launch_s),
-        "memory": np.log2(traffic / own.launch_s),
+        "compute": np.log2(compute / fit.launch_s),
+        "memory": np.log2(traffic / fit.launch_s),
         "balance": np.log2(compute / traffic),
         "row_fill": m / (np.ceil(m / _TILE) * _TILE),
         "column_fill": n / (np.ceil(n / _TILE) * _TILE),
         "depth": np.log2(k / 64),
         "aspect": np.log2(m / n),
-        "cache": np.log2(whole / hardware.cache_bytes),
+        "cache": np.log2(traffic_bytes / hardware.cache_bytes),
         "panel_cache": np.log2(element_bytes * np.minimum(m, n) * k / hardware.cache_bytes),
         "processors": np.full(m.shape, float(hardware.num_processors)),
         "ridge": np.full(m.shape, np.log2(hardware.peak_flops_per_s / hardware.memory_bandwidth_bytes_per_s)),
@@ -280,11 +290,11 @@ SHIPPED_COVARIANCE = Covariance(
 
 
 def correction_through(
-    columns: Mapping[str, FloatArray], learned: FloatArray, left: FloatArray, kernel: Covariance
+    columns: Mapping[str, FloatArray], learned: FloatArray, remaining: FloatArray, kernel: Covariance
 ) -> Correction:
-    """The correction that points with ``left`` [P] = log(measured / predicted) ask for."""
-    noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(left))
-    weights = np.linalg.solve(noisy, left)
+    """Return the correction that points with ``remaining`` [P] = log(measured / predicted) ask for."""
+    noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(remaining))
+    weights = np.linalg.solve(noisy, remaining)
     return Correction(
         centres=scaled(columns, learned, kernel.lengths),
         weights=np.asarray(kernel.local**2 * weights),
@@ -295,24 +305,24 @@ def correction_through(
 
 
 def whitening_of(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """[P, P] W with W C W' = 1, C the covariance of measured times: W turns errors into independent ones of deviation 1."""
+    """Return [P, P] W with W C W' = 1, C the covariance of measured times: it turns errors into independent ones of deviation 1."""
     noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(learned))
     return np.asarray(np.linalg.inv(np.linalg.cholesky(noisy)))
 
 
 def covariance(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """Of log-residuals between shapes, before any is measured on a device [N, N]."""
+    """Return the covariance of log-residuals between shapes, before any is measured on a device [N, N]."""
     return covariance_of(scaled(columns, learned, kernel.lengths), learned, kernel)
 
 
 def covariance_of(x: FloatArray, learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """The same for features over their lengths [N, d]."""
+    """Return the covariance for features over their lengths [N, d]."""
     trees = kernel.of_trees**2 * np.outer(learned, learned)
     return np.asarray(kernel.local**2 * _matern(x, x) + trees + kernel.common**2)
 
 
 def scaled(columns: Mapping[str, FloatArray], learned: FloatArray, lengths: tuple[float, ...]) -> FloatArray:
-    """Features and T over their lengths [N, d]."""
+    """Return features and T over their lengths [N, d]."""
     features = np.stack([*(columns[name] for name in FEATURES), learned], axis=1)
     return np.asarray(features / np.asarray(lengths), dtype=np.float64)
 

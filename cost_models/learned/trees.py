@@ -48,7 +48,7 @@ class ResidualModel:
         low, high: trained range of each feature [d]; values outside are clipped to it.
         thresholds: sorted split points of all features, one after the other; ``offsets`` [d + 1] cuts them.
         feature, split, left, right, value: nodes of all trees; ``split`` counts within the feature's thresholds and a leaf
-            is its own child, so that walking further does no harm.
+            is a child of itself, so that walking further does no harm.
         roots: first node of each tree; depth: longest path.
         baseline: added to the sum over trees.
         provenance: what the model was fitted on, by which command, and how it scored.
@@ -79,7 +79,7 @@ class ResidualModel:
         baseline: float,
         provenance: Mapping[str, Any],
     ) -> ResidualModel:
-        """Packs trees that were fitted on ``features`` within ``low`` to ``high``."""
+        """Pack trees that were fitted on ``features`` within ``low`` to ``high``."""
         tables = [
             np.unique(np.concatenate([t.threshold[(t.feature == idx) & (t.left >= 0)] for t in trees]))
             for idx in range(len(features))
@@ -106,19 +106,19 @@ class ResidualModel:
         )
 
     def log_residual(self, features: Mapping[str, FloatArray]) -> FloatArray:
-        """Logarithm of measured over roofline seconds [N] for named feature columns [N] (others are ignored)."""
+        """Return the logarithm of measured over roofline seconds [N] for named feature columns [N] (others are ignored)."""
         columns = [np.asarray(features[name], dtype=np.float64) for name in self.features]
         return self.predict(np.stack(np.broadcast_arrays(*columns), axis=1))
 
     def predict(self, x: FloatArray) -> FloatArray:
-        """The same for a matrix [N, d] whose columns are ``features`` in order."""
+        """Return the log-residual of a matrix [N, d] whose columns are ``features`` in order."""
         ranks = self._ranks(np.clip(x, self.low, self.high))
         step = max(1, _CHUNK_ELEMENTS // len(self.roots))
-        parts = [self._walk(ranks[start : start + step]) for start in range(0, len(ranks), step)]
-        return self.baseline + (np.concatenate(parts) if parts else np.zeros(0))
+        chunks = [self._walk(ranks[start : start + step]) for start in range(0, len(ranks), step)]
+        return self.baseline + (np.concatenate(chunks) if chunks else np.zeros(0))
 
     def _ranks(self, x: FloatArray) -> NDArray[np.int64]:
-        """How many thresholds of its feature lie below each value [N, d]."""
+        """Return how many thresholds of its feature lie below each value [N, d]."""
         return np.stack(
             [
                 np.searchsorted(self.thresholds[self.offsets[idx] : self.offsets[idx + 1]], x[:, idx], side="left")
@@ -138,7 +138,7 @@ class ResidualModel:
         return np.asarray(self.value.take(node).sum(axis=1, dtype=np.float64))
 
     def save(self, path: Path) -> None:
-        """Writes a compressed numpy archive that ``read`` and ``load`` take."""
+        """Write a compressed numpy archive that ``read`` and ``load`` take."""
         arrays = {
             name: getattr(self, name) for name in ("low", "high", "thresholds", "offsets", "feature", "split", "value")
         }
@@ -161,7 +161,7 @@ class ResidualModel:
 
     @classmethod
     def read(cls, path: Path) -> ResidualModel:
-        """Reads what ``save`` wrote; the file can hold numbers and text only."""
+        """Read what ``save`` wrote; the file can hold numbers and text only."""
         with np.load(path, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())
             roots = stored["roots"].astype(np.int64)
@@ -181,7 +181,7 @@ class ResidualModel:
 
     @classmethod
     def load(cls, name: str) -> ResidualModel:
-        """The shipped model of that name, read once."""
+        """Return the shipped model of that name, read once."""
         return _shipped(name)
 
 
@@ -192,15 +192,15 @@ def _shipped(name: str) -> ResidualModel:
 
 
 def _packed(tree: Tree, root: int, tables: Sequence[FloatArray]) -> tuple[NDArray[Any], ...]:
-    """Columns of one tree: thresholds become ranks, children become positions among all nodes, leaves their own children."""
+    """Return the columns of one tree: thresholds become ranks, children positions among all nodes, leaves their own children."""
     is_leaf = tree.left < 0
-    own = np.arange(len(tree.left))
+    node = np.arange(len(tree.left))
     feature = np.where(is_leaf, 0, tree.feature)
-    split = np.zeros(len(own), dtype=np.int64)
+    split = np.zeros(len(node), dtype=np.int64)
     for idx, table in enumerate(tables):
         chosen = ~is_leaf & (feature == idx)
         split[chosen] = np.searchsorted(table, tree.threshold[chosen])
-    left, right = (np.where(is_leaf, own, child) + root for child in (tree.left, tree.right))
+    left, right = (np.where(is_leaf, node, child) + root for child in (tree.left, tree.right))
     return feature, split, left, right, np.where(is_leaf, tree.value, 0.0)
 
 

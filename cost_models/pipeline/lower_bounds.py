@@ -4,17 +4,17 @@
 
 with t_s the seconds stage s needs for one micro-batch, forward and backward, and v model chunks per stage (1: not interleaved).
 Exact for 1f1b and gpipe with equal stages, where it is (m + pp - 1) * t, and for interleaved 1f1b, whose bubble is a v-th of that
-(Narayanan et al., arXiv:2104.04473 section 2.2). With real stages a step is replayed (pipeline_replay.py).
+(Narayanan et al., arXiv:2104.04473 section 2.2). With real stages a step is replayed (replay.py).
 
-Bounds, for W seconds of work a micro-batch, of which some rank has M or more, over pp ranks, against the replay of any split:
+Bounds, for W seconds of work a micro-batch, of which a rank has M or more, over pp ranks, against the replay of any split:
 
     any order     m M
     gpipe         W + (m - 1) M
     1f1b          2 W + (m - pp - 1) M for m > pp. Rank s: the work before it, its m micro-batches, and on both sides of them the
                   way down from it and back less the pp - s passes that fill it, sum_{<s} t + 2 sum_{>s} t + (m - pp + s + 1) t_s.
                   For m <= pp: W + (m - 1) M / 2, and for m = pp the mean of two such paths, 2 pp W / (pp + 1)
-    zb-h1         the same with what the drain defers: (a + (m - a - w - (pp - 1) max(f, w)) / pp) W, a the least share of forward
-                  and input gradients in the work of a layer, f and w the largest of forward and of weight gradients
+    zb-h1         the same with what the drain defers: (a + (m - a - w - (pp - 1) max(f, w)) / pp) W, a the smallest share of
+                  forward and input gradients in the work of a layer, f and w the largest of forward and of weight gradients
     in chunks     one of the ranks with c >= ceil(n / pp) of n blocks stands behind (pp - 1 - pp c + n) others, which make it wait
     others        m t_r and what rank r waits for first: the forward passes of the ranks before it, and behind its last pass their
                   backward ones where backward is not split. The ranks' bounds, weighted so that every block counts alike
@@ -55,7 +55,7 @@ Array = Any
 
 
 def pipelined_s(stage_s: Array, num_microbatches: Array, num_model_chunks: Array) -> Array:
-    """Seconds of one step; ``stage_s`` has the stages on its last axis [..., pp]."""
+    """Return the seconds of one step; ``stage_s`` has the stages on its last axis [..., pp]."""
     slowest = np.max(stage_s, axis=-1)
     return num_microbatches * slowest + (np.sum(stage_s, axis=-1) - slowest) / num_model_chunks
 
@@ -67,12 +67,12 @@ class PipelineWork:
     Attributes:
         total_s: all layers; ``blocks_s`` and ``deep_s`` those of the blocks and of all but the embedding.
         slowest_s: of the rank with the most work at least.
-        num_blocks: of the model; ``block_s`` and ``block_forward_s`` the least work and forward pass of one.
+        num_blocks: of the model; ``block_s`` and ``block_forward_s`` the minimum work and forward pass of one.
         transfer_s: of a rank both ways, over all its chunks.
         total_forward_s: of all layers.
         num_other_blocks: that are not of the most frequent kind; ``main_s`` and ``main_forward_share`` of a block of that kind.
         block_share: cheapest over dearest block; ``block_forward_share`` cheapest forward pass over dearest block.
-        path_share: forward and input gradients, the least of any layer in ``deep_s``.
+        path_share: forward and input gradients, the minimum of any layer in ``deep_s``.
         forward_share, weight_share: the largest of any layer in ``deep_s``.
     """
 
@@ -109,21 +109,21 @@ class PipelineWork:
 
 
 def lower_bound_s(work: PipelineWork) -> Array:
-    """Seconds no split of the work can beat [N]; chunks of a rank have as many blocks as each other, or one more."""
+    """Return the seconds no split of the work can beat [N]; chunks of a rank have as many blocks as each other, or one more."""
     m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
-    whole = work.total_s + pp * work.transfer_s
+    total = work.total_s + pp * work.transfer_s
     slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
     single = v == 1
     bound = np.where(work.has_bound("any_order"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
     bound = np.where((v > 1) & work.has_bound("whole_backward"), np.maximum(bound, _there_and_back(work)), bound)
     bound = np.maximum(m * slowest, bound)
-    plain = single_stages_s(m, pp, by_schedule("all_forward_first")[work.schedule], whole, slowest)
+    plain = single_stages_s(m, pp, by_schedule("all_forward_first")[work.schedule], total, slowest)
     bound = np.where(single & work.has_bound("whole_backward"), plain, bound)
     return np.where(single & work.has_bound("deferred_weights"), np.maximum(bound, _deferred(work)), bound)
 
 
 def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, whole_s: Array, slowest_s: Array) -> Array:
-    """Seconds that no split into one stage a rank is below, under gpipe or 1f1b [N], whatever the devices of the stages.
+    """Return the seconds that no split into one stage a rank is below, under gpipe or 1f1b [N], whatever the devices.
 
     Args:
         num_microbatches, pp: m and the number of stages.
@@ -138,7 +138,7 @@ def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, whole_s
 
 
 def _in_turn(work: PipelineWork) -> Array:
-    """Rank r starts after the forward passes of the ranks before it: T >= m t_r + (share / v) sum_{<r} blocks of the rank.
+    """Return the bound by which rank r starts after the forward passes before it: T >= m t_r + (share / v) sum_{<r} blocks.
 
     With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike. The share is that of the
     cheapest block, or that of the most frequent kind without the ranks that hold another one, which are no longer than T / m.
@@ -160,21 +160,21 @@ def _weighted(work: PipelineWork, share: Array) -> Array:
 
 
 def _behind_others(work: PipelineWork) -> Array:
-    """With whole blocks: T >= m c t and the wait of a rank with the most of them, c.
+    """Return the bound of uncut blocks: T >= m c t and the wait of a rank with the most of them, c.
 
     If c is the most blocks of a rank, all ranks together have pp c - n fewer than that, so that of the ranks with c one has at
     least pp - 1 - (pp c - n) before it, whose first chunks have ((that number) c - (pp c - n)) / v blocks or more.
     """
     m, pp = work.num_microbatches, work.pp
-    most = -(-work.num_blocks // pp)
-    lacking = pp * most - work.num_blocks
+    max_blocks = -(-work.num_blocks // pp)
+    lacking = pp * max_blocks - work.num_blocks
     pass_s = np.where(work.is_whole, work.block_s, work.block_forward_s)
-    waits_s = np.maximum((pp - 1 - lacking) * most - lacking, 0) / work.num_model_chunks * pass_s
-    return m * (most * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
+    waits_s = np.maximum((pp - 1 - lacking) * max_blocks - lacking, 0) / work.num_model_chunks * pass_s
+    return m * (max_blocks * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
 
 
 def _there_and_back(work: PipelineWork) -> Array:
-    """With chunks and few micro-batches: the way of one through all layers and back, and the work of a rank beside it.
+    """Return the bound of chunks and few micro-batches: the way of one through all layers and back, and the work of a rank.
 
     On every rank the first backward pass waits for one micro-batch's way through all layers and back to its last chunk; all its
     backward passes follow, and the way back from its first chunk. The mean over the ranks:
@@ -198,15 +198,15 @@ def _there_and_back(work: PipelineWork) -> Array:
 
 
 def _deferred(work: PipelineWork) -> Array:
-    """ZB-H1, with the weights that make every layer count alike; 0 where some would be negative."""
+    """Return the bound of deferred weights, weighted so that every layer counts alike; 0 where some weight would be negative."""
     m, pp = work.num_microbatches, work.pp
-    left = m - work.path_share - work.weight_share
-    left = left - (pp - 1) * np.maximum(work.forward_share, work.weight_share)
-    return np.where(left > 0, (work.path_share + left / pp) * work.deep_s + m * work.transfer_s, 0.0)
+    remaining = m - work.path_share - work.weight_share
+    remaining = remaining - (pp - 1) * np.maximum(work.forward_share, work.weight_share)
+    return np.where(remaining > 0, (work.path_share + remaining / pp) * work.deep_s + m * work.transfer_s, 0.0)
 
 
 def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
-    """Micro-batches that every rank holds at least when it holds most [N]; below `pipeline_replay.in_flight`."""
+    """Return the micro-batches that every rank holds at least when it holds most [N]; below `replay.in_flight`."""
     count = np.ones_like(np.asarray(pp, dtype=np.float64))
     for idx, record in enumerate(SCHEDULES.values()):
         at_least = record.min_in_flight(num_microbatches, pp, num_model_chunks)
@@ -239,16 +239,16 @@ class Paths:
     backward_to: IntArray
     backward_again_from: IntArray
 
-    def select(self, some: IntArray) -> Paths:
-        """A few of them."""
-        return Paths(*(getattr(self, name)[some] for name in self.__dataclass_fields__))
+    def select(self, rows: IntArray) -> Paths:
+        """Return a subset of the chains."""
+        return Paths(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
 @lru_cache(maxsize=256)
 def paths_past(shape: PipelineShape) -> tuple[Paths, ...]:
-    """Chains past each rank.
+    """Return the chains past each rank.
 
-    Of many micro-batches those in the middle add whole rounds to the row: the order repeats there.
+    Of many micro-batches those in the middle add entire rounds to the row: the order repeats there.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers.
@@ -260,22 +260,24 @@ def paths_past(shape: PipelineShape) -> tuple[Paths, ...]:
 
 def _past(shape: PipelineShape, rank: int, row: Row, few: int) -> Paths:
     last = shape.num_stages
-    stages = [s for s, at in enumerate(shape.rank_of_stage) if at == rank]
+    stages = [s for s, holder in enumerate(shape.rank_of_stage) if holder == rank]
     counts = _counted(row, stages)
     more = shape.num_microbatches - few
     ends = np.flatnonzero((row[0] != 2) & ((row[2] == 0) | (row[2] == few - 1)))
-    at = {(min(kind, 1), s, i): n for n, (kind, s, i) in zip(ends.tolist(), row[:, ends].T.tolist(), strict=True)}
+    position = {(min(kind, 1), s, i): n for n, (kind, s, i) in zip(ends.tolist(), row[:, ends].T.tolist(), strict=True)}
     low, high = stages[:MAX_CHUNKS], stages[-MAX_CHUNKS:]
-    entries = [(s, last, at[0, s, 0]) for s in low] + [(last, s + 1, at[1, s, 0]) for s in high]
-    ways_out: list[tuple[int, int, int, int, int | None]] = [(at[1, s, few - 1], last, s, last, None) for s in low]
-    ways_out += [(at[0, s, few - 1], s + 1, last, last, None) for s in high]
+    entries = [(s, last, position[0, s, 0]) for s in low] + [(last, s + 1, position[1, s, 0]) for s in high]
+    ways_out: list[tuple[int, int, int, int, int | None]] = [
+        (position[1, s, few - 1], last, s, last, None) for s in low
+    ]
+    ways_out += [(position[0, s, few - 1], s + 1, last, last, None) for s in high]
     ways_out.append((row.shape[1] - 1, last, 0, last, None))
     ways_out += [
-        (at[0, s, few - 1], s + 1, 0, t + 1, at[1, t, few - 1])
+        (position[0, s, few - 1], s + 1, 0, t + 1, position[1, t, few - 1])
         for s, t in itertools.product(high, high)
-        if at[1, t, few - 1] > at[0, s, few - 1]
+        if position[1, t, few - 1] > position[0, s, few - 1]
     ]
-    found = []
+    chains = []
     for (forward_to, backward_from, enters), way in itertools.product(entries, ways_out):
         leaves, forward_from, backward_to, again_from, returns = way
         if enters > leaves:
@@ -283,13 +285,13 @@ def _past(shape: PipelineShape, rank: int, row: Row, few: int) -> Paths:
         passes = counts[leaves + 1] - counts[enters] + more
         if returns is not None:
             passes = passes + counts[-1] - counts[returns]
-        found.append((forward_to, backward_from, passes, forward_from, backward_to, again_from))
-    columns = list(zip(*found, strict=True))
+        chains.append((forward_to, backward_from, passes, forward_from, backward_to, again_from))
+    columns = list(zip(*chains, strict=True))
     return Paths(*(np.array(column, dtype=np.int64) for column in columns))
 
 
 def _counted(row: Row, stages: list[int]) -> IntArray:
-    """Passes before each position of a row [n + 1, 3, v]: forward, input and weight passes of each of the rank's stages."""
+    """Return the passes before each position of a row [n + 1, 3, v]: forward, input and weight passes of the rank's stages."""
     kind, stage = row[0], row[1]
     chunk = np.searchsorted(np.array(stages), stage)
     each = np.zeros((len(kind) + 1, 3, len(stages)), dtype=np.int64)

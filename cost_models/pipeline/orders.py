@@ -30,7 +30,7 @@ class _Row:
     pending: deque[tuple[int, int]] = field(default_factory=deque)
 
     def add(self, kind: Kind, stage: int) -> None:
-        """Next micro-batch of F, B or BW on a stage; B leaves a W pending."""
+        """Add the next micro-batch of F, B or BW on a stage; B makes a W pending."""
         key = (stage, "F" if kind == "F" else "B")
         i = self.counts.get(key, 0)
         self.counts[key] = i + 1
@@ -40,21 +40,21 @@ class _Row:
                 self.pending.append((stage, i))
 
     def add_weight(self, stage: int | None = None) -> None:
-        """The oldest pending W, of one stage or of any; nothing when none is pending."""
+        """Add the oldest pending W, of one stage or of any; nothing when none is pending."""
         oldest = next((waiting for waiting in self.pending if stage in (None, waiting[0])), None)
         if oldest:
             self.pending.remove(oldest)
             self.actions.append(Action(oldest[0], "W", oldest[1]))
 
     def finished(self) -> tuple[Action, ...]:
-        """All actions, the pending W last."""
+        """Return all actions, the pending W last."""
         while self.pending:
             self.add_weight()
         return tuple(self.actions)
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Order:
-    """All forward, then all backward."""
+    """Run all forward, then all backward passes."""
     m = num_microbatches
     return tuple(
         (*(Action(r, "F", i) for i in range(m)), *(Action(r, "BW", i) for i in range(m))) for r in range(num_ranks)
@@ -62,7 +62,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Order:
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
-    """GPipe chunk by chunk: all micro-batches of one chunk before the next; backward in reverse of everything."""
+    """Run GPipe chunk by chunk: all micro-batches of one chunk before the next; backward in reverse of everything."""
     rows = []
     for r in range(num_ranks):
         stages = range(r, num_ranks * num_model_chunks, num_ranks)
@@ -72,7 +72,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> 
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Order:
-    """R - r forward passes, then backward and forward in turn: at most R - r micro-batches held on rank r."""
+    """Run R - r forward passes, then backward and forward in turn: at most R - r micro-batches stored on rank r."""
     rows = []
     for r in range(num_ranks):
         row = _Row(num_microbatches)
@@ -86,7 +86,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Order:
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
-    """1F1B over v chunks a rank, micro-batches in rounds of R: the bubble of 1F1B over v."""
+    """Run 1F1B over v chunks a rank, micro-batches in rounds of R: the bubble of 1F1B over v."""
 
     def row(r: int, in_round: int) -> tuple[Action, ...]:
         warm_up = (num_model_chunks - 1) * in_round + 2 * (num_ranks - 1 - r)
@@ -96,7 +96,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_model_chunks: int) ->
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
-    """Interleaved with split backward: rank r postpones r weight passes into its drain; held memory stays that of 1F1B."""
+    """Interleave with split backward: rank r postpones r weight passes into its drain; memory stays that of 1F1B."""
 
     def row(r: int, in_round: int) -> tuple[Action, ...]:
         warm_up = (num_model_chunks - 1) * in_round + num_ranks - 1 - r
@@ -108,12 +108,12 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_model_chu
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Order:
-    """1F1B whose weight passes fill the drain: a third of its bubble at its memory."""
+    """Run 1F1B whose weight passes fill the drain: a third of its bubble at its memory."""
     return interleaved_zero_bubble(num_ranks, num_microbatches, 1)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Order:
-    """2 (R - r) - 1 forward passes first, 2 r weight passes postponed: no bubble with equal F, B, W, at twice the memory."""
+    """Run 2 (R - r) - 1 forward passes first, postpone 2 r weight passes: no bubble with equal F, B, W, at twice the memory."""
     rows = []
     for r in range(num_ranks):
         row = _Row(num_microbatches)
@@ -129,7 +129,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Order:
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Order:
-    """ZBV: two chunks a rank in a V, the last stage beside the first; 1F1B's memory on every rank."""
+    """Run ZBV: two chunks a rank in a V, the last stage next to the first; 1F1B's memory on every rank."""
     return tuple(_zb_v_row(r, num_ranks, num_microbatches) for r in range(num_ranks))
 
 
@@ -166,17 +166,17 @@ def _zb_v_row(r: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ..
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Order:
-    """V-half: two chunks a rank in a V, about half of 1F1B's memory; down steps take twice the time of up steps."""
+    """Run V-half: two chunks a rank in a V, about half of 1F1B's memory; down steps take twice the time of up steps."""
     return _periodic_v(num_ranks, num_microbatches, down=2, up=1)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Order:
-    """V-min: two chunks a rank in a V, about a third of 1F1B's memory."""
+    """Run V-min: two chunks a rank in a V, about a third of 1F1B's memory."""
     return _periodic_v(num_ranks, num_microbatches, down=1, up=1)
 
 
 def _periodic_v(num_ranks: int, num_microbatches: int, *, down: int, up: int) -> Order:
-    """One micro-batch's block of F, B, W, repeated every six slots (its six passes on each rank).
+    """Repeat one micro-batch's block of F, B, W every six slots (its six passes on each rank).
 
     Neighbours run it `down` slots apart towards rank R-1 and `up` towards rank 0; the waits at the three turns are the least
     with which no rank has two passes in one slot. What a rank holds is proportional to the slots between F and B.
@@ -199,7 +199,7 @@ def _periodic_v(num_ranks: int, num_microbatches: int, *, down: int, up: int) ->
 def _block_row(
     lower: int, upper: int, slots: tuple[int, ...], num_microbatches: int, period: int
 ) -> tuple[Action, ...]:
-    """Actions of one rank by slot; each W takes a free slot soon after its B."""
+    """Return the actions of one rank by slot; each W takes a free slot soon after its B."""
     first, second = sorted(set(range(period)) - {slot % period for slot in slots})
     up_backward, low_backward = slots[2], slots[3]
 
@@ -226,7 +226,7 @@ def _block_row(
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Order:
-    """DualPipeV, its paired forward and backward passes written one after the other."""
+    """Run DualPipeV, its paired forward and backward passes written one after the other."""
     if num_microbatches < 2 * num_ranks:
         raise ConfigError(f"DualPipeV needs 2 x {num_ranks} micro-batches or more, got {num_microbatches}")
     return tuple(_dualpipe_v_row(r, num_ranks, num_microbatches) for r in range(num_ranks))
@@ -272,7 +272,7 @@ def _in_rounds(row: Callable[[int, int], tuple[Action, ...]], num_ranks: int, nu
 def _rounds(
     r: int, num_ranks: int, num_microbatches: int, chunks: int, in_round: int, warm_up: int, postponed: int | None
 ) -> tuple[Action, ...]:
-    """Warm-up, then F and backward in turn, then backward; `postponed` weight passes (None: backward is not split)."""
+    """Run warm-up, then F and backward in turn, then backward; `postponed` weight passes (None: backward is not split)."""
     row = _Row(num_microbatches)
     total = chunks * num_microbatches
     warm_up = min(warm_up, total)

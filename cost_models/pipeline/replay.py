@@ -1,11 +1,11 @@
-"""Seconds of a named schedule with real stage times, fast: the recurrences of pipeline_simulation.py as a list of sums and maxima.
+"""Seconds of a named schedule with real stage times, fast: the recurrences of simulation.py as a list of sums and maxima.
 
 The order of a schedule is worked out once for its numbers (`program`), as the two passes that each pass waits for; a replay is then
 one loop over them. Transfers are part of the passes here: a rank sends or receives nothing while it computes.
 
 With many micro-batches the middle repeats. If the passes of every stage end `d` seconds after those q micro-batches before, over a
 window longer than any pass looks back, then by induction all later ones do, and the step with n q more micro-batches takes n d
-longer, exactly. Where the window is not yet periodic a longer one is tried, up to the whole step.
+longer, exactly. Where the window is not yet periodic a longer one is tried, up to the entire step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAME = 1e-11
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """A schedule and its numbers: ranks, model chunks on each, micro-batches; the synthesised one has an ``order`` of its own."""
+    """A schedule and its numbers: ranks, model chunks on each, micro-batches; the synthesised one brings an ``order``."""
 
     schedule: ScheduleName
     pp: int
@@ -84,7 +84,7 @@ class PipelineShape:
         return min(few, self.num_microbatches)
 
     def with_microbatches(self, num_microbatches: int) -> PipelineShape:
-        """The same for another number of micro-batches."""
+        """Return the shape for another number of micro-batches."""
         return PipelineShape(
             schedule=self.schedule,
             pp=self.pp,
@@ -94,7 +94,7 @@ class PipelineShape:
 
 
 def order_of(shape: PipelineShape) -> Order:
-    """The passes of each rank under a named schedule; interleaved forms where a rank holds several chunks.
+    """Return the passes of each rank under a named schedule; interleaved forms where a rank holds several chunks.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers.
@@ -111,13 +111,13 @@ class Program:
     Attributes:
         before, needs: for each pass the positions, counted from one, of the two it waits for (0: for nothing).
         kinds: for each pass an index into the seconds of F, B, W and BW of every stage [4 S].
-        at: positions of F, backward and weight passes [3, S, M], counted from one.
+        positions: of F, backward and weight passes [3, S, M], counted from one.
     """
 
     before: list[int]
     needs: list[int]
     kinds: list[int]
-    at: NDArray[np.int64]
+    positions: NDArray[np.int64]
 
 
 Row = NDArray[np.int64]
@@ -132,7 +132,7 @@ _KINDS = {"F": _F, "B": _B, "W": _W, "BW": _BW}
 
 @lru_cache(maxsize=64)
 def program(shape: PipelineShape) -> Program:
-    """The named order as a program.
+    """Return the named order as a program.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers.
@@ -142,7 +142,7 @@ def program(shape: PipelineShape) -> Program:
 
 @lru_cache(maxsize=64)
 def rows_of(shape: PipelineShape) -> list[Row]:
-    """`order_of` as arrays.
+    """Return `order_of` as arrays.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers.
@@ -157,7 +157,7 @@ def rows_of(shape: PipelineShape) -> list[Row]:
 
 
 def _rounds(shape: PipelineShape, rank: int, in_round: int, warm_up: int) -> Row:
-    """One rank of an interleaved order: forward passes, forward and backward in turn, backward; weights `rank` passes later."""
+    """Return one rank of an interleaved order: forward, forward and backward in turn, backward; weights `rank` passes later."""
     pp, chunks, total = shape.pp, shape.num_model_chunks, shape.num_model_chunks * shape.num_microbatches
     step = np.arange(total)
     chunk, micro_batch = step // in_round % chunks, step // (in_round * chunks) * in_round + step % in_round
@@ -173,12 +173,12 @@ def _rounds(shape: PipelineShape, rank: int, in_round: int, warm_up: int) -> Row
 
 
 def as_rows(order: Order) -> list[Row]:
-    """Any order as arrays."""
+    """Return any order as arrays."""
     return [np.array([[_KINDS[kind], stage, i] for stage, kind, i in actions], dtype=np.int64).T for actions in order]
 
 
 def program_of(rows: list[Row], num_stages: int, num_microbatches: int) -> Program:
-    """Any order as a program.
+    """Return any order as a program.
 
     Raises:
         ConfigError: it never finishes.
@@ -192,50 +192,51 @@ def program_of(rows: list[Row], num_stages: int, num_microbatches: int) -> Progr
     while runnable:
         rank = runnable.pop()
         track, cursor, previous = tracks[rank], cursors[rank], latest[rank]
-        for needed, own, kind in track[cursor:]:
-            input_at = 0
+        for needed, cell, kind in track[cursor:]:
+            input_position = 0
             if needed >= 0:
-                input_at = position[needed]
-                if not input_at:
+                input_position = position[needed]
+                if not input_position:
                     waiting[needed] = rank
                     break
             before.append(previous)
-            needs.append(input_at)
+            needs.append(input_position)
             kinds.append(kind)
             previous = len(before)
-            position[own] = previous
+            position[cell] = previous
             cursor += 1
-            if waiting and own in waiting:
-                runnable.append(waiting.pop(own))
+            if waiting and cell in waiting:
+                runnable.append(waiting.pop(cell))
         cursors[rank], latest[rank] = cursor, previous
     if any(cursor < len(track) for cursor, track in zip(cursors, tracks, strict=True)):
         raise ConfigError("the schedule deadlocks")
-    at = np.array(position, dtype=np.int64).reshape(3, num_stages, m)
-    return Program(before, needs, kinds, np.stack([at[0], at[1], np.where(at[2] > 0, at[2], at[1])]))
+    forward, backward, weight = np.array(position, dtype=np.int64).reshape(3, num_stages, m)
+    positions = np.stack([forward, backward, np.where(weight > 0, weight, backward)])
+    return Program(before, needs, kinds, positions)
 
 
 def _tracked(row: Row, num_stages: int, m: int) -> tuple[list[int], list[int], list[int]]:
-    """Of each pass the index of what it needs (-1: nothing) and its own, and its index into the seconds."""
+    """Return for each pass the index of what it needs (-1: nothing), its own index, and its index into the seconds."""
     kind, stage, i = row
     size, cell = num_stages * m, stage * m + i
     of_backward = np.where(stage == num_stages - 1, cell, size + cell + m)
     needed = np.select([(kind == _F) & (stage == 0), kind == _F, kind == _W], [-1, cell - m, size + cell], of_backward)
-    own = np.select([kind == _F, kind == _W], [cell, 2 * size + cell], size + cell)
-    return needed.tolist(), own.tolist(), (kind * num_stages + stage).tolist()
+    made = np.select([kind == _F, kind == _W], [cell, 2 * size + cell], size + cell)
+    return needed.tolist(), made.tolist(), (kind * num_stages + stage).tolist()
 
 
-def ends_s(found: Program, forward_s: FloatArray, backward_s: FloatArray, weight_s: FloatArray) -> list[float]:
-    """Seconds at which each pass ends, behind a leading zero; arguments [S], ``backward_s`` without the weights."""
+def ends_s(passes: Program, forward_s: FloatArray, backward_s: FloatArray, weight_s: FloatArray) -> list[float]:
+    """Return the seconds at which each pass ends, behind a leading zero; arguments [S], ``backward_s`` without the weights."""
     seconds = np.concatenate([forward_s, backward_s, weight_s, backward_s + weight_s]).tolist()
     ends = [0.0]
-    for before, needs, kind in zip(found.before, found.needs, found.kinds, strict=True):
+    for before, needs, kind in zip(passes.before, passes.needs, passes.kinds, strict=True):
         one, other = ends[before], ends[needs]
         ends.append((one if one > other else other) + seconds[kind])
     return ends
 
 
 def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArray, weight_s: FloatArray) -> float:
-    """Seconds from the first start to the last end; arguments [S], ``backward_s`` without the weights.
+    """Return the seconds from the first start to the last end; arguments [S], ``backward_s`` without the weights.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers.
@@ -244,7 +245,7 @@ def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArr
     if shape.num_stages == 1:
         return m * float((forward_s + backward_s + weight_s)[0])
     if shape.record.all_forward_first and shape.num_model_chunks == 1:
-        backward_s = backward_s + weight_s  # identical jobs through a line of machines, there and back
+        backward_s = backward_s + weight_s  # identical jobs through a line of machines, forward and back
         return float(sum(np.sum(way) + (m - 1) * np.max(way) for way in (forward_s, backward_s)))
     if shape.order is not None:
         return max(ends_s(program(shape), forward_s, backward_s, weight_s))
@@ -252,7 +253,7 @@ def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArr
     while few < m:
         short = program(shape.with_microbatches(few))
         ends = np.array(ends_s(short, forward_s, backward_s, weight_s))
-        window = ends[short.at[:, :, reach : few - reach]]
+        window = ends[short.positions[:, :, reach : few - reach]]
         later = window[:, :, q:] - window[:, :, :-q]
         if np.ptp(later) <= _SAME * ends.max():
             return float(ends.max() + (m - few) // q * np.mean(later))
@@ -261,18 +262,18 @@ def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArr
 
 
 PENDING_GRADIENTS = 0.5
-"""What waits between an input pass and its weight pass beside the activations, as a part of them: gradients of products' outputs.
+"""What waits between an input pass and its weight pass next to the activations, as a part of them: gradients of products' outputs.
 
-torch keeps the whole graph until the weight pass (stage_backward_input retains it). In a block of Llama they are 10.75 of 19
+torch keeps the entire graph until the weight pass (stage_backward_input retains it). In a block of Llama they are 10.75 of 19
 hidden widths a token.
 """
 
 
 @lru_cache(maxsize=1024)
 def peak_in_flight_by_chunk(shape: PipelineShape) -> tuple[NDArray[np.float64], ...]:
-    """For each rank what it holds when it holds most: micro-batches of each of its chunks [K, v], no entry within another one.
+    """Return for each rank the micro-batches of each of its chunks when it holds most [K, v], no entry within another one.
 
-    Activations of a pass are held until its backward pass, or until its weight pass with `PENDING_GRADIENTS` since the input pass.
+    Activations of a pass are stored until its backward pass, or its weight pass with `PENDING_GRADIENTS` since the input pass.
     More than 4 pp micro-batches hold no more, but under gpipe.
     """
     saturated = 4 * shape.pp
@@ -281,32 +282,32 @@ def peak_in_flight_by_chunk(shape: PipelineShape) -> tuple[NDArray[np.float64], 
     if shape.record.all_forward_first:
         return (np.full((1, shape.num_model_chunks), float(shape.num_microbatches)),) * shape.pp
     changes = np.array([1.0, PENDING_GRADIENTS, -1.0 - PENDING_GRADIENTS, -1.0])
-    found = []
+    peaks = []
     for kind, stage, _ in rows_of(shape):
         counts = np.zeros((len(kind), shape.num_model_chunks))
         change = changes[kind]
         counts[np.arange(len(kind)), stage // shape.pp] = change
         is_peak = np.append((change[:-1] > 0) & (change[1:] < 0), False)
-        found.append(_maximal(np.cumsum(counts, axis=0)[is_peak]))
-    return tuple(found)
+        peaks.append(_maximal(np.cumsum(counts, axis=0)[is_peak]))
+    return tuple(peaks)
 
 
 def _maximal(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The rows that no other row covers."""
+    """Return the rows that no other row covers."""
     distinct = np.unique(counts, axis=0)
     covered = np.all(distinct[None, :, :] >= distinct[:, None, :], axis=2).sum(axis=1) > 1
     return np.asarray(distinct[~covered])
 
 
 def in_flight(shape: PipelineShape) -> NDArray[np.float64]:
-    """Most micro-batches each rank [pp] holds at once, with chunks of equal size."""
+    """Return the most micro-batches each rank [pp] holds at once, with chunks of equal size."""
     return np.array([counts.mean(axis=1).max() for counts in peak_in_flight_by_chunk(shape)])
 
 
 def in_flight_of_stage(
     schedule_is_1f1b: Array, num_microbatches: Array, pp: Array, stage_idx: Array, num_model_chunks: Array = 1
 ) -> Array:
-    """Micro-batches whose activations a stage holds at once.
+    """Return the micro-batches whose activations a stage holds at once.
 
     min(m, pp - stage) under 1f1b, m under gpipe; interleaved over v chunks the warm-up is 2 (pp - stage - 1) + (v - 1) pp + 1
     chunks, each a v-th of the stage (arXiv:2104.04473 section 2.2).

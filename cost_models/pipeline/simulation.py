@@ -15,8 +15,8 @@ Recurrences, start(a) being the latest of
     F(s,i): end F(s-1,i) + TRANSFER[s-1];   B(s,i), BW(s,i): end of B or BW(s+1,i) + TRANSFER[s], on the last stage end F(s,i);
     W(s,i): end B(s,i).
 
-Two lengths: `makespan_s` from the first start to the last end, and `span_s`, the longest time any one rank needs from its own first
-start to its own last end. The second is the cost of a step when ranks enter the next step without waiting for each other.
+Two lengths: `makespan_s` from the first start to the last end, and `span_s`, the longest time any one rank needs from its first
+start to its last end. The second is the cost of a step when ranks enter the next step without waiting for each other.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2 (whose bubble rate is 1 - work / span).
 """
 
@@ -85,15 +85,15 @@ class Pipeline:
         return max(self.rank_of_stage) + 1
 
     def hop_s(self, stage: int) -> float:
-        """Seconds from `stage` to the next one; zero when one rank holds both."""
+        """Return the seconds from `stage` to the next one; zero when one rank holds both."""
         return 0.0 if self.rank_of_stage[stage] == self.rank_of_stage[stage + 1] else self.transfer_s[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages of one rank, in the order of the model."""
+        """Return the stages of one rank, in the order of the model."""
         return tuple(s for s, holder in enumerate(self.rank_of_stage) if holder == rank)
 
     def work_s(self) -> NDArray[np.float64]:
-        """[R] busy seconds of each rank in a step."""
+        """Return the busy seconds of each rank in a step [R]."""
         per_stage = np.array(self.forward_s) + self.backward_s + self.weight_s
         weights = per_stage * self.num_microbatches
         return np.bincount(self.rank_of_stage, weights, self.num_ranks).astype(np.float64)
@@ -104,7 +104,7 @@ _PER_STAGE = ("forward_s", "backward_s", "weight_s", "held_bytes", "backward_fre
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds per rank and action in the order's sequence, and the peak bytes [R] of the held activations."""
+    """Seconds per rank and action in the order's sequence, and the peak bytes [R] of the stored activations."""
 
     start_s: tuple[NDArray[np.float64], ...]
     end_s: tuple[NDArray[np.float64], ...]
@@ -117,7 +117,7 @@ class Timeline:
 
     @property
     def span_s(self) -> float:
-        """The longest time of one rank from its own first start to its own last end."""
+        """The longest time of one rank from its first start to its last end."""
         return float(max(end[-1] - start[0] for start, end in zip(self.start_s, self.end_s, strict=True)))
 
     @property
@@ -148,7 +148,7 @@ def simulate(pipeline: Pipeline, order: Order) -> Timeline:
 
 
 def peak_bytes(pipeline: Pipeline, order: Order) -> NDArray[np.float64]:
-    """[R] most bytes held at once; depends on the sequence of each rank only, not on time."""
+    """Return the most bytes held at once [R]; they depend on the sequence of each rank only, not on time."""
     change = {
         "F": pipeline.held_bytes,
         "B": tuple(-freed for freed in pipeline.backward_freed_bytes),
@@ -160,7 +160,7 @@ def peak_bytes(pipeline: Pipeline, order: Order) -> NDArray[np.float64]:
 
 
 def _check_actions(pipeline: Pipeline, order: Order) -> None:
-    """Every F once, every backward once as B and W or as BW, each on the rank of its stage."""
+    """Require every F once, every backward once as B and W or as BW, each on the rank of its stage."""
     if len(order) != pipeline.num_ranks:
         raise ConfigError(f"the order has {len(order)} ranks, the pipeline {pipeline.num_ranks}")
     seen: set[tuple[int, str, int]] = set()
@@ -170,10 +170,10 @@ def _check_actions(pipeline: Pipeline, order: Order) -> None:
             known = 0 <= stage < pipeline.num_stages and 0 <= micro_batch < pipeline.num_microbatches
             if not known or pipeline.rank_of_stage[stage] != rank:
                 raise ConfigError(f"rank {rank} cannot run {action}: no such action on this rank")
-            parts = ("B", "W") if kind == "BW" else (kind,)
-            if any((stage, part, micro_batch) in seen for part in parts):
+            kinds = ("B", "W") if kind == "BW" else (kind,)
+            if any((stage, each, micro_batch) in seen for each in kinds):
                 raise ConfigError(f"rank {rank} runs {action} twice")
-            seen.update((stage, part, micro_batch) for part in parts)
+            seen.update((stage, each, micro_batch) for each in kinds)
     expected = 3 * pipeline.num_stages * pipeline.num_microbatches
     if len(seen) != expected:
         raise ConfigError(f"the order holds {len(seen)} of the {expected} passes F, B and W of the step")
@@ -213,8 +213,8 @@ class _Replay:
         starts, ends = self.starts[rank], self.ends[rank]
         clock = ends[-1] if ends else 0.0
         for stage, kind, micro_batch in itertools.islice(self.order[rank], len(ends), None):
-            at = stage * m + micro_batch
-            source, needed, delay = _needs(stage, kind, at, m, last, hops)
+            cell = stage * m + micro_batch
+            source, needed, delay = _needs(stage, kind, cell, m, last, hops)
             if source is not None:
                 arrived = finished[source][needed]
                 if arrived == _NOT_RUN:
@@ -227,9 +227,9 @@ class _Replay:
             ends.append(clock)
             if kind != "W":
                 made = "F" if kind == "F" else "B"
-                finished[made][at] = clock
-                if (made, at) in waiting:
-                    runnable.append(waiting.pop((made, at)))
+                finished[made][cell] = clock
+                if (made, cell) in waiting:
+                    runnable.append(waiting.pop((made, cell)))
 
     def _what_it_waits_for(self, rank: int) -> str:
         action = self.order[rank][len(self.ends[rank])]
@@ -240,11 +240,11 @@ class _Replay:
 
 
 def _needs(
-    stage: int, kind: str, at: int, m: int, last: int, hops: Sequence[float]
+    stage: int, kind: str, cell: int, m: int, last: int, hops: Sequence[float]
 ) -> tuple[Literal["F", "B"] | None, int, float]:
-    """What an action waits for: F or B of which (stage, micro-batch), and the transfer behind it."""
+    """Return what an action waits for: F or B of which (stage, micro-batch), and the transfer behind it."""
     if kind == "F":
-        return ("F", at - m, hops[stage - 1]) if stage else (None, at, 0.0)
+        return ("F", cell - m, hops[stage - 1]) if stage else (None, cell, 0.0)
     if kind == "W":
-        return "B", at, 0.0
-    return ("F", at, 0.0) if stage == last else ("B", at + m, hops[stage])
+        return "B", cell, 0.0
+    return ("F", cell, 0.0) if stage == last else ("B", cell + m, hops[stage])

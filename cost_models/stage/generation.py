@@ -66,18 +66,18 @@ class PassCosts:
 
 
 def layer_groups(model: ModelSpec, tp: int, element_bytes: int) -> tuple[LayerGroup, ...]:
-    """Kinds of layers in order. The rows of an embedding are looked up where it lies, so that no pass brings it.
+    """Return the kinds of layers in order. An embedding looks its rows up where it lies, so that no pass brings it.
 
     Raises:
         ConfigError: the model is one that was traced from code.
     """
     if model.traced_len is not None:
         raise ConfigError(f"{model.name} was traced from code: how it generates is not known")
-    places: dict[Layer, list[int]] = {}
+    positions: dict[Layer, list[int]] = {}
     for idx, layer in enumerate(model.iter_layers()):
         if isinstance(layer, Embedding | Block | Head):  # modules that predict further tokens take no part
-            places.setdefault(layer, []).append(idx)
-    return tuple(_layer_group(model, layer, tuple(idxs), tp, element_bytes) for layer, idxs in places.items())
+            positions.setdefault(layer, []).append(idx)
+    return tuple(_layer_group(model, layer, tuple(idxs), tp, element_bytes) for layer, idxs in positions.items())
 
 
 def _layer_group(model: ModelSpec, layer: Layer, idxs: tuple[int, ...], tp: int, element_bytes: int) -> LayerGroup:

@@ -364,7 +364,7 @@ def _log_width(terms: TimeBreakdown, scenario: Scenario, side: Side) -> float:
     if not is_measured(device):
         width *= c["time"]["unmeasured_device"]
     if calibration.spread is not None:
-        # The model's own width counts as much as a few runs; the runs' spread was found with as many as there were.
+        # The model's width counts as much as a few runs; the runs' spread was measured with as many as there were.
         weight = calibration.num_runs / (calibration.num_runs + c["time"]["prior_runs"])
         width = weight * TAIL * calibration.spread + (1 - weight) * width
     return max(width, MIN_LOG_WIDTH)

@@ -44,7 +44,7 @@ def rates() -> GemmRates:
 
 
 def test_chosen_products_leave_less_to_be_unsure_of_than_the_same_number_at_random(rates):
-    m, n, k = candidate_shapes(rates, seed=0, most_s=0.01, most_bytes=1e9)
+    m, n, k = candidate_shapes(rates, seed=0, max_s=0.01, max_bytes=1e9)
     columns = features(m, n, k, rates.coefficients, rates.hardware, element_bytes=2.0, software=0.0)
     prior = covariance(columns, model().log_residual(columns), SHIPPED_COVARIANCE)
     chosen = most_informative_shapes(m, n, k, rates, 30)
@@ -54,7 +54,7 @@ def test_chosen_products_leave_less_to_be_unsure_of_than_the_same_number_at_rand
 
 
 def test_candidates_keep_to_limits_of_time_and_memory(rates):
-    m, n, k = candidate_shapes(rates, seed=0, most_s=1e-4, most_bytes=1e8)
+    m, n, k = candidate_shapes(rates, seed=0, max_s=1e-4, max_bytes=1e8)
     assert len(m) > 100
     assert np.all(2 * (m * n + m * k + n * k) <= 1e8)
     assert np.all(2 * m * n * k / 9e14 <= 1e-4)
