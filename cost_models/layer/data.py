@@ -1,4 +1,4 @@
-"""Data parallelism of one layer: gathering parameters, reducing gradients, what of both is exposed, and the copies around them."""
+"""Data parallelism of one layer: gathers, reductions, what of them is exposed, copies around them, and the update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from ...schema.arrays import Array, FloatArray, IntArray
 from ...schema.layout_table import OFFLOADS, LayoutTable
 from .. import measured
 from ..hardware.collectives import collective_s
-from ..hardware.host import host_link_bytes_per_s
+from ..hardware.compute import elementwise_update_s
+from ..hardware.device import device_rates
+from ..hardware.host import host_link_bytes_per_s, host_update_s_per_param, update_bytes_per_param
 from ..hardware.overlap import Pair, exposed_s, slowdown_law
 from .operators import CostInputs
+from .parallel import sharded_params
 
 ZEROTH_ORDER_ELEMENTS = 14
 """Elements that zeroth-order training reads and writes of one parameter in a step: three moves and a step along the direction, each
@@ -22,6 +25,10 @@ of two reads and a write, and the decay (runtime/training/zeroth_order.py)."""
 
 DIRECTION_ELEMENTS = 4
 """Elements written of one parameter's direction, drawn unsharded by every rank for each of the four."""
+
+
+_NEWTON_SCHULZ_FLOPS = 25.0
+"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
 
 
 class ShardGroups(NamedTuple):
@@ -210,15 +217,11 @@ def _added_s(compute_s: FloatArray, collective_s: FloatArray, sent_bytes: FloatA
     law, ratio = slowdown_law(rate / memory, inputs.scenario.coefficients), measured.overlap_ratio(inputs.scenario)
     pair = Pair(compute=law.compute * ratio, collective=law.collective * ratio)
     of_layer = exposed_s(compute_s, collective_s, pair)
-    if not overlaps_across_chunks(inputs.workload):
+    # With model chunks communication of one may run while others compute.
+    if not (inputs.workload.overlap and inputs.workload.engine_facts.data_parallel.hides_in_chunks):
         return of_layer
     of_others = exposed_s(compute_s * np.minimum(layouts.num_microbatches, layouts.pp), collective_s, pair)
     return np.asarray(of_layer / layouts.num_model_chunks + of_others * (1 - 1 / layouts.num_model_chunks))
-
-
-def overlaps_across_chunks(workload: Workload) -> bool:
-    """Return whether communication of one model chunk runs while others compute."""
-    return workload.overlap and workload.engine_facts.data_parallel.hides_in_chunks
 
 
 def num_passes(layouts: LayoutTable, workload: Workload) -> IntArray:
@@ -280,3 +283,24 @@ def has_copies(layouts: Any, workload: Workload) -> Array:
 def has_plain_replicas(layouts: Any, workload: Workload) -> Array:
     """Return whether our runtime has fp32 replicas and nothing more: gradients are reduced in DDP's buckets, which stay."""
     return layouts.is_replicated & (workload.engine_facts.is_own_runtime & (workload.precision == "fp32"))
+
+
+def update_s(
+    trained: FloatArray | float, expert_params: FloatArray | float, inputs: CostInputs, idx: int | slice = slice(None)
+) -> FloatArray:
+    """Return the seconds of the optimizer on a stage, given parameters per tensor-parallel rank, under layouts ``idx``."""
+    b, workload, rates = inputs.layouts, inputs.workload, device_rates(inputs.scenario)
+    owners = b.num_optimizer_shards[idx], b.expert_optimizer_shards[idx]
+    share = np.asarray(sharded_params(trained, expert_params, *owners))
+    if not workload.has_backward:
+        unsharded = (trained - expert_params) * b.tp[idx] + expert_params * b.ep[idx] * b.expert_tp[idx]
+        moved = elementwise_update_s(share, ZEROTH_ORDER_ELEMENTS * workload.master_bytes, rates)
+        drawn_bytes = DIRECTION_ELEMENTS * workload.master_bytes
+        return moved + elementwise_update_s(np.asarray(unsharded), drawn_bytes, rates)
+    update_bytes = update_bytes_per_param(workload)
+    seconds = elementwise_update_s(share, update_bytes, rates)
+    if workload.optimizer == "muon":
+        seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * inputs.hidden_dim / rates.gemm_flops_per_s
+    away = np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0)
+    on_host = host_update_s_per_param(inputs.scenario, b.offload_to_storage[idx], update_bytes)
+    return np.asarray((1 - away) * seconds + away * share * on_host)

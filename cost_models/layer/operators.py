@@ -438,20 +438,3 @@ def _elementwise(
 ) -> Elementwise:
     elements = (width * traffic.forward, width * traffic.backward)
     return Elementwise(name, *elements, traffic.forward_kernels, traffic.backward_kernels, shard, element_bytes)
-
-
-def model_flops_per_token(
-    layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int, *, frozen: bool = False
-) -> float:
-    """Return the FLOPs of a training step per token: forward plus backward, no recompute, causal attention counted once.
-
-    A frozen model needs no gradients of its weights: four FLOPs for each instead of six (its adapters are left out).
-    """
-    total = 0.0
-    for layer, count in layers:
-        for op in layer_operators(layer, OperatorRules(hidden_dim=hidden_dim, seq_len=seq_len)):
-            if isinstance(op, Gemm):
-                total += count * (4 if frozen else 6) * op.n * op.k * op.rows_per_token
-            elif isinstance(op, FusedAttention):
-                total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
-    return total

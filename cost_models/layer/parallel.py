@@ -1,4 +1,4 @@
-"""Communication within one layer, one micro-batch at a time: tensor, context and expert parallelism.
+"""Communication of one micro-batch within a layer, and to the next stage: tensor, context, pipeline and expert parallelism.
 
 Tensor parallelism: two pairs of all-gather and reduce-scatter a block and pass, some of them hidden behind products.
 
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schema import Workload
+from ...schema import ClusterSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from ...schema.layout_table import RECOMPUTES, LayoutTable
@@ -221,6 +221,41 @@ def ring_attention(
         np.asarray(exposed_backward),
         np.asarray(steps * float(_STEP_DISPATCHES)),
     )
+
+
+# Pipeline
+
+
+def transfer_s(
+    boundary_bytes: FloatArray, forward_s: FloatArray, inputs: CostInputs, stage_links: ClusterSpec
+) -> FloatArray:
+    """Return the seconds one micro-batch's activations take to the next stage, once for each chunk (gradients the same) [N].
+
+    Megatron and DeepSpeed send a tensor-parallel rank's share only and gather it on arrival (scatter-gather optimisation,
+    arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned).
+
+    Args:
+        boundary_bytes: hidden states between blocks on one rank [N].
+        forward_s: of all chunks of a rank, which transfers of other chunks may hide behind [N].
+        inputs: layouts and scenario.
+        stage_links: the links between stages.
+    """
+    b, workload = inputs.layouts, inputs.workload
+    sent, gathered = boundary_bytes, np.zeros(len(b))
+    if workload.engine_facts.is_eager_like_megatron:
+        is_cut = b.sequence_parallel == 1
+        unsharded, ranks = np.where(is_cut, 0.0, sent), np.where(is_cut, 1, b.tp)
+        sent = sent / ranks
+        gathered = collective_s("all_gather", unsharded, ranks, np.ones_like(b.tp), inputs.cluster)
+    # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
+    once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), stage_links) + gathered
+    if stage_links.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
+        ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), stage_links) + gathered
+        once = np.where(b.num_model_chunks > 1, ring, once)
+    if workload.overlap and workload.engine_facts.data_parallel.hides_in_chunks:
+        hidden = np.maximum(once - forward_s / b.num_model_chunks, 0.0)
+        once = np.where(b.num_model_chunks > 1, hidden, once)
+    return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
 
 
 # Expert parallelism

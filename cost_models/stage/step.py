@@ -37,7 +37,7 @@ from ...schema.layout_table import MIXED
 from ...schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from ..coefficients import Scenario
 from ..hardware.device import is_measured, peak_flops_per_s
-from ..layer.operators import model_flops_per_token
+from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, layer_operators
 from ..pipeline.lower_bounds import pipelined_s
 from ..pipeline.replay import PipelineShape, makespan_s
 from . import memory
@@ -333,6 +333,23 @@ def step_flops_per_token(model: ModelSpec, workload: Workload) -> float:
     is_frozen = workload.adapters is not None and workload.has_backward
     flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen)
     return float(flops if workload.has_backward else flops * 2 / 3)
+
+
+def model_flops_per_token(
+    layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int, *, frozen: bool = False
+) -> float:
+    """Return the FLOPs of a training step per token: forward plus backward, no recompute, causal attention counted once.
+
+    A frozen model needs no gradients of its weights: four FLOPs for each instead of six (its adapters are left out).
+    """
+    total = 0.0
+    for layer, count in layers:
+        for op in layer_operators(layer, OperatorRules(hidden_dim=hidden_dim, seq_len=seq_len)):
+            if isinstance(op, Gemm):
+                total += count * (4 if frozen else 6) * op.n * op.k * op.rows_per_token
+            elif isinstance(op, FusedAttention):
+                total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
+    return total
 
 
 def time_shares(terms: TimeBreakdown) -> dict[str, float]:

@@ -15,26 +15,19 @@ from ...schema.arrays import FloatArray, IntArray
 from ...schema.layers import Embedding, Head
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ..coefficients import Coefficients, Scenario
-from ..hardware.collectives import Hops, collective_s, p2p_s
-from ..hardware.compute import elementwise_update_s
+from ..hardware.collectives import collective_s
 from ..hardware.device import device_rates
-from ..hardware.host import host_update_s_per_param, update_bytes_per_param
 from ..layer.data import (
-    DIRECTION_ELEMENTS,
-    ZEROTH_ORDER_ELEMENTS,
     copied_bytes_per_param,
     exposed_collectives_s,
     num_passes,
-    overlaps_across_chunks,
+    update_s,
 )
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
 from ..layer.operators import CostInputs, Layer
-from ..layer.parallel import sharded_params
+from ..layer.parallel import transfer_s
 from ..layer.vocabulary import VocabularyShare, vocabulary_share
 from ..pipeline.simulation import Order
-
-_NEWTON_SCHULZ_FLOPS = 25.0
-"""FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
 
 
 class KnownCosts(NamedTuple):
@@ -275,27 +268,9 @@ class CostTable:
 
     @cached_property
     def transfer_s(self) -> FloatArray:
-        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N].
-
-        Megatron and DeepSpeed send a tensor-parallel rank's share only and gather it on arrival (scatter-gather optimisation,
-        arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned).
-        """
-        b = self.layouts
-        sent, gathered = self.boundary_bytes, np.zeros(len(b))
-        if self.workload.engine_facts.is_eager_like_megatron:
-            is_cut = b.sequence_parallel == 1
-            unsharded, ranks = np.where(is_cut, 0.0, sent), np.where(is_cut, 1, b.tp)
-            sent = sent / ranks
-            gathered = collective_s("all_gather", unsharded, ranks, np.ones_like(b.tp), self.cluster)
-        # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
-        once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), self.stage_links) + gathered
-        if self.stage_links.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
-            ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), self.stage_links) + gathered
-            once = np.where(b.num_model_chunks > 1, ring, once)
-        if overlaps_across_chunks(self.workload):
-            chunk_s = (self.total("forward_s") + self.total("comm_forward_s")) / b.pp / b.num_model_chunks
-            once = np.where(b.num_model_chunks > 1, np.maximum(once - chunk_s, 0.0), once)
-        return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))
+        """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N]."""
+        forward_s = (self.total("forward_s") + self.total("comm_forward_s")) / self.layouts.pp
+        return transfer_s(self.boundary_bytes, forward_s, self._inputs, self.stage_links)
 
     # Data parallelism and the update
 
@@ -361,22 +336,7 @@ class CostTable:
         self, trained: FloatArray | float, expert_params: FloatArray | float, idx: int | slice = slice(None)
     ) -> FloatArray:
         """Return the seconds of the optimizer on a stage, given parameters per tensor-parallel rank, under layouts ``idx``."""
-        b, workload = self.layouts, self.workload
-        rates = device_rates(self.scenario)
-        owners = b.num_optimizer_shards[idx], b.expert_optimizer_shards[idx]
-        share = np.asarray(sharded_params(trained, expert_params, *owners))
-        if not workload.has_backward:
-            unsharded = (trained - expert_params) * b.tp[idx] + expert_params * b.ep[idx] * b.expert_tp[idx]
-            moved = elementwise_update_s(share, ZEROTH_ORDER_ELEMENTS * workload.master_bytes, rates)
-            drawn_bytes = DIRECTION_ELEMENTS * workload.master_bytes
-            return moved + elementwise_update_s(np.asarray(unsharded), drawn_bytes, rates)
-        update_bytes = update_bytes_per_param(workload)
-        seconds = elementwise_update_s(share, update_bytes, rates)
-        if workload.optimizer == "muon":
-            seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * self.model.hidden_dim / rates.gemm_flops_per_s
-        away = np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0)
-        on_host = host_update_s_per_param(self.scenario, b.offload_to_storage[idx], update_bytes)
-        return np.asarray((1 - away) * seconds + away * share * on_host)
+        return update_s(trained, expert_params, self._inputs, idx)
 
     def once_per_layer_s(self, idx: int) -> FloatArray:
         """Return what each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
