@@ -1,138 +1,151 @@
-"""Hugging Face ``config.json`` -> fields of ModelSpec: one small parser for each family of published decoder models."""
+"""Hugging Face ``config.json`` -> fields of ModelSpec: one small parser for each family of published decoder models.
+
+Which projection has a bias, which norm has weights and which layer attends how far is read from transformers 5.23's
+``modeling_<model_type>.py``; tests/unit/schema/test_catalogue_models.py compares the parameter counts with them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from .base import read_json
 from .errors import ConfigError
 from .hf_fields import (
     Fields,
     activation,
     full_heads,
     heads,
-    layernorm_model,
     num_blocks,
     rms_model,
     rope,
     rotary_fraction,
     runs,
-    shown,
     windows,
 )
-from .layers import MAX_LAYERS, Block, DenseMLP, FeedForward, LatentAttention, LayerRun, MoE, SoftmaxAttention
+from .layers import (
+    MAX_LAYERS,
+    Block,
+    DenseMLP,
+    Embedding,
+    FeedForward,
+    Head,
+    LatentAttention,
+    LayerRun,
+    MoE,
+    SoftmaxAttention,
+)
+
+
+def _rms(
+    config: Fields,
+    attention: Mapping[str, Any],
+    mlp: Callable[[bool], FeedForward],
+    *,
+    widths: Iterable[int | None] | None = None,
+    sparse: Iterable[bool] | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    num_norms: Literal[2, 4] = 2,
+    **model: Any,
+) -> dict[str, Any]:
+    """Return the fields of a model of blocks with RMSNorm, grouped-query attention and rotary embedding.
+
+    ``mlp`` makes the feed-forward part of a layer with experts, or without; ``model`` are defaults of the config class:
+    max_seq_len, norm_eps, tied and theta.
+    """
+    shape = heads(config, config.integer("hidden_size"), kv_heads=kv_heads, head_dim=head_dim)
+    count = num_blocks(config)
+    keys = zip(widths or [None] * count, sparse or [False] * count, strict=True)
+
+    def block(key: tuple[int | None, bool]) -> Block:
+        window, is_sparse = key
+        softmax = SoftmaxAttention(**shape, window=window, **attention)
+        return Block(attention=softmax, mlp=mlp(is_sparse), num_norms=num_norms)
+
+    return rms_model(config, runs(keys, block), **model)
+
+
+def _biases(config: Fields, default: bool = False) -> dict[str, bool]:
+    bias = config.boolean("attention_bias", default)
+    return {"qkv_bias": bias, "out_bias": bias}
 
 
 def _llama(config: Fields) -> dict[str, Any]:
-    hidden_dim = config.integer("hidden_size")
-    bias = config.boolean("attention_bias", False)
-    attention = SoftmaxAttention(**heads(config, hidden_dim), qkv_bias=bias, out_bias=bias)
-    block = Block(attention=attention, mlp=_swiglu(config, bias=config.boolean("mlp_bias", False)))
-    return rms_model(config, _equal(config, block), max_seq_len=2048)
+    mlp = _swiglu(config, bias=config.boolean("mlp_bias", False))
+    return _rms(config, _biases(config), lambda _: mlp, max_seq_len=2048)
 
 
 def _mistral(config: Fields) -> dict[str, Any]:
-    hidden_dim = config.integer("hidden_size")
-    window = config.optional_integer("sliding_window", 4096)
-    attention = SoftmaxAttention(**heads(config, hidden_dim, kv_heads=8), window=window)
-    return rms_model(config, _equal(config, Block(attention=attention, mlp=_swiglu(config))), max_seq_len=4096 * 32)
+    widths = [config.optional_integer("sliding_window", 4096)] * num_blocks(config)
+    return _rms(config, {}, lambda _: _swiglu(config), widths=widths, kv_heads=8, max_seq_len=4096 * 32)
 
 
 def _mixtral(config: Fields) -> dict[str, Any]:
-    hidden_dim = config.integer("hidden_size")
-    window = config.optional_integer("sliding_window")
-    attention = SoftmaxAttention(**heads(config, hidden_dim, kv_heads=8), window=window)
-    block = Block(attention=attention, mlp=_moe(config, "intermediate_size", "num_local_experts"))
-    return rms_model(config, _equal(config, block), max_seq_len=4096 * 32, norm_eps=1e-5, theta=1e6)
+    widths = [config.optional_integer("sliding_window")] * num_blocks(config)
+    moe = _moe(config, "intermediate_size", "num_local_experts")
+    others: dict[str, Any] = {"max_seq_len": 4096 * 32, "norm_eps": 1e-5, "theta": 1e6}
+    return _rms(config, {}, lambda _: moe, widths=widths, kv_heads=8, **others)
 
 
 def _qwen2(config: Fields) -> dict[str, Any]:
-    shape = heads(config, config.integer("hidden_size"), kv_heads=32)
-    mlp = _swiglu(config)
-
-    def block(window: int | None) -> Block:
-        return Block(attention=SoftmaxAttention(**shape, window=window, qkv_bias=True), mlp=mlp)
-
-    return rms_model(config, runs(_qwen_windows(config), block), max_seq_len=32768)
+    attention, widths = {"qkv_bias": True}, _qwen_windows(config)
+    return _rms(config, attention, lambda _: _swiglu(config), widths=widths, kv_heads=32, max_seq_len=32768)
 
 
 def _qwen2_moe(config: Fields) -> dict[str, Any]:
-    shape = heads(config, config.integer("hidden_size"), kv_heads=16)
-    bias = config.boolean("qkv_bias", True)
     shared = config.integer("shared_expert_intermediate_size", default=5632)
     moe = _moe(config, "moe_intermediate_size", shared_ffn_dim=shared, shared_gate=True, **_normalized(config))
     last = config.integer("max_window_layers", default=28, minimum=0)
-    local = windows(config, _qwen_window(config), lambda idx: idx % 2 == 0 and idx < last)
-
-    def block(key: tuple[int | None, bool]) -> Block:
-        attention = SoftmaxAttention(**shape, window=key[0], qkv_bias=bias)
-        return Block(attention=attention, mlp=moe if key[1] else _swiglu(config))
-
-    return rms_model(config, runs(zip(local, _qwen_sparse(config), strict=True), block), max_seq_len=32768)
+    return _rms(
+        config,
+        {"qkv_bias": config.boolean("qkv_bias", True)},
+        lambda is_sparse: moe if is_sparse else _swiglu(config),
+        widths=windows(config, _qwen_window(config), lambda idx: idx % 2 == 0 and idx < last),
+        sparse=_qwen_sparse(config),
+        kv_heads=16,
+        max_seq_len=32768,
+    )
 
 
 def _qwen3(config: Fields) -> dict[str, Any]:
-    shape = heads(config, config.integer("hidden_size"), kv_heads=32, head_dim=128)
-    bias = config.boolean("attention_bias", False)
-    mlp = _swiglu(config)
-
-    def block(window: int | None) -> Block:
-        attention = SoftmaxAttention(**shape, window=window, qkv_bias=bias, out_bias=bias, qk_norm="per_head")
-        return Block(attention=attention, mlp=mlp)
-
-    return rms_model(config, runs(_qwen_windows(config), block), max_seq_len=32768)
+    attention, widths = {**_biases(config), "qk_norm": "per_head"}, _qwen_windows(config)
+    others: dict[str, Any] = {"kv_heads": 32, "head_dim": 128, "max_seq_len": 32768}
+    return _rms(config, attention, lambda _: _swiglu(config), widths=widths, **others)
 
 
 def _qwen3_moe(config: Fields) -> dict[str, Any]:
-    shape = heads(config, config.integer("hidden_size"), kv_heads=4)
-    bias = config.boolean("attention_bias", False)
-    window = _qwen_window(config)
-    attention = SoftmaxAttention(**shape, window=window, qkv_bias=bias, out_bias=bias, qk_norm="per_head")
     moe = _moe(config, "moe_intermediate_size", **_normalized(config))
-
-    def block(sparse: bool) -> Block:
-        return Block(attention=attention, mlp=moe if sparse else _swiglu(config))
-
-    return rms_model(config, runs(_qwen_sparse(config), block), max_seq_len=32768)
+    return _rms(
+        config,
+        {**_biases(config), "qk_norm": "per_head"},
+        lambda is_sparse: moe if is_sparse else _swiglu(config),
+        widths=[_qwen_window(config)] * num_blocks(config),
+        sparse=_qwen_sparse(config),
+        kv_heads=4,
+        max_seq_len=32768,
+    )
 
 
 def _gemma2(config: Fields) -> dict[str, Any]:
-    shape = heads(config, config.integer("hidden_size"), kv_heads=4, head_dim=256)
-    bias = config.boolean("attention_bias", False)
-    softcap = config.optional_number("attn_logit_softcapping", 50.0)
+    attention = {**_biases(config), "logit_softcap": config.optional_number("attn_logit_softcapping", 50.0)}
     mlp = _swiglu(config, activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"))
-
-    def block(window: int | None) -> Block:
-        attention = SoftmaxAttention(**shape, window=window, qkv_bias=bias, out_bias=bias, logit_softcap=softcap)
-        return Block(attention=attention, mlp=mlp, num_norms=4)
-
-    return rms_model(config, runs(_alternating(config, 4096), block), max_seq_len=8192, tied=True)
+    others: dict[str, Any] = {"kv_heads": 4, "head_dim": 256, "num_norms": 4, "max_seq_len": 8192, "tied": True}
+    return _rms(config, attention, lambda _: mlp, widths=_alternating(config, 4096), **others)
 
 
 def _olmoe(config: Fields) -> dict[str, Any]:
     if config.optional_number("clip_qkv") is not None:
         config.refuse("clip_qkv", "clipped queries, keys and values are not supported")
-    shape = heads(config, config.integer("hidden_size"))
-    bias = config.boolean("attention_bias", False)
-    attention = SoftmaxAttention(**shape, qkv_bias=bias, out_bias=bias, qk_norm="full")
-    block = Block(attention=attention, mlp=_moe(config, "intermediate_size", **_normalized(config)))
-    return rms_model(config, _equal(config, block), max_seq_len=4096, norm_eps=1e-5)
+    moe = _moe(config, "intermediate_size", **_normalized(config))
+    return _rms(config, {**_biases(config), "qk_norm": "full"}, lambda _: moe, max_seq_len=4096, norm_eps=1e-5)
 
 
 def _gpt_oss(config: Fields) -> dict[str, Any]:
     config = config.with_default("rope_scaling", "rope_parameters", value=_GPT_OSS_ROPE)
-    shape = heads(config, config.integer("hidden_size"), kv_heads=8, head_dim=64)
-    bias = config.boolean("attention_bias", True)
     moe = _moe(config, "intermediate_size", "num_local_experts", bias=True, router_bias=True, router="top_k_softmax")
-
-    def block(window: int | None) -> Block:
-        attention = SoftmaxAttention(**shape, window=window, qkv_bias=bias, out_bias=bias, sinks=True)
-        return Block(attention=attention, mlp=moe)
-
-    blocks = runs(_alternating(config, 128), block)
-    return rms_model(config, blocks, max_seq_len=131072, norm_eps=1e-5, theta=150000.0)
+    attention = {**_biases(config, default=True), "sinks": True}
+    others: dict[str, Any] = {"kv_heads": 8, "head_dim": 64, "max_seq_len": 131072, "norm_eps": 1e-5, "theta": 150000.0}
+    return _rms(config, attention, lambda _: moe, widths=_alternating(config, 128), **others)
 
 
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
@@ -178,24 +191,48 @@ def _deepseek_blocks(config: Fields, *, dense: int, shared: int, router: str) ->
     return runs((idx >= first for idx in range(num_blocks(config))), block)
 
 
+def _layernorm(
+    config: Fields,
+    hidden_dim: int,
+    attention: Mapping[str, Any],
+    mlp: Mapping[str, Any],
+    *,
+    tied: bool = False,
+    num_blocks_names: tuple[str, ...] = ("num_hidden_layers",),
+    num_positions: int = 0,
+    parallel_residual: bool = False,
+    **model: Any,
+) -> dict[str, Any]:
+    """Return the fields of a model of equal blocks with LayerNorm and a feed-forward part without a gate."""
+    vocab_size, tied = config.integer("vocab_size"), config.boolean("tie_word_embeddings", tied)
+    norm: dict[str, Any] = {"norm": "layernorm", "norm_bias": True}
+    part = DenseMLP(gated=False, **mlp)
+    block = Block(attention=SoftmaxAttention(**attention), mlp=part, parallel_residual=parallel_residual, **norm)
+    layers = (
+        LayerRun(layer=Embedding(vocab_size=vocab_size, num_positions=num_positions)),
+        LayerRun(layer=block, count=config.integer(*num_blocks_names, maximum=MAX_LAYERS)),
+        LayerRun(layer=Head(vocab_size=vocab_size, tied=tied, **norm)),
+    )
+    return {"hidden_dim": hidden_dim, "layers": layers, "tie_embeddings": tied, **model}
+
+
 def _gpt2(config: Fields) -> dict[str, Any]:
     if config.boolean("add_cross_attention", False):
         config.refuse("add_cross_attention", "only decoders without cross-attention are supported")
     hidden_dim = config.integer("n_embd", "hidden_size")
-    shape = full_heads(config, hidden_dim, "n_head")
-    attention = SoftmaxAttention(**shape, qkv_bias=True, out_bias=True, rope_fraction=0.0)
-    ffn_dim = config.optional_integer("n_inner") or 4 * hidden_dim
-    gelu = activation(config, "activation_function", "gelu_new")
-    mlp = DenseMLP(ffn_dim=ffn_dim, gated=False, activation=gelu, bias=True)
-    block = Block(attention=attention, mlp=mlp, norm="layernorm", norm_bias=True)
-    run = LayerRun(layer=block, count=config.integer("n_layer", "num_hidden_layers", maximum=MAX_LAYERS))
+    attention = {**full_heads(config, hidden_dim, "n_head"), "qkv_bias": True, "out_bias": True, "rope_fraction": 0.0}
+    gelu, ffn_dim = activation(config, "activation_function", "gelu_new"), config.optional_integer("n_inner")
+    mlp = {"ffn_dim": ffn_dim or 4 * hidden_dim, "activation": gelu, "bias": True}
     max_seq_len = config.integer("n_positions", "max_position_embeddings", default=1024)
-    return {
-        **layernorm_model(config, hidden_dim, (run,), tied=True, num_positions=max_seq_len),
+    model: dict[str, Any] = {
         "max_seq_len": max_seq_len,
         "norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "rope": None,
     }
+    names = ("n_layer", "num_hidden_layers")
+    return _layernorm(
+        config, hidden_dim, attention, mlp, tied=True, num_blocks_names=names, num_positions=max_seq_len, **model
+    )
 
 
 def _opt(config: Fields) -> dict[str, Any]:
@@ -205,62 +242,42 @@ def _opt(config: Fields) -> dict[str, Any]:
     if (config.optional_integer("word_embed_proj_dim") or hidden_dim) != hidden_dim:
         config.refuse("word_embed_proj_dim", "embeddings of another width than the blocks are not supported")
     bias = config.boolean("enable_bias", True)
-    attention = SoftmaxAttention(**full_heads(config, hidden_dim), qkv_bias=bias, out_bias=bias, rope_fraction=0.0)
+    attention = {**full_heads(config, hidden_dim), "qkv_bias": bias, "out_bias": bias, "rope_fraction": 0.0}
     relu = activation(config, "activation_function", "relu")
-    mlp = DenseMLP(ffn_dim=config.integer("ffn_dim"), gated=False, activation=relu, bias=bias)
-    block = Block(attention=attention, mlp=mlp, norm="layernorm", norm_bias=True)
+    mlp = {"ffn_dim": config.integer("ffn_dim"), "activation": relu, "bias": bias}
     max_seq_len = config.integer("max_position_embeddings", default=2048)
+    model: dict[str, Any] = {"max_seq_len": max_seq_len, "norm_eps": 1e-5, "rope": None}
     # The first two rows of the positions are for padding.
-    return {
-        **layernorm_model(config, hidden_dim, _equal(config, block), tied=True, num_positions=max_seq_len + 2),
-        "max_seq_len": max_seq_len,
-        "norm_eps": 1e-5,
-        "rope": None,
-    }
+    return _layernorm(config, hidden_dim, attention, mlp, tied=True, num_positions=max_seq_len + 2, **model)
 
 
 def _gpt_neox(config: Fields) -> dict[str, Any]:
     hidden_dim = config.integer("hidden_size")
-    bias = config.boolean("attention_bias", True)
     fraction = rotary_fraction(config, 0.25, "rotary_pct")
-    shape = full_heads(config, hidden_dim)
-    attention = SoftmaxAttention(**shape, qkv_bias=bias, out_bias=bias, rope_fraction=fraction)
-    ffn_dim = config.integer("intermediate_size")
-    mlp = DenseMLP(ffn_dim=ffn_dim, gated=False, activation=activation(config, default="gelu"), bias=True)
+    attention = {**full_heads(config, hidden_dim), **_biases(config, default=True), "rope_fraction": fraction}
+    gelu = activation(config, default="gelu")
+    mlp = {"ffn_dim": config.integer("intermediate_size"), "activation": gelu, "bias": True}
     parallel = config.boolean("use_parallel_residual", True)
-    block = Block(attention=attention, mlp=mlp, norm="layernorm", norm_bias=True, parallel_residual=parallel)
     max_seq_len = config.integer("max_position_embeddings", default=2048)
-    return {
-        **layernorm_model(config, hidden_dim, _equal(config, block), tied=False),
-        "max_seq_len": max_seq_len,
-        "norm_eps": config.number("layer_norm_eps", 1e-5),
-        "rope": rope(config, max_seq_len, theta_name="rotary_emb_base"),
-    }
+    model: dict[str, Any] = {"max_seq_len": max_seq_len, "norm_eps": config.number("layer_norm_eps", 1e-5)}
+    rotary = rope(config, max_seq_len, theta_name="rotary_emb_base")
+    return _layernorm(config, hidden_dim, attention, mlp, parallel_residual=parallel, rope=rotary, **model)
 
 
 def _nemotron(config: Fields) -> dict[str, Any]:
-    hidden_dim = config.integer("hidden_size")
-    bias = config.boolean("attention_bias", False)
-    shape, fraction = heads(config, hidden_dim), rotary_fraction(config, 0.5)
-    attention = SoftmaxAttention(**shape, qkv_bias=bias, out_bias=bias, rope_fraction=fraction)
-    relu2, mlp_bias = activation(config, default="relu2"), config.boolean("mlp_bias", False)
-    mlp = DenseMLP(ffn_dim=config.integer("intermediate_size"), gated=False, activation=relu2, bias=mlp_bias)
+    hidden_dim, fraction = config.integer("hidden_size"), rotary_fraction(config, 0.5)
+    attention = {**heads(config, hidden_dim), **_biases(config), "rope_fraction": fraction}
+    relu2, bias = activation(config, default="relu2"), config.boolean("mlp_bias", False)
+    mlp = {"ffn_dim": config.integer("intermediate_size"), "activation": relu2, "bias": bias}
     max_seq_len = config.integer("max_position_embeddings", default=4096)
-    block = Block(attention=attention, mlp=mlp, norm="layernorm", norm_bias=True)
-    return {
-        **layernorm_model(config, hidden_dim, _equal(config, block), tied=False),
-        "max_seq_len": max_seq_len,
-        "norm_eps": config.number("norm_eps", 1e-5),
-        "rope": rope(config, max_seq_len),
-    }
+    model: dict[str, Any] = {"max_seq_len": max_seq_len, "norm_eps": config.number("norm_eps", 1e-5)}
+    return _layernorm(config, hidden_dim, attention, mlp, rope=rope(config, max_seq_len), **model)
 
 
 def _phi3(config: Fields) -> dict[str, Any]:
-    hidden_dim = config.integer("hidden_size")
-    window = config.optional_integer("sliding_window")
-    attention = SoftmaxAttention(**heads(config, hidden_dim), window=window, rope_fraction=rotary_fraction(config))
-    blocks = _equal(config, Block(attention=attention, mlp=_swiglu(config)))
-    return rms_model(config, blocks, max_seq_len=4096, norm_eps=1e-5)
+    widths = [config.optional_integer("sliding_window")] * num_blocks(config)
+    attention = {"rope_fraction": rotary_fraction(config)}
+    return _rms(config, attention, lambda _: _swiglu(config), widths=widths, max_seq_len=4096, norm_eps=1e-5)
 
 
 def _llama4(config: Fields) -> dict[str, Any]:
@@ -296,7 +313,7 @@ def _llama4_text(config: Fields) -> dict[str, Any]:
 
 
 def _llama4_rotated(config: Fields) -> list[bool]:
-    """Which layers rotate queries and keys; an empty no_rope_layers (as published) is the same as none."""
+    """Return which layers rotate queries and keys; an empty no_rope_layers (as published) is the same as none."""
     count, listed = num_blocks(config), config.items("no_rope_layers", int)
     interval = config.integer("no_rope_layer_interval", default=4)
     if not listed:
@@ -311,10 +328,6 @@ def _llama4_sparse(config: Fields) -> list[bool]:
     listed = config.items("moe_layers", int)
     chosen = None if listed is None else set(listed)
     return [(idx + 1) % step == 0 if chosen is None else idx in chosen for idx in range(num_blocks(config))]
-
-
-def _equal(config: Fields, block: Block) -> tuple[LayerRun, ...]:
-    return (LayerRun(layer=block, count=num_blocks(config)),)
 
 
 def _swiglu(config: Fields, width: str = "intermediate_size", default: int | None = None, **rest: Any) -> DenseMLP:
@@ -351,7 +364,7 @@ def _qwen_windows(config: Fields) -> Iterable[int | None]:
 
 
 def _qwen_sparse(config: Fields) -> list[bool]:
-    """Which layers route to experts."""
+    """Return which layers route to experts."""
     step = config.integer("decoder_sparse_step", default=1)
     dense = set(config.items("mlp_only_layers", int) or ())
     return [idx not in dense and (idx + 1) % step == 0 for idx in range(num_blocks(config))]
@@ -381,82 +394,3 @@ FAMILIES: dict[str, tuple[str, Parser]] = {
     "llama4": ("Llama4ForConditionalGeneration", _llama4),
     "llama4_text": ("Llama4ForCausalLM", _llama4_text),
 }
-
-
-_BY_ARCHITECTURE = {architecture: model_type for model_type, (architecture, _) in FAMILIES.items()}
-
-
-# The language model inside a multimodal one is what is planned, so this is the class it is.
-_TEXT_ARCHITECTURE = {"Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
-
-
-def model_fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None = None) -> dict[str, Any]:
-    """Fields for ``ModelSpec(**fields)``.
-
-    Args:
-        config: path of a ``config.json``, a folder that holds one, or its parsed content.
-        name: name of the model; otherwise ``_name_or_path`` of the file, the folder's name, or the architecture.
-
-    Returns:
-        name, architecture, hidden_dim, layers, tie_embeddings, max_seq_len, norm_eps, rope. Vision and audio parts and
-        multi-token-prediction modules are not included.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a JSON object, lacks a field, has a value that cannot be, or is of
-            an architecture that is not supported.
-    """
-    if isinstance(config, Mapping):
-        content, path, where = config, None, "config"
-    else:
-        path = _config_path(config)
-        content, where = read_json(path), str(path)
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where} is not a model's config.json: it holds a {type(content).__name__}, not an object")
-    try:
-        architecture, parse = _family(content)
-        fields = parse(Fields(content))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", details=error.details, help=error.help) from None
-    return {"name": name or _name(content, path) or architecture, "architecture": architecture, **fields}
-
-
-def _config_path(config: str | Path) -> Path:
-    path = Path(config)
-    try:
-        if path.is_dir() and not (path / "config.json").exists():
-            raise ConfigError(f"cannot read {shown(str(path / 'config.json'))}: the folder holds no config.json")
-        return path / "config.json" if path.is_dir() else path
-    except OSError as error:  # a name longer than the file system allows
-        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None
-
-
-def _name(content: Mapping[str, Any], path: Path | None) -> str | None:
-    stored = content.get("_name_or_path")
-    if isinstance(stored, str) and stored:
-        return stored
-    if path is None:
-        return None
-    return path.absolute().parent.name if path.name == "config.json" else path.stem
-
-
-def _family(content: Mapping[str, Any]) -> tuple[str, Parser]:
-    """Architecture and parser: by ``architectures[0]`` (it names the head as well) or, without it, ``model_type``."""
-    listed, model_type = content.get("architectures"), content.get("model_type")
-    if listed is not None and not (isinstance(listed, list) and all(isinstance(item, str) for item in listed)):
-        raise ConfigError(f"architectures = {shown(listed)}: must be a list of names")
-    if model_type is not None and not isinstance(model_type, str):
-        raise ConfigError(f"model_type = {shown(model_type)}: must be a name")
-    if not listed and model_type is None:
-        raise ConfigError("neither `architectures` nor `model_type` is there", help="is this a model's config.json?")
-    first = listed[0] if listed else None
-    known = model_type if first is None else _BY_ARCHITECTURE.get(first)
-    if known not in FAMILIES:
-        raise _unsupported(f"model_type {shown(model_type)}" if first is None else f"architecture {shown(first)}")
-    if model_type not in (None, known):
-        raise ConfigError(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
-    architecture, parse = FAMILIES[known]
-    return _TEXT_ARCHITECTURE.get(architecture, architecture), parse
-
-
-def _unsupported(what: str) -> ConfigError:
-    return ConfigError(f"{what} is not supported", help=f"supported are {', '.join(sorted(_BY_ARCHITECTURE))}")

@@ -48,11 +48,11 @@ class Fields:
         self._prefix = prefix
 
     def has(self, name: str) -> bool:
-        """Whether the field is there, null included."""
+        """Return whether the field is present, null included."""
         return name in self._content
 
     def with_default(self, *names: str, value: object) -> Fields:
-        """Itself where one of ``names`` is there and not null; otherwise with ``value`` under the first."""
+        """Return the fields, with ``value`` under the first of ``names`` if none of these is present and not null."""
         if any(self._content.get(name) is not None for name in names):
             return self
         return Fields({**self._content, names[0]: value}, self._prefix)
@@ -62,7 +62,7 @@ class Fields:
         raise ConfigError(f"{self._prefix}{name} = {shown(self._content.get(name))}: {why}")
 
     def integer(self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
-        """A whole number under the first of ``names`` that is there; required where there is no default."""
+        """Read an integer under the first of ``names`` that is present; required where there is no default."""
         name = next((name for name in names if name in self._content), None)
         if name is None:
             if default is None:
@@ -74,13 +74,13 @@ class Fields:
         return value
 
     def optional_integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int | None:
-        """A whole number or null."""
+        """Read an integer or null."""
         if not self.has(name):
             return default
         return None if self._content[name] is None else self.integer(name, minimum=minimum)
 
     def number(self, name: str, default: float) -> float:
-        """A positive finite number."""
+        """Read a positive finite number."""
         if not self.has(name):
             return default
         value = self._content[name]
@@ -89,13 +89,13 @@ class Fields:
         return float(value)
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A positive finite number or null."""
+        """Read a positive finite number or null."""
         if not self.has(name):
             return default
         return None if self._content[name] is None else self.number(name, 1.0)
 
     def fraction(self, name: str, default: float) -> float:
-        """A number from 0 to 1; null is the default."""
+        """Read a number from 0 to 1; null is the default."""
         value = self._content.get(name)
         if value is None:
             return default
@@ -104,21 +104,21 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Read true or false."""
         value = self._content.get(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "must be true or false")
         return value
 
     def choice(self, name: str, table: Mapping[str, V], default: str) -> V:
-        """The value of ``table`` at the string under ``name``."""
+        """Return the value of ``table`` at the string under ``name``."""
         value = self._content.get(name, default)
         if not isinstance(value, str) or value not in table:
             self.refuse(name, f"must be one of {', '.join(table)}")
         return table[value]
 
     def items(self, name: str, kind: type[K]) -> list[K] | None:
-        """A list of strings or integers; null or absent is None."""
+        """Read a list of strings or integers; null or absent is None."""
         value = self._content.get(name)
         if value is None:
             return None
@@ -127,7 +127,7 @@ class Fields:
         return value
 
     def section(self, name: str) -> Fields | None:
-        """The object under ``name``; null or absent is None."""
+        """Return the object under ``name``; null or absent is None."""
         value = self._content.get(name)
         if value is None:
             return None
@@ -142,7 +142,7 @@ class Fields:
 def heads(
     config: Fields, hidden_dim: int, *, kv_heads: int | None = None, head_dim: int | None = None
 ) -> dict[str, Any]:
-    """kind, num_heads, num_kv_heads and head_dim.
+    """Return kind, num_heads, num_kv_heads and head_dim.
 
     Args:
         kv_heads: default where num_key_value_heads is absent; None (and null in the file) is num_attention_heads.
@@ -164,7 +164,7 @@ def heads(
 
 
 def full_heads(config: Fields, hidden_dim: int, name: str = "num_attention_heads") -> dict[str, Any]:
-    """As many key/value heads as heads, of hidden_size / num_attention_heads each."""
+    """Return as many key/value heads as heads, of hidden_size / num_attention_heads each."""
     num_heads = config.integer(name, "num_attention_heads")
     if hidden_dim % num_heads:
         config.refuse(name, f"must divide the hidden size, {hidden_dim}, where there is no head_dim")
@@ -176,19 +176,19 @@ def _kind(num_heads: int, num_kv_heads: int) -> str:
 
 
 def num_blocks(config: Fields) -> int:
-    """Decoder layers."""
+    """Return the number of decoder layers."""
     return config.integer("num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def activation(config: Fields, name: str = "hidden_act", default: str = "silu") -> Activation:
-    """The activation in our spelling."""
+    """Return the activation in our spelling."""
     return config.choice(name, ACTIVATIONS, default)
 
 
 def windows(
     config: Fields, window: int | None, rule: Callable[[int], bool], local: str = "sliding_attention"
 ) -> list[int | None]:
-    """Attention window of every layer: from ``layer_types``, or ``rule(layer_idx)`` where the file has none."""
+    """Return the attention window of every layer: from ``layer_types``, or ``rule(layer_idx)`` where the file has none."""
     count = num_blocks(config)
     types = config.items("layer_types", str)
     if types is None:
@@ -202,18 +202,18 @@ def windows(
 
 
 def runs(keys: Iterable[K], build: Callable[[K], Block]) -> tuple[LayerRun, ...]:
-    """Run-length list of blocks: one block is built for each distinct key, equal neighbours are joined."""
+    """Return the run-length list of blocks: one block is built for each distinct key, equal neighbours are joined."""
     built: dict[K, Block] = {}
-    found = []
+    joined = []
     for key, group in groupby(keys):
         if key not in built:
             built[key] = build(key)
-        found.append(LayerRun(layer=built[key], count=sum(1 for _ in group)))
-    return tuple(found)
+        joined.append(LayerRun(layer=built[key], count=sum(1 for _ in group)))
+    return tuple(joined)
 
 
 def rope(config: Fields, max_seq_len: int, *, theta: float = 10000.0, theta_name: str = "rope_theta") -> Rope:
-    """Rotary embedding from ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before)."""
+    """Read the rotary embedding from ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before)."""
     scaling = rope_section(config)
     theta = config.number(theta_name, theta)
     if scaling is None:
@@ -246,7 +246,7 @@ def _yarn(scaling: Fields) -> dict[str, Any]:
 
 
 def rope_section(config: Fields) -> Fields | None:
-    """The object with the rotary settings; of settings for each layer type the one of full attention."""
+    """Return the object with the rotary settings; of settings for each layer type the one of full attention."""
     section = config.section("rope_scaling") or config.section("rope_parameters")
     if section and section.has("full_attention"):
         return section.section("full_attention")
@@ -254,7 +254,7 @@ def rope_section(config: Fields) -> Fields | None:
 
 
 def rotary_fraction(config: Fields, default: float = 1.0, name: str = "partial_rotary_factor") -> float:
-    """Part of each head that is rotated."""
+    """Return the part of each head that is rotated."""
     section = rope_section(config)
     outer = config.fraction(name, default)
     return section.fraction("partial_rotary_factor", outer) if section else outer
@@ -269,7 +269,7 @@ def rms_model(
     tied: bool = False,
     theta: float = 10000.0,
 ) -> dict[str, Any]:
-    """Fields of a model with RMSNorm and rotary embedding; the keyword arguments are the config class's defaults."""
+    """Return the fields of a model with RMSNorm and rotary embedding; the keyword arguments are the config class's defaults."""
     max_seq_len = config.integer("max_position_embeddings", default=max_seq_len)
     tied = config.boolean("tie_word_embeddings", tied)
     vocab_size = config.integer("vocab_size")
@@ -287,25 +287,8 @@ def rms_model(
     }
 
 
-def layernorm_model(
-    config: Fields, hidden_dim: int, blocks: tuple[LayerRun, ...], *, tied: bool, num_positions: int = 0
-) -> dict[str, Any]:
-    """hidden_dim, layers and tie_embeddings of a model whose last norm is a LayerNorm with bias."""
-    vocab_size = config.integer("vocab_size")
-    tied = config.boolean("tie_word_embeddings", tied)
-    return {
-        "hidden_dim": hidden_dim,
-        "layers": (
-            LayerRun(layer=Embedding(vocab_size=vocab_size, num_positions=num_positions)),
-            *blocks,
-            LayerRun(layer=Head(vocab_size=vocab_size, tied=tied, norm="layernorm", norm_bias=True)),
-        ),
-        "tie_embeddings": tied,
-    }
-
-
 def shown(value: object) -> str:
-    """A value for a message: short, and safe for integers that Python refuses to print."""
+    """Show a value in a message: short, and safe for integers that Python refuses to print."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | str):
