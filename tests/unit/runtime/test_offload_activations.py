@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from meshwright.schema.layers import MoE
 from meshwright.schema.layout import Recompute
 from meshwright.schema.offload import LayerOffload
 from plans import tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -173,3 +174,26 @@ def test_refused_pinning_is_counted_and_not_tried_again() -> None:
     assert not first.is_pinned and not second.is_pinned
     assert len(asked) == 1
     assert copies.traffic.unpinned_bytes >= 6000
+
+
+class ChangesInPlace(nn.Module):
+    """Saves a tensor, changes it in place and saves it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((SMALLEST,), 2.0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = hidden * 1.0
+        before = product * self.scale
+        product.add_(1.0)
+        return before + product * self.scale
+
+
+def test_a_tensor_changed_in_place_is_moved_again() -> None:
+    block = ChangesInPlace()
+    offload = ActivationOffload(Copies(CPU), smallest_bytes=1)
+    offload.apply(SimpleNamespace(model=SimpleNamespace(layers={"0": block})), lambda _: "activations")
+    block(torch.ones(SMALLEST, requires_grad=True)).sum().backward()
+    assert block.scale.grad is not None
+    assert torch.equal(block.scale.grad, torch.full((SMALLEST,), 1.0 + 2.0))

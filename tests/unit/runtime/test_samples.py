@@ -68,3 +68,9 @@ def test_token_outside_the_vocabulary_is_named() -> None:
     stream = TokenBatches(Counting(25), seq_len=4, local_batch=6, dp_rank=0, vocab_size=24)
     with pytest.raises(ConfigError, match="token id 24; the model's vocabulary has 24"):
         stream.batch(0)
+
+
+def test_a_second_epoch_has_another_order() -> None:
+    first, second = (batches(401, local_batch=100).batch(seen).tolist() for seen in (0, 100))
+    assert first != second
+    assert sorted(first) == sorted(second)
