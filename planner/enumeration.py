@@ -1,10 +1,7 @@
-"""Columns of arrays, one row for each combination of choices, and how rows are combined with further ones.
+"""Every combination of the choices that make a layout, as columns of arrays: degrees first, then what can be chosen for each.
 
-What can be chosen for degrees without changing what their layers cost: sharding of states, schedule, recompute.
-
-Every combination of the choices that make a layout, as columns of arrays: degrees first, then what can be chosen for each.
-
-What is never enumerated unless it is asked for stands in space.py.
+A step of the enumeration crosses the rows so far with the options of one more field and retains what is allowed. What is never
+enumerated unless it is asked for stands in space.py.
 """
 
 from __future__ import annotations
@@ -17,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema import ConfigError, Workload
+from ..schema import ConfigError
 from ..schema.arrays import IntArray
-from ..schema.engine_facts import ENGINES, Engine, exchange_rules, sequence_rules
+from ..schema.engine_facts import exchange_rules, sequence_rules
 from ..schema.layout import LAYOUT_FIELDS, Layout
-from ..schema.layout_rules import ProblemFacts
+from ..schema.layout_rules import ProblemFacts, Rule
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, LayoutTable, column_of
 from ..schema.runnable import problem_facts
 from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
@@ -29,35 +26,47 @@ from .dominance import exchanges_worth_trying, worth_whole_sequence
 from .request import PlanRequest
 
 Columns = dict[str, IntArray]
+Rows = Mapping[str, IntArray]
+Allowed = Callable[[Rows], NDArray[np.bool_]]
+
+MAX_MICRO_BATCH_SIZE = 64
+"""Sequences; larger micro-batches only add memory once the matrix products are saturated."""
+
+ENUMERATED = frozenset((
+    "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "dp_shard",
+    "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard", "schedule", "recompute",
+))  # fmt: skip
+"""Fields with a step of their own in the enumeration. Of the others those with options are tried with each (`LayoutField.options`),
+and the rest has one value in the entire space: the fixed one, or the default."""
+
+_OPTIONAL = tuple(name for name, field in LAYOUT_FIELDS.items() if field.options)
+CONSTANT = tuple(name for name in LAYOUT_FIELDS if name not in ENUMERATED and name not in _OPTIONAL)
+_IN_LAYERS = frozenset(name for name in CONSTANT if "layer" in LAYOUT_FIELDS[name].scopes)
+_CHOSEN_DEGREES = ("tp", "cp", "pp", "dp_shard")
+"""Degrees that are chosen; dp_replicate is what they leave."""
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, increasing."""
+    """Return all divisors of n, increasing."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def cross(
-    columns: Columns,
-    name: str,
-    options: Sequence[int],
-    allowed: Callable[[Mapping[str, IntArray]], NDArray[np.bool_]] | None = None,
-) -> Columns:
-    """Every row with every option of a new column; those that are ``allowed``."""
+def cross(columns: Columns, name: str, options: Sequence[int], allowed: Allowed | None = None) -> Columns:
+    """Return every row with every option of a new column; those that are ``allowed``."""
     size = len(next(iter(columns.values()))) if columns else 1
     rows = np.repeat(np.arange(size), len(options))
     values = np.tile(np.asarray(options, dtype=np.int64), size)
     if allowed is not None:
-        keep = allowed(_Crossed(columns, rows, name, values))
-        rows, values = rows[keep], values[keep]
+        selected = allowed(_Crossed(columns, rows, name, values))
+        rows, values = rows[selected], values[selected]
     return {key: column[rows] for key, column in columns.items()} | {name: values}
 
 
-class _Crossed(Mapping[str, IntArray]):
-    """Rows of some columns beside a new one; a column is made when it is asked for, because few are."""
+class _Crossed(Rows):
+    """Rows of some columns with a new one; a column is made on demand, because few are needed."""
 
     def __init__(self, columns: Columns, rows: IntArray, name: str, values: IntArray) -> None:
-        """``values`` of the new column ``name`` stand beside ``rows`` of the others."""
         self._columns, self._rows, self._new = columns, rows, {name: values}
 
     def __getitem__(self, name: str) -> IntArray:
@@ -70,132 +79,21 @@ class _Crossed(Mapping[str, IntArray]):
         return len({**self._columns, **self._new})
 
 
-def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
-    """The rows of a mask."""
-    if keep.all():
-        return columns
-    rows = np.flatnonzero(keep)
+def select(columns: Columns, mask: NDArray[np.bool_]) -> Columns:
+    """Return the rows of a mask."""
+    return columns if mask.all() else _take(columns, np.flatnonzero(mask))
+
+
+def _take(columns: Columns, rows: IntArray) -> Columns:
     return {name: column[rows] for name, column in columns.items()}
 
 
-def always(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
-    """Every row."""
+def _stack(blocks: Sequence[Columns]) -> Columns:
+    return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def _all_rows(c: Rows) -> NDArray[np.bool_]:
     return np.ones_like(c["tp"], dtype=bool)
-
-
-def with_levels(
-    c: Columns, engine: Engine, fixed: Mapping[str, Any], islands: Sequence[int], *, runnable: bool
-) -> Columns:
-    """Where gradients and optimizer states may be sharded over more ranks than parameters: a domain of a link level, or all."""
-    dp = c["dp_replicate"] * c["dp_shard"]
-    widths = [np.ones_like(dp)]
-    if given := [int(fixed[name]) for name in ("optimizer_shard", "gradient_shard") if name in fixed]:
-        widths = [np.full_like(dp, given[0])]
-    elif not runnable and ENGINES[engine].keeps_parameters_closer:
-        widths += [np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), dp) for size in islands] + [dp]
-    rows = []
-    for idx, width in enumerate(widths):
-        keep = np.asarray((idx == 0) | ((c["zero_stage"] == 3) & (width > c["dp_shard"])))
-        for earlier in widths[:idx]:
-            keep &= width != earlier
-        of_gradients = np.where(c["zero_stage"] == 3, width, 1)
-        levels = {"optimizer_shard": width, "gradient_shard": of_gradients}
-        levels |= {name: np.full_like(dp, fixed[name]) for name in levels if name in fixed}
-        rows.append(select(c | levels, np.broadcast_to(keep, dp.shape)))
-    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-
-
-def has_zero_stage(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
-    """Ranks to shard over, if and only if something is sharded; context ranks alone may be."""
-    stage = c["zero_stage"]
-    return np.asarray(((c["dp_shard"] == 1) | (stage > 0)) & ((c["dp_shard"] * c["cp"] > 1) | (stage == 0)))
-
-
-def splits_backward(c: Columns) -> NDArray[np.bool_]:
-    """Rows whose schedule postpones gradients of weights."""
-    return by_schedule("splits_backward")[c["schedule"]]
-
-
-def _with_other_schedules(c: Columns, microbatches: IntArray, engine: str) -> Columns:
-    """Add to every row those with the other schedules that the engine runs, where these are defined."""
-    chunks, pp = c["num_model_chunks"], c["pp"]
-    fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
-    chunks_allow = {"any": (chunks == 1) | (microbatches % pp == 0), "one": chunks == 1, "two": chunks == 2}
-    others = (s for s in SCHEDULES.values() if s not in (DEFAULT, FOR_FEW_MICROBATCHES, GIVEN) and engine in s.engines)
-    rows = [c]
-    for schedule in others:
-        row = select(c, fills & chunks_allow[schedule.chunks])
-        rows.append(row | {"schedule": np.full_like(row["pp"], schedule.idx)})
-    return {name: np.concatenate([row[name] for row in rows]) for name in c}
-
-
-def with_schedule(c: Columns, workload: Workload, fixed: Mapping[str, Any]) -> Columns:
-    """The schedules that the micro-batches allow."""
-    pp, microbatches = c["pp"], c["num_microbatches"]
-    possible = np.ones_like(pp, dtype=bool)
-    fills = (microbatches >= pp) | (pp == 1) | (not workload.engine_facts.is_own_runtime)
-    schedule = np.where(fills, DEFAULT.idx, FOR_FEW_MICROBATCHES.idx)
-    if "schedule" in fixed:
-        schedule = np.full_like(schedule, SCHEDULES[fixed["schedule"]].idx)
-        # An order is made over a V (planner/synthesis.py), where the named schedules that it stands in for are defined.
-        possible &= (fixed["schedule"] != GIVEN.name) | ((c["num_model_chunks"] == 2) & (microbatches >= pp))
-    if fixed.get("offload") == "parameters":
-        possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
-    c = c | {"schedule": schedule}
-    if "schedule" not in fixed and workload.engine_facts.is_own_runtime:
-        return _with_other_schedules(select(c, possible), microbatches[possible], workload.engine)
-    return select(c, possible)
-
-
-def with_recompute(c: Columns, fixed: Mapping[str, Any], *, mixes: bool) -> Columns:
-    """The given recompute; else one for each block where ranks have one stage of 1f1b or gpipe, and every uniform one elsewhere.
-
-    Without ``mixes`` every one is uniform: stages on devices that differ are cut with one choice for all.
-    """
-    plain = by_schedule("bound")[c["schedule"]] == "whole_backward"
-    mixed = mixes & plain & (c["num_model_chunks"] == 1) & (fixed.get("vocabulary", "ends") == "ends")
-    if "recompute" in fixed:
-        given = cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
-        if fixed["recompute"] != "mixed":
-            return given
-        if not mixed.any():
-            raise ConfigError(
-                "recompute=mixed is planned for one stage a rank under 1f1b or gpipe, on devices that are alike"
-            )
-        return select(given, mixed)
-    mixed &= "recompute_fraction" not in fixed
-    return cross(c, "recompute", list(range(MIXED + 1)), lambda c: _takes(c["recompute"], np.repeat(mixed, MIXED + 1)))
-
-
-def _takes(recompute: IntArray, mixed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    return np.asarray((recompute == MIXED) == mixed)
-
-
-MAX_MICRO_BATCH_SIZE = 64
-"""Sequences; larger micro-batches only add memory once the matrix products are saturated."""
-
-
-ENUMERATED = frozenset((
-    "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "dp_shard",
-    "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard", "schedule", "recompute",
-))  # fmt: skip
-"""Fields with a step of their own in the enumeration. Of the others those with options are tried with each (`LayoutField.options`),
-and the rest has one value in the entire space: the fixed one, or the default."""
-
-
-_OPTIONAL = tuple(name for name, field in LAYOUT_FIELDS.items() if field.options)
-
-CONSTANT = tuple(name for name in LAYOUT_FIELDS if name not in ENUMERATED and name not in _OPTIONAL)
-
-_IN_LAYERS = frozenset(name for name in CONSTANT if "layer" in LAYOUT_FIELDS[name].scopes)
-"""Fields that are not searched and change what layers cost."""
-
-
-_LEFT = ("tp", "cp", "pp", "dp_shard")
-"""Degrees that are chosen; dp_replicate is what they leave."""
-
-
-Admitted = Callable[[Columns], Columns]
 
 
 @dataclass(frozen=True)
@@ -204,21 +102,16 @@ class Enumeration:
 
     request: PlanRequest
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether the plan is for our own runtime."""
-        return self.request.workload.engine_facts.is_own_runtime
-
     @cached_property
     def problem(self) -> ProblemFacts:
         """The numbers of model, workload and cluster that rules look at."""
-        cluster = self.request.cluster
-        return problem_facts(
-            self.request.model,
-            self.request.workload,
-            world_size=cluster.num_devices,
-            scaleup_domain=cluster.scaleup_domain,
-        )
+        request, cluster = self.request, self.request.cluster
+        sizes = {"world_size": cluster.num_devices, "scaleup_domain": cluster.scaleup_domain}
+        return problem_facts(request.model, request.workload, **sizes)
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.request.workload.engine_facts.is_own_runtime
 
     def constants(self, size: int) -> dict[str, NDArray[Any]]:
         """Return the columns of ``size`` layouts that are the same in the entire space."""
@@ -227,7 +120,7 @@ class Enumeration:
     def _constant(self, name: str, size: int) -> NDArray[Any]:
         return column_of(name, self.request.fixed.get(name, Layout.model_fields[name].default), size)
 
-    def table(self, c: Mapping[str, IntArray]) -> LayoutTable:
+    def table(self, c: Rows) -> LayoutTable:
         """Return the rows as rules look at them: a field without a column is not chosen yet.
 
         What is recomputed counts as known: nothing, or what is asked for.
@@ -238,170 +131,202 @@ class Enumeration:
         split = {} if "dp_shard" in c or "dp" not in c else {"dp": c["dp"]}
         return LayoutTable(**constants | chosen | split)
 
-    def left(self, c: Mapping[str, IntArray]) -> IntArray:
-        """Ranks that the chosen degrees leave."""
+    def _holds(self, c: Rows, rules: Sequence[Rule]) -> NDArray[np.bool_]:
+        table, shape = self.table(c), c["tp"].shape
+        return np.all([np.broadcast_to(rule.holds(table, self.problem), shape) for rule in rules], axis=0)
+
+    def _remaining(self, c: Rows, without: str = "") -> IntArray:
+        """Return the ranks that the chosen degrees, but one, leave."""
         taken = np.ones_like(c["tp"])
-        for name in _LEFT:
-            taken = taken * c.get(name, 1)
+        for name in _CHOSEN_DEGREES:
+            if name in c and name != without:
+                taken = taken * c[name]
         return np.maximum(self.request.cluster.num_devices // taken, 1)
 
-    def cross(
-        self,
-        c: Columns,
-        name: str,
-        options: Sequence[int],
-        allowed: Callable[[Mapping[str, IntArray]], NDArray[np.bool_]],
-    ) -> Columns:
-        """Every row with every option that is allowed, or with the one that is asked for."""
+    def _divides(self, name: str) -> Allowed:
+        """The degree divides what the other ones leave."""
+        return lambda c: self._remaining(c, without=name) % c[name] == 0
+
+    def _cross(self, c: Columns, name: str, options: Sequence[int], allowed: Allowed) -> Columns:
+        """Cross with every option that is allowed, or with the fixed one."""
         self.request.deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
-        return (
-            cross(c, name, [int(self.request.fixed[name])])
-            if name in self.request.fixed
-            else cross(c, name, options, allowed)
-        )
+        if name in self.request.fixed:
+            return cross(c, name, [int(self.request.fixed[name])])
+        return cross(c, name, options, allowed)
 
-    def degrees(self, admitted: Admitted, *, only_worth: bool = True) -> Columns:
-        """Every combination of degrees: what layers and stages are, and ``dp``, the ranks that see different sequences.
+    def degrees(self, admitted: Callable[[Columns], Columns], *, costed: bool = True) -> Columns:
+        """Return every combination of degrees: what layers and stages are, and ``dp``, the ranks that see different sequences.
 
-        ``admitted`` says which rows are worth going on with, of columns that are there already. Without ``only_worth`` none of them
-        is costed to see what sequence parallelism is worth.
+        Args:
+            admitted: selects the rows worth going on with, by the columns that are there already.
+            costed: what sequence parallelism gains is costed; else no row is left out for it.
         """
-        fixed, num_blocks, batch_size = (
-            self.request.fixed,
-            self.request.model.num_blocks,
-            self.request.workload.global_batch_size,
-        )
-        all_of, in_domain = divisors(self.request.cluster.num_devices), divisors(self.request.cluster.scaleup_domain)
+        request, fixed = self.request, self.request.fixed
+        num_blocks, batch_size = request.model.num_blocks, request.workload.global_batch_size
+        of_world, in_domain = divisors(request.cluster.num_devices), divisors(request.cluster.scaleup_domain)
         sizes = [d for d in divisors(batch_size) if d <= MAX_MICRO_BATCH_SIZE]
         sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
-        c, worth = self._splits(all_of if self.is_ours else in_domain, all_of, sizes)
+        c, worth_trying = self._splits(of_world if self._is_ours else in_domain, of_world, sizes)
         c["split_idx"] = np.arange(len(c["tp"]))
-        c = self.cross(c, "pp", all_of, lambda c: _divides(c, "pp", self.left) & (c["pp"] <= num_blocks))
-        chunks = list(range(1, -(-num_blocks // 2) + 1))
-        c = self.cross(c, "num_model_chunks", chunks, lambda c: _equal_chunks(c, num_blocks, is_ours=self.is_ours))
-        c = admitted(c | {"dp": self.left(c)})
-        c = self.cross(c, "micro_batch_size", sizes, lambda c: _fits_batch(c, batch_size))
-        c = select(c, worth[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
-        experts = list(self.problem.expert_counts)
-        c = self.cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], always)
-        # A given ep that does not fold onto the ranks is left to the rules, which say so.
-        c = self.cross(
-            c, "etp", in_domain if experts else [1], lambda c: _folds(c) | (("ep" in fixed) & (c["etp"] == 1))
+        c = self._cross(c, "pp", of_world, lambda c: self._divides("pp")(c) & (c["pp"] <= num_blocks))
+        c = self._cross(c, "num_model_chunks", range(1, -(-num_blocks // 2) + 1), self._equal_chunks)
+        c = admitted(c | {"dp": self._remaining(c)})
+        c = self._cross(
+            c, "micro_batch_size", sizes, lambda c: np.maximum(batch_size // c["dp"], 1) % c["micro_batch_size"] == 0
         )
+        c = select(c, worth_trying[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
+        experts = list(self.problem.expert_counts)
+        c = self._cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _all_rows)
+        c = self._cross(c, "etp", in_domain if experts else [1], self._folds)
         for name in _OPTIONAL:
-            c = self.cross(c, name, (Layout.model_fields[name].default, *LAYOUT_FIELDS[name].options), always)
-        c = c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])}
-        return admitted(self._with_sequence(admitted(c), only_worth=only_worth))
+            c = self._cross(c, name, (Layout.model_fields[name].default, *LAYOUT_FIELDS[name].options), _all_rows)
+        c = admitted(c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])})
+        return admitted(self._with_sequence_parallelism(c, costed=costed))
 
     def _splits(
         self, tps: Sequence[int], cps: Sequence[int], sizes: Sequence[int]
     ) -> tuple[Columns, NDArray[np.bool_]]:
-        """tp, cp and cp_ulysses, and whether a split of cp is worth trying with a micro-batch [N, sizes]."""
-        world = self.request.cluster.num_devices
-        c = self.cross({}, "tp", tps, lambda c: world % c["tp"] == 0)
-        c = self.cross(c, "cp", cps, lambda c: _divides(c, "cp", self.left))
-        c = self.cross(c, "cp_ulysses", cps, always)
-        if "cp_ulysses" in self.request.fixed:
+        """Return tp, cp and cp_ulysses, and whether a split of cp is worth trying with a micro-batch [N, sizes]."""
+        request = self.request
+        c = self._cross({}, "tp", tps, lambda c: request.cluster.num_devices % c["tp"] == 0)
+        c = self._cross(c, "cp", cps, self._divides("cp"))
+        c = self._cross(c, "cp_ulysses", cps, _all_rows)
+        if "cp_ulysses" in request.fixed:
             return c, np.ones((len(c["tp"]), len(sizes)), dtype=bool)
-        c = select(c, self._can_exchange(c))
-        worth = exchanges_worth_trying(c, sizes, self.request.model, self.request.workload, self.request.cluster)
-        ever = np.flatnonzero(worth.any(axis=1))
-        return {name: column[ever] for name, column in c.items()}, worth[ever]
-
-    def _can_exchange(self, c: Columns) -> NDArray[np.bool_]:
-        """Splits of cp that the engine takes; a cp that it does not take at all is left to the rules, which say so."""
-        ones = np.ones_like(c["tp"])
-        table, rules = self.table(c), exchange_rules(self.request.workload.engine)
-        holds = np.all([np.broadcast_to(rule.holds(table, self.problem), ones.shape) for rule in rules], axis=0)
+        # A cp that the engine does not take at all is left to the rules, which say so.
+        holds = self._holds(c, exchange_rules(request.workload.engine))
         group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
         is_taken = np.bincount(group, weights=holds)[group] > 0
-        return np.asarray(holds | (~is_taken & (c["cp_ulysses"] == 1)))
+        c = select(c, holds | (~is_taken & (c["cp_ulysses"] == 1)))
+        worth_trying = exchanges_worth_trying(c, sizes, request.model, request.workload, request.cluster)
+        rows = np.flatnonzero(worth_trying.any(axis=1))
+        return _take(c, rows), worth_trying[rows]
 
-    def _with_sequence(self, c: Columns, *, only_worth: bool) -> Columns:
-        """Sequence parallelism wherever it is possible, and beside it the same without where that may be faster."""
-        tp = c["tp"]
-        if "sequence_parallel" in self.request.fixed:
-            given = np.full_like(tp, self.request.fixed["sequence_parallel"])
+    def _equal_chunks(self, c: Rows) -> NDArray[np.bool_]:
+        """As many chunks as divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
+        chunks, pp, num_blocks = c["num_model_chunks"], c["pp"], self.request.model.num_blocks
+        divide = ((self._is_ours & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (chunks * pp <= num_blocks)
+        return np.asarray((chunks == 1) | ((pp > 1) & divide))
+
+    def _folds(self, c: Rows) -> NDArray[np.bool_]:
+        """Experts fill the ranks of a stage; etp = tp without ep is the same as no axes of their own.
+
+        A given ep that does not fold onto the ranks is left to the rules, which say so.
+        """
+        fills = (c["dp"] * c["cp"] * c["tp"]) % (c["ep"] * c["etp"]) == 0
+        folds = fills & ((c["ep"] > 1) | (c["etp"] == 1) | (c["etp"] != c["tp"]))
+        return np.asarray(folds | (("ep" in self.request.fixed) & (c["etp"] == 1)))
+
+    def _with_sequence_parallelism(self, c: Columns, *, costed: bool) -> Columns:
+        """Add it wherever it is possible, and the same rows without where that may be faster."""
+        request, tp = self.request, c["tp"]
+        if "sequence_parallel" in request.fixed:
+            given = np.full_like(tp, request.fixed["sequence_parallel"])
             return select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
-        split = (tp > 1) & (self.request.workload.seq_len % (c["cp"] * tp) == 0)
-        choice = np.flatnonzero(split & self._takes_whole_sequence(c))
-        if len(choice) and only_worth and not self.request.fixed.keys() & _IN_LAYERS:
-            some = {name: column[choice] for name, column in c.items()}
-            choice = choice[worth_whole_sequence(some, self.request.model, self.request.workload, self.request.cluster)]
-        rows = np.concatenate([np.arange(len(tp)), choice])
-        has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
-        return {name: column[rows] for name, column in c.items()} | {"sequence_parallel": has_it}
-
-    def _takes_whole_sequence(self, c: Columns) -> NDArray[np.bool_]:
-        """Whether the engine runs these degrees without sequence parallelism."""
-        table = self.table(c | {"sequence_parallel": np.zeros_like(c["tp"])})
-        rules = sequence_rules(self.request.workload.engine)
-        holds = np.all([np.broadcast_to(rule.holds(table, self.problem), c["tp"].shape) for rule in rules], axis=0)
+        split = (tp > 1) & (request.workload.seq_len % (c["cp"] * tp) == 0)
+        without = self._holds(c | {"sequence_parallel": np.zeros_like(tp)}, sequence_rules(request.workload.engine))
         # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
-        return np.asarray(holds & (not self.request.workload.tp_overlap))
+        choice = np.flatnonzero(split & without & (not request.workload.tp_overlap))
+        if len(choice) and costed and not request.fixed.keys() & _IN_LAYERS:
+            choice = choice[worth_whole_sequence(_take(c, choice), request.model, request.workload, request.cluster)]
+        has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
+        return _take(c, np.concatenate([np.arange(len(tp)), choice])) | {"sequence_parallel": has_it}
 
     def options(self, c: Columns) -> Columns:
-        """Every row of degrees with what does not change its layers: how states are sharded, and the schedule."""
-        fixed, engine, runnable = self.request.fixed, self.request.workload.engine, self.request.runnable
-        islands = [level.domain_size for level in self.request.cluster.levels]
-        c = self.cross(
+        """Cross the degrees with what does not change their layers: how states are sharded, and the schedule."""
+        request, fixed = self.request, self.request.fixed
+        domains = [level.domain_size for level in request.cluster.levels]
+        of_world = divisors(request.cluster.num_devices)
+        c = self._cross(
             c,
             "dp_shard",
-            divisors(self.request.cluster.num_devices),
-            lambda c: _divides(c, "dp_shard", self.left) & (runnable | _fills(c, islands, self.left)),
+            of_world,
+            lambda c: self._divides("dp_shard")(c) & (request.runnable | self._fills(c, domains)),
         )
-        c = (
-            cross(c, "dp_replicate", [fixed["dp_replicate"]])
-            if "dp_replicate" in fixed
-            else c | {"dp_replicate": self.left(c)}
-        )
-        c = self.cross(c, "zero_stage", ENGINES[engine].zero_stages, has_zero_stage)
-        c = select(c, has_zero_stage(c))
-        c = with_levels(c, engine, fixed, islands, runnable=runnable)
-        return with_schedule(c, self.request.workload, fixed)
+        replicas = fixed.get("dp_replicate")
+        c = c | {"dp_replicate": self._remaining(c) if replicas is None else np.full_like(c["tp"], replicas)}
+        c = self._cross(c, "zero_stage", request.workload.engine_facts.zero_stages, has_zero_stage)
+        return self._with_schedules(self._with_wider_states(select(c, has_zero_stage(c)), domains))
+
+    def _fills(self, c: Rows, domains: Sequence[int]) -> NDArray[np.bool_]:
+        """dp_shard is 1, all, or as many ranks of a stage as one domain of some link level holds."""
+        everything = self._remaining(c, without="dp_shard")
+        fills = (c["dp_shard"] == 1) | (c["dp_shard"] == everything)
+        for size in domains:
+            fills |= c["dp_shard"] == np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), everything)
+        return fills
+
+    def _with_wider_states(self, c: Columns, domains: Sequence[int]) -> Columns:
+        """Add rows whose gradients and optimizer states are sharded over more ranks than parameters: a link domain, or all."""
+        request, fixed, dp = self.request, self.request.fixed, c["dp_replicate"] * c["dp_shard"]
+        widths = [np.ones_like(dp)]
+        if given := [int(fixed[name]) for name in ("optimizer_shard", "gradient_shard") if name in fixed]:
+            widths = [np.full_like(dp, given[0])]
+        elif not request.runnable and request.workload.engine_facts.keeps_parameters_closer:
+            widths += [np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), dp) for size in domains] + [dp]
+        blocks = []
+        for idx, width in enumerate(widths):
+            is_new = np.asarray((idx == 0) | ((c["zero_stage"] == 3) & (width > c["dp_shard"])))
+            for earlier in widths[:idx]:
+                is_new &= width != earlier
+            levels = {"optimizer_shard": width, "gradient_shard": np.where(c["zero_stage"] == 3, width, 1)}
+            levels |= {name: np.full_like(dp, fixed[name]) for name in levels if name in fixed}
+            blocks.append(select(c | levels, np.broadcast_to(is_new, dp.shape)))
+        return _stack(blocks)
+
+    def _with_schedules(self, c: Columns) -> Columns:
+        """Add the schedules that the micro-batches allow."""
+        fixed, engine = self.request.fixed, self.request.workload.engine
+        pp, chunks, microbatches = c["pp"], c["num_model_chunks"], c["num_microbatches"]
+        fills = (microbatches >= pp) | (pp == 1) | (not self._is_ours)
+        schedule, possible = np.where(fills, DEFAULT.idx, FOR_FEW_MICROBATCHES.idx), _all_rows(c)
+        if "schedule" in fixed:
+            schedule = np.full_like(schedule, SCHEDULES[fixed["schedule"]].idx)
+            # An order is made over a V (planner/synthesis.py), where the named schedules that it stands in for are defined.
+            possible &= (fixed["schedule"] != GIVEN.name) | ((chunks == 2) & (microbatches >= pp))
+        if fixed.get("offload") == "parameters":
+            possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
+        c = select(c | {"schedule": schedule}, possible)
+        if "schedule" in fixed or not self._is_ours:
+            return c
+        pp, chunks, microbatches = c["pp"], c["num_model_chunks"], c["num_microbatches"]
+        fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
+        defined = {"any": (chunks == 1) | (microbatches % pp == 0), "one": chunks == 1, "two": chunks == 2}
+        blocks = [c]
+        for other in SCHEDULES.values():
+            if other not in (DEFAULT, FOR_FEW_MICROBATCHES, GIVEN) and engine in other.engines:
+                block = select(c, fills & defined[other.chunks])
+                blocks.append(block | {"schedule": np.full_like(block["pp"], other.idx)})
+        return _stack(blocks)
 
     def recomputes(self, c: Columns) -> Columns:
-        """Every row of options with what is recomputed."""
-        c = with_recompute(c, self.request.fixed, mixes=not self.request.cluster.parts)
-        if self.is_ours:  # as the rule split_backward_keeps_activations, which saw what is asked for only
-            c = select(c, ~splits_backward(c) | (c["recompute"] == 0))
+        """Cross the options with what is recomputed.
+
+        Unless it is fixed: one for each block where ranks have one stage of 1f1b or gpipe, every uniform one elsewhere. On a mixed
+        cluster every one is uniform: stages on devices that differ are cut with one choice for all.
+        """
+        fixed = self.request.fixed
+        is_plain = by_schedule("bound")[c["schedule"]] == "whole_backward"
+        is_mixed = (not self.request.cluster.parts) & is_plain & (c["num_model_chunks"] == 1)
+        is_mixed &= fixed.get("vocabulary", "ends") == "ends"
+        if "recompute" in fixed:
+            c = cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
+            if fixed["recompute"] == "mixed":
+                if not is_mixed.any():
+                    raise ConfigError(
+                        "recompute=mixed is planned for one stage a rank under 1f1b or gpipe, on devices that are alike"
+                    )
+                c = select(c, is_mixed)
+        else:
+            is_mixed &= "recompute_fraction" not in fixed
+            takes_mixed = np.repeat(is_mixed, MIXED + 1)
+            c = cross(c, "recompute", range(MIXED + 1), lambda c: (c["recompute"] == MIXED) == takes_mixed)
+        if self._is_ours:  # as the rule split_backward_keeps_activations, which saw what is asked for only
+            c = select(c, ~by_schedule("splits_backward")[c["schedule"]] | (c["recompute"] == 0))
         return c
 
 
-def _divides(
-    c: Mapping[str, IntArray], name: str, left: Callable[[Mapping[str, IntArray]], IntArray]
-) -> NDArray[np.bool_]:
-    """The degree divides what the ones before it leave."""
-    before = left({key: c[key] for key in _LEFT if key in c and key != name})
-    return np.asarray(before % c[name] == 0)
-
-
-def _fills(
-    c: Mapping[str, IntArray], islands: Sequence[int], left: Callable[[Mapping[str, IntArray]], IntArray]
-) -> NDArray[np.bool_]:
-    """dp_shard is 1, all, or as many ranks of a stage as one domain of some link level holds."""
-    everything = left({key: c[key] for key in _LEFT if key in c and key != "dp_shard"})
-    fills = (c["dp_shard"] == 1) | (c["dp_shard"] == everything)
-    for size in islands:
-        inside = np.gcd(np.maximum(size // (c["tp"] * c["cp"]), 1), everything)
-        fills |= c["dp_shard"] == inside
-    return np.asarray(fills)
-
-
-def _folds(c: Mapping[str, IntArray]) -> NDArray[np.bool_]:
-    """Experts fill the ranks of a stage; etp = tp without ep is the same as no axes of their own."""
-    ranks = c["dp"] * c["cp"] * c["tp"]
-    return np.asarray((ranks % (c["ep"] * c["etp"]) == 0) & ((c["ep"] > 1) | (c["etp"] == 1) | (c["etp"] != c["tp"])))
-
-
-def _fits_batch(c: Mapping[str, IntArray], global_batch_size: int) -> NDArray[np.bool_]:
-    """The micro-batch divides what a data-parallel rank gets of the batch."""
-    per_rank = np.maximum(global_batch_size // c["dp"], 1)
-    return np.asarray(per_rank % c["micro_batch_size"] == 0)
-
-
-def _equal_chunks(c: Mapping[str, IntArray], num_blocks: int, *, is_ours: bool) -> NDArray[np.bool_]:
-    """As many chunks as divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
-    chunks, pp = c["num_model_chunks"], c["pp"]
-    divide = ((is_ours & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (chunks * pp <= num_blocks)
-    return np.asarray((chunks == 1) | ((pp > 1) & divide))
+def has_zero_stage(c: Rows) -> NDArray[np.bool_]:
+    """Return where there are ranks to shard over if and only if something is sharded; only context ranks may be such."""
+    stage = c["zero_stage"]
+    return np.asarray(((c["dp_shard"] == 1) | (stage > 0)) & ((c["dp_shard"] * c["cp"] > 1) | (stage == 0)))

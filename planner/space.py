@@ -209,7 +209,7 @@ def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
 
 def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str]]:
     """Rules that exclude everything by themselves, or else those that exclude something, with how many combinations."""
-    table = choices.table(choices.options(choices.degrees(lambda c: c, only_worth=False)))
+    table = choices.table(choices.options(choices.degrees(lambda c: c, costed=False)))
     problem, keep = choices.problem, np.ones(len(table), dtype=bool)
     reasons, decisive = [], []
     for rule in rules:
