@@ -9,8 +9,9 @@ but vTrain's.
 from __future__ import annotations
 
 import statistics
-import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
+from pathlib import Path
 
 from meshwright.validation import RunRow, predict, read_groups, read_runs, score_groups
 from meshwright.validation.score import log_bias, rank_correlation, relative_error
@@ -24,8 +25,12 @@ SPLITS: dict[str, Callable[[RunRow], bool]] = {
 
 
 def main() -> None:
-    """One line for each split and half, then the regret."""
-    rows, names = read_runs(sys.argv[1]), read_groups(sys.argv[2])
+    """Print one line for each split and half, then the regret."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("groups", type=Path)
+    options = parser.parse_args()
+    rows, names = read_runs(options.runs), read_groups(options.groups)
     predictions = predict(rows)
     known = [
         (row, p.estimate.step_time_s, row.measured_s)
@@ -37,14 +42,14 @@ def main() -> None:
             pairs = [(ours, measured) for row, ours, measured in known if belongs(row) and row.part in parts]
             ours, measured = zip(*pairs, strict=True)
             rank = rank_correlation(ours, measured)
-            sys.stdout.write(
+            print(
                 f"{name} ({' and '.join(parts)}): {len(pairs)} rows, MAPE {100 * relative_error(ours, measured):.1f} %, "
-                f"bias {100 * log_bias(ours, measured):+.1f} %, rank correlation {'-' if rank is None else f'{rank:.3f}'}\n"
+                f"bias {100 * log_bias(ours, measured):+.1f} %, rank correlation {'-' if rank is None else f'{rank:.3f}'}"
             )
     groups = score_groups(rows, predictions, names).values()
     regrets = [group.regret for group in groups if group.regret is not None and group.source_set != "vtrain"]
     mean, median = statistics.mean(regrets), statistics.median(regrets)
-    sys.stdout.write(f"regret of {len(regrets)} other groups: mean {100 * mean:.1f} %, median {100 * median:.1f} %\n")
+    print(f"regret of {len(regrets)} other groups: mean {100 * mean:.1f} %, median {100 * median:.1f} %")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whole training steps: predicted against measured step time and peak memory, layout by layout.
+"""Entire training steps: predicted against measured step time and peak memory, layout by layout.
 
     python benchmarks/apply_accuracy.py local OUT.json             # this machine's CPUs
     python benchmarks/apply_accuracy.py 1xH200-SXM-141GB OUT.json  # one GPU, planned from its data sheet
@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,7 @@ STEPS = 12
 
 
 class Case(NamedTuple):
-    """A model (cut to ``num_layers``), a batch, and the choices of the layout to keep."""
+    """A model (cut to ``num_layers``), a batch, and the fixed choices of the layout."""
 
     model: str
     num_layers: int | None
@@ -64,7 +65,7 @@ GPU_CASES = [
 
 
 def run_case(case: Case, cluster: str, folder: Path) -> dict[str, object]:
-    """Plan and run one case: its last record with the predicted parts, or the error."""
+    """Plan and run one case; return its last record with the predicted time and memory terms, or the error."""
     model, plan = folder / "config.json", folder / "plan.json"
     config = SMALL if case.model == "small" else load_model(case.model)["config"]
     model.write_text(json.dumps({**config, "num_hidden_layers": case.num_layers or config["num_hidden_layers"]}))
@@ -80,21 +81,25 @@ def run_case(case: Case, cluster: str, folder: Path) -> dict[str, object]:
         return {**case._asdict(), "error": applied.stderr}
     records = [json.loads(line) for line in applied.stdout.splitlines()]
     estimate = json.loads(plan.read_text())["estimate"]
-    parts = {name: estimate[name] for name in ("breakdown_s", "memory_bytes")}
-    return {**case._asdict(), **records[-1], **parts, "losses": [record["loss"] for record in records[:-1]]}
+    terms = {name: estimate[name] for name in ("breakdown_s", "memory_bytes")}
+    return {**case._asdict(), **records[-1], **terms, "losses": [record["loss"] for record in records[:-1]]}
 
 
-def main(cluster: str, out: str) -> None:
+def main() -> None:
     """Run every case and write the results."""
-    cases = LOCAL_CASES if cluster.startswith("local") else GPU_CASES
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("cluster")
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    cases = LOCAL_CASES if options.cluster.startswith("local") else GPU_CASES
     results = []
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(run_case(case, cluster, Path(folder)))
+            results.append(run_case(case, options.cluster, Path(folder)))
         print(case.model, case.fixed, json.dumps(results[-1].get("ratio", results[-1].get("error"))), flush=True)
-        versions = {"cluster": cluster, "torch": version("torch"), "python": platform.python_version()}
-        Path(out).write_text(json.dumps({**versions, "steps": STEPS, "cases": results}, indent=1) + "\n")
+        versions = {"cluster": options.cluster, "torch": version("torch"), "python": platform.python_version()}
+        options.out.write_text(json.dumps({**versions, "steps": STEPS, "cases": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,10 +1,9 @@
-"""Layouts estimated per second on one core: time and memory of whole spaces in one vectorised pass.
+"""Layouts estimated per second on one core: time and memory of entire spaces in one vectorised pass.
 
     python benchmarks/estimate_speed.py OUT.json
 
-Each case builds the space of a model on a cluster, then bounds all its layouts
-(cost_models.stage.bounds.lower_bounds: exact without a
-pipeline) and estimates a sample of them exactly, stage by stage. Best of several repeats: the machine may be shared. Nothing in it
+Each case builds the space of a model on a cluster, then bounds all its layouts (cost_models.stage.bounds: exact without a pipeline)
+and estimates a sample of them exactly, stage by stage. Best of several repeats: the machine may be shared. Nothing in it
 starts threads.
 """
 
@@ -12,14 +11,14 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.cost_models.stage.bounds import lower_bounds
+from meshwright.cost_models.stage.bounds import memory_bounds, time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner.expand import expand
 from meshwright.planner.request import PlanRequest
@@ -48,7 +47,7 @@ CASES = (
 
 
 def best_of(function: Callable[[], object]) -> float:
-    """Least seconds of a call over REPEATS."""
+    """Return the lowest seconds of a call over REPEATS."""
     seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -58,24 +57,33 @@ def best_of(function: Callable[[], object]) -> float:
 
 
 def measure(case: Case) -> dict[str, object]:
-    """Layouts per second of one case."""
+    """Return the layouts per second of one case."""
     model, cluster = ModelSpec.named(case.model), ClusterSpec.parse(case.cluster)
     workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size)
-    batch = build_space(PlanRequest(model, cluster, workload)).batch
-    bound_s = best_of(lambda: lower_bounds(CostTable.from_layouts(model, workload, cluster, batch)))
-    costs = CostTable.from_layouts(model, workload, cluster, batch)
-    sample = range(0, len(batch), max(1, len(batch) // SAMPLE))
+    layouts = build_space(PlanRequest(model, cluster, workload)).batch
+
+    def bound() -> None:
+        costs = CostTable.from_layouts(model, workload, cluster, layouts)
+        time_bounds(costs)
+        memory_bounds(costs)
+
+    bound_s = best_of(bound)
+    costs = CostTable.from_layouts(model, workload, cluster, layouts)
+    sample = range(0, len(layouts), max(1, len(layouts) // SAMPLE))
     exact_s = best_of(lambda: [expand(costs, idx) for idx in sample])
     return {
         **case._asdict(),
-        "layouts": len(batch),
-        "bounded_per_s": round(len(batch) / bound_s),
+        "layouts": len(layouts),
+        "bounded_per_s": round(len(layouts) / bound_s),
         "estimated_with_stages_per_s": round(len(sample) / exact_s),
     }
 
 
 def main() -> None:
-    """Every case, then the file."""
+    """Measure every case, then write the file."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
     report = {
         "command": "python benchmarks/estimate_speed.py OUT.json",
         "cpu": platform.processor() or platform.machine(),
@@ -83,7 +91,7 @@ def main() -> None:
         "numpy": version("numpy"),
         "cases": [measure(case) for case in CASES],
     }
-    Path(sys.argv[1]).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

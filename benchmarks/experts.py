@@ -1,10 +1,10 @@
-"""Placement of experts: balance over the bound, worst layer and seconds, beside EPLB's algorithm; one row for each goal.
+"""Placement of experts: balance over the bound, worst layer and seconds, next to EPLB's algorithm; one row for each goal.
 
     python benchmarks/experts.py --data ../shared/data/experts --json benchmarks/experts.json --markdown benchmarks/experts.md
 
-Loads are drawn by `solvers/experts/synthetic.py` with the parameters that stand in each row. Seconds are of the whole call:
+Loads are drawn by `solvers/experts/synthetic.py` with the parameters that stand in each row. Seconds are of the entire call:
 wall clock, and CPU time of the process, which other work on the machine disturbs less; the best of three calls each.
-EPLB's seconds are those of our vectorised implementation of its algorithm, not of its own code.
+EPLB's seconds are those of our vectorised implementation of its algorithm, not of its code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPEATS = 3
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """The answer, wall-clock and CPU seconds, each the least of some calls."""
+    """Return the answer, wall-clock and CPU seconds, each the lowest of some calls."""
     wall, cpu, answer = [], [], None
     for _ in range(REPEATS):
         start, used = time.perf_counter(), time.process_time()
@@ -44,18 +44,18 @@ def row(case: str, goal: str, wall: float | None, cpu: float | None, **values: A
     return {"case": case, "goal": goal, **rounded, **seconds}
 
 
-def eplb_over_bound(load: np.ndarray, found: ExpertPlacement) -> dict[str, Any]:
+def eplb_over_bound(load: np.ndarray, placement: ExpertPlacement) -> dict[str, Any]:
     """EPLB's balance over our bound, layers where it is better than ours, and slots that hold an expert its GPU has
     already."""
-    num_slots, num_gpus = found.physical_to_logical.shape[1], found.num_gpus
+    num_slots, num_gpus = placement.physical_to_logical.shape[1], placement.num_gpus
     placed, _, cpu = timed(lambda: eplb_placement(load, num_slots=num_slots, num_gpus=num_gpus))
     instance = make_instance(load, num_gpus=num_gpus, num_slots=num_slots)
     used = utilisation(instance, placed, uniform_shares(placed, load.shape[1])).max(axis=(0, 2))
     on_gpu = np.sort(placed.reshape(len(placed), num_gpus, -1), axis=2)
     return {
-        "eplb_ratio": float((used / found.lower_bound).mean()),
-        "eplb_worst": float((used / found.lower_bound).max()),
-        "eplb_better_layers": int((found.balance > used * (1 + 1e-9)).sum()),
+        "eplb_ratio": float((used / placement.lower_bound).mean()),
+        "eplb_worst": float((used / placement.lower_bound).max()),
+        "eplb_better_layers": int((placement.balance > used * (1 + 1e-9)).sum()),
         "eplb_wasted_slots": int((np.diff(on_gpu, axis=2) == 0).sum()),
         "eplb_cpu_s": round(cpu, 4),
     }
@@ -68,15 +68,15 @@ def balance_rows() -> list[dict[str, Any]]:
     for layers, experts, slots, gpus in cases:
         for sigma in (0.5, 0.9, 1.3):
             load = synthetic_loads(layers, experts, sigma=sigma, seed=1)[0]
-            found, wall, cpu = timed(lambda: place_experts(load, num_gpus=gpus, num_slots=slots))  # noqa: B023
-            ratio = found.balance / found.lower_bound
+            placement, wall, cpu = timed(lambda: place_experts(load, num_gpus=gpus, num_slots=slots))  # noqa: B023
+            ratio = placement.balance / placement.lower_bound
             goal = {96: "<= 1.02 x bound", 8: "worst <= 1.001, < 0.1 s", 72: "<= 1.005 x bound"}.get(
                 gpus, "<= 1.005 x bound, worst 1.015, < 0.2 s"
             )
             name = f"{layers} x {experts}, sigma {sigma}, S={slots} G={gpus}"
             values = {"ratio": float(ratio.mean()), "worst": float(ratio.max())}
-            values |= {"bound": float(found.lower_bound.mean())}
-            rows.append(row(name, goal, wall, cpu, **values, **eplb_over_bound(load, found)))
+            values |= {"bound": float(placement.lower_bound.mean())}
+            rows.append(row(name, goal, wall, cpu, **values, **eplb_over_bound(load, placement)))
     return rows
 
 
@@ -86,7 +86,7 @@ def mixture_rows(data: Path) -> list[dict[str, Any]]:
     load = np.stack([stats[f"olmoe_expert_counts_{name}"] for name in DOMAINS]).astype(float)
     rows = []
     for slots, shares, goal in ((72, "uniform", "<= 1.07"), (80, "weighted", "<= 1.02")):
-        found, wall, cpu = timed(
+        placement, wall, cpu = timed(
             lambda: place_experts(None, scenarios=load, num_gpus=8, num_slots=slots, split=shares)  # noqa: B023
         )
         rows.append(
@@ -95,8 +95,8 @@ def mixture_rows(data: Path) -> list[dict[str, Any]]:
                 goal,
                 wall,
                 cpu,
-                ratio=float(found.balance.mean()),
-                worst=float(found.balance.max()),
+                ratio=float(placement.balance.mean()),
+                worst=float(placement.balance.max()),
                 eplb_ratio=float(worst_domain(load, load.sum(axis=0), slots).mean()),
             )
         )
@@ -128,15 +128,15 @@ def other_rows() -> list[dict[str, Any]]:
     base = synthetic_loads(58, 256, sigma=0.9, seed=2)[0]
     rng = np.random.default_rng(3)
     mix = base * rng.lognormal(0, 0.4, (8, *base.shape))
-    found, wall, cpu = timed(lambda: place_experts(None, scenarios=mix, num_gpus=32, num_slots=288))
+    placement, wall, cpu = timed(lambda: place_experts(None, scenarios=mix, num_gpus=32, num_slots=288))
     rows = [
         row(
             "58 x 256, 8 scenarios (each 0.4 off), S=288 G=32",
             "< 2 s",
             wall,
             cpu,
-            ratio=float(found.balance.mean()),
-            worst=float(found.balance.max()),
+            ratio=float(placement.balance.mean()),
+            worst=float(placement.balance.max()),
         )
     ]
     for sigma in (0.5, 0.9, 1.3):
@@ -173,9 +173,9 @@ def trace_rows() -> list[dict[str, Any]]:
         trace = synthetic_trace(router, 16000, seed=6)
         options: dict[str, Any] = {"num_gpus": 64, "num_nodes": 8, "num_slots": 320, "num_groups": 8}
         start = time.perf_counter(), time.process_time()
-        found = place_experts(None, trace=trace[::2], objective="traffic", time_limit_s=8, **options)
+        placement = place_experts(None, trace=trace[::2], objective="traffic", time_limit_s=8, **options)
         wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-        unseen = found.evaluate_trace(trace[1::2])
+        unseen = placement.evaluate_trace(trace[1::2])
         homes = place_experts(None, trace=trace[::2], **options).evaluate_trace(trace[1::2])
         rows.append(
             row(
@@ -195,9 +195,9 @@ def trace_rows() -> list[dict[str, Any]]:
         trace = synthetic_trace(router, 16000, seed=7, topic_weight=np.ones(topics))
         options = {"num_gpus": 16, "num_nodes": 4, "num_slots": 80}
         start = time.perf_counter(), time.process_time()
-        found = place_experts(None, trace=trace[::2], objective="pareto", time_limit_s=8, **options)
+        placement = place_experts(None, trace=trace[::2], objective="pareto", time_limit_s=8, **options)
         wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-        unseen = found.evaluate_trace(trace[1::2])
+        unseen = placement.evaluate_trace(trace[1::2])
         apart = place_experts(None, trace=trace[::2], **options).evaluate_trace(trace[1::2])
         fewer = 100 * (1 - float(unseen.visits_per_token.mean() / apart.visits_per_token.mean()))
         values = {"ratio": float(unseen.node_balance.mean()), "worst": float(unseen.node_balance.max())}
@@ -210,12 +210,14 @@ def trace_rows() -> list[dict[str, Any]]:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The same as a table."""
     lines = ["| case | goal | ours | worst layer | CPU s | EPLB | other |", "|---|---|---|---|---|---|---|"]
-    told = {"case", "goal", "ratio", "worst", "cpu_s", "wall_s", "eplb_ratio", "eplb_worst", "bound"}
+    shown = {"case", "goal", "ratio", "worst", "cpu_s", "wall_s", "eplb_ratio", "eplb_worst", "bound"}
     for values in rows:
         numbers = [
             f"{values[name]:.4f}" if name in values else "" for name in ("ratio", "worst", "cpu_s", "eplb_ratio")
         ]
-        other = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items() if name not in told)
+        other = ", ".join(
+            f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items() if name not in shown
+        )
         lines.append(f"| {values['case']} | {values['goal']} | {' | '.join(numbers)} | {other} |")
     return "\n".join([*lines, ""])
 

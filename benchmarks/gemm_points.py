@@ -1,4 +1,4 @@
-"""What a profile's matrix products are worth: errors on a GPU family that the shipped model never saw, by the number of points.
+"""The value of a profile's matrix products: errors on a GPU family that the shipped model never saw, by the number of points.
 
     python benchmarks/gemm_points.py DATA OUT.json [FAMILY ...]
 
@@ -6,15 +6,14 @@ DATA holds operators/gemm.parquet and measured_runs/gemm_kernels.csv (docs/accur
 Blackwell) is left out of coefficients, trees and the prior of the correction in turn; that prior was fitted on the other families,
 each with trees that saw neither. Points of each of its devices and software builds become the model's own data for the device,
 as a profile's do; scored are the other rows, up to 4,000. Points are drawn at random, or chosen as the profiler chooses its
-shapes (`most_informative_shapes`, from as many random rows of the table as it has candidates, by their shapes
-alone): three draws of
-either. Families named are computed anew and join those that OUT.json holds.
+shapes (`most_informative_shapes`, from as many random rows of the table as it has candidates, by their shapes): three draws.
+Families named are computed anew and join those that OUT.json has.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,51 +31,46 @@ DRAWS = 3
 CHOICES = ("chosen", "random")
 
 
-def columns_of(rows: pd.DataFrame, *names: str) -> list[np.ndarray]:
-    """Columns as arrays."""
-    return [rows[name].to_numpy() for name in names]
-
-
-def order_of(
+def measured_order(
     part: pd.DataFrame, choice: str, seed: int, residual: ResidualModel, prior: GemmRates, kernel: Covariance
 ) -> np.ndarray:
-    """Positions of rows in the order in which they are measured, as many as are asked for at most."""
+    """Return positions of rows in the order in which they are measured, at most the largest of NUMBERS."""
     drawn = np.random.default_rng(seed).permutation(len(part))
     if choice == "random":
         return drawn[: max(NUMBERS)]
     candidates = drawn[:NUM_CANDIDATES]
-    sizes = columns_of(part.iloc[candidates], "m", "n", "k")
+    sizes = gemm_fit.sizes_of(part.iloc[candidates])
     return candidates[most_informative_shapes(*sizes, prior, max(NUMBERS), residual=residual, kernel=kernel)]
 
 
-def errors_of(
+def point_errors(
     part: pd.DataFrame, residual: ResidualModel, prior: GemmRates, kernel: Covariance
 ) -> Iterator[tuple[str, int, tuple[float, float]]]:
-    """Choice, number of points, and mean and median |predicted / measured - 1| on rows that are not points."""
+    """Yield choice, number of points, and mean and median |predicted / measured - 1| on rows that are not points."""
     scored = np.random.default_rng(9).permutation(len(part))[:4000]
     for choice in CHOICES:
         for seed in range(DRAWS):
-            order = order_of(part, choice, seed, residual, prior, kernel)
+            order = measured_order(part, choice, seed, residual, prior, kernel)
             for number in NUMBERS:
                 chosen = order[:number]
                 points, others = part.iloc[chosen], part.iloc[np.setdiff1d(scored, chosen)]
-                fields = columns_of(points, "m", "n", "k", "seconds")
+                fields = *gemm_fit.sizes_of(points), points.seconds.to_numpy()
                 rates = calibration.calibrate(*fields, prior, residual=residual, kernel=kernel)
-                predicted = gemm.predict(*columns_of(others, "m", "n", "k"), rates, residual=residual)
-                wrong = np.abs(predicted / others.seconds.to_numpy() - 1)
-                yield choice, number, (float(wrong.mean()), float(np.median(wrong)))
+                predicted = gemm.predict(*gemm_fit.sizes_of(others), rates, residual=residual)
+                error = np.abs(predicted / others.seconds.to_numpy() - 1)
+                yield choice, number, (float(error.mean()), float(np.median(error)))
 
 
 def family_errors(rows: pd.DataFrame, family: str) -> dict[str, dict[str, list[float]]]:
-    """Choice -> number -> mean and median error, every device and build of the family weighing the same."""
+    """Return choice -> number -> mean and median error, every device and build of the family weighing the same."""
     kernel = gemm_fit.nested_kernel(rows, family)
     residual, priors = gemm_fit.without_families(rows, (family,))
-    found: list[tuple[str, int, str, float, float]] = []
+    records: list[tuple[str, int, str, float, float]] = []
     for key, prior in priors.items():
         part = rows[(rows.device == key[0]) & (rows.software == key[1])]
-        for choice, number, (mean, median) in errors_of(part, residual, prior, kernel):
-            found.append((choice, number, str(key), mean, median))
-    table = pd.DataFrame(found, columns=["choice", "number", "build", "mean", "median"])
+        for choice, number, (mean, median) in point_errors(part, residual, prior, kernel):
+            records.append((choice, number, str(key), mean, median))
+    table = pd.DataFrame(records, columns=["choice", "number", "build", "mean", "median"])
     table = table.groupby(["choice", "number", "build"]).mean().groupby(["choice", "number"]).mean()
     return {
         choice: {str(number): table.loc[choice, number].tolist() for number in NUMBERS}  # type: ignore[index]
@@ -84,16 +78,16 @@ def family_errors(rows: pd.DataFrame, family: str) -> dict[str, dict[str, list[f
     }
 
 
-def shown(errors: dict[str, dict[str, list[float]]]) -> str:
-    """For people."""
+def one_line(errors: dict[str, dict[str, list[float]]]) -> str:
+    """Return the mean errors for people."""
     return "; ".join(
         f"{choice}: " + ", ".join(f"{number} {100 * mean:.1f} %" for number, (mean, _) in errors[choice].items())
         for choice in CHOICES
     )
 
 
-def mean_of(families: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Over families."""
+def mean_over(families: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Return the mean over families."""
     return {
         choice: {
             str(n): np.mean([family[choice][str(n)] for family in families.values()], axis=0).tolist() for n in NUMBERS
@@ -102,19 +96,24 @@ def mean_of(families: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def main(data: str, out: str, *wanted: str) -> None:
+def main() -> None:
     """Score the families and write the table."""
-    rows = gemm_fit.read_rows(Path(data))
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("families", nargs="*", choices=[*gemm_fit.FAMILIES, []], metavar="FAMILY")
+    options = parser.parse_args()
+    rows, out = gemm_fit.read_rows(options.data), options.out
     rows = rows[~rows.software.map(gemm_fit.is_fp8)].reset_index(drop=True)
-    families = json.loads(Path(out).read_text())["families"] if wanted and Path(out).exists() else {}
-    for family in wanted or gemm_fit.FAMILIES:
+    families = json.loads(out.read_text())["families"] if options.families and out.exists() else {}
+    for family in options.families or gemm_fit.FAMILIES:
         families[family] = family_errors(rows, family)
-        print(family, shown(families[family]), flush=True)
-    mean = mean_of(families)
-    print("mean of", ", ".join(families), shown(mean))
+        print(family, one_line(families[family]), flush=True)
+    mean = mean_over(families)
+    print("mean of", ", ".join(families), one_line(mean))
     result = {"columns": ["mean error", "median error"], "families": families, "mean": mean}
-    Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -33,15 +33,15 @@ def measured(name: str, instance: Any) -> dict[str, Any]:
     begun = time.process_time()
     bound.lower_bound_s(instance)
     counted = time.process_time()
-    found = schedule.solve(instance)
-    row: dict[str, Any] = {"case": name, "status": str(found.status), "count_s": counted - begun}
+    solution = schedule.solve(instance)
+    row: dict[str, Any] = {"case": name, "status": str(solution.status), "count_s": counted - begun}
     row["solve_s"] = time.process_time() - counted
-    if found.choice is not None and found.simulated is not None:
-        step, planned = found.simulated.step_s, found.objective
+    if solution.choice is not None and solution.simulated is not None:
+        step, planned = solution.simulated.step_s, solution.objective
         row |= {
-            "bound_s": found.bound, "program_s": planned, "simulated_s": step, "gap": found.gap,
-            "simulated_gap": 1 - found.bound / step, "simulated_over_program": step / planned - 1,
-            "moves": not nothing_moves(found.choice),
+            "bound_s": solution.bound, "program_s": planned, "simulated_s": step, "gap": solution.gap,
+            "simulated_gap": 1 - solution.bound / step, "simulated_over_program": step / planned - 1,
+            "moves": not nothing_moves(solution.choice),
         }  # fmt: skip
     return row
 
@@ -50,11 +50,11 @@ def large(seed: int) -> list[dict[str, Any]]:
     """128 blocks, alike and not."""
     rows = []
     for machine in MACHINES:
-        for spread in (0.0, 0.3):
+        for variation in (0.0, 0.3):
             for microbatches in (1, 8):
-                name = f"{machine.name}, +-{100 * spread:.0f} %, {microbatches} micro-batches"
+                name = f"{machine.name}, +-{100 * variation:.0f} %, {microbatches} micro-batches"
                 instance = problem(
-                    machine, 128, 8192, sequences=2, microbatches=microbatches, ranks=64, spread=spread, seed=seed
+                    machine, 128, 8192, sequences=2, microbatches=microbatches, ranks=64, variation=variation, seed=seed
                 )
                 rows.append(measured(name, instance))
                 print(rows[-1], file=sys.stderr, flush=True)
@@ -83,12 +83,12 @@ def _spread(values: list[float], form: str = "{:.2f}") -> str:
 
 def _ratios(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[float]:
     """Seconds of the best of some policies over the plan's, where one of them fits."""
-    found = [[row["over_plan"][name] for name in names if name in row["over_plan"]] for row in rows]
-    return [min(ratios) for ratios in found if ratios]
+    known = [[row["over_plan"][name] for name in names if name in row["over_plan"]] for row in rows]
+    return [min(ratios) for ratios in known if ratios]
 
 
 def report(data: dict[str, Any]) -> str:
-    """The figures beside the goals."""
+    """Return the figures next to the goals."""
     rows, big = data["cases"], data["large"]
     solved, large_solved = ([row for row in part if "simulated_s" in row] for part in (rows, big))
     moving = [row for row in solved if row["moves"]]
@@ -100,7 +100,7 @@ def report(data: dict[str, Any]) -> str:
         f"{len(big)} cases of 128 blocks: {len(large_solved)} solved, {sum(row['status'] == 'infeasible' for row in big)} "
         f"proved not to fit. Neither solved nor proved: {len(unproved)}.",
         "",
-        "| what | goal | found |",
+        "| what | goal | result |",
         "|---|---|---|",
         f"| 128 blocks: seconds of one core | <= 1 s | {_spread([row['solve_s'] for row in large_solved])} |",
         "| their gap, linear program of the choice over the bound | <= 2 %, median <= 0.5 % | "
@@ -129,7 +129,7 @@ def report(data: dict[str, Any]) -> str:
     ):
         for which, part in (("all", solved), ("that move something", moving)):
             ratios = _ratios(part, names)
-            text = f"{statistics.median(ratios):.3f}x median, least {min(ratios):.4f}x" if ratios else "none fit"
+            text = f"{statistics.median(ratios):.3f}x median, lowest {min(ratios):.4f}x" if ratios else "none fit"
             lines.append(f"| {what}, cases {which} | {goal} | {text}; fits in {len(ratios)} of {len(part)} |")
     return "\n".join(lines)
 

@@ -45,12 +45,12 @@ def problem(
     sequences: int,
     microbatches: int,
     ranks: int,
-    spread: float = 0.0,
+    variation: float = 0.0,
     seed: int = 0,
 ) -> OffloadInstance:
-    """A model of equal blocks (or such that differ by up to ``spread``) with states sharded over ``ranks``; sequences of 4,096."""
+    """Return a model of blocks that differ by up to ``variation``, states sharded over ``ranks``, sequences of 4,096."""
     size, tokens, block = blocks + 2, sequences * 4096, 12 * width * width
-    scale = np.random.default_rng(seed).uniform(1 - spread, 1 + spread, size)
+    scale = np.random.default_rng(seed).uniform(1 - variation, 1 + variation, size)
     is_block = np.ones(size)
     is_block[[0, -1]] = 0.0
     each = (2 * block * tokens + 2 * tokens * 4096 * width) / machine.flops_per_s
@@ -64,7 +64,7 @@ def problem(
     return OffloadInstance(
         forward_s=forward,
         backward_s=2 * forward,
-        kind=np.arange(size) if spread else np.array([0, *[1] * blocks, 2]),
+        kind=np.arange(size) if variation else np.array([0, *[1] * blocks, 2]),
         allowed=np.where(is_block, True, np.arange(len(OPTIONS))[:, None] == KEEP),
         repeated_s=np.array([0, 0.05, 0.85, 0, 0.85])[:, None] * forward * is_block,
         retained_bytes=by_option * (1 - moves),
@@ -102,9 +102,9 @@ def cases(seed: int, count: int) -> Iterator[tuple[str, OffloadInstance]]:
         blocks = int(blocks * rng.choice([0.5, 1.0, 1.6]))
         machine = MACHINES[rng.integers(len(MACHINES))]
         ranks, microbatches = int(rng.choice([1, 2, 4, 8])), int(rng.choice([1, 1, 4, 8]))
-        sequences, spread = int(rng.choice([1, 2, 4])), float(rng.choice([0.0, 0.0, 0.3]))
+        sequences, variation = int(rng.choice([1, 2, 4])), float(rng.choice([0.0, 0.0, 0.3]))
         name = (
-            f"{blocks} blocks of {width} +-{100 * spread:.0f} % on {ranks} x {machine.name}, "
+            f"{blocks} blocks of {width} +-{100 * variation:.0f} % on {ranks} x {machine.name}, "
             f"{microbatches} x {sequences} sequences"
         )
         yield (
@@ -116,43 +116,43 @@ def cases(seed: int, count: int) -> Iterator[tuple[str, OffloadInstance]]:
                 sequences=sequences,
                 microbatches=microbatches,
                 ranks=ranks,
-                spread=spread,
+                variation=variation,
                 seed=seed + number,
             ),
         )
 
 
-def fitting(instance: OffloadInstance, choices: list[OffloadChoice]) -> float:
-    """Seconds of the fastest of some choices that fits; infinite if none does."""
-    found: list[SimulatedStep] = []
+def fastest_feasible_s(instance: OffloadInstance, choices: list[OffloadChoice]) -> float:
+    """Return the seconds of the fastest of some choices that fits; infinite if none does."""
+    feasible: list[SimulatedStep] = []
     for choice in choices:
         for prefetch in (1, 2):
             simulated = simulate(instance, choice, prefetch=prefetch)
             if not broken_constraints(instance, choice, simulated):
-                found.append(simulated)
-    return min((simulated.step_s for simulated in found), default=np.inf)
+                feasible.append(simulated)
+    return min((simulated.step_s for simulated in feasible), default=np.inf)
 
 
 def best_uniform_s(instance: OffloadInstance) -> float:
-    """The best all-or-nothing policy: one option for all blocks, all states or parameters in one place, any of them."""
-    return fitting(instance, list(uniform_policies(instance, (1.0,))))
+    """Return the seconds of the best all-or-nothing policy: one option for all blocks, one place for all states or parameters."""
+    return fastest_feasible_s(instance, list(uniform_policies(instance, (1.0,))))
 
 
 def tuned_uniform_s(instance: OffloadInstance) -> float:
-    """The same with the part of the states that is offloaded tuned in eighths."""
-    return fitting(instance, list(uniform_policies(instance)))
+    """Return the same with the fraction of the states that is offloaded tuned in eighths."""
+    return fastest_feasible_s(instance, list(uniform_policies(instance)))
 
 
 def nothing_moves(choice: OffloadChoice) -> bool:
-    """No offload in it."""
+    """Return whether a choice offloads nothing."""
     masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters)
     return not any(mask.any() for mask in masks) and not np.isin(choice.option, (ACTIVATIONS, BOUNDARY)).any()
 
 
 def peers_s(instance: OffloadInstance) -> dict[str, float]:
-    """What three tools do by default where a model does not fit, full recompute on."""
+    """Return the seconds of what three tools do by default where a model does not fit, full recompute on."""
     return {
-        "ZeRO-Offload": fitting(instance, [uniform_policy(instance, FULL, "host")]),
-        "ZeRO-Infinity": fitting(instance, [uniform_policy(instance, BOUNDARY, "parameters")]),
-        "FSDP2 CPUOffloadPolicy": fitting(instance, [uniform_policy(instance, FULL, "parameters")]),
+        "ZeRO-Offload": fastest_feasible_s(instance, [uniform_policy(instance, FULL, "host")]),
+        "ZeRO-Infinity": fastest_feasible_s(instance, [uniform_policy(instance, BOUNDARY, "parameters")]),
+        "FSDP2 CPUOffloadPolicy": fastest_feasible_s(instance, [uniform_policy(instance, FULL, "parameters")]),
     }

@@ -4,15 +4,15 @@
     python benchmarks/offload_run.py plan.json OUT.json      # on the GPU that the plan is for
     python benchmarks/offload_run.py --smoke OUT.json        # this machine's CPU, a model of 35 M parameters, a schedule by hand
 
-Variants of the plan run one after another, each in a process of its own:
+Variants of the plan run one after another, each in a separate process:
 
 | variant        | blocks             | optimizer states        | parameters             |
 |----------------|--------------------|-------------------------|------------------------|
 | planned        | as planned         | as planned              | as planned             |
 | full recompute | recomputed         | of every layer on host  | on the device          |
 | fsdp2          | recomputed         | with the parameters     | CPUOffloadPolicy, all  |
-| fsdp2, kept    | kept on the device | with the parameters     | CPUOffloadPolicy, all  |
-| no offload     | as planned, kept   | on the device           | on the device          |
+| fsdp2, saved   | on the device      | with the parameters     | CPUOffloadPolicy, all  |
+| no offload     | as planned, saved  | on the device           | on the device          |
 
 The last one is there to show that the model needs offloading at all. A variant that runs out of memory says so.
 """
@@ -73,7 +73,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
         "planned": plan,
         "full recompute": variant(plan, on_host, recompute="full"),
         "fsdp2": variant(plan, streamed, recompute="full"),
-        "fsdp2, kept": variant(plan, streamed, recompute="none"),
+        "fsdp2, saved": variant(plan, streamed, recompute="none"),
         "no offload": variant(plan, None),
     }
 

@@ -4,7 +4,7 @@
 
 1. Bubble rates of arXiv:2401.10241 (table 5 with the profiled times of table 9), by our generators.
 2. Thirteen inputs: our shortest order against the schedules of torch 2.13 and of the zero-bubble scheduler, each at the memory of
-   its own fullest rank, every placement of one or two chunks a rank allowed; makespans, and spans where span is their goal. The
+   its fullest rank, every placement of one or two chunks a rank allowed; makespans, and spans where span is their goal. The
    time limit is for 1000 actions and grows with their number.
 3. Proved optima of an earlier CP-SAT study on one stage a rank: reached, and proved here by which bound.
 """
@@ -48,7 +48,7 @@ def pipeline_of(case: dict[str, Any], chunks: int, style: Any) -> Pipeline:
 
 
 def bubble_rates(data: Path) -> list[dict[str, Any]]:
-    """Published and ours, per model and schedule; times as whole microseconds."""
+    """Published and ours, per model and schedule; times as integer microseconds."""
     rows = []
     for row in json.loads((data / "zero_bubble/paper_tables.json").read_text())["rows"]:
         ranks, m = row["p"], row["m"]
@@ -83,12 +83,12 @@ def baselines(data: Path) -> dict[str, tuple[dict[str, Any], list[tuple[str, dic
     """Per case its input and the recorded schedules of torch and of the zero-bubble greedy."""
     zero_bubble = json.loads((data / "zero_bubble/zb_results.json").read_text())
     torch_orders = json.loads((data / "torch_pipelining/torch_sched_results.json").read_text())
-    found = {}
+    published = {}
     for name, entry in zero_bubble.items():
         rows = [(f"torch {key.removeprefix('Schedule')}", value) for key, value in torch_orders.get(name, {}).items()]
         rows += [(key, value) for key, value in entry["results"].items()]
-        found[name] = (entry["input"], rows)
-    return found
+        published[name] = (entry["input"], rows)
+    return published
 
 
 def cases(data: Path, time_limit_s: float, only: str | None) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def cases(data: Path, time_limit_s: float, only: str | None) -> list[dict[str, A
             for length in lengths:
                 if (cap, length) not in ours:
                     ours[cap, length] = shortest(case, cap, length, limit_s)
-                mine = ours[cap, length]
+                row = ours[cap, length]
                 rows.append(
                     {
                         "case": name,
@@ -113,11 +113,11 @@ def cases(data: Path, time_limit_s: float, only: str | None) -> list[dict[str, A
                         "memory": cap,
                         "length": length,
                         "theirs": value[length],
-                        **mine,
+                        **row,
                     }
                 )
-                print(f"{name:32} {schedule:28} {length:8} memory {cap:8g} theirs {value[length]:10g} ours {mine['ours']:10g} "
-                      f"bound {mine['bound']:10g} {mine['how']}", flush=True)  # fmt: skip
+                print(f"{name:32} {schedule:28} {length:8} memory {cap:8g} theirs {value[length]:10g} ours {row['ours']:10g} "
+                      f"bound {row['bound']:10g} {row['how']}", flush=True)  # fmt: skip
     return rows
 
 
@@ -143,7 +143,7 @@ def optima(data: Path, time_limit_s: float) -> list[dict[str, Any]]:
     for key, entry in known.items():
         name, memory = key.split("@mem")
         case = inputs[name][0]
-        caps = tuple(float(memory) * held for held in case["mem_f"])
+        caps = tuple(float(memory) * resident for resident in case["mem_f"])
         start = time.perf_counter()
         solution = solve(PipelineInstance(pipeline_of(case, 1, "loop"), caps, "span"), time_limit_s=time_limit_s)
         best = (

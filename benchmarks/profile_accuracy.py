@@ -5,8 +5,8 @@
 For each number of ranks and each of two small models: `meshwright profile --model`, a plan of every layout below from that profile,
 then `meshwright apply` of all layouts in turn, as often as there are rounds, so that a neighbour's load falls on all of them alike.
 A layout's time is the median of its rounds, its noise their range over that; ``preempted`` is the part of its computing time in
-which other work had the cores, which an idle machine has near zero. Ranked first is the layout with the least predicted time.
-Memory is the allocated peak, every tensor counted in the warm-up of the first round; the resident one is beside it.
+which other work had the cores, which an idle machine has near zero. Ranked first is the layout with the lowest predicted time.
+Memory is the allocated peak, every tensor counted in the warm-up of the first round; the resident one stands next to it.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def measure(name: str, ranks: int, *, rounds: int, budget_s: float, folder: Path
 
 
 def _summary(case: dict[str, Any]) -> dict[str, Any]:
-    times = [found["step_time_s"] for found in case["runs"]]
-    parts = {name: median(found["parts_s"][name] for found in case["runs"]) for name in case["runs"][0]["parts_s"]}
+    times = [run["step_time_s"] for run in case["runs"]]
+    parts = {name: median(run["parts_s"][name] for run in case["runs"]) for name in case["runs"][0]["parts_s"]}
     allocated = case["runs"][0]["peak_allocated_bytes"]
-    resident = median(found["peak_reserved_bytes"] for found in case["runs"])
+    resident = median(run["peak_reserved_bytes"] for run in case["runs"])
     return {
         "predicted_s": case["predicted_s"],
         "measured_s": median(times),

@@ -1,18 +1,19 @@
-"""Published steps and largest models of offloading systems beside what the planner's simulation says.
+"""Published steps and largest models of offloading systems next to what the planner's simulation says.
 
     python benchmarks/published_offload.py        prints the tables of benchmarks/offload.md
 
 Facts are in published_offload.csv with their sources. Steps: of each system one row, the middle size, calibrates one number, the
 rate of one rank's storage; the others are predicted by the event simulation of the same policy (states updated by the host and on
 storage for the update, full recompute). Largest models: 94 % of the host's memory by the bytes that the planner counts for a
-parameter on it; nothing is calibrated. ZeRO-2 Offload is not predicted: fp16 parameters alone on the device are no layout of the
-planner's. The updates of Deep Optimizer States are listed and not predicted.
+parameter on it; nothing is calibrated. ZeRO-2 Offload is not predicted: no layout of the planner has only fp16 parameters on the
+device. The updates of Deep Optimizer States are listed and not predicted.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,22 +35,22 @@ HOST_SHARE = 0.94
 
 
 def rows() -> dict[str, dict[str, str]]:
-    """The facts by id."""
+    """Return the facts by id."""
     with Path(__file__).with_suffix(".csv").open() as file:
         return {row["id"]: row for row in csv.DictReader(file)}
 
 
-def instance_of(row: dict[str, str], storage_bytes_per_s: float) -> tuple[OffloadInstance, OffloadChoice]:
-    """The published model with one sequence a rank: states of the blocks on storage, updated by the host."""
+def published_instance(row: dict[str, str], storage_bytes_per_s: float) -> tuple[OffloadInstance, OffloadChoice]:
+    """Return the published model with one sequence a rank: states of the blocks on storage, updated by the host."""
     ranks, machine = int(row["devices"]), DEVICES["h100"]
     tokens = int(row["seq_len"]) / 4096
     slower = Machine("h100", machine.flops_per_s / tokens, 80e9, machine.link_bytes_per_s, machine.host_params_per_s)
-    found = problem(slower, int(row["layers"]), int(row["hidden"]), sequences=1, microbatches=1, ranks=ranks)
-    links = replace(found.links, read_bytes_per_s=storage_bytes_per_s, write_bytes_per_s=storage_bytes_per_s)
-    found = replace(found, links=links, storage_cap_bytes=1e15, host_cap_bytes=1e15)
-    everywhere = np.ones(found.num_layers, dtype=bool)
-    option = np.where(found.allowed[FULL], FULL, KEEP)
-    return found, OffloadChoice(
+    instance = problem(slower, int(row["layers"]), int(row["hidden"]), sequences=1, microbatches=1, ranks=ranks)
+    links = replace(instance.links, read_bytes_per_s=storage_bytes_per_s, write_bytes_per_s=storage_bytes_per_s)
+    instance = replace(instance, links=links, storage_cap_bytes=1e15, host_cap_bytes=1e15)
+    everywhere = np.ones(instance.num_layers, dtype=bool)
+    option = np.where(instance.allowed[FULL], FULL, KEEP)
+    return instance, OffloadChoice(
         option=option,
         host_optimizer=everywhere,
         streamed_optimizer=~everywhere,
@@ -59,12 +60,12 @@ def instance_of(row: dict[str, str], storage_bytes_per_s: float) -> tuple[Offloa
 
 
 def step_s(row: dict[str, str], storage_bytes_per_s: float) -> float:
-    """Seconds of the simulated step."""
-    return simulate(*instance_of(row, storage_bytes_per_s)).step_s
+    """Return the seconds of the simulated step."""
+    return simulate(*published_instance(row, storage_bytes_per_s)).step_s
 
 
 def calibrated(row: dict[str, str]) -> float:
-    """The storage rate with which the simulation takes as long as the published step, by bisection."""
+    """Return the storage rate with which the simulation takes as long as the published step, by bisection."""
     low, high = 1e8, 1e11
     for _ in range(60):
         rate = (low * high) ** 0.5
@@ -73,7 +74,8 @@ def calibrated(row: dict[str, str]) -> float:
 
 
 def main() -> None:
-    """Both tables."""
+    """Print both tables."""
+    ArgumentParser(description=__doc__).parse_args()
     facts = rows()
     lines = ["| row | published | predicted | error |", "|---|---|---|---|"]
     for system, row_id in STEPS.items():

@@ -1,10 +1,10 @@
-"""Recompute alone against torch's own program for it (torch.distributed._tools.sac_ilp.sac_milp), on the same statistics.
+"""Recompute only, against torch's own program for it (torch.distributed._tools.sac_ilp.sac_milp), on the same statistics.
 
     python benchmarks/recompute_milp.py [--limit-s 60]     writes benchmarks/recompute_milp.json and prints a table
 
 Each model is L blocks and a head. Both get the same five points of every block's trade-off between bytes dropped and seconds of
 recompute; sac_milp takes any fraction between them, the planner one of the points. The head's logits are the peak, where what all
-blocks keep is still there; that both plans fit is recomputed here from torch's own definition of its peak.
+blocks keep is still allocated; that both plans fit is recomputed here from torch's own definition of its peak.
 
 sac_milp stops at 5 % of its bound or at its time limit, 180 s in torch; here ``--limit-s``, so that a run stays short. Seconds are
 of the processor, of its solver's process too.
@@ -39,9 +39,9 @@ LEAVES = 11
 """Modules without children in a Llama block: two norms, four projections and the kernel of attention, four of the MLP."""
 
 
-def blocks(count: int, spread: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def blocks(count: int, variation: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Bytes and milliseconds of each block."""
-    scale = np.random.default_rng(seed).uniform(1 - spread, 1 + spread, (2, count))
+    scale = np.random.default_rng(seed).uniform(1 - variation, 1 + variation, (2, count))
     return np.rint(BLOCK_BYTES * scale[0]), BLOCK_MS * scale[1]
 
 
@@ -86,8 +86,8 @@ def peak_gib(graph: Graph, dropped: dict[str, float]) -> float:
     peak = 0.0
     for node in graph.nodes:
         before = graph.fw_post_order[: node["pos_fw_post_order"]]
-        kept = node["act_total"] + node["act_grad_per_module"] - sum(discarded.get(name, 0.0) for name in before)
-        peak = max(peak, kept)
+        saved = node["act_total"] + node["act_grad_per_module"] - sum(discarded.get(name, 0.0) for name in before)
+        peak = max(peak, saved)
     return peak / GIB
 
 
@@ -116,9 +116,9 @@ def _processor_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def compared(count: int, spread: float, share: float, limit_s: float) -> dict[str, Any]:
-    """One model: ``share`` of all block bytes fit beside the head."""
-    bytes_, milliseconds = blocks(count, spread, seed=count)
+def compared(count: int, variation: float, share: float, limit_s: float) -> dict[str, Any]:
+    """One model: ``share`` of all block bytes fit next to the head."""
+    bytes_, milliseconds = blocks(count, variation, seed=count)
     budget = share * float(bytes_.sum()) + HEAD_BYTES
     graph = graph_of(bytes_, milliseconds)
     units = [f"model.{idx}" for idx in range(count)]
@@ -128,14 +128,14 @@ def compared(count: int, spread: float, share: float, limit_s: float) -> dict[st
     theirs_s, theirs_wall_s = _processor_s() - begun, time.perf_counter() - wall
     instance = problem(bytes_, milliseconds, budget)
     begun = _processor_s()
-    found = schedule.solve(instance)
+    solution = schedule.solve(instance)
     ours_s = _processor_s() - begun
-    assert found.choice is not None
-    ours_ms = 1e3 * float(found.choice.take(instance.repeated_s).sum())
-    ours = {units[idx]: float(DROPPED[k]) for idx, k in enumerate(found.choice.option[:-1]) if k}
-    bound_ms = 1e3 * (found.bound - instance.compute_s)
+    assert solution.choice is not None
+    ours_ms = 1e3 * float(solution.choice.take(instance.repeated_s).sum())
+    ours = {units[idx]: float(DROPPED[k]) for idx, k in enumerate(solution.choice.option[:-1]) if k}
+    bound_ms = 1e3 * (solution.bound - instance.compute_s)
     return {
-        "blocks": count, "spread": spread, "share": share, "limit_s": limit_s,
+        "blocks": count, "spread": variation, "share": share, "limit_s": limit_s,
         "theirs_ms": theirs_ms if peak >= 0 else None, "ours_ms": ours_ms, "bound_ms": bound_ms,
         "theirs_s": theirs_s, "theirs_wall_s": theirs_wall_s, "ours_s": ours_s, "budget_gib": budget / GIB,
         "theirs_peak_gib": peak_gib(graph, dropped), "ours_peak_gib": peak_gib(graph, ours),
@@ -161,9 +161,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     rows = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
     for count in given.blocks:
-        for spread in (0.0, 0.3):
-            row = compared(count, spread, 0.5, given.limit_s)
-            rows = [old for old in rows if (old["blocks"], old["spread"]) != (count, spread)] + [row]
+        for variation in (0.0, 0.3):
+            row = compared(count, variation, 0.5, given.limit_s)
+            rows = [old for old in rows if (old["blocks"], old["spread"]) != (count, variation)] + [row]
             given.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
             print(table([row]), flush=True)
 

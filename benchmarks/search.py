@@ -2,8 +2,8 @@
 
     python benchmarks/search.py [--out benchmarks] [--only PREFIX ...] [--no-tests]
 
-Writes search.json (every figure), search.md (the goals beside them) and, where matplotlib is installed, search.svg (growth). Each
-case runs in a process of its own, so that its peak memory is its own; imports do not count, everything after them does. Wall and
+Writes search.json (every figure), search.md (the goals next to them) and, where matplotlib is installed, search.svg (growth). Each
+case runs in a separate process, so that its peak memory is not that of others; imports do not count, all after them does. Wall and
 CPU seconds are both given: the machine may be shared, and nothing here starts threads. With --only, cases whose names
 begin otherwise keep the figures that search.json has.
 """
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Case(NamedTuple):
-    """What is planned; ``num_blocks`` and ``memory_gib`` stand in for the model's and the device's own."""
+    """What is planned; ``num_blocks`` and ``memory_gib`` stand in for the model's and the device's."""
 
     model: str
     cluster: str
@@ -131,16 +131,16 @@ def measure(case: Case) -> dict[str, Any]:
     model, cluster = model_of(case), cluster_of(case)
     workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size, engine=case.engine)
     options: dict[str, Any] = {"runnable": case.space == "runnable", "time_limit_s": 60}
-    found: dict[str, Any]
+    figures: dict[str, Any]
     if case.what == "pareto":
         points = pareto(model, cluster, workload, **options)
         gap = max(1 - point.bound_s / point.step_time_s for point in points)
-        found = {"points": len(points), "gap": round(gap, 6), "step_time_s": round(points[0].step_time_s, 4)}
+        figures = {"points": len(points), "gap": round(gap, 6), "step_time_s": round(points[0].step_time_s, 4)}
     elif case.what == "cheapest":
         best = cheapest(model, (Offer.of(cluster),), workload, **options)
         assert best.cost is not None
         cost = best.cost
-        found = {
+        figures = {
             "sizes": len(cost.sizes),
             "layouts": sum(size.layouts for size in cost.sizes),
             "status": cost.status,
@@ -152,7 +152,7 @@ def measure(case: Case) -> dict[str, Any]:
     else:
         best = plan(model, cluster, workload, **options)
         assert best.search is not None
-        found = {
+        figures = {
             "layouts": best.search.evaluated + best.search.pruned,
             "evaluated": best.search.evaluated,
             "status": best.search.status,
@@ -163,7 +163,7 @@ def measure(case: Case) -> dict[str, Any]:
         }
     return {
         **{name: value for name, value in case._asdict().items() if value is not None},
-        **found,
+        **figures,
         "wall_s": round(time.perf_counter() - start, 3),
         "cpu_s": round(time.process_time() - cpu_start, 3),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

@@ -1,4 +1,4 @@
-"""What benchmarks/search.py measured, as search.md beside the goals and as a figure of how time grows."""
+"""Write what benchmarks/search.py measured: search.md next to the goals, and as a figure of how time grows."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def write_report(result: Result, folder: Path) -> None:
 
 
 def markdown(result: Result, folder: Path, *, has_figure: bool) -> str:
-    """The whole page."""
+    """Return the page."""
     lines = [
         "# The search, measured",
         "",
         f"`{result['command']}` writes this page, `search.json` and the figure; Python {result['python']}, numpy "
         f"{result['numpy']}, {result['cores']} core(s) of {result['processor']}, shared with other work. A goal in seconds is "
-        "compared with CPU seconds of the one thread that works, wall seconds stand beside them; the gap is the search's, "
-        "from the fastest layout found to the bound.",
+        "compared with CPU seconds of the one thread that works, wall seconds stand next to them; the gap is the search's, "
+        "from the fastest layout to the bound.",
         "",
-        "| goal | layouts | gap | CPU s | wall s | memory MiB | wanted | met | best known |",
+        "| goal | layouts | gap | CPU s | wall s | memory MiB | target | met | best known |",
         "|---|---:|---:|---:|---:|---:|---|---|---|",
         *(_goal_row(goal, result["cases"].get(goal.case, {})) for goal in GOALS),
         "",
         *_other_goals(result, folder),
         "",
-        "## What was found",
+        "## Results",
         "",
         "| case | answer | step time |",
         "|---|---|---:|",
@@ -84,13 +84,13 @@ def _goal_row(goal: Goal, row: Result) -> str:
     if "cpu_s" not in row:
         return f"| {goal.title} | | | | | | | {row.get('error', 'not run')} | {goal.best_known} |"
     met = row["cpu_s"] <= goal.seconds and row["gap"] <= goal.gap
-    wanted = f"{goal.seconds:g} s, {100 * goal.gap:g} %"
+    target = f"{goal.seconds:g} s, {100 * goal.gap:g} %"
     if goal.memory_mib is not None:
         met = met and row["peak_rss_mib"] <= goal.memory_mib
-        wanted += f", {goal.memory_mib} MiB"
+        target += f", {goal.memory_mib} MiB"
     size = f"{row['layouts']:,}" if "layouts" in row else f"{row['points']} points"
     figures = f"{100 * row['gap']:.2g} % | {row['cpu_s']:.2f} | {row['wall_s']:.2f} | {row['peak_rss_mib']}"
-    return f"| {goal.title} | {size} | {figures} | {wanted} | {'yes' if met else 'no'} | {goal.best_known} |"
+    return f"| {goal.title} | {size} | {figures} | {target} | {'yes' if met else 'no'} | {goal.best_known} |"
 
 
 def _answer_row(name: str, row: Result) -> str:
@@ -134,12 +134,12 @@ def _schedule_rows(schedules: Result) -> list[str]:
 
 def series(cases: Result) -> dict[str, dict[str, list[tuple[int, Result]]]]:
     """Of what grows, by model and engine: (number, row) in order."""
-    found: dict[str, dict[str, list[tuple[int, Result]]]] = {kind: {} for kind in SERIES}
+    points: dict[str, dict[str, list[tuple[int, Result]]]] = {kind: {} for kind in SERIES}
     for name, row in cases.items():
         kind, *middle, number = name.split()
         if kind in SERIES and number.isdigit() and "cpu_s" in row:
-            found[kind].setdefault(" ".join(middle), []).append((int(number), row))
-    return found
+            points[kind].setdefault(" ".join(middle), []).append((int(number), row))
+    return points
 
 
 def _growth_tables(cases: Result) -> list[str]:

@@ -1,11 +1,11 @@
 """Does `plan --cluster local` pick the layout that is measured to be the fastest? Two small shapes for which it differs.
 
-    python benchmarks/two_shapes.py OUT.json [ROUNDS] [STEPS]
+    python benchmarks/two_shapes.py OUT.json [--rounds 3] [--steps 12]
 
 With many tokens and few parameters data parallelism wins; with many parameters and few tokens tensor parallelism does (by about 1.4
 over DDP and 4 over FSDP on two cores). For each shape the plan's choice and every other kind of layout for two ranks run under
 `meshwright apply`, in turn within each round, so that a neighbour's load meets all of them. The choice is right where its median is
-the least, or within 5 % of it.
+the lowest, or within 5 % of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,7 +56,7 @@ CLI = (sys.executable, "-m", "meshwright.cli")
 
 
 def make_plan(shape: str, fixed: str, cluster: ClusterSpec) -> Plan | None:
-    """The plan of a shape with some fields kept; None where nothing has them."""
+    """Return the plan of a shape with some fields fixed; None where no layout has them."""
     sizes, batch, seq_len = SHAPES[shape]
     model = ModelSpec.from_hf({**COMMON, **sizes})
     workload = Workload(seq_len=seq_len, global_batch_size=batch, precision="fp32", optimizer="sgd")
@@ -66,7 +67,7 @@ def make_plan(shape: str, fixed: str, cluster: ClusterSpec) -> Plan | None:
 
 
 def measure(path: Path, steps: int) -> float:
-    """Median seconds of a step."""
+    """Return the median seconds of a step."""
     done = subprocess.run([*CLI, "apply", str(path), "--steps", str(steps), "--json"], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -81,9 +82,9 @@ def run_shape(shape: str, folder: Path, cluster: ClusterSpec, rounds: int, steps
         raise SystemExit(f"no plan for {shape}")
     plans = {"the plan's choice": chosen}
     for name, fixed in LAYOUTS.items():
-        found = make_plan(shape, fixed, cluster)
-        if found is not None and found.layout != chosen.layout:
-            plans[name] = found
+        other = make_plan(shape, fixed, cluster)
+        if other is not None and other.layout != chosen.layout:
+            plans[name] = other
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     for turn in range(rounds):
         for name in list(plans) if turn % 2 else reversed(list(plans)):
@@ -95,34 +96,40 @@ def run_shape(shape: str, folder: Path, cluster: ClusterSpec, rounds: int, steps
 
 
 def report(plans: dict[str, Plan], seconds: dict[str, list[float]]) -> dict:
-    """Medians, predictions, and the verdict."""
+    """Return medians, predictions, and the verdict."""
     rows = {
         name: {
-            "layout": str(found.layout),
-            "predicted_s": found.estimate.step_time_s,
+            "layout": str(made.layout),
+            "predicted_s": made.estimate.step_time_s,
             "measured_s": statistics.median(seconds[name]),
-            "least_s": min(seconds[name]),
-            "largest_s": max(seconds[name]),
+            "min_s": min(seconds[name]),
+            "max_s": max(seconds[name]),
         }
-        for name, found in plans.items()
+        for name, made in plans.items()
     }
     best = min(rows, key=lambda name: rows[name]["measured_s"])
     excess = rows["the plan's choice"]["measured_s"] / rows[best]["measured_s"] - 1
     return {"fastest": best, "choice_over_fastest": excess, "is_right": excess <= TOLERANCE, "layouts": rows}
 
 
-def main(out: str, rounds: str = "3", steps: str = "12") -> None:
-    """Both shapes; the result is written after each."""
-    setup = {"torch": version("torch"), "python": platform.python_version(), "rounds": int(rounds), "steps": int(steps)}
+def main() -> None:
+    """Run both shapes; write the result after each."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    setup = {"torch": version("torch"), "python": platform.python_version()}
+    setup |= {"rounds": options.rounds, "steps": options.steps}
     results, cluster = {}, measure_local(2)
     for shape in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            results[shape] = run_shape(shape, Path(folder), cluster, int(rounds), int(steps))
-        Path(out).write_text(json.dumps({**setup, "shapes": results}, indent=1) + "\n")
+            results[shape] = run_shape(shape, Path(folder), cluster, options.rounds, options.steps)
+        options.out.write_text(json.dumps({**setup, "shapes": results}, indent=1) + "\n")
         print(
             shape, "right" if results[shape]["is_right"] else "wrong", json.dumps(results[shape]["fastest"]), flush=True
         )
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,10 +1,10 @@
-"""What one GPU says of the predictions: products, layers, copies beside products, and whole steps, before and after a profile.
+"""What one GPU says of the predictions: products, layers, copies next to products, and entire steps, before and after a profile.
 
     python benchmarks/h200/run.py OUT.json [--cluster 1xH200-SXM-141GB] [--model llama-3.1-8b] [--seq-len 4096] [--budget-s 540]
     python benchmarks/h200/run.py OUT.json --tiny     # the same on this machine's CPU with little of everything
 
-Measures a profile (kept beside OUT), then reports the mean of |predicted / measured - 1|: of products from the data sheet alone and
-with the first 100 and 500 measured points (scored on all later ones), of each layer of the model from the data sheet alone, of sets
+Measures a profile (next to OUT), then reports the mean of |predicted / measured - 1|: of products from the data sheet only and
+with the first 100 and 500 measured points (scored on all later ones), of each layer of the model from the data sheet only, of sets
 of streams that run at once from the shipped slow-downs; host rates; and `apply_accuracy.py`'s training steps (``--steps``).
 """
 
@@ -23,9 +23,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from apply_accuracy import GPU_CASES, Case, run_case
+from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.device import gemm_rates
-from meshwright.cost_models.hardware.overlap import STREAMS, interference, together_s
-from meshwright.cost_models.layer.layer import layer_cost
+from meshwright.cost_models.hardware.overlap import STREAMS, Fabric, interference, together_s
+from meshwright.cost_models.layer.layer import within_layer_cost
+from meshwright.cost_models.layer.operators import CostInputs
 from meshwright.cost_models.learned.calibration import calibrate
 from meshwright.cost_models.learned.gemm import predict
 from meshwright.profilers.profiled_cluster import cluster_from_profile
@@ -40,7 +42,7 @@ TINY_CASE = Case("small", 1, 1, 32, "micro_batch_size=1")
 
 
 def product_errors(points: Sequence[MatmulPoint], device: Device, precision: Precision) -> dict[str, float | None]:
-    """By the number of points the model was given; None where too few are left to score."""
+    """Return the error by the number of points the model was given; None where too few remain to score."""
     m, n, k, seconds = np.array([(p.m, p.n, p.k, p.time_s) for p in points if p.which == "forward"], dtype=float).T
     sheet = gemm_rates(device, precision)._replace(sustained_ratio=1.0)
     errors: dict[str, float | None] = {}
@@ -55,38 +57,40 @@ def product_errors(points: Sequence[MatmulPoint], device: Device, precision: Pre
 
 
 def layer_errors(points: Sequence[LayerPoint], cluster: ClusterSpec, precision: Precision) -> list[dict[str, object]]:
-    """Predicted over measured seconds of the layers that are not cut over tp."""
-    found = []
+    """Return predicted over measured seconds of the layers that are not cut over tp."""
+    rows = []
     for point in points:
         if point.tp > 1:
             continue
         layout = Layout(micro_batch_size=point.micro_batch_size, recompute=point.recompute)
-        batch = LayoutTable.from_layouts([layout], point.micro_batch_size)
+        layouts = LayoutTable.from_layouts([layout], point.micro_batch_size)
         workload = Workload(seq_len=point.seq_len, global_batch_size=point.micro_batch_size, precision=precision)
-        cost = layer_cost(point.layer, point.hidden_dim, batch, workload, cluster)
+        scenario = Scenario.build(workload, cluster)
+        inputs = CostInputs(hidden_dim=point.hidden_dim, layouts=layouts, scenario=scenario)
+        cost = within_layer_cost(point.layer, inputs)
         backward = float((cost.backward_s + cost.recompute_s)[0])
         predicted = float(cost.forward_s[0]) if point.direction == "forward" else backward
         fields = {"kind": point.layer.kind, "recompute": point.recompute, "direction": point.direction}
         ratio = predicted / point.time_s
-        found.append({**fields, "micro_batch_size": point.micro_batch_size, "measured_s": point.time_s, "ratio": ratio})
-    return found
+        rows.append({**fields, "micro_batch_size": point.micro_batch_size, "measured_s": point.time_s, "ratio": ratio})
+    return rows
 
 
-def overlap_errors(points: Sequence[OverlapPoint], fabric: str) -> list[dict[str, object]]:
-    """Seconds of sets of streams: predicted from the streams alone, over measured."""
-    slowdown = interference(fabric)  # type: ignore[arg-type]
-    found = []
+def overlap_errors(points: Sequence[OverlapPoint], fabric: Fabric) -> list[dict[str, object]]:
+    """Return seconds of sets of streams, predicted from isolated streams, over measured."""
+    slowdown = interference(fabric, packaged_coefficients())
+    rows = []
     for point in points:
-        alone = np.zeros(len(STREAMS))
+        isolated_s = np.zeros(len(STREAMS))
         for stream, seconds in zip(point.streams, point.alone_s, strict=True):
-            alone[STREAMS.index(stream)] = seconds
-        ratio = float(together_s(alone, slowdown)) / point.together_s
-        found.append({"streams": point.streams, "copy_bytes": point.copy_bytes, "ratio": ratio})
-    return found
+            isolated_s[STREAMS.index(stream)] = seconds
+        ratio = float(together_s(isolated_s, slowdown)) / point.together_s
+        rows.append({"streams": point.streams, "copy_bytes": point.copy_bytes, "ratio": ratio})
+    return rows
 
 
 def host_rates(profile: Profile) -> list[dict[str, object]]:
-    """Bytes/s of copies and parameters/s of AdamW on the host."""
+    """Return bytes/s of copies and parameters/s of AdamW on the host."""
     copies = [
         {**p.model_dump(exclude={"time_s", "spread"}), "bytes_per_s": p.size_bytes / p.time_s}
         for p in profile.host_copies
@@ -99,7 +103,7 @@ def _mean_error(predicted: np.ndarray, measured: np.ndarray) -> float:
 
 
 def measured_profile(options: Namespace, path: Path) -> Profile:
-    """The profile of this machine, measured now."""
+    """Measure the profile of this machine."""
     command = [sys.executable, "-m", "meshwright.cli", "profile", "--ranks", "1", "--out", str(path)]
     model = ["--model", options.model, "--seq-len", str(options.seq_len), "--budget-s", str(options.budget_s)]
     subprocess.run([*command, *model, "--json"], check=True, stdout=subprocess.DEVNULL)

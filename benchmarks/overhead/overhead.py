@@ -1,10 +1,10 @@
 """What `meshwright apply` costs over a hand-written script for the same model and layout.
 
-    python benchmarks/overhead/overhead.py local OUT.json [ROUNDS] [STEPS] [CASE] # two CPU ranks
-    python benchmarks/overhead/overhead.py 2xH100-SXM-80GB OUT.json              # GPUs; one GPU has one case
+    python benchmarks/overhead/overhead.py local OUT.json [--rounds 5] [--steps 12] [--only CASE]   # two CPU ranks
+    python benchmarks/overhead/overhead.py 2xH100-SXM-80GB OUT.json      # GPUs; one GPU has one case
 
 In each round every case runs both, in turn first and second, so that a neighbour's load meets both; the ratio is of the medians of
-their steps in that round, the result the median over rounds with the least and the largest. The goal is 1.02.
+their steps in that round, the result the median over rounds with the lowest and the highest. The goal is 1.02.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,13 +46,13 @@ CASES = {
 
 
 def cases(num_devices: int) -> dict[str, str]:
-    """Those of one device, or of two."""
+    """Return the cases of one device, or of two."""
     return {name: fixed for name, fixed in CASES.items() if (name == "one device") == (num_devices == 1)}
 
 
 def make_plan(cluster: ClusterSpec, fixed: str, out: Path) -> Path:
-    """The plan of a case."""
-    is_cpu = cluster.weakest_device.vendor == "cpu"
+    """Save the plan of a case."""
+    is_cpu = cluster.weakest_device.backend.is_host
     model = ModelSpec.from_hf(SMALL if is_cpu else LARGE)
     precision = "fp32" if is_cpu else "bf16-mixed"
     workload = Workload(seq_len=128 if is_cpu else 2048, global_batch_size=8, precision=precision)
@@ -59,8 +60,8 @@ def make_plan(cluster: ClusterSpec, fixed: str, out: Path) -> Path:
     return out
 
 
-def applied(plan: Path, steps: int) -> float:
-    """Median seconds of a step of `apply`."""
+def apply_s(plan: Path, steps: int) -> float:
+    """Return the median seconds of a step of `apply`."""
     command = [sys.executable, "-m", "meshwright.cli", "apply", str(plan), "--steps", str(steps), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -69,8 +70,8 @@ def applied(plan: Path, steps: int) -> float:
     return statistics.median([r["step_time_s"] for r in records if "step" in r][WARMUP_STEPS:])
 
 
-def plain(plan: Path, steps: int) -> float:
-    """Median seconds of a step of the script."""
+def plain_s(plan: Path, steps: int) -> float:
+    """Return the median seconds of a step of the script."""
     ranks = len(json.loads(plan.read_text())["rank_map"])
     out = plan.with_name("plain.json")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -80,43 +81,50 @@ def plain(plan: Path, steps: int) -> float:
     return statistics.median(json.loads(out.read_text())[WARMUP_STEPS:])
 
 
-def main(cluster: str, out: str, rounds: str = "5", steps: str = "12", only: str = "") -> None:
+def main() -> None:
     """Measure every case and write the result."""
-    machine = measure_local(2) if cluster == "local" else ClusterSpec.parse(cluster)
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("cluster")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", default="", metavar="CASE", help="cases whose name contains this")
+    options = parser.parse_args()
+    machine = measure_local(2) if options.cluster == "local" else ClusterSpec.parse(options.cluster)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {name: fixed for name, fixed in cases(machine.num_devices).items() if only in name}
         plans = {
             name: make_plan(machine, fixed, Path(folder) / f"{idx}.json")
-            for idx, (name, fixed) in enumerate(wanted.items())
+            for idx, (name, fixed) in enumerate(cases(machine.num_devices).items())
+            if options.only in name
         }
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
-        for turn in range(int(rounds)):
+        for turn in range(options.rounds):
             for name, plan in plans.items():
-                runs = [plain, applied] if turn % 2 else [applied, plain]
-                found = {run.__name__: run(plan, int(steps)) for run in runs}
-                seconds[name].append((found["applied"], found["plain"]))
-                write(out, cluster, seconds, int(steps))
-                print(name, turn, f"{found['applied']:.4f} s / {found['plain']:.4f} s", flush=True)
+                runs = [plain_s, apply_s] if turn % 2 else [apply_s, plain_s]
+                times = {run.__name__: run(plan, options.steps) for run in runs}
+                seconds[name].append((times["apply_s"], times["plain_s"]))
+                write(options.out, options.cluster, seconds, options.steps)
+                print(name, turn, f"{times['apply_s']:.4f} s / {times['plain_s']:.4f} s", flush=True)
 
 
-def write(out: str, cluster: str, seconds: dict[str, list[tuple[float, float]]], steps: int) -> None:
-    """Everything measured so far."""
+def write(out: Path, cluster: str, seconds: dict[str, list[tuple[float, float]]], steps: int) -> None:
+    """Write everything measured so far."""
     results = {}
     for name, pairs in seconds.items():
         if not pairs:
             continue
-        ratios = [mine / plain for mine, plain in pairs]
+        ratios = [apply_s / plain_s for apply_s, plain_s in pairs]
         results[name] = {
             "ratio": statistics.median(ratios),
-            "ratio_least": min(ratios),
-            "ratio_largest": max(ratios),
-            "apply_s": statistics.median(mine for mine, _ in pairs),
-            "plain_s": statistics.median(plain for _, plain in pairs),
+            "min_ratio": min(ratios),
+            "max_ratio": max(ratios),
+            "apply_s": statistics.median(apply_s for apply_s, _ in pairs),
+            "plain_s": statistics.median(plain_s for _, plain_s in pairs),
             "rounds": pairs,
         }
     setup = {"cluster": cluster, "torch": version("torch"), "python": platform.python_version(), "steps": steps}
-    Path(out).write_text(json.dumps({**setup, "goal": 1.02, "cases": results}, indent=1) + "\n")
+    out.write_text(json.dumps({**setup, "goal": 1.02, "cases": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

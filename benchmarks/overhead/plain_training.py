@@ -1,4 +1,4 @@
-"""A straightforward training script for each layout, with torch alone: what `meshwright apply` is compared with.
+"""A straightforward training script for each layout, with nothing but torch: what `meshwright apply` is compared with.
 
     torchrun --nproc-per-node 2 benchmarks/overhead/plain_training.py plan.json STEPS OUT.json
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
+from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
@@ -161,32 +161,37 @@ def split_tensors(model: Llama, layout: dict, device: torch.device) -> nn.Module
 
 def pipeline(model: Llama, plan: dict, device: torch.device) -> Schedule1F1B:
     rank, stages = dist.get_rank(), plan["stages"]
-    own, last = stages[rank], len(stages) - 1
-    idxs = range(own["first_layer_idx"] - 1, own["first_layer_idx"] - 1 + own["num_layers"])
+    stage, last = stages[rank], len(stages) - 1
+    idxs = range(stage["first_layer_idx"] - 1, stage["first_layer_idx"] - 1 + stage["num_layers"])
     model.layers = nn.ModuleList(layer for i, layer in enumerate(model.layers) if i in idxs)
     if rank > 0:
         model.embedding = None
     if rank < last:
         model.norm = model.output = None
-    stage = PipelineStage(model, rank, len(stages), device)
+    module = PipelineStage(model, rank, len(stages), device)
     batch = plan["workload"]["global_batch_size"] // plan["layout"]["micro_batch_size"]
-    return Schedule1F1B(stage, batch, loss_fn=cross_entropy)
+    return Schedule1F1B(module, batch, loss_fn=cross_entropy)
 
 
 def clip(parameters: list[nn.Parameter], layout: dict) -> None:
-    kinds = [[p.grad for p in parameters if isinstance(p.grad, DTensor) == is_spread] for is_spread in (True, False)]
+    kinds = [[p.grad for p in parameters if isinstance(p.grad, DTensor) == is_sharded] for is_sharded in (True, False)]
     norms = [nn.utils.get_total_norm(kind) for kind in kinds if kind]
     norm = nn.utils.get_total_norm([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
     if layout["pp"] > 1:
         square = norm**2
         dist.all_reduce(square)
         norm = square.sqrt()
-    for is_spread in (True, False):
-        nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor) == is_spread], 1.0, norm)
+    for is_sharded in (True, False):
+        nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor) == is_sharded], 1.0, norm)
 
 
-def main(plan_path: str, steps: str, out: str) -> None:
-    plan = json.loads(Path(plan_path).read_text())
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    plan = json.loads(options.plan.read_text())
     layout, workload = plan["layout"], plan["workload"]
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -209,7 +214,7 @@ def main(plan_path: str, steps: str, out: str) -> None:
     if on_gpu and layout["dp_shard"] == 1:
         cast = lambda: torch.autocast("cuda", torch.bfloat16)  # noqa: E731
     parameters = list(model.parameters())
-    groups = [[p for p in parameters if isinstance(p, DTensor) == is_spread] for is_spread in (True, False)]
+    groups = [[p for p in parameters if isinstance(p, DTensor) == is_sharded] for is_sharded in (True, False)]
     groups = [{"params": group} for group in groups if group]  # one fused update takes one kind
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     replicas = layout["dp_replicate"] * layout["dp_shard"]
@@ -217,7 +222,7 @@ def main(plan_path: str, steps: str, out: str) -> None:
     micro = layout["micro_batch_size"]
     generator = torch.Generator().manual_seed(dist.get_rank() if replicas > 1 else 0)
     seconds = []
-    for _ in range(int(steps)):
+    for _ in range(options.steps):
         tokens = torch.randint(256, (local_batch, seq_len + 1), generator=generator).to(device)
         if on_gpu:
             torch.cuda.synchronize()
@@ -236,7 +241,7 @@ def main(plan_path: str, steps: str, out: str) -> None:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(seconds))
+        options.out.write_text(json.dumps(seconds))
     dist.destroy_process_group()
 
 
@@ -250,4 +255,4 @@ def train_micro_batches(model: nn.Module, inputs: Tensor, targets: Tensor, micro
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,0 +1,34 @@
+"""The scripts of benchmarks/ are run by hand: each still imports what it needs and says how it is called."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPTS = [path for path in sorted(FOLDER.rglob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.long
+def test_benchmarks_print_their_help(monkeypatch) -> None:
+    problems = []
+    for path in SCRIPTS:
+        monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+        monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
+        text = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(text):
+                runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code or not text.getvalue().startswith("usage:"):
+                problems.append(f"{path.name}: exit code {ended.code}")
+        except Exception as error:
+            problems.append(f"{path.name}: {error!r}")
+        else:
+            problems.append(f"{path.name}: --help is not understood")
+    assert not problems
