@@ -66,8 +66,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
     for number, (title, figure, text) in enumerate(figures(plan)):
         name = f"figure-{number}"
         if figure is not None:
-            figure.update_layout(template="none")
-            drawn[name] = json.loads(figure.to_json())
+            drawn[name] = figure
         sections.append({"title": title, "id": name, "figure": figure is not None, "text": text})
     return {
         "title": f"{plan.model.name} on {cluster_title(plan.cluster)}",

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from plotly.graph_objects import Figure
 
 ARGUMENTS = ["plan", "llama-3.1-8b", "--cluster", "16xH100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096"]
 
@@ -56,6 +57,8 @@ def test_page_holds_all_it_needs(folder: Path) -> None:
     data = next(script for script in page.scripts if script.startswith("const FIGURES"))
     drawn = json.loads(re.match(r"const FIGURES = (.*?);\nconst dark", data, re.DOTALL)[1])
     assert set(drawn) == set(page.ids) and len(drawn) == 5
+    for figure in drawn.values():
+        Figure(figure)  # raises where plotly knows no such property
     assert "H100 data sheet" in text or "Hopper" in text
 
 

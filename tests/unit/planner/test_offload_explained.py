@@ -165,14 +165,14 @@ def test_the_timeline_is_the_simulated_step() -> None:
 
 def test_the_page_draws_every_layer_and_the_whole_step() -> None:
     drawn = {title: figure for title, figure, _ in figures(made())}
-    (layers,) = drawn["What leaves the device, layer by layer"].data
-    assert [len(row) for row in layers.z] == [MODEL.num_layers] * 3
+    (layers,) = drawn["What leaves the device, layer by layer"]["data"]
+    assert [len(row) for row in layers["z"]] == [MODEL.num_layers] * 3
     schedule = made().offload
     assert schedule is not None
-    on_device = {idx for idx, text in enumerate(layers.text[2]) if text == "on the device"}
+    on_device = {idx for idx, text in enumerate(layers["text"][2]) if text == "on the device"}
     assert on_device == set(range(MODEL.num_layers)) - set(schedule.streamed_parameter_layers)
-    (waterfall,) = drawn["Where the step goes"].data
-    assert sum(waterfall.y) == pytest.approx(made().estimate.step_time_s)
+    (waterfall,) = drawn["Where the step goes"]["data"]
+    assert sum(waterfall["y"]) == pytest.approx(made().estimate.step_time_s)
     assert drawn["The step, pass by pass"] is not None
 
 
