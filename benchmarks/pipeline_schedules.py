@@ -20,7 +20,7 @@ from typing import Any
 from meshwright.cost_models.pipeline import orders
 from meshwright.cost_models.pipeline.simulation import Pipeline, simulate
 from meshwright.schema.schedules import placement
-from meshwright.solvers.pipeline.instance import Length, PipelineInstance, lower_bound_s
+from meshwright.solvers.pipeline.greedy import Length, PipelineInstance, lower_bound_s
 from meshwright.solvers.pipeline.schedule import solve, synthesise
 from meshwright.solvers.pipeline.waves import WAVE_RULES, wave_order
 

@@ -171,8 +171,8 @@ def _order(plan: Plan) -> str:
     """Return the order of the passes as torch's table, where the schedule has no name in torch."""
     if plan.layout.pp == 1 or _schedule_name(plan.layout):
         return ""
+    from ..cost_models.pipeline.orders import to_torch_csv
     from ..runtime.pipeline_order import pipeline_order
-    from ..solvers.pipeline.torch_csv import to_torch_csv
 
     return to_torch_csv(pipeline_order(plan))
 

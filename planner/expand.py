@@ -1,6 +1,6 @@
 """Expanding a layout: its layers cut into stages exactly, its ranks mapped to nodes, costed.
 
-    cut       two even cuts (solvers/stages/stage_split.py, chunk_split.py): for the pipeline only, and with what stages do once
+    cut       two even cuts (solvers/stages/splits.py, splits.py): for the pipeline only, and with what stages do once
     replay    of one stage a rank and of chunks: what no cut beats when the schedule is replayed (solvers/stages/split_bound.py),
               and the cut that this bound comes from
     choices   of mixed layouts also what each block recomputes (stage_choice.py)
@@ -33,8 +33,8 @@ from ..schema.arrays import FloatArray, IntArray
 from ..schema.errors import ConfigError
 from ..schema.layout_table import MIXED, RECOMPUTES, LayoutTable
 from ..schema.schedules import GIVEN, OVER_A_V
-from ..solvers.solution import Status
-from ..solvers.stages import chunk_split, split_bound, stage_split
+from ..solvers.backend import Status
+from ..solvers.stages import split_bound, splits
 from .mixed_clusters import expand_on_pools, nodes_in_order
 from .rank_map import in_order, node_order
 from .request import PlanRequest
@@ -96,8 +96,9 @@ def expand_row(costs: CostTable, row: int, *, bound_s: float = 0.0) -> Candidate
 def expand(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate:
     """Cut the layers of layout ``idx`` into stages and cost them; without memory limits where no split is within them.
 
-    Two cuts are tried: the even one for the pipeline (stage_split's objective), and one that also counts what a stage adds to the
-    step once, its exposed communication and its update, spread over the micro-batches. The faster one that fits is taken.
+    Two cuts are tried: the even one for the pipeline (the objective of solvers/stages/splits.py), and one that also counts what a
+    stage adds to the step once, its exposed communication and its update, spread over the micro-batches. The faster one that fits
+    is taken.
 
     Args:
         bound_s: of the layout before it is cut; the result's bound is raised to what its stages can have at best.
@@ -226,14 +227,12 @@ def _even_cuts(costs: CostTable, idx: int, *, cap_bytes: float) -> tuple[list[Cu
     busy = costs.per_layer("busy_s", idx)
     both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.layouts.num_microbatches[idx]))
     if costs.layouts.num_model_chunks[idx] > 1:
-        required, ranks = chunk_split.memoized(_required_bytes(costs, idx)), pipeline_shape(costs, idx).rank_of_stage
-        instances = (
-            chunk_split.ChunkSplitInstance(weights, costs.is_block, ranks, required, cap_bytes) for weights in both
-        )
-        cuts = [chunk_split.solve(instance).choice for instance in instances]
+        required, ranks = splits.memoized(_required_bytes(costs, idx)), pipeline_shape(costs, idx).rank_of_stage
+        instances = (splits.ChunkSplitInstance(weights, costs.is_block, ranks, required, cap_bytes) for weights in both)
+        cuts = [splits.solve_chunks(instance).choice for instance in instances]
         return [cut for cut in dict.fromkeys(cuts) if cut], 0.0
     fits = _stage_fits(costs, idx, cap_bytes=cap_bytes)
-    solved = [stage_split.solve(stage_split.StageSplitInstance(weights, fits)) for weights in both]
+    solved = [splits.solve_stages(splits.StageSplitInstance(weights, fits)) for weights in both]
     if solved[0].status is Status.INFEASIBLE:
         return [], float("inf")
     return [cut.choice for cut in solved if cut.choice], _split_bound_s(costs, idx, solved[0].objective, fits)
@@ -245,11 +244,11 @@ def _split_bound_s(costs: CostTable, idx: int, slowest_s: float, fits: Fits) -> 
     pipeline_s = float(lower_bound_s(pipeline_work(one, np.array([slowest_s]), 2 * one.transfer_s))[0])
     exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
     update = costs.once_per_layer_s(idx) - exposed
-    slowest = (stage_split.min_slowest_s(stage_split.StageSplitInstance(once, fits)) for once in (exposed, update))
+    slowest = (splits.min_slowest_s(splits.StageSplitInstance(once, fits)) for once in (exposed, update))
     return pipeline_s + float(costs.dp_edges_s[idx]) + sum(slowest)
 
 
-def _required_bytes(costs: CostTable, idx: int) -> chunk_split.Required:
+def _required_bytes(costs: CostTable, idx: int) -> splits.Required:
     """Return the bytes that each rank of a layout requires, as a function of the boundaries of its stages."""
 
     def required_bytes(boundaries: IntArray) -> FloatArray:
@@ -290,8 +289,8 @@ def _with_replayed_cut(costs: CostTable, candidate: Candidate) -> Candidate:
         return candidate
     required, ranks = _required_bytes(costs, idx), pipeline_shape(costs, idx).rank_of_stage
     busy = costs.per_layer("busy_s", idx)
-    instance = chunk_split.ChunkSplitInstance(busy, costs.is_block, ranks, required, cap_bytes)
-    boundaries = chunk_split.boundaries_from_blocks(instance, np.array([replayed.sizes]))
+    instance = splits.ChunkSplitInstance(busy, costs.is_block, ranks, required, cap_bytes)
+    boundaries = splits.boundaries_from_blocks(instance, np.array([replayed.sizes]))
     if in_chunks and np.any(required(boundaries) > cap_bytes):
         return candidate
     cut = tuple(int(end) for end in boundaries[0])

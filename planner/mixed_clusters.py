@@ -1,6 +1,6 @@
 """Expanding layouts on a mixed cluster: each stage on one device pool, pools in every order along the pipeline.
 
-Stages get layers by the speed and under the memory of their pool (solvers/stages/stage_split.py, (O')). Which pool comes first is a
+Stages get layers by the speed and under the memory of their pool (solvers/stages/splits.py, (O')). Which pool comes first is a
 choice: early stages hold more micro-batches in flight, the ends hold the embedding and the head.
 """
 
@@ -18,7 +18,7 @@ from ..cost_models.stage.table import CostTable, stages_of_pools
 from ..schema import Estimate
 from ..schema.arrays import FloatArray, IntArray
 from ..schema.cluster import with_parts_in_order
-from ..solvers.stages.stage_split import StageSplitInstance, min_slowest_s, solve
+from ..solvers.stages.splits import StageSplitInstance, min_slowest_s, solve_stages
 
 MAX_POOLS_IN_EVERY_ORDER = 4
 """Of more pools only the order as listed, its reverse, and both by memory are tried."""
@@ -103,10 +103,10 @@ def _splits(
     busy, exposed = of_stages(lambda pool: pool.per_layer("busy_s", idx)), of_stages(lambda pool: pool.exposed_s(idx))
     update, transfer = of_stages(lambda pool: pool.layer_updates_s(idx)), transfer_of_stages(costs, idx, pool_of_stage)
     instance = StageSplitInstance(busy, fits, transfer, m - 1.0)
-    even = solve(instance)
+    even = solve_stages(instance)
     if even.choice is None:
         return [], np.inf
-    once = solve(StageSplitInstance(busy + (exposed + update) / m, fits, transfer, m - 1.0))
+    once = solve_stages(StageSplitInstance(busy + (exposed + update) / m, fits, transfer, m - 1.0))
     replayed_s, balanced = _replay_bound(costs, idx, instance)
     slowest = (min_slowest_s(StageSplitInstance(values, fits)) for values in (exposed, update))
     bound_s = replayed_s + edges_s(costs, idx, pool_of_stage) + sum(slowest)
@@ -117,10 +117,10 @@ def _replay_bound(costs: CostTable, idx: int, instance: StageSplitInstance) -> t
     """Return seconds that the replay of no split is below (the bounds of cost_models/pipeline/lower_bounds.py), and the splits."""
     m, pp = int(costs.layouts.num_microbatches[idx]), instance.num_stages
     if costs.layouts.schedule_of_row(idx).all_forward_first:
-        return solve(instance).objective, []
+        return solve_stages(instance).objective, []
     times, rounds = (2.0, (m - pp - 1) / 2) if m > pp else (1.0, (m - 1) / 2)
-    balanced = solve(replace(instance, rounds=rounds))
+    balanced = solve_stages(replace(instance, rounds=rounds))
     bound_s = max(times * balanced.objective, m * min_slowest_s(instance))
     if m == pp:
-        bound_s = max(bound_s, 2 * pp / (pp + 1) * solve(replace(instance, rounds=0.0)).objective)
+        bound_s = max(bound_s, 2 * pp / (pp + 1) * solve_stages(replace(instance, rounds=0.0)).objective)
     return bound_s, [balanced.choice or ()]

@@ -20,7 +20,7 @@ from ..cost_models.stage.memory import stage_headroom_bytes, stage_memory_terms
 from ..cost_models.stage.recompute import RecomputeCosts
 from ..schema.arrays import FloatArray, IntArray
 from ..schema.layout_table import RECOMPUTES
-from ..solvers.stages import stage_split
+from ..solvers.stages import splits
 from ..solvers.stages.stage_program import (
     StageFilling,
     StageProgramInstance,
@@ -172,7 +172,7 @@ class Layers:
         """(O) of the best split with one option for all; infinite where none fits."""
         seconds = []
         for option, fits in enumerate(self.fits):
-            boundaries = stage_split.fastest_split(stage_split.StageSplitInstance(self.busy_s[option], fits))
+            boundaries = splits.fastest_split(splits.StageSplitInstance(self.busy_s[option], fits))
             if boundaries:
                 ends = np.array(boundaries)
                 of_layers = (self.busy_s[option], self.exposed_s[option], self.update_s)

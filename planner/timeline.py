@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..cost_models.pipeline.orders import planned_order
 from ..cost_models.pipeline.replay import PipelineShape, order_of
 from ..cost_models.pipeline.simulation import Order, Pipeline, Timeline, simulate
 from ..cost_models.stage.contents import pipeline_shape
@@ -45,7 +46,6 @@ from ..solvers.offload.simulation import (
     run_jobs,
     update_jobs,
 )
-from ..solvers.pipeline.torch_csv import planned_order
 from .mixed_clusters import in_order_of_pools
 from .rank_map import place_as_planned
 from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan

@@ -5,11 +5,10 @@ Orders of named schedules are made for the plan's numbers (cost_models/pipeline/
 
 from __future__ import annotations
 
-from ..cost_models.pipeline.orders import order_of_schedule
+from ..cost_models.pipeline.orders import order_of_schedule, planned_order
 from ..cost_models.pipeline.simulation import Order, Pipeline, simulate
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
-from ..solvers.pipeline.torch_csv import planned_order
 
 
 def pipeline_order(plan: Plan) -> Order:

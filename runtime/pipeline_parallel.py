@@ -26,10 +26,10 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from ..cost_models.pipeline.orders import to_torch_csv
 from ..cost_models.pipeline.simulation import Action
 from ..schema.plan import Plan
 from ..schema.schedules import SCHEDULES
-from ..solvers.pipeline.torch_csv import to_torch_csv
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
 from .models.sharded import local_tensor

@@ -254,7 +254,7 @@ class Plan(Document):
         stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
-            ``compute_only`` form of torch's schedule CSV (solvers/pipeline/torch_csv.py); empty otherwise.
+            ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
         offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
         notes: what the reader should know about assumptions made.
         cost: money, where the plan is the cheapest of several sizes (planner/sizes.py).

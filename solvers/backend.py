@@ -1,11 +1,16 @@
-"""The only file that names a solver: HiGHS (also by itself) and CBC through PuLP, CP-SAT through OR-tools.
+"""What every solver answers with, and the only names of solvers: HiGHS (also by itself) and CBC through PuLP, CP-SAT of OR-tools.
 
-All come back with a status that tells a proved answer from an unproved one and from none at all. PuLP's own `status` does not: it
-says Optimal for the incumbent of a stopped search. `sol_status` does, and only it is read here.
+A file with a problem has an instance (frozen, prepared, validated), `solve` and `check`:
 
-PuLP has the models that are solved once and by either solver; `RowSolver` those that are solved hundreds of times, which take less
-time than importing pulp. Determinism: one thread and a seed. A wall-clock limit still stops at a moment that depends on the
-machine; where equal answers matter more than seconds, give CP-SAT a limit in its own deterministic unit of work.
+    solve(instance, *, time_limit_s, rel_gap, seed) -> Solution       of the three keywords those that its method has a use for
+    check(instance, choice) -> float                                  the objective of `Solution.choice`, from the definition alone
+
+`check` knows nothing of the method and raises ValueError with the label of the constraint that a choice breaks.
+
+PuLP's `status` says Optimal for the incumbent of a stopped search; `sol_status` does not, and only it is read here. PuLP has the
+models that are solved once and by either solver, `RowSolver` those that are solved hundreds of times. Determinism: one thread and a
+seed; where equal answers matter more than seconds, give CP-SAT a limit in its own deterministic unit of work in place of wall-clock
+seconds.
 """
 
 from __future__ import annotations
@@ -13,15 +18,60 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from .linear_program import LinearAnswer, LinearProgram
-from .solution import Status
 from .tolerances import ROUNDING, SOLVER
 
 if TYPE_CHECKING:
     import pulp
     from ortools.sat.python import cp_model
+
+
+Choice = TypeVar("Choice")
+
+
+class Status(StrEnum):
+    """optimal: proved; feasible: an answer without proof; infeasible: proved that there is none; unknown: neither."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+
+    @property
+    def has_answer(self) -> bool:
+        """True where there is a choice."""
+        return self in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution(Generic[Choice]):
+    """An answer to an instance.
+
+    Attributes:
+        choice: values of the variables, in the form that the problem's `check` takes; None without an answer.
+        objective: in the unit of the problem's (O); infinite without an answer.
+        bound: no choice has a lower objective; -inf where the method gives none.
+        solve_s: wall-clock seconds.
+        backend: method or solver that made the choice.
+    """
+
+    status: Status
+    choice: Choice | None
+    objective: float = math.inf
+    bound: float = -math.inf
+    solve_s: float = 0.0
+    backend: str = ""
+
+    @property
+    def gap(self) -> float:
+        """1 - bound / objective, at least 0; infinite without an answer. Objectives of this folder are positive."""
+        if not math.isfinite(self.objective):
+            return math.inf
+        return max(0.0, 1.0 - self.bound / self.objective) if self.objective else 0.0
+
 
 LinearSolver = Literal["highs", "cbc"]
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema.arrays import FloatArray, IntArray
-from .solution import Solution, Status
+from .backend import Solution, Status
 from .tolerances import SUMMED
 
 NUM_RANDOM_STARTS = 12

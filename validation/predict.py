@@ -14,7 +14,7 @@ from ..cost_models.stage.table import CostTable
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
 from ..schema.layers import Embedding
 from ..schema.layout_table import LayoutTable
-from ..solvers.stages import stage_split
+from ..solvers.stages import splits
 from .inputs import RunInputs, Skip, run_inputs
 from .rows import RunRow
 
@@ -114,7 +114,7 @@ def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]
     is_block = np.array([kind.is_block for kind in costs.kinds])[costs.kind_of_layer]
     blocks = np.concatenate([[0], np.cumsum(is_block)])
     has_block = np.broadcast_to(blocks[None, :] > blocks[:, None], (pp, size + 1, size + 1))
-    return stage_split.solve(stage_split.StageSplitInstance(costs.per_layer("busy_s", idx), has_block)).choice or ()
+    return splits.solve_stages(splits.StageSplitInstance(costs.per_layer("busy_s", idx), has_block)).choice or ()
 
 
 def _by_thresholds(costs: CostTable, pp: int) -> tuple[int, ...]:

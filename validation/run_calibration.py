@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from ..cost_models.pipeline.orders import planned_order
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable
 from ..planner.plan import estimate
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate, Plan
 from ..schema.base import read_text, shown
 from ..schema.layout_table import MIXED, LayoutTable
-from ..solvers.pipeline.torch_csv import planned_order
 from .inputs import RunInputs
 from .table_calibration import TRUST, MeasuredRun, left_out_scores, memory_ratios
 

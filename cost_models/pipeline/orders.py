@@ -6,15 +6,25 @@ that the schedule is defined on: `loop` for all but the V schedules, whose place
 Sources: GPipe arXiv:1811.06965; 1F1B and its interleaved form arXiv:2104.04473; ZB-H1, ZB-H2 arXiv:2401.10241; ZBV
 arXiv:2405.15362; DualPipeV, the V form of arXiv:2412.19437 section 3.2. The interleaved orders, ZB-H1, ZBV and DualPipeV are
 those that torch 2.13 runs.
+
+`to_torch_csv` and `from_torch_csv` are the table format that torch.distributed.pipelining loads (`compute_only`): one row a rank,
+one action a cell, as in `0F0,0F1,0I0,0W0`: stage, letter, micro-batch. The letters are torch's: F forward, I gradient of the input
+(our B), W gradient of the weights, B both at once (our BW); empty cells are idle. Source: torch 2.13, `_Action.from_str` and
+`_PipelineScheduleRuntime._load_csv` in torch/distributed/pipelining/schedules.py.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...schema import Plan
+from ...schema.base import shown
 from ...schema.errors import ConfigError
 from ...schema.schedules import SCHEDULES
 from .simulation import Action, Kind, Order
@@ -314,3 +324,55 @@ def order_of_schedule(name: str, num_ranks: int, num_microbatches: int, num_mode
     if not schedule.takes_chunks(num_model_chunks):
         raise ConfigError(f"schedule {name} is not defined for {num_model_chunks} model chunks a rank")
     return ORDERS[name](num_ranks, num_microbatches, num_model_chunks)
+
+
+_TORCH_LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+
+
+_KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in _TORCH_LETTERS.items()}
+
+
+_TORCH_CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
+
+
+def to_torch_csv(order: Order) -> str:
+    """Return the order as text; load it with `_PipelineScheduleRuntime(...)._load_csv(path, format="compute_only")`."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows([f"{a.stage}{_TORCH_LETTERS[a.kind]}{a.micro_batch}" for a in actions] for actions in order)
+    return out.getvalue()
+
+
+def planned_order(plan: Plan) -> Order | None:
+    """Return the order that a plan of the synthesised schedule brings along; None under a named one."""
+    return from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
+
+
+def from_torch_csv(text: str) -> Order:
+    """Return the order in such a text; pairs in brackets, `(0F1;3B0)OVERLAP_F_B`, are read one after the other.
+
+    Raises:
+        ConfigError: a cell that is not a pass, such as a transfer of torch's other format.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ConfigError(f"the schedule is not CSV: {error}") from None
+    return tuple(
+        tuple(action for cell in row for action in _actions_of_cell(cell.strip(), rank))
+        for rank, row in enumerate(rows)
+    )
+
+
+def _actions_of_cell(cell: str, rank: int) -> list[Action]:
+    inner = cell.removeprefix("(").partition(")")[0] if cell.endswith(")OVERLAP_F_B") else cell
+    actions = []
+    for part in filter(None, inner.split(";")):
+        match = _TORCH_CELL.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(
+                f"schedule row {rank}: {shown(cell)} is not a pass",
+                details=("expected a cell like 0F3, 0I3, 0W3 or 0B3 (compute_only)",),
+            )
+        actions.append(Action(int(match[1]), _KIND_OF_LETTER[match[2]], int(match[3])))
+    return actions

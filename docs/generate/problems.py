@@ -17,8 +17,7 @@ from markdown import code, one_line, table
 ROOT = Path(__file__).resolve().parents[2]
 
 TITLES = {
-    "solvers/stages/stage_split.py": "Stages of a pipeline",
-    "solvers/stages/chunk_split.py": "Stages, each rank holding several",
+    "solvers/stages/splits.py": "Stages of a pipeline",
     "solvers/stages/stage_program.py": "Stages, and what each layer recomputes",
     "solvers/stages/split_bound.py": "What no split into stages can beat",
     "solvers/pipeline/schedule.py": "Order of the passes of a pipeline",

@@ -34,10 +34,10 @@ from ...schema.generation import (
 )
 from ...schema.task import Generation
 from ...schema.units import GB, GIB
+from ...solvers.backend import Status
 from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
 from ...solvers.generation.instance import RESOURCES, Capacity, GenerationInstance, Rates, busy_s, resident_bytes
 from ...solvers.generation.placement import GenerationSolution, RelaxedPlacement, solve, solve_relaxation
-from ...solvers.solution import Status
 from ..request import OffloadRequest, PlanRequest
 
 BATCH_SIZES = tuple(sorted({2**i for i in range(11)} | {3 * 2**i for i in range(9)}))

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...cost_models.hardware.device import is_measured
 from ...cost_models.measured import measured_terms
+from ...cost_models.pipeline.orders import to_torch_csv
 from ...cost_models.pipeline.simulation import Order
 from ...cost_models.stage.table import CostTable
 from ...schema import Alternative, Certificate, Estimate, Layout, ModelSpec, OffloadSchedule, Plan, Stage
@@ -23,7 +24,6 @@ from ...schema.plan import PlanProvenance
 from ...schema.runnable import why_not_runnable
 from ...schema.schedules import OVER_A_V, SCHEDULES
 from ...schema.units import format_bytes
-from ...solvers.pipeline.torch_csv import to_torch_csv
 from ..expand import Candidate, expand_fitting
 from ..rank_map import device_of_rank
 from ..request import Deadline, PlanRequest

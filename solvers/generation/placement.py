@@ -14,10 +14,9 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 
 from ...schema.arrays import FloatArray, IntArray
-from ..backend import RowSolver
+from ..backend import RowSolver, Solution, Status
 from ..branch_and_bound import Leaf, Node, Search, Step, Stop
 from ..linear_program import LinearAnswer, LinearProgram, Term
-from ..solution import Solution, Status
 from ..tolerances import RELAXATION
 from .instance import GenerationInstance, GenerationMarginalSeconds, GenerationPlacement, busy_s, check
 

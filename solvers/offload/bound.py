@@ -22,9 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...schema.arrays import FloatArray, IntArray
-from ..backend import RowSolver
+from ..backend import RowSolver, Status
 from ..linear_program import LinearProgram, Term
-from ..solution import Status
 from .instance import OPTIONS, OffloadInstance, OffloadMarginalSeconds
 from .program import solve_fluid
 from .rows import SCALE, Decisions, FluidSchedule, add_one_location_C1, add_update_C9, host_terms

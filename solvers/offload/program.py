@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema.arrays import FloatArray, IntArray
-from ..backend import RowSolver
+from ..backend import RowSolver, Status
 from ..linear_program import LinearAnswer, LinearProgram, Term
-from ..solution import Status
 from .instance import OPTIONS, OffloadChoice, OffloadInstance, OffloadMarginalSeconds
 from .rows import (
     SCALE,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..solution import Solution, Status
+from ..backend import Solution, Status
 from ..tolerances import SUMMED
 from . import starts
 from .bound import NO_RESERVE, CountProgram, count_programs, raise_bound_s

@@ -18,10 +18,9 @@ import numpy as np
 
 from ...cost_models.pipeline.simulation import Action, Kind, Order, Pipeline, peak_bytes, simulate
 from ...schema.arrays import FloatArray
-from ..backend import Limits, new_constraint_program, solve_constraint_program
-from ..solution import Status
+from ..backend import Limits, Status, new_constraint_program, solve_constraint_program
 from ..tolerances import SUMMED
-from .instance import PipelineInstance, length_s
+from .greedy import PipelineInstance, length_s
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -44,11 +44,19 @@ from ...cost_models.pipeline import orders
 from ...cost_models.pipeline.simulation import Order, Pipeline, peak_bytes, simulate
 from ...schema.errors import ConfigError, InfeasibleError
 from ...schema.schedules import SCHEDULES, placement
-from ..solution import Solution, Status
+from ..backend import Solution, Status
 from ..tolerances import ROUNDING, SUMMED
-from .greedy import EVENT_RULES, greedy_order, refill_weight_passes
+from .greedy import (
+    EVENT_RULES,
+    Length,
+    PipelineInstance,
+    check,
+    greedy_order,
+    length_s,
+    lower_bound_s,
+    refill_weight_passes,
+)
 from .improve import improve
-from .instance import Length, PipelineInstance, check, length_s, lower_bound_s
 from .waves import WAVE_RULES, wave_order
 
 _FITS = (0.0, 0.5, 1.0)  # share of a weight pass that must fit into a gap, as in EventRule

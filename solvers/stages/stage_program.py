@@ -34,7 +34,7 @@ Constraints
 
 Two methods. `solve` is exact in the slowest stage of SECONDS + a weight times ONCE, and then in the sum: Pareto fronts of bytes
 and seconds give each span its best filling, dynamic programming the spans. `lower_bound_s` takes each term of (O) at its minimum.
-Source of the counts: layers of equal kind are interchangeable; of the spans: stage_split.py.
+Source of the counts: layers of equal kind are interchangeable; of the spans: splits.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schema.arrays import BoolArray, FloatArray, IntArray
-from ..solution import Solution, Status
+from ..backend import Solution, Status
 from ..tolerances import ROUNDING
 
 _EVENNESS = 1e-6

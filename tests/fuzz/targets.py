@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import yaml
 from meshwright.cli.show.generation import generation_table
+from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
 from meshwright.engines import ENGINES, export, read_configuration
 from meshwright.planner import estimate, plan_generation
 from meshwright.planner.expert_files import read_loads, read_trace
@@ -43,7 +44,6 @@ from meshwright.schema.offers import offers_from_file
 from meshwright.schema.offload import OffloadSchedule
 from meshwright.schema.profile import CollectivePoint, HostCopyPoint, Machine, MatmulPoint, Profile
 from meshwright.schema.task import Generation, parse_training
-from meshwright.solvers.pipeline.torch_csv import from_torch_csv, to_torch_csv
 from meshwright.validation import predict, read_groups, read_runs
 from meshwright.validation.run_calibration import calibrate_from_runs, read_run
 from plans import cpu_cluster, make_plan, tiny_model, with_offload

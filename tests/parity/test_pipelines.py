@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from harness import Outcome, by_world_size
 from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.orders import to_torch_csv
 from meshwright.schema import Layout, Workload
 from meshwright.schema.layers import MoE
-from meshwright.solvers.pipeline.torch_csv import to_torch_csv
 from plans import tiny_model
 from test_parity import BF16, MODELS, SGD, WORKLOAD, Setup, require_equal, run
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from meshwright.cost_models.pipeline.orders import from_torch_csv
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.contents import pipeline_shape
 from meshwright.cost_models.stage.table import CostTable
@@ -13,8 +14,7 @@ from meshwright.planner.synthesis import activation_headroom_bytes, pipeline_of
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.schedules import OVER_A_V
-from meshwright.solvers.pipeline.instance import PipelineInstance, check
-from meshwright.solvers.pipeline.torch_csv import from_torch_csv
+from meshwright.solvers.pipeline.greedy import PipelineInstance, check
 
 SPEC, CLUSTER = ModelSpec.named("llama-3.1-70b"), ClusterSpec.parse("64xH100-SXM-80GB")
 WORKLOAD = Workload(seq_len=8192, global_batch_size=128)

@@ -8,12 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshwright.runtime import ParallelModel, build_optimizer, parallelize
-from meshwright.runtime.checkpoints.checkpoint import (
-    TrainingProgress,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from meshwright.runtime.checkpoints import list_checkpoints
+from meshwright.runtime.checkpoints.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from meshwright.runtime.checkpoints.index import SafeReader
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.schema import ConfigError, MeshwrightError

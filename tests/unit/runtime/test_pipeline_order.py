@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.orders import to_torch_csv
 from meshwright.runtime.pipeline_order import pipeline_order
 from meshwright.schema import ConfigError, Layout, Plan, Workload
 from meshwright.schema.schedules import SCHEDULE_NAMES
-from meshwright.solvers.pipeline.torch_csv import to_torch_csv
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 from plans import make_plan, tiny_model

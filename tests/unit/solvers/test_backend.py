@@ -9,11 +9,11 @@ import pytest
 from meshwright.solvers.backend import (
     Limits,
     LinearSolver,
+    Status,
     new_constraint_program,
     solve_constraint_program,
     solve_linear,
 )
-from meshwright.solvers.solution import Status
 
 LINEAR = pytest.mark.parametrize("solver", ["highs", "cbc"])
 

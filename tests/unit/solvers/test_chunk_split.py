@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 from meshwright.schema.schedules import placement
-from meshwright.solvers.solution import Status
-from meshwright.solvers.stages.chunk_split import ChunkSplitInstance, boundaries_from_blocks, check, solve
+from meshwright.solvers.backend import Status
+from meshwright.solvers.stages.splits import ChunkSplitInstance, boundaries_from_blocks, check_chunks, solve_chunks
 
 
 def instance(seed: int, style: str = "loop", cap_bytes: float = np.inf) -> ChunkSplitInstance:
@@ -33,10 +33,10 @@ def all_cuts(given: ChunkSplitInstance) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(25))
 def test_cut_is_the_best_of_all(seed: int, style: str) -> None:
     given = instance(seed, style)
-    found = solve(given)
+    found = solve_chunks(given)
     assert found.status is Status.FEASIBLE
-    assert check(given, found.choice) == pytest.approx(found.objective)
-    assert found.objective == pytest.approx(min(check(given, cut) for cut in all_cuts(given)))
+    assert check_chunks(given, found.choice) == pytest.approx(found.objective)
+    assert found.objective == pytest.approx(min(check_chunks(given, cut) for cut in all_cuts(given)))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -44,16 +44,16 @@ def test_memory_decides_where_it_must(seed: int) -> None:
     free = instance(seed)
     layers = len(free.busy_s)
     tight = instance(seed, cap_bytes=-(-layers // free.num_ranks))
-    found = solve(tight)
+    found = solve_chunks(tight)
     assert found.status is Status.FEASIBLE
-    check(tight, found.choice)
-    assert solve(instance(seed, cap_bytes=layers // free.num_ranks - 1)).status is Status.INFEASIBLE
+    check_chunks(tight, found.choice)
+    assert solve_chunks(instance(seed, cap_bytes=layers // free.num_ranks - 1)).status is Status.INFEASIBLE
 
 
 def test_too_few_blocks_have_no_cut() -> None:
     given = instance(0)
     few = ChunkSplitInstance(given.busy_s[:4], given.is_block[:4], given.rank_of_stage, given.required_bytes)
-    assert solve(few).status is Status.INFEASIBLE
+    assert solve_chunks(few).status is Status.INFEASIBLE
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ def test_check_names_what_is_broken(boundaries: tuple[int, ...], cap_bytes: floa
     is_block = np.array([False, *[True] * 8, False])
     given = ChunkSplitInstance(np.ones(10), is_block, (0, 1, 0, 1), lambda _: np.array([[6.0, 6.0]]), cap_bytes)
     with pytest.raises(ValueError, match=label):
-        check(given, boundaries)
+        check_chunks(given, boundaries)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.solvers.backend import Status
 from meshwright.solvers.generation.instance import (
     RESOURCES,
     Capacity,
@@ -20,7 +21,6 @@ from meshwright.solvers.generation.instance import (
     resident_bytes,
 )
 from meshwright.solvers.generation.placement import min_bytes, solve, solve_relaxation
-from meshwright.solvers.solution import Status
 
 GB = 1e9
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.solvers.backend import Status
 from meshwright.solvers.offload import bound, program, repair, schedule, starts
 from meshwright.solvers.offload.instance import AllowedMoves, Links
 from meshwright.solvers.offload.simulation import broken_constraints, simulate
-from meshwright.solvers.solution import Status
 from offload_problems import ACTIVATIONS, FULL, KEEP, choice_of, instance
 
 

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes
 from meshwright.schema.schedules import placement
-from meshwright.solvers.pipeline.greedy import quick_order
-from meshwright.solvers.pipeline.instance import PipelineInstance, check, lower_bound_s
+from meshwright.solvers.pipeline.greedy import PipelineInstance, check, lower_bound_s, quick_order
 
 
 @st.composite

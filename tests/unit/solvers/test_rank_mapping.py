@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.solvers.backend import Status
 from meshwright.solvers.rank_mapping import Axis, RankMappingInstance, check, lower_bound_s, solve
-from meshwright.solvers.solution import Status
 
 
 def ring(places: list[int]) -> list[tuple[int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,25 @@ import pytest
 from meshwright.cost_models.pipeline.simulation import Pipeline
 from meshwright.schema.schedules import placement
 from meshwright.solvers import rank_mapping
+from meshwright.solvers.backend import Solution, Status
 from meshwright.solvers.offload import schedule, simulation
-from meshwright.solvers.pipeline import instance as pipeline_instance
+from meshwright.solvers.pipeline import greedy
 from meshwright.solvers.pipeline import schedule as pipeline_schedule
-from meshwright.solvers.solution import Solution, Status
-from meshwright.solvers.stages import chunk_split, stage_split
+from meshwright.solvers.stages import splits
 
 
 def stages() -> tuple[Any, Solution[Any]]:
-    given = stage_split.StageSplitInstance(np.array([1.0, 2.0, 3.0, 1.0, 1.0]), np.ones((2, 6, 6), dtype=bool))
-    return given, stage_split.solve(given)
+    given = splits.StageSplitInstance(np.array([1.0, 2.0, 3.0, 1.0, 1.0]), np.ones((2, 6, 6), dtype=bool))
+    return given, splits.solve_stages(given)
 
 
 def chunks() -> tuple[Any, Solution[Any]]:
     is_block = np.array([False, *[True] * 7, False])
     on_rank = np.array([0, 1, 0, 1])[:, None] == np.arange(2)
-    given = chunk_split.ChunkSplitInstance(
+    given = splits.ChunkSplitInstance(
         np.ones(9), is_block, (0, 1, 0, 1), lambda ends: np.diff(ends, axis=1) @ on_rank, 6.0
     )
-    return given, chunk_split.solve(given)
+    return given, splits.solve_chunks(given)
 
 
 def ranks() -> tuple[Any, Solution[Any]]:
@@ -53,20 +52,25 @@ def pipeline() -> tuple[Any, Solution[Any]]:
         backward_freed_bytes=(0.0, 0.0),
         weight_freed_bytes=(1.0, 1.0),
     )
-    given = pipeline_instance.PipelineInstance(costs, (3.0, 3.0))
+    given = greedy.PipelineInstance(costs, (3.0, 3.0))
     return given, pipeline_schedule.solve(given, time_limit_s=0.0)
 
 
 @pytest.mark.parametrize(
-    ("case", "module"),
-    [(stages, stage_split), (chunks, chunk_split), (ranks, rank_mapping), (pipeline, pipeline_instance)],
+    ("case", "check"),
+    [
+        (stages, splits.check_stages),
+        (chunks, splits.check_chunks),
+        (ranks, rank_mapping.check),
+        (pipeline, greedy.check),
+    ],
 )
 def test_check_accepts_a_choice_and_computes_its_objective(
-    case: Callable[[], tuple[Any, Solution[Any]]], module: ModuleType
+    case: Callable[[], tuple[Any, Solution[Any]]], check: Callable[[Any, Any], float]
 ) -> None:
     given, solution = case()
     assert solution.status.has_answer
-    assert module.check(given, solution.choice) == pytest.approx(solution.objective, rel=1e-12)
+    assert check(given, solution.choice) == pytest.approx(solution.objective, rel=1e-12)
     assert solution.bound <= solution.objective
     assert solution.backend and solution.solve_s >= 0
     assert solution.status is not Status.OPTIMAL or solution.gap == pytest.approx(0, abs=1e-9)
@@ -83,6 +87,6 @@ def test_a_simulated_offload_schedule_takes_no_less_than_its_program() -> None:
 
 
 def test_an_infeasible_instance_has_no_choice_and_an_infinite_gap() -> None:
-    given = stage_split.StageSplitInstance(np.ones(2), np.zeros((2, 3, 3), dtype=bool))
-    solution = stage_split.solve(given)
+    given = splits.StageSplitInstance(np.ones(2), np.zeros((2, 3, 3), dtype=bool))
+    solution = splits.solve_stages(given)
     assert (solution.status, solution.choice, solution.gap) == (Status.INFEASIBLE, None, math.inf)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.solution import Status
+from meshwright.solvers.backend import Status
 from meshwright.solvers.stages.stage_program import StageFilling, StageProgramInstance, check, lower_bound_s, solve
 
 USES = np.array([[True, False, False], [True, True, False], [True, True, True]])

@@ -9,8 +9,8 @@ import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.solution import Status
-from meshwright.solvers.stages.stage_split import StageSplitInstance, check, solve
+from meshwright.solvers.backend import Status
+from meshwright.solvers.stages.splits import StageSplitInstance, check_stages, solve_stages
 
 
 def random_instance(seed: int, *, num_layers: int, num_stages: int, density: float) -> StageSplitInstance:
@@ -63,12 +63,12 @@ def integer_program(instance: StageSplitInstance) -> float | None:
 )
 def test_random_instance_equals_brute_force(seed: int, num_layers: int, num_stages: int, density: float) -> None:
     instance = random_instance(seed, num_layers=num_layers, num_stages=num_stages, density=density)
-    expected, solution = brute_force(instance), solve(instance)
+    expected, solution = brute_force(instance), solve_stages(instance)
     if expected is None:
         assert solution.status is Status.INFEASIBLE
         return
     assert solution.status is Status.OPTIMAL
-    assert check(instance, solution.choice) == pytest.approx(solution.objective, rel=1e-9)
+    assert check_stages(instance, solution.choice) == pytest.approx(solution.objective, rel=1e-9)
     times = [instance.busy_s[i:j].sum() for i, j in itertools.pairwise(solution.choice)]
     assert (max(times), sum(t * t for t in times)) == pytest.approx(expected, rel=1e-6)
 
@@ -76,7 +76,7 @@ def test_random_instance_equals_brute_force(seed: int, num_layers: int, num_stag
 @pytest.mark.parametrize("seed", range(8))
 def test_random_instance_equals_integer_program(seed: int) -> None:
     instance = random_instance(seed, num_layers=10, num_stages=3, density=0.7)
-    expected, solution = integer_program(instance), solve(instance)
+    expected, solution = integer_program(instance), solve_stages(instance)
     if expected is None:
         assert solution.status is Status.INFEASIBLE
     else:
@@ -85,11 +85,11 @@ def test_random_instance_equals_integer_program(seed: int) -> None:
 
 def test_equal_layers_split_evenly() -> None:
     instance = StageSplitInstance(np.ones(12), np.ones((4, 13, 13), dtype=bool))
-    assert solve(instance).choice == (0, 3, 6, 9, 12)
+    assert solve_stages(instance).choice == (0, 3, 6, 9, 12)
 
 
 def test_more_stages_than_layers_is_infeasible() -> None:
-    assert solve(StageSplitInstance(np.ones(2), np.ones((3, 3, 3), dtype=bool))).status is Status.INFEASIBLE
+    assert solve_stages(StageSplitInstance(np.ones(2), np.ones((3, 3, 3), dtype=bool))).status is Status.INFEASIBLE
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_check_names_the_broken_constraint(boundaries: tuple[int, ...], tag: str
     fits = np.ones((2, 5, 5), dtype=bool)
     fits[0, 0, 1] = False
     with pytest.raises(ValueError, match=tag.replace("(", r"\(").replace(")", r"\)")):
-        check(StageSplitInstance(np.ones(4), fits), boundaries)
+        check_stages(StageSplitInstance(np.ones(4), fits), boundaries)
 
 
 def test_140_layers_on_70_stages_is_exact() -> None:
     """The largest size in use; the pigeonhole bound is reached."""
-    solution = solve(StageSplitInstance(np.ones(140), np.ones((70, 141, 141), dtype=bool)))
+    solution = solve_stages(StageSplitInstance(np.ones(140), np.ones((70, 141, 141), dtype=bool)))
     assert solution.objective == 2.0
 
 
@@ -126,14 +126,14 @@ def test_stages_that_differ_get_the_split_of_brute_force(seed: int) -> None:
     objectives = []
     for cuts in itertools.combinations(range(1, instance.num_layers), instance.num_stages - 1):
         try:
-            objectives.append(check(instance, (0, *cuts, instance.num_layers)))
+            objectives.append(check_stages(instance, (0, *cuts, instance.num_layers)))
         except ValueError:
             continue
-    found = solve(instance)
+    found = solve_stages(instance)
     assert (found.status is Status.INFEASIBLE) == (not objectives)
     if objectives:
         assert found.objective == pytest.approx(min(objectives), rel=1e-9)
-        assert check(instance, found.choice) == pytest.approx(found.objective, rel=1e-9)
+        assert check_stages(instance, found.choice) == pytest.approx(found.objective, rel=1e-9)
 
 
 @given(seed=st.integers(0, 10**6), rounds=st.sampled_from([0.0, 1.0, 15.0]))
@@ -142,7 +142,7 @@ def test_equal_stages_have_the_same_split_either_way(seed: int, rounds: float) -
     """Where every stage is as fast as the others the sum is the same for every split, and (O') is least where (O) is."""
     alike = random_instance(seed, num_layers=9, num_stages=3, density=0.8)
     differ = StageSplitInstance(np.tile(alike.busy_s, (3, 1)), alike.fits, np.zeros(3), rounds)
-    one, other = solve(alike), solve(differ)
+    one, other = solve_stages(alike), solve_stages(differ)
     assert one.status == other.status
     if one.choice:
         assert other.objective == pytest.approx(rounds * one.objective + alike.busy_s.sum(), rel=1e-9)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from meshwright.cost_models.pipeline import orders
+from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
 from meshwright.cost_models.pipeline.simulation import Action, Order
 from meshwright.schema.errors import ConfigError
 from meshwright.solvers.pipeline.greedy import EVENT_RULES, greedy_order
-from meshwright.solvers.pipeline.torch_csv import from_torch_csv, to_torch_csv
 from pipelines import random_pipeline
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/schedules/torch_pipelining"
