@@ -216,9 +216,9 @@ def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str
         holds = np.broadcast_to(np.asarray(rule.holds(table, problem), dtype=bool), keep.shape)
         broken = np.flatnonzero(keep & ~holds)
         if len(broken):
-            reasons.append((len(broken), f"{rule.reason(table.row(broken[0]), problem)}   [{rule.name}]"))
+            reasons.append((len(broken), rule.explain(table.row(broken[0]), problem)))
         if len(keep) and not holds.any():  # by itself it excludes everything
-            decisive.append((len(keep), f"{rule.reason(table.row(0), problem)}   [{rule.name}]"))
+            decisive.append((len(keep), rule.explain(table.row(0), problem)))
         keep &= holds
     return decisive or reasons
 

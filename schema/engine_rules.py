@@ -4,44 +4,38 @@ from __future__ import annotations
 
 import numpy as np
 
-from .layout_rules import ENGINE_RULES, Rule, all_divide, not_dividing, schedule_name
+from .layout_rules import ENGINE_RULES, Rule, all_divide, not_dividing
 from .schedules import run_by
 
 MEGATRON_EXCHANGE = Rule(
     "megatron_exchange_of_latent",
     "cp cp_ulysses",
     lambda t, p: (t.cp_ulysses == 1) | (t.cp_ulysses < t.cp) | (not p.latent_attention),
-    lambda t, p: (
-        f"cp_ulysses = cp = {t.cp} with latent attention: Transformer Engine takes keys and values of two widths only where they "
-        "go round a ring (cp_comm_type p2p or a2a+p2p)"
-    ),
+    "cp_ulysses = cp = {t.cp} with latent attention: Transformer Engine takes keys and values of two widths only where they "
+    "go round a ring (cp_comm_type p2p or a2a+p2p)",
 )
 
 MEGATRON_SEQUENCE = Rule(
     "megatron_experts_split_sequence",
     "tp sequence_parallel",
     lambda t, p: (t.tp == 1) | (t.sequence_parallel != 0) | (len(p.expert_counts) == 0),
-    lambda t, p: f"experts with tp {t.tp}: Megatron trains them with sequence_parallel only (MoELayer raises without)",
+    "experts with tp {t.tp}: Megatron trains them with sequence_parallel only (MoELayer raises without)",
 )
 
 DEEPSPEED_EXCHANGE = Rule(
     "deepspeed_exchange",
     "cp cp_ulysses tp",
     lambda t, p: (t.cp == 1) | ((t.cp_ulysses == t.cp) & (t.tp == 1)),
-    lambda t, p: (
-        f"cp {t.cp} with cp_ulysses {t.cp_ulysses}, tp {t.tp}: DeepSpeed's sequence parallelism is Ulysses over all of cp, "
-        "without tensor parallelism"
-    ),
+    "cp {t.cp} with cp_ulysses {t.cp_ulysses}, tp {t.tp}: DeepSpeed's sequence parallelism is Ulysses over all of cp, "
+    "without tensor parallelism",
 )
 
 _VOCABULARY_AT_ENDS = Rule(
     "vocabulary_at_ends",
     "vocabulary",
     lambda t, p: np.logical_not(t.splits_vocabulary),
-    lambda t, p: (
-        "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
-        "predicted only"
-    ),
+    "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
+    "predicted only",
 )
 
 FSDP2_RULES: tuple[Rule, ...] = (
@@ -50,22 +44,20 @@ FSDP2_RULES: tuple[Rule, ...] = (
         "zeroth_order",
         "pp recompute offload offload_activations",
         lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),
-        lambda t, p: (
-            f"pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "
-            "and nothing to recompute or to move away"
-        ),
+        "pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "
+        "and nothing to recompute or to move away",
     ),
     Rule(
         "schedule_in_chunks",
         "schedule num_model_chunks",
         lambda t, p: (t.schedule_fact("chunks") != "one") | (t.num_model_chunks == 1),
-        lambda t, p: f"schedule {schedule_name(t)} has no form with {t.num_model_chunks} model chunks a rank",
+        "schedule {t.schedule_name} has no form with {t.num_model_chunks} model chunks a rank",
     ),
     Rule(
         "tp_in_scaleup_domain",
         "tp",
         lambda t, p: (t.tp == 1) | (p.scaleup_domain % t.tp == 0),
-        lambda t, p: f"tp {t.tp} does not divide the {p.scaleup_domain} devices that share the fastest link",
+        "tp {t.tp} does not divide the {p.scaleup_domain} devices that share the fastest link",
     ),
     Rule(
         "microbatches_fill_pipeline",
@@ -77,29 +69,23 @@ FSDP2_RULES: tuple[Rule, ...] = (
         "zero_under_pipeline",
         "pp zero_stage",
         lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
-        lambda t, p: (
-            f"zero_stage {t.zero_stage} with pp {t.pp}: under a pipeline torch keeps gathered parameters and whole gradients "
-            "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1)"
-        ),
+        "zero_stage {t.zero_stage} with pp {t.pp}: under a pipeline torch keeps gathered parameters and whole gradients "
+        "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1)",
     ),
     Rule(
         "split_backward_keeps_activations",
         "schedule recompute",
         lambda t, p: ~t.schedule_fact("splits_backward") | ~t.recomputes,
-        lambda t, p: (
-            f"schedule {schedule_name(t)} with recompute: a backward pass in two parts would run what operator-level "
-            "recompute made again twice (torch refuses), and keep what full recompute made until the second part"
-        ),
+        "schedule {t.schedule_name} with recompute: a backward pass in two parts would run what operator-level "
+        "recompute made again twice (torch refuses), and keep what full recompute made until the second part",
     ),
     Rule(
         "levels_of_fully_shard",
         "dp_shard gradient_shard optimizer_shard zero_stage",
         lambda t, p: np.logical_not(t.has_levels) | ((t.zero_stage == 3) & (t.gradient_level == t.optimizer_level)),
-        lambda t, p: (
-            f"gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} ranks under zero_stage {t.zero_stage}: "
-            "fully_shard reduces gradients into the shards of the states; only parameters stay within fewer ranks between the "
-            "passes (reshard_after_forward=N, zero_stage 3)"
-        ),
+        "gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} ranks under zero_stage {t.zero_stage}: "
+        "fully_shard reduces gradients into the shards of the states; only parameters stay within fewer ranks between the "
+        "passes (reshard_after_forward=N, zero_stage 3)",
     ),
 )
 """What torch's parts execute, and execute well, besides."""
@@ -109,9 +95,7 @@ VERSION_RULES: tuple[Rule, ...] = (
         "levels_of_this_version",
         "dp_shard gradient_shard optimizer_shard",
         lambda t, p: np.logical_not(t.has_levels),
-        lambda t, p: (
-            f"gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard}: this version shards every state over dp_shard"
-        ),
+        "gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard}: this version shards every state over dp_shard",
     ),
     Rule(
         "expert_width_alignment",
@@ -126,17 +110,13 @@ VERSION_RULES: tuple[Rule, ...] = (
         "offload",
         "offload offload_activations",
         lambda t, p: ~t.offloads,
-        lambda t, p: (
-            "offloading is executed as a plan's schedule says (offload=scheduled); other forms are predicted only"
-        ),
+        "offloading is executed as a plan's schedule says (offload=scheduled); other forms are predicted only",
     ),
     Rule(
         "recompute_of_all_blocks",
         "recompute_fraction",
         lambda t, p: t.recompute_fraction == 1,
-        lambda t, p: (
-            f"recompute of {t.recompute_fraction:g} of the blocks: this version recomputes all of them or none"
-        ),
+        "recompute of {t.recompute_fraction:g} of the blocks: this version recomputes all of them or none",
     ),
 )
 """What the runtime of this version lacks."""
@@ -160,9 +140,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         "megatron_zero_stage",
         "zero_stage",
         lambda t, p: t.zero_stage <= 1,
-        lambda t, p: (
-            f"zero_stage {t.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"
-        ),
+        "zero_stage {t.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)",
     ),
     MEGATRON_EXCHANGE,
     MEGATRON_SEQUENCE,
@@ -181,33 +159,27 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
         "deepspeed_zero_under_pipeline",
         "pp zero_stage",
         lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
-        lambda t, p: (
-            f"zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only"
-        ),
+        "zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only",
     ),
     Rule(
         "deepspeed_axes",
         "ep etp num_model_chunks",
         lambda t, p: (t.ep == 1) & (t.etp == 1) & (t.num_model_chunks == 1),
-        lambda t, p: (
-            f"ep {t.ep}, etp {t.etp}, num_model_chunks {t.num_model_chunks}: planned with 1 of each for DeepSpeed"
-        ),
+        "ep {t.ep}, etp {t.etp}, num_model_chunks {t.num_model_chunks}: planned with 1 of each for DeepSpeed",
     ),
     DEEPSPEED_EXCHANGE,
     Rule(
         "deepspeed_exchange_without_pipeline",
         "cp pp",
         lambda t, p: (t.cp == 1) | (t.pp == 1),
-        lambda t, p: f"cp {t.cp} with pp {t.pp}: DeepSpeed's sequence parallelism takes no pipeline",
+        "cp {t.cp} with pp {t.pp}: DeepSpeed's sequence parallelism takes no pipeline",
     ),
     Rule(
         "deepspeed_shards_over_all",
         "zero_stage dp_replicate cp",
         lambda t, p: (t.zero_stage == 0) | (t.dp_replicate == 1) | ((t.zero_stage == 3) & (t.cp == 1)),
-        lambda t, p: (
-            f"dp_replicate {t.dp_replicate} with zero_stage {t.zero_stage}, cp {t.cp}: ZeRO shards over all data-parallel ranks; "
-            "over fewer of them in stage 3 only (MiCS, hpZ), planned without sequence parallelism"
-        ),
+        "dp_replicate {t.dp_replicate} with zero_stage {t.zero_stage}, cp {t.cp}: ZeRO shards over all data-parallel ranks; "
+        "over fewer of them in stage 3 only (MiCS, hpZ), planned without sequence parallelism",
     ),
     Rule(
         "deepspeed_levels",
@@ -216,11 +188,9 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
             np.logical_not(t.has_levels)
             | ((t.zero_stage == 3) & (t.gradient_level == t.dp) & (t.gradient_level == t.optimizer_level))
         ),
-        lambda t, p: (
-            f"gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} of {t.dp} ranks "
-            f"under zero_stage {t.zero_stage}: ZeRO++ keeps parameters within dp_shard ranks (zero_hpz_partition_size) and "
-            "everything else over all, in stage 3"
-        ),
+        "gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} of {t.dp} ranks "
+        "under zero_stage {t.zero_stage}: ZeRO++ keeps parameters within dp_shard ranks (zero_hpz_partition_size) and "
+        "everything else over all, in stage 3",
     ),
     _schedules_of("deepspeed"),
 )

@@ -364,7 +364,6 @@ def _qwen_windows(config: Fields) -> Iterable[int | None]:
 
 
 def _qwen_sparse(config: Fields) -> list[bool]:
-    """Return which layers route to experts."""
     step = config.integer("decoder_sparse_step", default=1)
     dense = set(config.items("mlp_only_layers", int) or ())
     return [idx not in dense and (idx + 1) % step == 0 for idx in range(num_blocks(config))]

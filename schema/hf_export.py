@@ -54,7 +54,6 @@ def _require_same(model: ModelSpec, config: dict[str, Any]) -> None:
 
 
 def _rms(model: ModelSpec, model_type: str) -> dict[str, Any]:
-    """Return the fields of the families with RMSNorm and rotary positions."""
     blocks = [layer for layer in model.iter_layers() if isinstance(layer, Block)]
     first = blocks[0]
     config: dict[str, Any] = {
@@ -151,7 +150,6 @@ def _experts(moe: MoE, model_type: str) -> dict[str, Any]:
 
 
 def _sparse_layers(blocks: list[Block], model_type: str) -> dict[str, Any]:
-    """Return which blocks have no experts."""
     dense = [idx for idx, block in enumerate(blocks) if isinstance(block.mlp, DenseMLP)]
     if model_type.startswith("deepseek"):
         return {"first_k_dense_replace": len(dense)}

@@ -8,8 +8,11 @@ here, because a shape that was guessed is worse than an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
 from itertools import groupby
-from typing import Any, Literal, NoReturn, TypeVar, final
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, final
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from .errors import ConfigError
 from .layers import MAX_LAYERS, Activation, Block, Embedding, Head, LayerRun, Rope
@@ -34,6 +37,16 @@ ROPE_SCALINGS: dict[str, Literal["none", "linear", "dynamic", "llama3", "yarn", 
     "su": "longrope",  # Phi-3's first spelling
 }
 _STRETCHED = ("llama3", "yarn", "longrope")
+
+_POSITIVE = TypeAdapter(Annotated[float, Field(gt=0, lt=1e300)])
+_FRACTION = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
+_BOOLEAN = TypeAdapter(bool)
+
+
+@cache
+def _integers(minimum: int, maximum: int) -> TypeAdapter[int]:
+    return TypeAdapter(Annotated[int, Field(ge=minimum, le=maximum)])
+
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -64,14 +77,11 @@ class Fields:
     def integer(self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
         """Read an integer under the first of ``names`` that is present; required where there is no default."""
         name = next((name for name in names if name in self._content), None)
-        if name is None:
-            if default is None:
-                raise ConfigError(f"field `{self._prefix}{names[0]}` is missing")
-            return default
-        value = self._content[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            self.refuse(name, f"must be an integer from {minimum} to {maximum}")
-        return value
+        if name is not None:
+            return int(self._valid(name, _integers(minimum, maximum), f"an integer from {minimum} to {maximum}"))
+        if default is None:
+            raise ConfigError(f"field `{self._prefix}{names[0]}` is missing")
+        return default
 
     def optional_integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int | None:
         """Read an integer or null."""
@@ -81,12 +91,7 @@ class Fields:
 
     def number(self, name: str, default: float) -> float:
         """Read a positive finite number."""
-        if not self.has(name):
-            return default
-        value = self._content[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
-            self.refuse(name, "must be a positive number")
-        return float(value)
+        return float(self._valid(name, _POSITIVE, "a positive number")) if self.has(name) else default
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
         """Read a positive finite number or null."""
@@ -96,19 +101,12 @@ class Fields:
 
     def fraction(self, name: str, default: float) -> float:
         """Read a number from 0 to 1; null is the default."""
-        value = self._content.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            self.refuse(name, "must be a number from 0 to 1")
-        return float(value)
+        is_null = self._content.get(name) is None
+        return default if is_null else float(self._valid(name, _FRACTION, "a number from 0 to 1"))
 
     def boolean(self, name: str, default: bool) -> bool:
         """Read true or false."""
-        value = self._content.get(name, default)
-        if not isinstance(value, bool):
-            self.refuse(name, "must be true or false")
-        return value
+        return bool(self._valid(name, _BOOLEAN, "true or false")) if self.has(name) else default
 
     def choice(self, name: str, table: Mapping[str, V], default: str) -> V:
         """Return the value of ``table`` at the string under ``name``."""
@@ -119,12 +117,16 @@ class Fields:
 
     def items(self, name: str, kind: type[K]) -> list[K] | None:
         """Read a list of strings or integers; null or absent is None."""
-        value = self._content.get(name)
-        if value is None:
+        if self._content.get(name) is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(x, kind) and not isinstance(x, bool) for x in value):
-            self.refuse(name, f"must be a list of {kind.__name__}")
-        return value
+        values: list[K] = self._valid(name, TypeAdapter(list[kind]), f"a list of {kind.__name__}")  # type: ignore[valid-type]
+        return values
+
+    def _valid(self, name: str, kind: TypeAdapter[Any], what: str) -> Any:
+        try:
+            return kind.validate_python(self._content[name], strict=True)
+        except ValidationError:
+            self.refuse(name, f"must be {what}")
 
     def section(self, name: str) -> Fields | None:
         """Return the object under ``name``; null or absent is None."""

@@ -386,7 +386,6 @@ def parse_assignments(text: str) -> dict[str, Any]:
 
 
 def _assignments(item: str) -> list[tuple[str, str]]:
-    """Return the fields and their values, both as text, that an item stands for."""
     if item in SCHEDULE_NAMES:
         return [("schedule", item)]
     name, equals, value = item.partition("=")

@@ -16,7 +16,6 @@ import numpy as np
 
 from .arrays import Numbers
 from .layout_table import LayoutRow
-from .schedules import SCHEDULE_NAMES
 
 Rows = Any
 """A LayoutRow or a LayoutTable: what they have in common is written once for both."""
@@ -60,17 +59,23 @@ class Rule(NamedTuple):
         name: the label that messages and counts show.
         needs: the fields of a layout that it looks at, separated by blanks; ``dp`` stands for dp_replicate x dp_shard.
         holds: the condition, on numbers or arrays.
-        reason: why a row breaks it, with its numbers.
+        reason: why a row breaks it, as a text with fields of the row, ``{t.tp}``, and of the problem, ``{p.seq_len}``; or a
+            function of both.
     """
 
     name: str
     needs: str
     holds: Callable[[Rows, ProblemFacts], Any]
-    reason: Callable[[LayoutRow, ProblemFacts], str]
+    reason: str | Callable[[LayoutRow, ProblemFacts], str]
 
     def is_decided(self, known: frozenset[str]) -> bool:
         """Return whether all fields that it needs are ``known``."""
         return known.issuperset(self.needs.split())
+
+    def explain(self, row: LayoutRow, problem: ProblemFacts) -> str:
+        """Return why a row breaks the rule, with the rule's name."""
+        reason = self.reason.format(t=row, p=problem) if isinstance(self.reason, str) else self.reason(row, problem)
+        return f"{reason}   [{self.name}]"
 
 
 def all_divide(dims: tuple[int, ...], degree: Numbers) -> Numbers:
@@ -86,18 +91,11 @@ def not_dividing(dims: tuple[int, ...], degree: int) -> str:
     return ", ".join(str(dim) for dim in dims if dim % degree)
 
 
-def schedule_name(row: LayoutRow) -> str:
-    """Return the name of a row's schedule."""
-    return SCHEDULE_NAMES[int(row.schedule)]
-
-
 TOKENS_OF_EXPERTS = Rule(
     "tokens_of_experts",
     "ep etp tp sequence_parallel",
     lambda t, p: t.experts_follow_tp | (t.tp == 1) | (t.sequence_parallel != 0),
-    lambda t, p: (
-        f"ep {t.ep}, etp {t.etp} with tp {t.tp}: without sequence_parallel each token would reach its experts tp times"
-    ),
+    "ep {t.ep}, etp {t.etp} with tp {t.tp}: without sequence_parallel each token would reach its experts tp times",
 )
 
 EXCHANGE_RULES: tuple[Rule, ...] = (
@@ -105,7 +103,7 @@ EXCHANGE_RULES: tuple[Rule, ...] = (
         "ulysses_divides_cp",
         "cp cp_ulysses",
         lambda t, p: t.cp % t.cp_ulysses == 0,
-        lambda t, p: f"cp_ulysses {t.cp_ulysses} does not divide cp {t.cp}",
+        "cp_ulysses {t.cp_ulysses} does not divide cp {t.cp}",
     ),
     Rule(
         "heads_per_ulysses",
@@ -133,34 +131,28 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "traced_blocks_whole",
         "tp cp ep",
         lambda t, p: (p.traced_len == 0) | ((t.tp == 1) & (t.cp == 1) & (t.ep == 1)),
-        lambda t, p: (
-            f"tp {t.tp}, cp {t.cp}, ep {t.ep}: the blocks were traced from code, which says what they cost and not how their "
-            "matrices, sequences or experts may be split; data and pipeline parallelism, sharding and recompute are planned"
-        ),
+        "tp {t.tp}, cp {t.cp}, ep {t.ep}: the blocks were traced from code, which says what they cost and not how their "
+        "matrices, sequences or experts may be split; data and pipeline parallelism, sharding and recompute are planned",
     ),
     Rule(
         "traced_length",
         "tp",
         lambda t, p: (t.tp > 0) & ((p.traced_len == 0) | (p.traced_len == p.seq_len)),
-        lambda t, p: f"the model was traced with sequences of {p.traced_len} tokens, the workload has {p.seq_len}",
+        "the model was traced with sequences of {p.traced_len} tokens, the workload has {p.seq_len}",
     ),
     Rule(
         "world_size",
         "dp cp tp pp",
         lambda t, p: t.dp * t.cp * t.tp * t.pp == p.world_size,
-        lambda t, p: (
-            f"dp_replicate x dp_shard x cp x tp x pp = {t.dp_replicate} x {t.dp_shard} x {t.cp} x {t.tp} x {t.pp} = "
-            f"{t.world_size} ranks, the cluster has {p.world_size} devices"
-        ),
+        "dp_replicate x dp_shard x cp x tp x pp = {t.dp_replicate} x {t.dp_shard} x {t.cp} x {t.tp} x {t.pp} = "
+        "{t.world_size} ranks, the cluster has {p.world_size} devices",
     ),
     Rule(
         "batch_divides",
         "dp micro_batch_size",
         lambda t, p: p.global_batch_size % (t.dp * t.micro_batch_size) == 0,
-        lambda t, p: (
-            f"global_batch_size {p.global_batch_size} is not a multiple of dp x micro_batch_size = "
-            f"{t.dp} x {t.micro_batch_size}"
-        ),
+        "global_batch_size {p.global_batch_size} is not a multiple of dp x micro_batch_size = "
+        "{t.dp} x {t.micro_batch_size}",
     ),
     Rule(
         "heads_per_tp",
@@ -206,9 +198,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "attention_per_cp",
         "cp",
         lambda t, p: (t.cp == 1) | p.fused_attention,
-        lambda t, p: (
-            f"cp {t.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores"
-        ),
+        "cp {t.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores",
     ),
     *EXCHANGE_RULES,
     Rule(
@@ -218,20 +208,16 @@ ENGINE_RULES: tuple[Rule, ...] = (
             np.logical_not(t.splits_vocabulary)
             | (t.schedule_fact("splits_vocabulary") & (t.pp > 1) & (t.num_model_chunks == 1) & (not p.has_mtp_heads))
         ),
-        lambda t, p: (
-            f"vocabulary=split with pp {t.pp}, num_model_chunks {t.num_model_chunks}, {schedule_name(t)}: known for 1f1b over "
-            "several stages of one chunk, without heads for further tokens"
-        ),
+        "vocabulary=split with pp {t.pp}, num_model_chunks {t.num_model_chunks}, {t.schedule_name}: known for 1f1b over "
+        "several stages of one chunk, without heads for further tokens",
     ),
     Rule(
         "nested_shards",
         "gradient_shard optimizer_shard dp_replicate dp_shard zero_stage",
         _shards_are_nested,
-        lambda t, p: (
-            f"dp_shard {t.dp_shard}, gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard} of "
-            f"{t.dp} data-parallel ranks under zero_stage {t.zero_stage}: each must be a multiple of "
-            "the one before and divide all; gradients have a level of their own under zero_stage 3, optimizer states under 2 and 3"
-        ),
+        "dp_shard {t.dp_shard}, gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard} of "
+        "{t.dp} data-parallel ranks under zero_stage {t.zero_stage}: each must be a multiple of "
+        "the one before and divide all; gradients have a level of their own under zero_stage 3, optimizer states under 2 and 3",
     ),
     Rule(
         "layers_per_stage",
@@ -255,16 +241,14 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "v_schedule_chunks",
         "schedule num_model_chunks pp",
         lambda t, p: (t.schedule_fact("chunks") != "two") | ((t.num_model_chunks == 2) & (t.pp > 1)),
-        lambda t, p: (
-            f"{schedule_name(t)} runs two model chunks a rank over several stages; num_model_chunks is "
-            f"{t.num_model_chunks}, pp {t.pp}"
-        ),
+        "{t.schedule_name} runs two model chunks a rank over several stages; num_model_chunks is "
+        "{t.num_model_chunks}, pp {t.pp}",
     ),
     Rule(
         "zb_h2_chunks",
         "schedule num_model_chunks",
         lambda t, p: (t.schedule_fact("chunks") != "one") | (t.num_model_chunks == 1),
-        lambda t, p: f"{schedule_name(t)} runs one stage a rank; num_model_chunks is {t.num_model_chunks}",
+        "{t.schedule_name} runs one stage a rank; num_model_chunks is {t.num_model_chunks}",
     ),
     Rule(
         "experts_per_ep",
@@ -288,7 +272,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "expert_ranks",
         "ep etp dp cp tp",
         lambda t, p: t.experts_follow_tp | (t.stage_ranks % (t.ep * t.etp) == 0),
-        lambda t, p: f"ep x etp = {t.ep} x {t.etp} does not divide the {t.stage_ranks} ranks of a stage",
+        "ep x etp = {t.ep} x {t.etp} does not divide the {t.stage_ranks} ranks of a stage",
     ),
     TOKENS_OF_EXPERTS,
 )

@@ -73,11 +73,6 @@ class _Choices(Degrees):
         return by_schedule(attribute)[self.schedule]
 
     @property
-    def is_wave(self) -> Numbers:
-        """The chunks of a rank are counted back in the second one."""
-        return (self.schedule_fact("placement") == "wave") & (self.num_model_chunks == 2)
-
-    @property
     def splits_vocabulary(self) -> Numbers:
         """Embedding and head are split over all stages."""
         return np.equal(self.vocabulary, _SPLIT)
@@ -114,6 +109,11 @@ class LayoutRow(_Choices):
     def __init__(self, values: Mapping[str, int | float]) -> None:
         """Take the number of each field."""
         self.__dict__.update(values)
+
+    @property
+    def schedule_name(self) -> str:
+        """Name of the schedule."""
+        return SCHEDULE_NAMES[self.schedule]
 
     @classmethod
     def from_layout(cls, layout: Layout) -> Self:
@@ -231,7 +231,6 @@ def _dtype(name: str) -> type[np.generic]:
 
 
 def _code(name: str, value: Any) -> int | float:
-    """Return the number that stands for a value of a field."""
     names = choices(name)
     return names.index(value) if names else int(value) if isinstance(value, bool) else value
 

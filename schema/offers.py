@@ -223,7 +223,6 @@ def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Off
 
 
 def _device_cluster(table: Mapping[str, Any], where: str) -> str:
-    """Return the text of the largest size, as `ClusterSpec.parse` reads it."""
     device, link = table["device"], table.get("link")
     if not isinstance(device, str) or not (link is None or isinstance(link, str)):
         raise ConfigError(f"{where}: `device` and `link` are names of the catalogue")

@@ -55,7 +55,7 @@ def problem_facts(model: ModelSpec, workload: Workload, *, world_size: int, scal
 def broken_rules(layout: Layout, problem: ProblemFacts, rules: tuple[Rule, ...] = RULES) -> tuple[str, ...]:
     """Return ``reason [name]`` of every rule that a layout breaks; empty when it can be executed."""
     row = LayoutRow.from_layout(layout)
-    return tuple(f"{rule.reason(row, problem)}   [{rule.name}]" for rule in rules if not rule.holds(row, problem))
+    return tuple(rule.explain(row, problem) for rule in rules if not rule.holds(row, problem))
 
 
 def require_valid(

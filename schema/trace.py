@@ -98,7 +98,6 @@ def measured_trace(
 
 
 def _processes(layout: Layout) -> tuple[range, ...]:
-    """Return the ranks of the job that each process stands for."""
     size = 1 if layout.world_size <= MAX_PROCESSES else layout.stage_ranks
     return tuple(range(first, first + size) for first in range(0, layout.world_size, size))
 
@@ -119,7 +118,6 @@ _THREADS = (*STREAMS, *OFFLOAD_STREAMS)
 
 
 def _names(processes: Sequence[range], streams: Sequence[Stream]) -> Iterator[dict[str, Any]]:
-    """Yield the events that name processes and threads."""
     for pid, ranks in enumerate(processes):
         name = f"pipeline rank {pid} (ranks {ranks.start}..{ranks.stop - 1})" if len(ranks) > 1 else f"rank {pid}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
