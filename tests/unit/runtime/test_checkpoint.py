@@ -9,7 +9,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshwright.runtime import ParallelModel, build_optimizer, parallelize
 from meshwright.runtime.checkpoints import list_checkpoints
-from meshwright.runtime.checkpoints.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
+from meshwright.runtime.checkpoints.checkpoint import (
+    TrainingProgress,
+    checkpoint_state,
+    load_checkpoint,
+    save_checkpoint,
+)
 from meshwright.runtime.checkpoints.index import SafeReader
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.schema import ConfigError, MeshwrightError
@@ -52,6 +57,7 @@ class Forged:
 @pytest.mark.parametrize("tied", [False, True])
 def test_loaded_state_is_what_was_saved(tmp_path: Path, tied: bool) -> None:
     model, optimizer = trained(seed=1, tied=tied)
+    assert ("lm_head.weight" in checkpoint_state(model, optimizer)["model"]) != tied
     folder = save_checkpoint(tmp_path, model, optimizer, TrainingProgress(step=7, seed=3))
     other_model, other_optimizer = trained(seed=2, tied=tied)
     info = load_checkpoint(folder, other_model, other_optimizer)
