@@ -20,16 +20,16 @@ def build_parser() -> ArgumentParser:
     """Return the command line; the default ``report`` of each fit is its module and function ``(options) -> str``."""
     parser = ArgumentParser(prog="python -m meshwright.fitting", description=__doc__)
     fits = parser.add_subparsers(required=True, metavar="FIT")
-    for name, text in (
-        ("gemm", "gemm.npz: matrix products"),
-        ("attention", "attention.npz: fused attention"),
-        ("grouped_gemm", "[grouped_gemm] of coefficients.toml: products of experts"),
+    for name, module, function, text in (
+        ("gemm", "gemm", "report", "gemm.npz: matrix products"),
+        ("attention", "attention", "report", "attention.npz: fused attention"),
+        ("grouped_gemm", "gemm", "report_grouped", "[grouped_gemm] of coefficients.toml: products of experts"),
     ):
         operator = fits.add_parser(name, help=text)
         operator.add_argument("data", type=Path, metavar="DATA")
         operator.add_argument("--out", type=Path, default=ARTEFACTS, help="where artefacts are written")
         operator.add_argument("--score", action="store_true", help="also score on rows, sizes and devices left out")
-        operator.set_defaults(report=(name, "report"))
+        operator.set_defaults(report=(module, function))
     correction = fits.add_parser("correction", help="the kernel of learned/correction.py")
     correction.set_defaults(report=("gemm", "report_correction"))
     correction.add_argument("data", type=Path, metavar="DATA")

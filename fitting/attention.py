@@ -26,7 +26,7 @@ from ..cost_models.learned.attention import (
     term_columns,
 )
 from ..schema.arrays import FloatArray
-from .estimator import RooflineRegressor, write_artefact
+from .estimator import RooflineRegressor, least_relative_squares, write_artefact
 from .gemm import SYSTEMS, data_sheet, family_of
 
 PUBLISHED_SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -102,17 +102,6 @@ def device_of(table: pd.DataFrame) -> AttentionDevice:
     sheets = {system: data_sheet(device) for system, device in SYSTEMS.items()}
     peaks = np.array([sheets[name] for name in table.system])
     return AttentionDevice(peaks[:, 0], peaks[:, 1], table.family.map(PROCESSORS).to_numpy(dtype=float))
-
-
-def least_relative_squares(
-    columns: FloatArray, seconds: FloatArray, prior: FloatArray | None = None, weight: float = 0.05
-) -> FloatArray:
-    """Return non-negative coefficients of least squared relative error, drawn towards a prior by ``weight`` rows each."""
-    rows, target = columns / seconds[:, None], np.ones(len(seconds))
-    if prior is not None:
-        pull = np.sqrt(weight) / np.maximum(prior, [5e-7, 0.05, 0.05, 0.05, 0.05])
-        rows, target = np.vstack([rows, np.diag(pull)]), np.concatenate([target, pull * prior])
-    return np.asarray(nnls(rows, target)[0])
 
 
 def fit_terms(table: pd.DataFrame, prior: FloatArray | None = None) -> FloatArray:

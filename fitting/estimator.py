@@ -1,4 +1,4 @@
-"""RooflineRegressor: seconds = roofline * exp(residual(x)), a scikit-learn estimator, and the artefact that is shipped of it."""
+"""What fits of operators share: RooflineRegressor, seconds = roofline * exp(residual(x)); relative least squares; artefacts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import sklearn
 from numpy.typing import ArrayLike
+from scipy.optimize import nnls
 from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.utils import Tags
@@ -27,11 +28,11 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
     trained range: outside of it the answer follows the roofline only.
 
     Args:
-        roofline_column: position or name of the column with the roofline's seconds; None takes a roofline of one.
-        residual: regressor of the logarithm; None takes a HistGradientBoostingRegressor.
+        roofline_column: position of the roofline's seconds; None takes a roofline of one.
+        residual: the HistGradientBoostingRegressor of the logarithm; None takes one of default settings.
     """
 
-    def __init__(self, roofline_column: int | str | None = None, residual: Any = None) -> None:
+    def __init__(self, roofline_column: int | None = None, residual: Any = None) -> None:
         self.roofline_column = roofline_column
         self.residual = residual
 
@@ -44,7 +45,6 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         X, y = validate_data(self, X, y, y_numeric=True, dtype=np.float64)  # noqa: N806
         if np.any(np.asarray(y) <= 0):
             raise ValueError("RooflineRegressor needs strictly positive targets: they are times")
-        self.roofline_idx_ = self._roofline_idx()
         features, roofline = self._split(np.asarray(X))
         if np.any(roofline <= 0):
             raise ValueError("RooflineRegressor needs strictly positive roofline times")
@@ -64,19 +64,15 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
     def to_model(self, names: Sequence[str], provenance: Mapping[str, Any]) -> ResidualModel:
         """Return the fitted residual as plain arrays; ``names`` are those of the columns without the roofline."""
         check_is_fitted(self)
-        trees, baseline = tree_ensemble(self.residual_)
+        trees = [_tree(predictors[0].nodes) for predictors in self.residual_._predictors]
+        baseline = float(np.squeeze(self.residual_._baseline_prediction))
         return ResidualModel.from_trees(names, self.low_, self.high_, trees, baseline, provenance)
-
-    def _roofline_idx(self) -> int | None:
-        if isinstance(self.roofline_column, str):
-            return list(self.feature_names_in_).index(self.roofline_column)
-        return self.roofline_column
 
     def _split(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return features and roofline seconds."""
-        if self.roofline_idx_ is None:
+        if self.roofline_column is None:
             return x, np.ones(len(x))
-        return np.delete(x, self.roofline_idx_, axis=1), x[:, self.roofline_idx_]
+        return np.delete(x, self.roofline_column, axis=1), x[:, self.roofline_column]
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -84,24 +80,21 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def tree_ensemble(regressor: Any) -> tuple[list[Tree], float]:
-    """Return trees and baseline of a fitted scikit-learn ensemble: histogram boosting, or a forest of trees."""
-    if isinstance(regressor, HistGradientBoostingRegressor):
-        trees = [_histogram_tree(predictors[0].nodes) for predictors in regressor._predictors]
-        return trees, float(np.squeeze(regressor._baseline_prediction))
-    members = regressor.estimators_
-    return [_plain_tree(member.tree_, len(members)) for member in members], 0.0
-
-
-def _histogram_tree(nodes: Any) -> Tree:
+def _tree(nodes: Any) -> Tree:
     is_leaf = nodes["is_leaf"].astype(bool)
     left, right = (np.where(is_leaf, -1, nodes[side].astype(np.int64)) for side in ("left", "right"))
     return Tree(nodes["feature_idx"].astype(np.int64), nodes["num_threshold"], left, right, nodes["value"])
 
 
-def _plain_tree(tree: Any, num_trees: int) -> Tree:
-    value = tree.value[:, 0, 0] / num_trees
-    return Tree(tree.feature, tree.threshold, tree.children_left, tree.children_right, value)
+def least_relative_squares(
+    columns: FloatArray, seconds: FloatArray, prior: FloatArray | None = None, weight: float = 0.05
+) -> FloatArray:
+    """Return non-negative coefficients of least squared relative error, drawn towards a prior by ``weight`` rows each."""
+    rows, target = columns / seconds[:, None], np.ones(len(seconds))
+    if prior is not None:
+        pull = np.sqrt(weight) / np.maximum(prior, [5e-7, 0.05, 0.05, 0.05, 0.05])
+        rows, target = np.vstack([rows, np.diag(pull)]), np.concatenate([target, pull * prior])
+    return np.asarray(nnls(rows, target)[0])
 
 
 def write_artefact(model: ResidualModel, folder: Path, name: str, scores: Mapping[str, Any]) -> str:

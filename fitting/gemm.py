@@ -1,15 +1,13 @@
 """Fit the learned model of products: gemm.npz (rooflines of measured devices and the residual they share) and its correction.
 
-Rows: bf16 and fp8 of aiconfigurator's tables (A100, H100, H200, B200, GB200, L40S; three software builds). A build is a column:
-the same GPU differs 4 to 7 % between builds, and one of them runs large bf16 products at clocks that sustained load does not
-reach. Planning in bf16 uses the build that covers every device and size. fp8 rows are TensorRT-LLM's only, plain kernels of sizes
-from 1024 on H100 and B200: those of vLLM include the quantisation of activations, those with scales per block the host's launches.
+Rows: aiconfigurator's tables of three software builds. A build is a column: the same GPU differs 4 to 7 % between builds, and one
+of them runs large bf16 products at clocks that sustained load does not reach. Planning in bf16 uses the build that covers every
+device and size. fp8 rows are TensorRT-LLM's only, plain kernels of sizes from 1024: those of vLLM include the quantisation of
+activations, those with scales per block the host's launches.
 
-The correction's prior is for measured points on devices that the trees had not seen. Of each device and software build of a family
-left out of coefficients and trees: coefficients through 100 random products (`calibration.calibrate`), then what the trees leave
-unexplained on others. The kernel minimises the loss of each of them predicted from all others (leave one out), a Student t's with
-four degrees of freedom, so that a few products on an odd kernel count little; every family weighs the same. `nested_kernel` leaves
-a second family out of everything, to be scored on that.
+The correction's kernel is fitted on families left out of coefficients and trees: coefficients through 100 random products, then
+what the trees leave unexplained on others, each predicted from all others (leave one out). The loss is a Student t's with four
+degrees of freedom, so that a few products on an odd kernel count little; every family weighs the same.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from ..schema.arrays import FloatArray
 from ..schema.catalogue import find_device
 from ..schema.cluster_files import catalogue_device
 from ..schema.task import Precision
-from .estimator import RooflineRegressor, write_artefact
+from .estimator import RooflineRegressor, least_relative_squares, score_lines, write_artefact
 
 SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0, "trtllm-fp8": 3.0}
 """Software build -> column. The first two run large products with random operands at sustained clocks; large bf16 products of the
@@ -122,10 +120,7 @@ def sizes_of(rows: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray]:
 
 
 def fit_roofline(rows: pd.DataFrame, rates: GemmRates) -> GemmCoefficients:
-    """Return coefficients of one device and build.
-
-    Robust least squares of logarithms, every factor of two in time weighing the same.
-    """
+    """Fit one device and build by robust least squares of logarithms, every factor of two in time weighing the same."""
     if len(rows) > _MAX_ROOFLINE_ROWS:
         rows = rows.sample(_MAX_ROOFLINE_ROWS, random_state=0)
     sizes, seconds = sizes_of(rows), rows.seconds.to_numpy()
@@ -145,8 +140,7 @@ def fit_roofline(rows: pd.DataFrame, rates: GemmRates) -> GemmCoefficients:
 Rooflines = Mapping[Build, GemmCoefficients]
 
 
-def fit_rooflines(rows: pd.DataFrame) -> dict[Build, GemmCoefficients]:
-    """Return coefficients by device and software."""
+def _fit_rooflines(rows: pd.DataFrame) -> dict[Build, GemmCoefficients]:
     return {build: fit_roofline(part, device_rates(*build)) for build, part in rows.groupby(["device", "software"])}
 
 
@@ -166,8 +160,7 @@ def design(rows: pd.DataFrame, rooflines: Rooflines) -> tuple[list[str], FloatAr
     return names, x, roofline
 
 
-def fit_residual(x: FloatArray, roofline: FloatArray, seconds: FloatArray) -> RooflineRegressor:
-    """Return the residual on rows [N, d] with their roofline."""
+def _fit_residual(x: FloatArray, roofline: FloatArray, seconds: FloatArray) -> RooflineRegressor:
     trees = HistGradientBoostingRegressor(
         max_iter=_NUM_TREES, max_leaf_nodes=31, learning_rate=0.1, min_samples_leaf=40, random_state=0
     )
@@ -177,9 +170,9 @@ def fit_residual(x: FloatArray, roofline: FloatArray, seconds: FloatArray) -> Ro
 def report(options: Namespace) -> str:
     """Write the artefact, with scores where requested."""
     rows = read_rows(options.data)
-    rooflines = fit_rooflines(rows)
+    rooflines = _fit_rooflines(rows)
     names, x, roofline = design(rows, rooflines)
-    regressor = fit_residual(x, roofline, rows.seconds.to_numpy())
+    regressor = _fit_residual(x, roofline, rows.seconds.to_numpy())
     scores: dict[str, Any] = {}
     errors = {"devices": 0.08, "architectures": 0.12, "unknown": 0.25}
     if options.score:
@@ -213,7 +206,7 @@ def shipped_rooflines(rooflines: Rooflines, build: str) -> dict[str, Any]:
 
 
 def _geometric_mean(members: list[list[float]]) -> list[float]:
-    return [float(value) for value in np.exp(np.mean(np.log(members), axis=0))]
+    return np.exp(np.mean(np.log(members), axis=0)).tolist()
 
 
 def weight_gradient_ratio(folder: Path) -> float:
@@ -250,10 +243,9 @@ def scored(rows: pd.DataFrame) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _errors_of_others(rows: pd.DataFrame, train: NDArray[np.bool_]) -> pd.Series:
-    """Return the mean error by device and software on rows that are not in ``train``."""
-    _, x, roofline = design(rows, fit_rooflines(rows[train]))
+    _, x, roofline = design(rows, _fit_rooflines(rows[train]))
     seconds = rows.seconds.to_numpy()
-    regressor = fit_residual(x[train], roofline[train], seconds[train])
+    regressor = _fit_residual(x[train], roofline[train], seconds[train])
     ratio = regressor.predict(np.column_stack([x, roofline])[~train]) / seconds[~train]
     return rows[~train].assign(error=np.abs(ratio - 1)).groupby(["device", "software"]).error.mean()
 
@@ -266,14 +258,11 @@ def _family_error(rows: pd.DataFrame, family: str) -> float:
 
 
 def without_families(rows: pd.DataFrame, families: Sequence[str]) -> tuple[ResidualModel, dict[Build, GemmRates]]:
-    """Return the residual of all families but those, and rates of each of their (device, software).
-
-    The rates have the device's data sheet and the other families' coefficients.
-    """
+    """Return the residual of all families but those, and for each of their builds its data sheet with the others' coefficients."""
     others = rows[~rows.family.isin(families)]
-    rooflines = fit_rooflines(others)
+    rooflines = _fit_rooflines(others)
     names, x, roofline = design(others, rooflines)
-    residual = fit_residual(x, roofline, others.seconds.to_numpy()).to_model(names, {})
+    residual = _fit_residual(x, roofline, others.seconds.to_numpy()).to_model(names, {})
     builds = rows[rows.family.isin(families)].groupby(["device", "software"]).indices
     return residual, {
         (device, software): device_rates(device, software)._replace(coefficients=_prior(rooflines, software))
@@ -293,7 +282,6 @@ def _prior(rooflines: Rooflines, software: str) -> GemmCoefficients:
 
 
 def _error(part: pd.DataFrame, residual: ResidualModel, prior: GemmRates) -> float:
-    """Return the mean error on up to 4,000 of a device's rows."""
     rows = part.iloc[np.random.default_rng(9).permutation(len(part))[:4000]]
     predicted = gemm.predict(*sizes_of(rows), prior, residual=residual)
     return float(np.mean(np.abs(predicted / rows.seconds.to_numpy() - 1)))
@@ -373,3 +361,65 @@ def report_correction(options: Namespace) -> str:
     rows = read_rows(options.data)
     rows = rows[~rows.software.map(is_fp8)].reset_index(drop=True)
     return f"{fit_kernel([sample for family in FAMILIES for sample in family_samples(rows, (family,), family)])}\n"
+
+
+_HOSTS = {"a100_pcie": "A100-PCIe-80GB", "b200_bf16_ceperm": "B200-SXM-180GB"}
+_HOST_MEMORY_EFFICIENCY = 0.75
+_STAGES = {"fwd": "forward", "bwd_grad_act": "dgrad", "bwd_grad_w": "wgrad"}
+
+
+def report_grouped(options: Namespace) -> str:
+    """Return [grouped_gemm] of coefficients.toml: what products of experts take over plain products of the same host.
+
+    pass = experts * per_expert_s + ratio * max(F / (P e), bytes / (W e_m))        e: the host's plain products
+
+    Measured on SimuMax's training passes (Transformer Engine, bf16).
+    """
+    table = read_passes(options.data / "operators" / "simumax" / "efficiency.csv")
+    scores: dict[str, Any] = {}
+    for stage, name in _STAGES.items():
+        passes = table[table.stage == stage]
+        expert_us, ratio = _solve(passes)
+        scores[f"{name}: microseconds an expert, ratio"] = (round(float(expert_us), 2), round(float(ratio), 3))
+        if options.score:
+            scores[f"{name}: shapes left out"] = _left_out(passes)
+    return score_lines("grouped_gemm", scores)
+
+
+def read_passes(path: Path) -> pd.DataFrame:
+    """Return grouped products: experts, rows of each, n, k, pass, seconds, and the roofline from the host's plain products."""
+    table = pd.read_csv(path)
+    plain = table[table.op == "matmul"].groupby("sys").eff.median()
+    table = table[table.op == "group_matmul"].reset_index(drop=True)
+    for name, key in {"experts": "ng", "rows": "M", "n": "N", "k": "K"}.items():
+        table[name] = table.key.str.extract(rf"\b{key}=(\d+)")[0].astype(float)
+    table["stage"] = table.key.str.extract(r"stage=(\w+)")[0]
+    is_weights = table.stage == "bwd_grad_w"
+    is_fp32 = table.key.str.contains("main_grad_dtype=fp32") & is_weights
+    weight_bytes = np.where(is_weights, np.where(is_fp32, 8.0, 4.0), 2.0)
+    flops = 2 * table.experts * table.rows * table.n * table.k
+    moved_bytes = table.experts * (weight_bytes * table.n * table.k + 2 * table.rows * (table.n + table.k))
+    table["seconds"] = flops / (table.eff * table.tflops * 1e12)
+    peak, bandwidth = (table.sys.map({host: data_sheet(name)[i] for host, name in _HOSTS.items()}) for i in (0, 1))
+    table["roofline"] = np.maximum(
+        flops / (peak * table.sys.map(plain)), moved_bytes / (bandwidth * _HOST_MEMORY_EFFICIENCY)
+    )
+    return table
+
+
+def _columns(table: pd.DataFrame) -> FloatArray:
+    return np.asarray(table[["experts", "roofline"]].to_numpy() * [1e-6, 1.0])
+
+
+def _solve(table: pd.DataFrame) -> FloatArray:
+    """Return microseconds an expert, and the ratio."""
+    return least_relative_squares(_columns(table), table.seconds.to_numpy())
+
+
+def _left_out(table: pd.DataFrame) -> float:
+    """Return the mean absolute percentage error of shapes that were not fitted."""
+    errors = []
+    for _, shape in table.groupby(["experts", "rows", "n", "k"]):
+        coefficients = _solve(table.drop(shape.index))
+        errors.append(np.mean(np.abs(_columns(shape) @ coefficients / shape.seconds - 1)))
+    return round(float(100 * np.mean(errors)), 1)
