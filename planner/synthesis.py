@@ -1,4 +1,4 @@
-"""Orders of passes made for one layout: its own stage times, and the memory that its devices have left.
+"""Orders of passes made for one layout: its own stage times, and the memory that its devices have to spare.
 
 Named schedules are made for passes of equal length and for one amount of memory. Where a rank holds the first and the last stage of
 a V, an order made for the real passes and for all of a device's memory is shorter between the steps of memory of v-min, v-half and
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost_models.pipeline.replay import PENDING_GRADIENTS
+from ..cost_models.pipeline.replay import PENDING_GRADIENTS, PipelineShape
 from ..cost_models.pipeline.simulation import Order, Pipeline
 from ..cost_models.stage.contents import contents_between, pipeline_shape
 from ..cost_models.stage.memory import rank_headroom_bytes
-from ..cost_models.stage.step import estimate_step, pass_seconds
+from ..cost_models.stage.step import StagePasses, estimate_step, pass_seconds
 from ..cost_models.stage.table import CostTable
 from ..schema import Estimate
 from ..schema.arrays import FloatArray
@@ -36,10 +36,10 @@ class SynthesisedOrder:
 
 
 def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> SynthesisedOrder | None:
-    """The best order found for the stages of layout ``idx``, whatever its schedule; None where none is within memory."""
+    """Return the best order found for the stages of layout ``idx``, whatever its schedule; None where none is within memory."""
     row = with_schedule(costs.select(np.array([idx])), SYNTHESISED)
-    pipeline = pipeline_of(row, boundaries)
-    order = quick_order(pipeline, tuple(float(room) for room in activation_headroom_bytes(row, boundaries)))
+    headroom = activation_headroom_bytes(row, boundaries)
+    order = quick_order(pipeline_of(row, boundaries), tuple(float(bytes_) for bytes_ in headroom))
     if order is None:
         return None
     estimate = estimate_step(replace(row, order=order), 0, boundaries)
@@ -47,16 +47,28 @@ def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> Synth
 
 
 def with_schedule(costs: CostTable, schedule: int) -> CostTable:
-    """The same layouts with another schedule: nothing that one layer costs differs."""
+    """Return the same layouts with another schedule: nothing that one layer costs differs."""
     return costs.with_layouts(costs.layouts.replace(schedule=np.full_like(costs.layouts.schedule, schedule)))
 
 
 def pipeline_of(costs: CostTable, boundaries: tuple[int, ...]) -> Pipeline:
-    """The passes of a layout (row 0) as `estimate_step` replays them: transfers are part of the passes that they join."""
-    first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
-    shape, passes = pipeline_shape(costs, 0), pass_seconds(costs, 0, boundaries)
-    each_way = float(costs.transfer_s[0]) / shape.num_model_chunks
-    kept = contents_between(costs, 0, first, last).activation_bytes
+    """Return the passes of a layout (row 0) as `estimate_step` replays them."""
+    shape, first, last = pipeline_shape(costs, 0), np.array(boundaries[:-1]), np.array(boundaries[1:])
+    each_way_s = np.full(len(first), float(costs.transfer_s[0]) / shape.num_model_chunks)
+    retained = contents_between(costs, 0, first, last).activation_bytes
+    return build_pipeline(shape, pass_seconds(costs, 0, boundaries), each_way_s, retained)
+
+
+def build_pipeline(
+    shape: PipelineShape, passes: StagePasses, each_way_s: FloatArray, retained_bytes: FloatArray | None = None
+) -> Pipeline:
+    """Return passes whose transfers are part of them, as both ranks wait for a transfer.
+
+    Args:
+        each_way_s: seconds of a transfer after each stage [S].
+        retained_bytes: activations of a micro-batch in each stage [S]; None where only times are of interest.
+    """
+    retained = np.ones(shape.num_stages) if retained_bytes is None else retained_bytes
 
     def column(values: FloatArray) -> tuple[float, ...]:
         return tuple(float(value) for value in values)
@@ -64,17 +76,17 @@ def pipeline_of(costs: CostTable, boundaries: tuple[int, ...]) -> Pipeline:
     return Pipeline(
         num_microbatches=shape.num_microbatches,
         rank_of_stage=shape.rank_of_stage,
-        forward_s=column(passes.forward + each_way),
-        backward_s=column(passes.backward - passes.weight + each_way),
+        forward_s=column(passes.forward + each_way_s),
+        backward_s=column(passes.backward - passes.weight + each_way_s),
         weight_s=column(passes.weight),
-        transfer_s=(0.0,) * (len(first) - 1),
-        held_bytes=column(kept),
-        backward_freed_bytes=column(-PENDING_GRADIENTS * kept),
-        weight_freed_bytes=column((1 + PENDING_GRADIENTS) * kept),
+        transfer_s=(0.0,) * (shape.num_stages - 1),
+        held_bytes=column(retained),
+        backward_freed_bytes=column(-PENDING_GRADIENTS * retained),
+        weight_freed_bytes=column((1 + PENDING_GRADIENTS) * retained),
     )
 
 
 def activation_headroom_bytes(costs: CostTable, boundaries: tuple[int, ...]) -> FloatArray:
-    """Bytes of activations that each rank of a layout (row 0) may hold [pp]."""
+    """Return the bytes of activations that each rank of a layout (row 0) may hold [pp]."""
     contents = contents_between(costs, 0, np.array(boundaries[:-1]), np.array(boundaries[1:]))
     return rank_headroom_bytes(costs, 0, contents, cap_bytes=costs.cluster.memory_budget_bytes)
