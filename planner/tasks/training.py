@@ -18,7 +18,7 @@ from ...cost_models.pipeline.orders import to_torch_csv
 from ...cost_models.pipeline.simulation import Order
 from ...cost_models.stage.table import CostTable
 from ...schema import Alternative, Certificate, Estimate, Layout, ModelSpec, OffloadSchedule, Plan, Stage
-from ...schema.layout import format_assignments
+from ...schema.layout import Recompute, format_assignments
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
 from ...schema.plan import PlanProvenance
 from ...schema.runnable import why_not_runnable
@@ -139,20 +139,20 @@ def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest
 
 def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
     """Return the layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
-    is_block = [layer.is_block for layer in model.iter_layers()]
-    recomputes = [RECOMPUTES[option] for option in chosen.options]
+    is_block, recomputes = [layer.is_block for layer in model.iter_layers()], [RECOMPUTES[o] for o in chosen.options]
+    spans = itertools.pairwise(chosen.boundaries)
+    return tuple(stage_of_layers(first, recomputes[first:end], is_block[first:end]) for first, end in spans)
 
-    def stage(first: int, end: int) -> Stage:
-        local = tuple(recomputes[first:end])
-        used = {recompute for recompute, block in zip(local, is_block[first:end], strict=True) if block}
-        return Stage(
-            first_layer_idx=first,
-            num_layers=end - first,
-            recompute=max(used, key=RECOMPUTES.index),
-            layer_recompute=local if len(used) > 1 else (),
-        )
 
-    return tuple(stage(first, end) for first, end in itertools.pairwise(chosen.boundaries))
+def stage_of_layers(first_layer_idx: int, recomputes: Sequence[Recompute], is_block: Sequence[bool]) -> Stage:
+    """Return a stage, with one recompute for all its blocks where they do the same."""
+    used = {recompute for recompute, block in zip(recomputes, is_block, strict=True) if block}
+    return Stage(
+        first_layer_idx=first_layer_idx,
+        num_layers=len(recomputes),
+        recompute=max(used, key=RECOMPUTES.index),
+        layer_recompute=tuple(recomputes) if len(used) > 1 else (),
+    )
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
