@@ -25,9 +25,9 @@ makes anything faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -46,10 +46,10 @@ from ..schema import (
     Workload,
 )
 from ..schema.arrays import FloatArray, IntArray
-from ..solvers.branch_and_bound import Leaf, Node, OnProgress, Search, Step, Stop
+from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting
 from .objectives import pareto_front
-from .request import Deadline, OffloadRequest, PlanRequest
+from .request import Deadline, PlanRequest, RequestOptions
 from .search import BLOCK, REL_GAP, WINDOW, bounding_costs
 from .space import build_space
 from .tasks.offload import require_schedulable, search_offload
@@ -70,38 +70,23 @@ def pareto(
     cluster: ClusterSpec,
     workload: Workload,
     *,
-    fixed: Mapping[str, Any] | None = None,
-    runnable: bool | None = None,
     step_fraction: float = STEP_FRACTION,
-    time_limit_s: float = 60.0,
-    on_progress: OnProgress | None = None,
-    deadline: Deadline | None = None,
-    offload: OffloadRequest | None = None,
+    **options: Unpack[RequestOptions],
 ) -> tuple[ParetoPoint, ...]:
     """Return layouts that fit and that no other one beats in both step time and memory of the fullest device, fastest first.
 
-    On a mixed cluster every rank counts as the weakest device: what one stage's device has left is of no use to another's.
+    On a mixed cluster every rank counts as the weakest device: what one stage's device has left is of no use to another's. Where
+    the time limit comes first the points are those with the most memory; there are none where nothing fits.
 
     Args:
-        model, cluster, workload, fixed, runnable, on_progress: as for `planner.plan`.
         step_fraction: how much less of the budget each next point must need.
-        offload: what may lie on the host, as for `planner.plan`: layouts with an offload schedule are points too.
-        time_limit_s, deadline: stop then; the points found are those with the most memory. Empty where nothing fits.
+        options: as for `planner.plan`; with ``offload`` layouts with an offload schedule are points too.
 
     Raises:
         ConfigError: the input rules out every layout.
         SolverLimitError: time was over before every layout had its bounds.
     """
-    request = PlanRequest.create(
-        model,
-        cluster,
-        workload,
-        fixed=fixed,
-        runnable=runnable,
-        offload=offload,
-        deadline=deadline or Deadline(time_limit_s),
-        on_progress=on_progress,
-    )
+    request = PlanRequest.create(model, cluster, workload, **options)
     if request.offload is not None:
         require_schedulable(request)
     layouts = _CappedLayouts(request)

@@ -10,8 +10,7 @@ search_offload (tasks/offload.py), where offload is allowed: layouts with a sche
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from ..schema import ClusterSpec, ConfigError, Estimate, InfeasibleError, Layout, ModelSpec, Plan, Workload
 from ..schema.engine_rules import VERSION_RULES
@@ -19,11 +18,10 @@ from ..schema.generation import GenerationPlan
 from ..schema.layout_rules import ENGINE_RULES
 from ..schema.runnable import broken_rules, problem_facts, require_valid
 from ..schema.task import Precision
-from ..solvers.branch_and_bound import OnProgress
 from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance
 from .explain.infeasible import explain_infeasible, explain_no_batch
-from .request import Deadline, OffloadRequest, PlanRequest
+from .request import OffloadRequest, PlanRequest, RequestOptions
 from .tasks.generation import build_generation_plan, search_generation
 from .tasks.offload import Effort, OffloadResult, plan_schedule, schedule_layout, search_offload
 from .tasks.training import WORTH_MOVING, plan_layout, search_layouts
@@ -34,30 +32,20 @@ def plan(
     cluster: ClusterSpec,
     workload: Workload,
     *,
-    fixed: Mapping[str, Any] | None = None,
-    runnable: bool | None = None,
-    time_limit_s: float = 60.0,
     top: int = 4,
-    on_progress: OnProgress | None = None,
-    deadline: Deadline | None = None,
     expert_load: Any = None,
-    offload: OffloadRequest | None = None,
+    **options: Unpack[RequestOptions],
 ) -> Plan:
     """Return the fastest layout that fits, with a certificate and its runner-ups.
 
     Args:
         model, cluster, workload: what to train, where, and how.
-        fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``.
-        runnable: only layouts that `meshwright apply` of this version executes; unset, so it is for models that it trains,
-            and for others the space is all of the engine.
-        time_limit_s: stop then with the best plan so far and its gap.
         top: runner-ups to report.
-        on_progress: called after every expanded layout.
-        deadline: stands in for ``time_limit_s`` where somebody may end the search earlier (`Deadline.stop`).
         expert_load: tokens of each expert [layers with experts, experts], several workloads in front; what their imbalance
             costs enters the choice of ep, and the plan says where experts stand.
-        offload: what may lie on the host (docs/offload.md): layouts with an offload schedule are searched too, and the fastest of
-            all is taken. Without it nothing is offloaded, because what the host has is not known of most clusters.
+        options: ``fixed``: fields of Layout that the search must keep, e.g. ``{"tp": 8}``; ``runnable``: only layouts that
+            `meshwright apply` executes; ``time_limit_s``; ``offload``: what may lie on the host (docs/offload.md), without it
+            nothing; the others are those of `PlanRequest.create`.
 
     Raises:
         ConfigError: the input rules out every layout (a degree that does not divide, a precision the device lacks).
@@ -66,17 +54,7 @@ def plan(
     """
     if expert_load is not None:
         workload = with_imbalance(model, cluster, workload, expert_load)
-    request = PlanRequest.create(
-        model,
-        cluster,
-        workload,
-        fixed=fixed,
-        runnable=runnable,
-        offload=offload,
-        deadline=deadline or Deadline(time_limit_s),
-        on_progress=on_progress,
-    )
-    answer = plan_request(request, top=top)
+    answer = plan_request(PlanRequest.create(model, cluster, workload, **options), top=top)
     return answer if expert_load is None else with_experts_placed(answer, expert_load)
 
 

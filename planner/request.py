@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from ..cost_models.hardware.host import HostRates, host_rates
 from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, Plan, SolverLimitError, Workload
@@ -120,6 +120,17 @@ class OffloadRequest:
         return host_rates(workload, cluster, memory_bytes=self.host_memory_bytes)
 
 
+class RequestOptions(TypedDict, total=False):
+    """Options that `plan`, `pareto` and `cheapest` share; `PlanRequest.create` says what they mean."""
+
+    fixed: Mapping[str, Any] | None
+    runnable: bool | None
+    offload: OffloadRequest | None
+    deadline: Deadline | None
+    time_limit_s: float
+    on_progress: OnProgress | None
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """Inputs of a search for one cluster.
@@ -169,12 +180,12 @@ class PlanRequest:
         """Check what a user asks for and fill in what was left open.
 
         Args:
-            fixed: ``offload=scheduled`` among the fields asks for offload schedules, as ``offload`` does.
+            fixed: as above; ``offload=scheduled`` asks for offload schedules, as ``offload`` does.
             runnable: None: where `meshwright apply` trains the model, and all of the engine where it does not.
             deadline: stands in for ``time_limit_s`` where somebody may end the search earlier (`Deadline.stop`).
 
         Raises:
-            ConfigError: a field is unknown or out of range, no plan is made for the engine, or offload schedules are not.
+            ConfigError: a field is unknown or out of range, or no plan is made for the engine.
         """
         kept = dict(check_fields(fixed or {}))
         if workload.engine_facts.rules is None:

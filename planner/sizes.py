@@ -24,18 +24,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Unpack
 
 from ..cost_models.hardware.device import peak_flops_per_s
 from ..cost_models.stage.step import step_flops_per_token
 from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, Plan, SolverLimitError, Workload
 from ..schema.offers import CostSummary, Outcome, SizeTried
-from ..solvers.branch_and_bound import Leaf, Node, OnProgress, Search, Step, Stop
+from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .objectives import HOUR_S, MONEY, STEP_TIME, Objective, beats, price_per_hour
 from .plan import plan_request
-from .request import Deadline, OffloadRequest, PlanRequest
+from .request import Deadline, PlanRequest, RequestOptions
 from .search import REL_GAP, Frontier, Pool, SearchResult, search
 from .space import build_space
 from .tasks.offload import OffloadResult, OffloadSpace, plan_schedule, require_schedulable, search_offload
@@ -110,25 +110,19 @@ def cheapest(
     tokens: float | None = None,
     deadline_s: float | None = None,
     front: bool = False,
-    fixed: Mapping[str, Any] | None = None,
-    runnable: bool | None = None,
-    time_limit_s: float = 60.0,
     top: int = 4,
-    on_progress: OnProgress | None = None,
-    deadline: Deadline | None = None,
-    offload: OffloadRequest | None = None,
+    **options: Unpack[RequestOptions],
 ) -> Plan:
     """Return the plan of the cheapest size that reaches the floor, with `Plan.cost` as its certificate.
 
     Args:
-        model, workload: what to train and how; the batch is the same on every size.
-        offers: what can be rented.
+        offers: what can be rented; the batch is the same on every size.
         min_tokens_per_s: floor (C1).
         tokens: length of the run; with a deadline, it raises the floor to tokens / deadline.
         deadline_s: seconds within which the run must end.
         front: also find every size that no other one beats in both time and money.
-        fixed, runnable, time_limit_s, top, on_progress, deadline, offload: as for `planner.plan`; time is limited for all sizes
-            together, and sizes with nodes of several kinds have no offload schedules.
+        top, options: as for `planner.plan`; time is limited for all sizes together, and sizes with nodes of several kinds have no
+            offload schedules.
 
     Raises:
         ConfigError: no size has any layout, or a deadline without tokens.
@@ -140,16 +134,7 @@ def cheapest(
         raise ConfigError("a deadline needs the number of tokens to train", help="add --tokens, e.g. --tokens 1e12")
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
     slowest_s = workload.tokens_per_step / floor * (1 + FLOOR_ROUNDING) if floor > 0 else math.inf
-    request = PlanRequest.create(
-        model,
-        offers[0].of_size(offers[0].sizes[0]),
-        workload,
-        fixed=fixed,
-        runnable=runnable,
-        offload=offload,
-        deadline=deadline or Deadline(time_limit_s),
-        on_progress=on_progress,
-    )
+    request = PlanRequest.create(model, offers[0].of_size(offers[0].sizes[0]), workload, **options)
     if request.offload is not None:
         require_schedulable(request)
     sizes = enumerate_sizes(offers, request, slowest_s)
