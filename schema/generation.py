@@ -22,7 +22,16 @@ _SUM = 1e-6
 """Shares may miss one by this: rounding of the linear program."""
 
 
-class CacheShares(Frozen):
+class _Shares(Frozen):
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        total = sum(getattr(self, name) for name in type(self).model_fields)
+        if abs(total - 1) > _SUM:
+            raise ValueError(f"the shares sum to {total}, not to 1")
+        return self
+
+
+class CacheShares(_Shares):
     """Shares of keys and values by where they lie and who attends to them; they sum to one.
 
     Attributes:
@@ -37,26 +46,13 @@ class CacheShares(Frozen):
     storage_attended: Share = 0.0
     storage_copied: Share = 0.0
 
-    @model_validator(mode="after")
-    def _shares_add_up(self) -> Self:
-        total = sum(getattr(self, name) for name in type(self).model_fields)
-        if abs(total - 1) > _SUM:
-            raise ValueError(f"shares of keys and values sum to {total}, not to 1")
-        return self
 
-
-class StateShares(Frozen):
+class StateShares(_Shares):
     """Shares of a block's hidden states by where they lie between two layers; they sum to one."""
 
     device: Share
     host: Share = 0.0
     storage: Share = 0.0
-
-    @model_validator(mode="after")
-    def _shares_add_up(self) -> Self:
-        if abs(self.device + self.host + self.storage - 1) > _SUM:
-            raise ValueError(f"shares of hidden states sum to {self.device + self.host + self.storage}, not to 1")
-        return self
 
 
 class PhaseEstimate(Frozen):

@@ -160,27 +160,16 @@ class ModelSpec(Frozen):
 def _no_such_path(text: str) -> ConfigError:
     near = nearest_models(text.rstrip("/").rpartition("/")[2])
     known = f"did you mean {' or '.join(near)} of the catalogue? " if near else ""
-    what = shown(text)
     return ConfigError(
-        f"cannot read {what}: there is no such file or folder",
+        f"cannot read {shown(text)}: there is no such file or folder",
         help=f"{known}nothing is downloaded: give the path of the model's config.json, or a name of `meshwright models`",
     )
 
 
 def _fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None = None) -> dict[str, Any]:
-    """Read the fields for ``ModelSpec(**fields)``.
+    """Read the fields of a ModelSpec, without vision and audio parts and multi-token-prediction modules.
 
-    Args:
-        config: path of a ``config.json``, a folder that holds one, or its parsed content.
-        name: name of the model; otherwise ``_name_or_path`` of the file, the folder's name, or the architecture.
-
-    Returns:
-        name, architecture, hidden_dim, layers, tie_embeddings, max_seq_len, norm_eps, rope. Vision and audio parts and
-        multi-token-prediction modules are not included.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a JSON object, lacks a field, has a value that cannot be, or is of
-            an architecture that is not supported.
+    The name is the given one, ``_name_or_path`` of the file, the folder's name, or the architecture.
     """
     if isinstance(config, Mapping):
         content, path, where = config, None, "config"

@@ -11,7 +11,6 @@ from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFl
 from .certificate import Certificate
 from .cluster import ClusterSpec
 from .errors import ConfigError
-from .layers import Block, MoE
 from .layout import Layout, Recompute
 from .model import ModelSpec
 from .offers import CostSummary, ParetoPoint
@@ -60,18 +59,7 @@ class TimeBreakdown(Frozen):
     @property
     def total(self) -> float:
         """Seconds of one step."""
-        return (
-            self.compute
-            + self.recompute
-            + self.tp
-            + self.cp
-            + self.ep
-            + self.dp
-            + self.pp
-            + self.bubble
-            + self.optimizer
-            + self.offload
-        )
+        return float(sum(getattr(self, name) for name in type(self).model_fields))
 
 
 class MemoryBreakdown(Frozen):
@@ -98,10 +86,7 @@ class MemoryBreakdown(Frozen):
     @property
     def total(self) -> int:
         """Allocated peak, bytes."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.unsharded
-            + self.activations + self.logits + self.temporary
-        )  # fmt: skip
+        return int(sum(getattr(self, name) for name in type(self).model_fields))
 
 
 class StageEstimate(Frozen):
@@ -329,7 +314,7 @@ class Plan(Document):
             for idx in stage.layer_idxs:
                 if stage.offload_of(idx) == "none":
                     continue
-                if self.offload is None or not isinstance(layers[idx], Block):
+                if self.offload is None or not layers[idx].is_block:
                     why = "is no block" if self.offload is not None else "has no offload schedule to belong to"
                     raise ValueError(f"layer_offload {stage.offload_of(idx)} of layer {idx}, which {why}")
         if self.offload is not None:
@@ -340,9 +325,7 @@ class Plan(Document):
     def _check_slots(self) -> None:
         if not self.expert_slots:
             return
-        blocks = [
-            layer.mlp for layer in self.model.iter_layers() if isinstance(layer, Block) and isinstance(layer.mlp, MoE)
-        ]
+        blocks = [layer.experts for layer in self.model.iter_layers() if layer.is_block and layer.experts]
         if self.layout.ep == 1 or len(self.expert_slots) != len(blocks):
             raise ValueError(
                 f"expert_slots for {len(self.expert_slots)} layers with ep {self.layout.ep}: needs ep > 1 and the "
