@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshwright.cost_models.layer.operators import model_flops_per_token
+from meshwright.cost_models.stage.step import model_flops_per_token
 from meshwright.planner import estimate, plan
 from meshwright.profilers import profile_module
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
