@@ -25,7 +25,7 @@ from scipy.optimize import minimize
 from sklearn.ensemble import HistGradientBoostingRegressor
 
 from ..cost_models.coefficients import packaged_coefficients
-from ..cost_models.hardware.device import gemm_device
+from ..cost_models.hardware.machine import gemm_device
 from ..cost_models.learned import calibration, gemm
 from ..cost_models.learned.gemm import FEATURES, Covariance, GemmCoefficients, GemmRates, covariance_of
 from ..cost_models.learned.trees import ResidualModel

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
-from ..cost_models.hardware.device import peak_flops_per_s
+from ..cost_models.hardware.machine import peak_flops_per_s
 from ..cost_models.stage.step import step_flops_per_token
 from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, Plan, SolverLimitError, Workload
 from ..schema.offers import CostSummary, Outcome, SizeTried

@@ -13,7 +13,7 @@ from ...schema.arrays import FloatArray, IntArray
 from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 from ..learned.attention import AttentionShape, attention_seconds
 from ..learned.gemm import Pass, gemm_seconds
-from .device import DeviceRates, GroupedGemm
+from .machine import DeviceRates, GroupedGemm
 
 TENSOR_CORE_ALIGNMENT_BYTES = 16
 """Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
@@ -147,8 +147,8 @@ def grouped_gemm_s(
         seconds = one_by_one * grouped.expert_s + grouped.ratio * np.maximum(together, traffic)
         return np.asarray(seconds, dtype=np.float64)
 
-    forward = pass_s(rates.grouped_forward, element_bytes)
-    to_inputs, to_weights = pass_s(rates.grouped_dgrad, element_bytes), pass_s(rates.grouped_wgrad, 8)
+    forward = pass_s(rates.grouped["forward"], element_bytes)
+    to_inputs, to_weights = pass_s(rates.grouped["dgrad"], element_bytes), pass_s(rates.grouped["wgrad"], 8)
     return forward, to_inputs + to_weights, to_weights
 
 

@@ -13,8 +13,7 @@ from ...schema.layout_table import OFFLOADS, LayoutTable
 from .. import measured
 from ..hardware.collectives import collective_s
 from ..hardware.compute import elementwise_update_s
-from ..hardware.device import device_rates
-from ..hardware.host import host_link_bytes_per_s, host_update_s_per_param, update_bytes_per_param
+from ..hardware.machine import device_rates, host_link_bytes_per_s, host_update_s_per_param, update_bytes_per_param
 from ..hardware.overlap import Pair, exposed_s, slowdown_law
 from .operators import CostInputs
 from .parallel import sharded_params

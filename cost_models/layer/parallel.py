@@ -45,7 +45,7 @@ from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE, MTPHe
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import OperatorTime
-from ..hardware.device import device_rates
+from ..hardware.machine import device_rates
 from .operators import CostInputs, Layer, Operator
 
 # Tensor parallelism

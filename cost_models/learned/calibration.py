@@ -80,7 +80,7 @@ def informative_shapes(
         element_bytes: of an operand.
         max_s, max_bytes: limits of one product.
     """
-    coefficients, software, _ = known_coefficients("", "")
+    coefficients, software = known_coefficients("", "")
     peak_flops_per_s = flops_per_s / coefficients.compute_efficiency
     hardware = GemmDevice(peak_flops_per_s, memory_bandwidth_bytes_per_s, num_processors, cache_bytes)
     rates = GemmRates(coefficients, hardware, software, element_bytes)

@@ -116,20 +116,14 @@ def model() -> ResidualModel:
     return ResidualModel.load("gemm")
 
 
-def known_coefficients(
-    device: str, architecture: str, *, is_fp8: bool = False
-) -> tuple[GemmCoefficients, float, float]:
-    """Return coefficients for a device, its software column, and the relative error (one deviation) to expect of single products.
+def known_coefficients(device: str, architecture: str) -> tuple[GemmCoefficients, float]:
+    """Return coefficients for a device and its software column.
 
-    A device without measurements takes its architecture's, an unknown architecture the median of all, with the error that
-    devices and families left out of the fit had.
+    A device without measurements takes its architecture's, an unknown architecture the median of all.
     """
-    fits, errors = model().provenance["rooflines"]["fp8" if is_fp8 else "bf16"], model().provenance["relative_error"]
-    software = float(fits["software"])
-    for group, key in (("devices", device), ("architectures", architecture)):
-        if key in fits[group]:
-            return GemmCoefficients(*fits[group][key]), software, float(errors[group])
-    return GemmCoefficients(*fits["median"]), software, float(errors["unknown"])
+    fits = model().provenance["rooflines"]["bf16"]
+    values = fits["devices"].get(device) or fits["architectures"].get(architecture) or fits["median"]
+    return GemmCoefficients(*values), float(fits["software"])
 
 
 def known_devices() -> tuple[str, ...]:
@@ -140,11 +134,6 @@ def known_devices() -> tuple[str, ...]:
 def is_known(device: str) -> bool:
     """Return whether the model was fitted on products of this device."""
     return device in known_devices()
-
-
-def relative_error(device: str, architecture: str) -> float:
-    """Return the deviation of measured over predicted to expect of single products on a device."""
-    return known_coefficients(device, architecture)[2]
 
 
 def gemm_seconds(

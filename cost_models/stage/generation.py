@@ -23,11 +23,10 @@ from ...schema.task import Generation, Phase
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..hardware.collectives import collective_s
 from ..hardware.compute import operator_time
-from ..hardware.device import device_rates
-from ..hardware.host import host_costs
+from ..hardware.machine import device_rates, host_costs
+from ..layer.memory import split_params
 from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, layer_operators
 from ..layer.parallel import mixture_of
-from ..layer.parameters import split_params
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from ...schema.errors import ConfigError
 from ...schema.layout_table import MIXED
 from ...schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from ..coefficients import Scenario
-from ..hardware.device import is_measured, peak_flops_per_s
+from ..hardware.machine import is_measured, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, layer_operators
 from ..pipeline.lower_bounds import pipelined_s
 from ..pipeline.replay import PipelineShape, makespan_s

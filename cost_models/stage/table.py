@@ -16,7 +16,7 @@ from ...schema.layers import Embedding, Head
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ..coefficients import Coefficients, Scenario
 from ..hardware.collectives import collective_s
-from ..hardware.device import device_rates
+from ..hardware.machine import device_rates
 from ..layer.data import (
     copied_bytes_per_param,
     exposed_collectives_s,

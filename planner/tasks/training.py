@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from ...cost_models.hardware.device import is_measured
+from ...cost_models.hardware.machine import is_measured
 from ...cost_models.measured import measured_terms
 from ...cost_models.pipeline.orders import to_torch_csv
 from ...cost_models.pipeline.simulation import Order

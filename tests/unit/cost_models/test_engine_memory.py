@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.layer.saved import SavedElements, SavedTensorRules, saved_elements
+from meshwright.cost_models.layer.memory import SavedElements, SavedTensorRules, saved_elements
 from meshwright.cost_models.stage.bounds import memory_bounds
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from cost_cases import operators_under
 from meshwright.cost_models.hardware.compute import OperatorTime
-from meshwright.cost_models.hardware.host import update_bytes_per_param
+from meshwright.cost_models.hardware.machine import update_bytes_per_param
 from meshwright.cost_models.layer.data import copied_bytes_per_param
+from meshwright.cost_models.layer.layer import alternate_products_s
 from meshwright.cost_models.layer.operators import Gemm
-from meshwright.cost_models.layer.passes import alternate_products_s
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, Estimate, Layout, ModelSpec, Workload

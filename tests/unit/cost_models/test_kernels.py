@@ -7,7 +7,7 @@ import pytest
 from cost_cases import operators_under
 from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.compute import gemm_s, grouped_gemm_s, operator_time
-from meshwright.cost_models.hardware.device import device_rates
+from meshwright.cost_models.hardware.machine import device_rates
 from meshwright.cost_models.layer.operators import Elementwise, Gemm
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
 from meshwright.schema.engine_facts import ENGINES

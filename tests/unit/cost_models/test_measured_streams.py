@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
-from meshwright.cost_models.hardware.host import host_link_bytes_per_s, host_rates
+from meshwright.cost_models.hardware.machine import host_link_bytes_per_s, host_rates
 from meshwright.cost_models.hardware.overlap import Pair, interference, pair_s, slowdown_law
 from meshwright.cost_models.measured import elementwise_bytes_per_s, overlap_ratio, slowdown_ratio
 from meshwright.cost_models.measured import interference as interference_of_points

@@ -7,7 +7,7 @@ import pytest
 from cost_cases import layer_cost, operators_under
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.hardware.host import waiting_s
+from meshwright.cost_models.hardware.machine import waiting_s
 from meshwright.cost_models.layer.layer import LayerCost
 from meshwright.cost_models.layer.operators import CORE_ATTENTION, Elementwise, FusedAttention, Gemm
 from meshwright.cost_models.stage.bounds import uniform_time_bounds

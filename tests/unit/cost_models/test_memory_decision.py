@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from meshwright.cost_models.coefficients import Scenario
-from meshwright.cost_models.layer.saved import SavedTensorRules, saved_elements
+from meshwright.cost_models.layer.memory import SavedTensorRules, saved_elements
 from meshwright.cost_models.stage import memory
 from meshwright.planner.plan import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload

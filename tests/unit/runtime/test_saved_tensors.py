@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.cost_models.layer.saved import SavedTensorRules, saved_elements
+from meshwright.cost_models.layer.memory import SavedTensorRules, saved_elements
 from meshwright.runtime import Decoder
 from meshwright.runtime.models.init import init_weights
 from meshwright.runtime.recompute import apply_recompute

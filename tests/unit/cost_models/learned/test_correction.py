@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.hardware.device import gemm_rates
+from meshwright.cost_models.hardware.machine import gemm_rates
 from meshwright.cost_models.learned import calibration, gemm
 from meshwright.cost_models.learned.calibration import most_informative_shapes
 from meshwright.cost_models.learned.gemm import FEATURES, SHIPPED_COVARIANCE, Covariance, correction_through, covariance

@@ -1,12 +1,28 @@
-"""What one device achieves: peaks of the data sheet times efficiencies (its own fit where it has one) and the calibration."""
+"""What the machine achieves: rates of one device, and of the host next to it.
+
+A device has the peaks of its data sheet times measured efficiencies (its own fit where it has one) and the calibration. The host
+dispatches operators (`waiting_s`), copies over its links and updates in its memory: a rank moves its shard over its link, but all
+ranks of a node together get no more than the host's side of one and a half links, and share its memory and storage:
+
+    update_s = shard * ((g + b) / link + ranks_per_node * max(u / host_bandwidth, 2 * s / storage))
+
+with g bytes of a gradient that goes down, b of a parameter that comes back, u of traffic of the optimizer, and s of fp32
+parameter and states, read and written while the next ones are updated, only where they lie on storage.
+Source: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857 (storage).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import geometric_mean
 from typing import Literal, NamedTuple
 
-from ...schema import Device
+import numpy as np
+
+from ...schema import ClusterSpec, Device, Workload
+from ...schema.arrays import Array, FloatArray
 from ...schema.catalogue import find_device
 from ...schema.cluster_files import catalogue_device
 from ...schema.devices import GemmFit
@@ -18,6 +34,7 @@ from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..learned.attention import PROCESSORS, AttentionDevice, kernel_name
 from ..learned.calibration import corrected_by
 from ..learned.gemm import GemmDevice, GemmRates, is_known, known_coefficients, known_devices
+from .overlap import STREAMS, Fabric, interference
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -61,7 +78,7 @@ class DeviceRates(NamedTuple):
         gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
         quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
         expert_by_expert: the engine launches a product for each expert instead of one for all.
-        grouped_forward, grouped_dgrad, grouped_wgrad: products of experts.
+        grouped: products of experts by pass: forward, dgrad, wgrad.
         attention: fused attention; None where it runs at the rate of products (CPUs).
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
@@ -73,9 +90,7 @@ class DeviceRates(NamedTuple):
     gemm_flops_per_s: float
     quantize_bytes: float
     expert_by_expert: bool
-    grouped_forward: GroupedGemm
-    grouped_dgrad: GroupedGemm
-    grouped_wgrad: GroupedGemm
+    grouped: Mapping[str, GroupedGemm]
     attention: AttentionRates | None
     gemm_bytes_per_s: float
     elementwise_bytes_per_s: float
@@ -94,7 +109,8 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     is_host, is_fp8 = device.backend.is_host, workload.precision == "fp8"
     points = cluster.profile.matmuls if cluster.profile is not None else ()
     gemm = None if is_host else gemm_rates(device, workload.precision, ratio.products, points, c)
-    fit = _host_fit(device, c) if gemm is None else gemm.coefficients
+    on_host = device.gemm or GemmFit(**{name: c["gemm"][name] for name in GemmFit.model_fields})
+    fit = on_host if gemm is None else gemm.coefficients
     slowed = ratio.products if gemm is None else gemm.sustained_ratio
     elementwise = measured.elementwise_bytes_per_s(cluster, workload)
     if elementwise is None:
@@ -110,9 +126,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
         gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
         quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
         expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
-        grouped_forward=grouped["forward"],
-        grouped_dgrad=grouped["dgrad"],
-        grouped_wgrad=grouped["wgrad"],
+        grouped=grouped,
         attention=None if is_host else _attention_rates(scenario),
         gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
         elementwise_bytes_per_s=elementwise * ratio.elementwise,
@@ -165,9 +179,9 @@ def gemm_rates(
     coefficients: Coefficients | None = None,
 ) -> GemmRates:
     """Return the rates of matrix products on an accelerator: data sheet, what is known of its kind, ``points`` measured on it."""
-    # Measured fp8 products include the cast of their inputs (11 to 16 bytes an element); training's own cast is counted apart.
+    # Measured fp8 products include the cast of their inputs (11 to 16 bytes an element); training's cast is counted apart.
     coefficients = coefficients or packaged_coefficients()
-    fitted, software, _ = known_coefficients(device.name, device.architecture)
+    fitted, software = known_coefficients(device.name, device.architecture)
     products: Precision = "bf16-mixed" if precision == "fp8" else precision
     dtype = _dtype(device, products)
     is_measured_here = any(point.dtype == dtype for point in points)
@@ -219,7 +233,6 @@ def _usual_rates(architecture: str, dtype: str) -> tuple[float, float] | None:
 
 @cache
 def _catalogued(name: str) -> Device | None:
-    """Return the catalogue's device of this name; None where it has none."""
     try:
         return catalogue_device(*find_device(name))
     except ConfigError:
@@ -227,7 +240,6 @@ def _catalogued(name: str) -> Device | None:
 
 
 def _dtype(device: Device, precision: Precision) -> str:
-    """Return the dtype of a precision's products on a device; empty where it has no unit for it."""
     return next((name for name in _PEAKS[precision] if getattr(device.peak_flops_per_s, name) is not None), "")
 
 
@@ -247,16 +259,8 @@ def gemm_device(device: Device, precision: Precision, coefficients: Coefficients
     )
 
 
-def _host_fit(device: Device, coefficients: Coefficients) -> GemmFit:
-    c = coefficients["gemm"]
-    return device.gemm or GemmFit(**{name: c[name] for name in GemmFit.model_fields})
-
-
 def _sustained(device: Device, coefficients: Coefficients) -> float:
-    """Return arithmetic over hours over that of a short benchmark.
-
-    Clocks fall with a root of the power limit (f V^2, V rising with f).
-    """
+    """Return arithmetic over hours over that of a benchmark; clocks fall with a root of the power limit."""
     c = coefficients["sustained"]
     return float(c.get(device.architecture, c["other"]) * device.power_limit_ratio ** c["power_exponent"])
 
@@ -280,3 +284,172 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
     reference = rates(_reference(device, precision) or device, 1.0)
     ratio = c["first_generation_ratio"] if workload.flash_generation == 1 else 1.0
     return AttentionRates(kernel, rates(device, cluster.calibration.attention), ratio, reference)
+
+
+USABLE_HOST_MEMORY = 0.94
+"""Of a host's memory: published runs fill 94 to 96 % of it with states (SuperOffload, 25e9 parameters in 480 GB; MegaTrain, 120e9
+in 1.5 TB)."""
+
+
+_STACKED_MEMORY_BYTES_PER_S = 1.2e12
+"""Slowest stacked memory of the catalogue's devices that were measured; the fastest GDDR is below it."""
+
+
+class HostCosts(NamedTuple):
+    """Seconds the host needs, by the workload's engine.
+
+    Attributes:
+        operator_s: dispatch of one operator.
+        collective_s: one tensor-parallel collective.
+        fsdp_unit_s: one fully sharded layer, forward plus backward.
+        routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
+        overlap_norm: p of (device^p + host^p)^(1/p), the seconds of a pass.
+        adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
+        pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
+        spanning_collective_s: the same for a group that spans nodes.
+    """
+
+    operator_s: float
+    collective_s: float
+    fsdp_unit_s: float
+    routing_s: float
+    overlap_norm: float
+    adds: bool
+    pipelined_collective_s: float = 0.0
+    spanning_collective_s: float = 0.0
+
+
+def host_costs(scenario: Scenario) -> HostCosts:
+    """Return the host overheads of the workload's engine."""
+    shared, speed = scenario.coefficients["host"], scenario.cluster.calibration.host
+    c = shared[scenario.workload.engine]
+    rates = [group.host_link_bytes_per_s or 0.0 for group in scenario.cluster.groups]
+    if max(rates) > scenario.coefficients["offload"]["own_host_bytes_per_s"]:
+        speed = speed / shared["own_processor_ratio"]  # no other processor's link is as fast as Grace's
+    return HostCosts(
+        c["operator_s"] / speed,
+        c["collective_s"] / speed,
+        c["fsdp_unit_s"] / speed,
+        c["routing_s"] / speed,
+        shared["overlap_norm"],
+        adds=scenario.cluster.weakest_device.backend.is_host,
+        pipelined_collective_s=c.get("pipelined_collective_s", 0.0) / speed,
+        spanning_collective_s=c.get("spanning_collective_s", 0.0) / speed,
+    )
+
+
+def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArray:
+    """Return how much longer than the device's own work a pass takes: (device^p + host^p)^(1/p) - device.
+
+    Were the host always far ahead it would be the larger of the two (p without limit). Where both are alike, the host is ahead
+    of the long kernels and behind the short ones.
+    """
+    return np.asarray((device_s**norm + host_s**norm) ** (1 / norm) - device_s)
+
+
+_STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
+"""Fused update: read parameter, gradient and states, write parameter and states, fp32."""
+
+
+_CLIP_BYTES = 12.0
+"""Gradient clipping: read for the norm; read and write for the scale."""
+
+
+def update_bytes_per_param(workload: Workload) -> float:
+    """Return the bytes read and written for one parameter by the optimizer step, all passes of the engine."""
+    masters = (_STEP_BYTES[workload.optimizer] + _CLIP_BYTES) * workload.master_bytes / 4
+    return masters + (0.0 if workload.precision == "bf16" else workload.engine_facts.update_copy_bytes)
+
+
+def host_link_bytes_per_s(to_storage: Array, scenario: Scenario) -> Array:
+    """Return the rate of one rank in one direction, to the host's memory or its storage, when all ranks of a node move at once."""
+    c, cluster = scenario.coefficients["offload"], scenario.cluster
+    line = min(group.host_link_bytes_per_s or c["link_bytes_per_s"] for group in cluster.groups)
+    is_shared = line < c["own_host_bytes_per_s"]
+    link = (
+        measured.copy_bytes_per_s(cluster)
+        or min(c["link_efficiency"], c["host_over_link"] / cluster.largest_node if is_shared else 1.0) * line
+    )
+    return np.where(to_storage == 1, np.minimum(link, _storage_bytes_per_s(scenario) / cluster.largest_node), link)
+
+
+def host_update_s_per_param(scenario: Scenario, to_storage: Array, update_bytes: float) -> Array:
+    """Return the seconds per parameter of a rank's shard to update it on the host."""
+    workload, ranks = scenario.workload, scenario.cluster.largest_node
+    # Gradients go down in the compute dtype where the engine reduces them so (DeepSpeed), else as they were accumulated.
+    gradient_bytes = (
+        workload.compute_bytes if workload.engine_facts.offloads_compute_gradients else workload.master_bytes
+    )
+    link = host_link_bytes_per_s(np.zeros_like(to_storage), scenario)
+    moved = (gradient_bytes + workload.compute_bytes) / link
+    update = update_bytes * ranks / _host_update_bytes_per_s(scenario)
+    states = 2.0 * (workload.optimizer_bytes + workload.master_bytes) * ranks / _storage_bytes_per_s(scenario)
+    return moved + np.maximum(update, np.where(to_storage == 1, states, 0.0))
+
+
+def _host_update_bytes_per_s(scenario: Scenario) -> float:
+    of_node = measured.host_update_bytes_per_s(scenario.cluster)
+    return float(scenario.coefficients["offload"]["host_update_bytes_per_s"]) if of_node is None else of_node
+
+
+def _storage_bytes_per_s(scenario: Scenario) -> float:
+    default = scenario.coefficients["offload"]["storage_bytes_per_s"]
+    return float(min(group.storage_bytes_per_s or default for group in scenario.cluster.groups))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRates:
+    """One rank's rates, bytes per second; seconds of compute lost for each of a copy; host seconds to update one parameter.
+
+    Attributes:
+        link_bytes_per_s: of one direction alone; to_host_bytes_per_s, to_device_bytes_per_s: of copies that run with kernels.
+        duplex: copies of both directions at once reach 1 + duplex of one.
+        memory_bytes: of the host that the rank may use; infinite where it is not known.
+    """
+
+    link_bytes_per_s: float
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+    duplex: float
+    compute_lost_to_host: float
+    compute_lost_to_device: float
+    update_s_per_param: float
+    storage_bytes_per_s: float
+    memory_bytes: float
+
+
+def host_rates(
+    workload: Workload,
+    cluster: ClusterSpec,
+    *,
+    memory_bytes: float | None = None,
+    coefficients: Coefficients | None = None,
+) -> HostRates:
+    """Return the rates of the weakest device's host; ``memory_bytes`` of a node stand in for what the cluster says."""
+    scenario, ranks = Scenario.build(workload, cluster, coefficients), cluster.largest_node
+    line = float(host_link_bytes_per_s(np.zeros(1), scenario)[0])
+    slow = interference(_fabric(cluster), scenario.coefficients)
+    if cluster.profile is not None:
+        slow = measured.interference(slow, cluster.profile.overlaps)
+    compute, to_device, to_host = (STREAMS.index(name) for name in ("compute", "to_device", "to_host"))
+    both = 1 / (1 + slow[to_device, to_host]) + 1 / (1 + slow[to_host, to_device])
+    if memory_bytes is None:
+        sizes = [group.host_memory_bytes for group in cluster.groups]
+        memory_bytes = USABLE_HOST_MEMORY * min(size or 0.0 for size in sizes) if all(sizes) else np.inf
+    is_host = cluster.weakest_device.backend.is_host  # a copy within one memory takes cores from the compute
+    return HostRates(
+        link_bytes_per_s=line,
+        to_host_bytes_per_s=line / (1 + float(slow[to_host, compute])),
+        to_device_bytes_per_s=line / (1 + float(slow[to_device, compute])),
+        duplex=0.0 if is_host else float(np.clip(both - 1, 0.0, 1.0)),
+        compute_lost_to_host=min(float(slow[compute, to_host]), 0.5),
+        compute_lost_to_device=min(float(slow[compute, to_device]), 0.5),
+        update_s_per_param=update_bytes_per_param(workload) * ranks / _host_update_bytes_per_s(scenario),
+        storage_bytes_per_s=_storage_bytes_per_s(scenario) / ranks,
+        memory_bytes=memory_bytes / ranks,
+    )
+
+
+def _fabric(cluster: ClusterSpec) -> Fabric:
+    """Return the measured machine that is most alike: an A100's memory has room for copies next to kernels, an L4's has not."""
+    return "nvlink" if cluster.weakest_device.memory_bandwidth_bytes_per_s >= _STACKED_MEMORY_BYTES_PER_S else "pcie"
