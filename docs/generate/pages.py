@@ -10,6 +10,7 @@ import commands
 import documents
 import errors
 import problems
+import tour
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +27,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/documents.md": _headed(documents.page),
     "docs/reference/errors.md": _headed(errors.page),
     "docs/reference/problems.md": _headed(problems.page),
+    "docs/tour.md": _headed(tour.page),
 }
 
 

@@ -23,6 +23,7 @@ sys.path.append(str(GENERATE))
 import pages  # noqa: E402
 import picture  # noqa: E402
 import problems  # noqa: E402
+import tour  # noqa: E402
 
 SHORT = [
     "docs/errors.md",
@@ -201,3 +202,8 @@ def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path) -> None
     assert answer.returncode == 0, answer.stderr
     assert (tmp_path / ".bash_completions" / "meshwright.sh").exists()
     assert ".bash_completions/meshwright.sh" in (tmp_path / ".bashrc").read_text()
+
+
+def test_tour_is_read_in_an_afternoon() -> None:
+    assert len({stop.path for stop in tour.STOPS}) == len(tour.STOPS) <= tour.MAX_FILES
+    assert sum(map(tour.num_lines, tour.STOPS)) <= tour.MAX_LINES
