@@ -130,7 +130,6 @@ def solve_linear(problem: pulp.LpProblem, limits: Limits, solver: LinearSolver =
 
 
 def _without_allowed_gap(outcome: Outcome) -> Outcome:
-    """Return the outcome as feasible where a solver calls it optimal for being within the allowed gap."""
     if outcome.status is Status.OPTIMAL and outcome.gap > SOLVER:
         return replace(outcome, status=Status.FEASIBLE)
     return outcome

@@ -225,7 +225,6 @@ class Search(Generic[S, C]):
         return answer
 
     def _ended(self, stop: Stop, answer: Answer[C], effort: float) -> Ended | None:
-        """Return why to end now, if so."""
         if self.bound >= stop.cutoff(answer.objective):
             return "bound" if math.isfinite(self.bound) else "exhausted"
         if stop.deadline is not None and stop.deadline.is_over:
@@ -236,7 +235,6 @@ class Search(Generic[S, C]):
 
     @staticmethod
     def _add(answer: Answer[C], step: Step[S, C]) -> float:
-        """Take the candidates of a step; return its effort."""
         answer.evaluated += step.evaluated
         for leaf in step.leaves:
             answer.leaves.append(leaf)

@@ -70,7 +70,6 @@ class LinearProgram:
         return rows
 
     def _sides(self, label: str, size: int, lower: Any, upper: Any) -> range:
-        """Add ``size`` rows to a family, without terms yet."""
         start = len(self.lower)
         self.lower.extend(_broadcast(size, lower, np.float64).tolist())
         self.upper.extend(_broadcast(size, upper, np.float64).tolist())
@@ -93,7 +92,6 @@ class LinearProgram:
 
 
 def _broadcast(size: int, given: Any, dtype: type) -> NDArray[Any]:
-    """Return ``size`` values of as many, or of a single one."""
     values: NDArray[Any] = np.asarray(given, dtype=dtype).reshape(-1)
     if len(values) == size:
         return values

@@ -147,7 +147,6 @@ def balance_gpus(instance: ExpertInstance, search: BalanceSearch) -> IntArray:
 def _restart_layers(
     instance: ExpertInstance, best: IntArray, objective: FloatArray, layers: IntArray, rng: np.random.Generator
 ) -> None:
-    """Restart a subset of the layers, in place."""
     if len(layers):
         part = select_layers(instance, layers)
         part_best, part_objective = best[layers], objective[layers]
@@ -175,7 +174,6 @@ def exchange_slots(instance: ExpertInstance, placed: IntArray, effort: Effort) -
 
 
 def _keep_better(best: IntArray, objective: FloatArray, instance: ExpertInstance, other: IntArray) -> None:
-    """Take the other slots where they are better, in place."""
     reached = uniform_objective(instance, other)
     better = reached < objective
     best[better], objective[better] = other[better], reached[better]
@@ -210,7 +208,6 @@ def has_distinct_experts(instance: ExpertInstance, placed: IntArray) -> BoolArra
 
 
 def _best_restart(instance: ExpertInstance, placed: IntArray, rng: np.random.Generator) -> IntArray:
-    """Return the best of a few restarts for each layer: other replicas, another order, exchanges."""
     copies = max(1, _BATCH // (instance.num_layers * len(instance.load)))
     part = select_layers(instance, np.repeat(np.arange(instance.num_layers), copies))
     restarted = _pack_and_exchange(
@@ -285,7 +282,6 @@ def nodes_of_groups(instance: ExpertInstance, num_groups: int, search: BalanceSe
 
 
 def _groups_as_experts(instance: ExpertInstance, num_groups: int) -> ExpertInstance:
-    """Return the problem with groups as experts and nodes as GPUs."""
     return ExpertInstance(
         instance.load.reshape(*instance.load.shape[:2], num_groups, -1).sum(axis=3),
         np.full(instance.num_nodes, num_groups // instance.num_nodes),

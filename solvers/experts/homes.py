@@ -73,7 +73,6 @@ def _deal_by_load(load: FloatArray, num_nodes: int) -> IntArray:
 
 
 def _bisect(pairs: FloatArray, num_nodes: int) -> IntArray:
-    """Cut the experts in two along the second eigenvector, and each half again, until a part is a node."""
     home = np.zeros(len(pairs), dtype=np.int64)
     parts = [(np.arange(len(pairs)), 0, num_nodes)]
     per_node = len(pairs) // num_nodes
@@ -101,7 +100,6 @@ def _value(home: IntArray, pairs: FloatArray, load: FloatArray, num_nodes: int, 
 
 
 def _exchange_homes(home: IntArray, pairs: FloatArray, load: FloatArray, num_nodes: int, limit: float) -> IntArray:
-    """Make the best exchange of two experts at a time until none gains."""
     home = home.copy()
     weight = load / load.sum() * num_nodes
     scale = 2.0 / max(pairs.sum(), 1e-300)
@@ -203,7 +201,6 @@ def _assign_layer_homes(instance: ExpertInstance, tokens: IntArray, limit: float
 
 
 def _place_on_gpus(instance: ExpertInstance, layers: list[_ServedLayer], search: BalanceSearch) -> SlotAssignment:
-    """Return the slots of every node; nodes that hold as many different experts are solved together."""
     num_layers, num_nodes = instance.num_layers, instance.num_nodes
     slots, gpus = instance.num_slots // num_nodes, instance.num_gpus // num_nodes
     placed = np.zeros((num_layers, num_nodes, slots), dtype=np.int64)
@@ -238,7 +235,6 @@ def _place_on_gpus(instance: ExpertInstance, layers: list[_ServedLayer], search:
 
 
 def _share_unused_evenly(placed: IntArray, share: FloatArray, num_experts: int) -> None:
-    """Give experts that no token of the trace used even shares, in place."""
     for layer in range(len(placed)):
         total = np.bincount(placed[layer], share[layer], num_experts)
         unused = total[placed[layer]] <= 0

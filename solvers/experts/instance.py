@@ -132,7 +132,6 @@ def validate_loads(load: Any) -> FloatArray:
 
 
 def _to_numpy(array: Any) -> Any:
-    """Return a torch tensor as numpy, without importing torch; anything else as it is."""
     if hasattr(array, "detach"):
         return array.detach().cpu().double().numpy()
     return array

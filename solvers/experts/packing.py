@@ -277,7 +277,6 @@ def _measure(load: FloatArray, speed: FloatArray) -> FloatArray:
 
 
 def _pair_measure(first: FloatArray, second: FloatArray, num_workloads: int) -> FloatArray:
-    """Return the measure of a pair."""
     return np.maximum(first, second) if num_workloads == 1 else first + second
 
 
@@ -305,7 +304,6 @@ def _after_swap(state: SlotGrid, first: IntArray, second: IntArray) -> tuple[Flo
 
 
 def _exchange(state: SlotGrid, rows: IntArray, first: IntArray, i: IntArray, second: IntArray, j: IntArray) -> None:
-    """Exchange slot i of GPU first with slot j of GPU second, for each row."""
     moved = state.size[rows, first, i] - state.size[rows, second, j]
     np.subtract.at(state.load, (rows, first), moved)
     np.add.at(state.load, (rows, second), moved)
@@ -314,7 +312,6 @@ def _exchange(state: SlotGrid, rows: IntArray, first: IntArray, i: IntArray, sec
 
 
 def _swap_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
-    """Make the best exchange of one slot against one in every pair that gains."""
     now, after, _ = _after_swap(state, first, second)
     num_slots = after.shape[2]
     choices = after.reshape(*now.shape, -1)
@@ -351,7 +348,6 @@ def _splits(num_slots: int) -> tuple[BoolArray, FloatArray]:
 
 
 def _split_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
-    """Make the best split of the slots of every pair, where it gains."""
     rows = np.arange(len(first))[:, None]
     expert = np.concatenate([state.expert[rows, first], state.expert[rows, second]], axis=2)
     size = np.concatenate([state.size[rows, first], state.size[rows, second]], axis=2)

@@ -145,7 +145,6 @@ class _LayerSplit:
         return came_by, None
 
     def _push(self, start: int, end: int, came_by: dict[int, tuple[int, int]], bound: float) -> None:
-        """Move as much load as path, excess and headroom allow."""
         amount = min(self.load[start] - bound * self.speed[start], bound * self.speed[end] - self.load[end])
         path = []
         g = end

@@ -154,7 +154,6 @@ class _IntegerLayers:
         return Step(nodes, effort=self.num_programs - before)
 
     def _open(self, min_layers: IntArray, max_layers: IntArray) -> list[Node[_Box]]:
-        """Return a box with its bound; none where it has no answer."""
         self.num_programs += 1
         status, relaxed = solve_relaxation(self._instance, min_layers, max_layers)
         self.is_unknown |= status is Status.UNKNOWN
@@ -163,7 +162,6 @@ class _IntegerLayers:
         return [Node(relaxed.objective, _Box(min_layers, max_layers, relaxed), key=self.num_programs)]
 
     def _close(self, layers: IntArray) -> list[Leaf[GenerationPlacement]]:
-        """Return integer layers with their best shares; none where they do not fit."""
         self.num_programs += 1
         _, relaxed = solve_relaxation(self._instance, layers, layers)
         if relaxed is None:
@@ -233,7 +231,6 @@ def _add_busy_resources_C2_to_C6(lp: LinearProgram, i: GenerationInstance, v: _V
 
 
 def _add_memory_C7_to_C9(lp: LinearProgram, i: GenerationInstance, v: _Variables, goal: Goal) -> None:
-    """Add the capacity of each place, or in place of one of them its bytes as the objective."""
     c, cache = i.capacity, i.cache_bytes / SCALE
     slot = 2 * c.slot / SCALE
     fixed = ((c.working + c.buffer) / SCALE + slot, c.staging / SCALE, 0.0)

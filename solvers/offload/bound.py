@@ -116,7 +116,6 @@ class CountProgram:
         )
 
     def _build(self) -> None:
-        """Add variables, and all rows that fractions of layers have."""
         self._lp = lp = LinearProgram()
         i, first, n, m, timed = self._instance, self._first, self._n, self._instance.num_microbatches, self._timed
         max_layers = (i.allowed[:, first] * n).reshape(-1)
@@ -139,7 +138,6 @@ class CountProgram:
         self._add_host_memory_C7_and_storage_C8(copies)
 
     def _add_copies_C4(self, v: Decisions, copies: _PassCopies) -> None:
-        """Add what the copies of all layers come to; activations that go early exist."""
         i, lp = self._instance, self._lp
         lp.add_row("copies", [(copies.acts, -1.0), *self._over_layers(i.moved_bytes)], lower=0.0, upper=0.0)
         lp.add_row("C4", [(copies.acts_early, 1.0), (copies.acts, -1.0)], upper=0.0)
@@ -154,7 +152,6 @@ class CountProgram:
         return [(self._variables.options.reshape(-1), (values[:, self._first] / SCALE).reshape(-1))]
 
     def _add_device_memory_C6(self, copies: _PassCopies) -> None:
-        """Add the device's memory at the turn, when the backward passes end, and in the update."""
         i, lp, first = self._instance, self._lp, self._first
         options, p, states = self._variables
         accumulated = i.gradient_bytes * i.gradients_accumulate
@@ -177,7 +174,6 @@ class CountProgram:
         self._add_memory("C6", "update", update_terms, free - (i.update_bytes - copied) / SCALE)
 
     def _add_host_memory_C7_and_storage_C8(self, copies: _PassCopies) -> None:
-        """Add the host's memory, or its bytes as the objective, and storage."""
         i, lp, states = self._instance, self._lp, self._variables.states
         on_host = [*host_terms(i, self._variables, self._first), (copies.acts, 1.0)]
         if not self._timed:
@@ -188,7 +184,6 @@ class CountProgram:
             self._add_memory("C8", "storage", [(states[2:], 1.0)], i.storage_cap_bytes / SCALE)
 
     def _add_memory(self, label: str, location: str, terms: list[Term], upper: float) -> None:
-        """Add a row of memory, whose location is a field of `Reserve`."""
         self._memory_rows[location] = (self._lp.add_row(label, terms, upper=upper).start, upper)
 
     def _add_integer_layers(self) -> IntArray:

@@ -146,7 +146,6 @@ class _Slot(NamedTuple):
 
 
 def _slots(model: FluidModel, i: OffloadInstance) -> list[_Slot]:
-    """Return the slots in which copies run: the passes of each layer, and the idle ones without compute."""
     down, up = SCALE / i.links.to_host_bytes_per_s, SCALE / i.links.to_device_bytes_per_s
     start, turn, tail = model.idle
     acts_down_fwd, acts_down_bwd, acts_up, params_up_fwd, params_up_bwd, grads_down = model.copies
@@ -205,7 +204,6 @@ class _RunningSums:
 
 
 def _running_sums(model: FluidModel, i: OffloadInstance) -> _RunningSums:
-    """Add the sums over layers; backward slots run from the last layer on."""
     lp, size, (z, p, _) = model.lp, i.num_layers, model.decisions
     acts_down_fwd, acts_down_bwd, acts_up, params_up_fwd, params_up_bwd, grads_down = model.copies
 
@@ -269,7 +267,6 @@ def _add_departures_C4(model: FluidModel, i: OffloadInstance, sums: _RunningSums
 
 
 def _add_parameters_in_time_C5(model: FluidModel, sums: _RunningSums) -> None:
-    """Add that parameters come before the forward and before the backward pass of their layer."""
     lp, up, streamed = model.lp, sums.params_up_by_fwd, sums.streamed
     lp.add_row("C5", [(model.copies.params_up_fwd[-1], 1.0), (streamed[0], -1.0)], lower=0.0)
     lp.add_rows("C5", [(up[:-1], 1.0), (streamed[1:], -1.0)], lower=0.0)
@@ -328,7 +325,6 @@ def _add_memory_C6_to_C8(
 def _add_forward_memory_C6(
     model: FluidModel, i: OffloadInstance, sums: _RunningSums, always: list[Term], headroom: float
 ) -> None:
-    """Add what is kept, moved but not gone yet, and has come early, in the forward slots and at the turn."""
     lp, copies = model.lp, model.copies
     retained, moved, down = sums.retained, sums.moved, sums.acts_down_by_fwd
     early: list[Term] = [(sums.params_up_by_fwd[1:], 1.0), (sums.streamed[1:], -1.0)]

@@ -167,13 +167,11 @@ class ResourceSums:
         )
 
     def _in_use(self, choice: OffloadChoice, layer: IntArray, option: IntArray) -> FloatArray:
-        """Return what the largest working set changes by when a layer takes another option."""
         return _change_of_largest(
             choice.take(self.instance.working_bytes), layer, self.instance.working_bytes[option, layer]
         )
 
     def _buffers(self, choice: OffloadChoice, layer: IntArray, location: IntArray) -> FloatArray:
-        """Return what the two buffers through which states are streamed change by when a layer's states move."""
         states = self.instance.state_bytes
         streamed = (location == 2) | (location == 5)
         return 2 * _change_of_largest(
@@ -369,7 +367,6 @@ def improve_choice(sums: ResourceSums, best: SimulatedChoice, *, good_enough_s: 
 
 
 def _promising_changes(sums: ResourceSums, best: SimulatedChoice) -> Iterator[OffloadChoice]:
-    """Yield choices that are faster by the sums and fit, the fastest first: of one change, then of two."""
     free = np.maximum(_free_bytes(sums.instance, best.simulated), 0.0)
     offers = sums.changes(best.choice, _sample_layers(sums.instance, best.choice, 3))
     bytes_ = offers.sums[:, BYTES]

@@ -151,7 +151,6 @@ def _starts(sums: ResourceSums, fluid: FluidSchedule, counts: _CountSolution | N
 
 
 def _more_starts(sums: ResourceSums, fluid: FluidSchedule, counts: _CountSolution | None) -> Iterator[OffloadChoice]:
-    """Yield others, where none of those comes within memory."""
     if counts is not None:
         yield _place_with_reserve(sums, counts, PHASES[1], fluid)
         yield _place_with_reserve(sums, counts, PHASES[1])
@@ -200,7 +199,6 @@ def _best_placing(
 
 
 def _fastest(sums: ResourceSums, choices: Iterator[OffloadChoice], good_enough_s: float) -> SimulatedChoice | None:
-    """Return the fastest choice once it fits; no further one is looked at when it is good enough."""
     best: SimulatedChoice | None = None
     for choice in choices:
         candidate = change_until_it_fits(sums, choice)

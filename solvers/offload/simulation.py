@@ -298,7 +298,6 @@ def update_bytes(i: OffloadInstance, choice: OffloadChoice) -> float:
 
 
 def _update_s(i: OffloadInstance, choice: OffloadChoice, known: dict[bytes, float]) -> float:
-    """Return the seconds of the update, remembered by what it depends on."""
     masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters, choice.storage)
     key = b"".join(mask.tobytes() for mask in masks)
     if key not in known:

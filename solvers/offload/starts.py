@@ -135,7 +135,6 @@ def _move_from_ends(instance: OffloadInstance, options: FloatArray, ends: tuple[
 
 
 def _evenly(size: int, number: int, phase: float) -> IntArray:
-    """Return ``number`` of 0..size-1 with the same distance between them."""
     if number <= 0:
         return np.zeros(0, dtype=np.int64)
     return np.minimum(((np.arange(number) + phase) * size / min(number, size)).astype(np.int64), size - 1)[:size]

@@ -257,11 +257,9 @@ class _Events:
             heapq.heappush(self.queue, (max(coming, now), rank))
 
     def _lacks_memory_for(self, rank: int, s: int) -> bool:
-        """Return whether what a backward pass leaves for its weight pass is beyond the cap."""
         return self.resident[rank] + self.growth[s] > self.cap[rank] * (1 + CLOCK) + CLOCK
 
     def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
-        """Run the next pass of the given sequence, or a weight pass before it."""
         can_w = [s for s in self.stages[rank] if self.done["W"][s] < self.done["B"][s]]
         coming, blocked = math.inf, False
         position = sum(self.done[k][s] for s in self.stages[rank] for k in ("F", "B"))
@@ -341,7 +339,6 @@ def quick_order(pipeline: Pipeline, cap_bytes: tuple[float, ...]) -> Order | Non
 def _shortest_first(
     pipeline: Pipeline, cap_bytes: tuple[float, ...], tries: Iterable[Try]
 ) -> list[tuple[float, Try, Order]]:
-    """Return seconds, what was tried and its order, shortest first; without what a rank cannot hold."""
     orders = []
     for rule, fraction in tries:
         try:

@@ -170,7 +170,6 @@ def _resident_at_opening(
 
 
 def _freed(costs: Pipeline, stage: int) -> list[tuple[Kind, float]]:
-    """Return what B and W of a stage give back, where it is anything."""
     pieces: tuple[tuple[Kind, float], ...] = (
         ("B", costs.backward_freed_bytes[stage]),
         ("W", costs.weight_freed_bytes[stage]),
@@ -368,7 +367,6 @@ class _WindowSearch:
                 gained = self.length < before
 
     def _openings(self, size: int) -> list[tuple[float, float]]:
-        """Return half-overlapping windows of about `size` actions, in random order."""
         timeline = simulate(self.instance.ticked, self.order)
         starts = np.sort(np.concatenate(timeline.start_s))
         edges = [*starts[:: max(1, size // 2)], math.inf]
@@ -394,7 +392,6 @@ class _WindowSearch:
         return outcome.status, outcome.bound
 
     def _rounding(self) -> float:
-        """Return by what part of it a length in ticks may be off; none where all durations are exact."""
         costs, ticked, unit = self.instance.pipeline, self.instance.ticked, self.instance.unit_s
         pairs = zip(
             (*costs.forward_s, *costs.backward_s, *costs.weight_s, *costs.transfer_s),

@@ -103,7 +103,6 @@ def synthesise(
 
 
 def _from_greedy(instance: PipelineInstance, *, until: float) -> Solution[Order]:
-    """Return the best greedy order with the bound."""
     best = best_greedy(instance, until=until)
     if best is None:
         return Solution(status=Status.INFEASIBLE, choice=None, bound=math.inf, backend="greedy")
@@ -113,7 +112,6 @@ def _from_greedy(instance: PipelineInstance, *, until: float) -> Solution[Order]
 def _improve_with_cp_sat(
     instance: PipelineInstance, start: Solution[Order], *, end: float, rel_gap: float, seed: int
 ) -> Solution[Order]:
-    """Return the same or a shorter order and the same or a higher bound, by CP-SAT until `end`."""
     remaining_s = end - time.perf_counter()
     if start.choice is None or start.gap <= max(rel_gap, ROUNDING) or remaining_s <= 0:
         return start
@@ -174,7 +172,6 @@ def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
 
 
 def _mirrored(make: Callable[[], Order]) -> Order:
-    """Return the order with the ranks counted from the other end."""
     return make()[::-1]
 
 

@@ -113,7 +113,6 @@ class _Waves:
             self._put(rank, "W")
 
     def _fits(self, rank: int, *, freed: float = 0.0) -> bool:
-        """Return whether a forward pass fits next to the resident bytes less `freed`."""
         return self.resident[rank] - freed + self.costs.held_bytes[rank] <= self.cap[rank] + CLOCK
 
     def _can_fit(self, rank: int) -> bool:

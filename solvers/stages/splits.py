@@ -140,7 +140,6 @@ def _min_weighted(instance: StageSplitInstance, span: FloatArray) -> tuple[Bound
 
 
 def _evenest(instance: StageSplitInstance, span: FloatArray, boundaries: Boundaries, best: float) -> Boundaries:
-    """Return, of the splits as good as ``boundaries``, one with a low sum of squared stage times."""
     stages = np.arange(instance.num_stages)
     longest = float(span[stages, boundaries[:-1], boundaries[1:]].max())
     within = instance.fits & (span <= longest * (1 + ROUNDING))
@@ -151,7 +150,6 @@ def _evenest(instance: StageSplitInstance, span: FloatArray, boundaries: Boundar
 
 
 def _dynamic_program(allowed: BoolArray, cost: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
-    """Return the lowest combined cost and its boundaries; infinite and arbitrary when there is no way."""
     num_stages, size = len(allowed), cost.shape[-1]
     non_empty = np.triu(np.ones((size, size), dtype=bool), k=1)
     best = np.full(size, np.inf)
@@ -255,7 +253,6 @@ def solve_chunks(instance: ChunkSplitInstance) -> Solution[Boundaries]:
 
 
 def _is_better(scores: FloatArray, than: FloatArray) -> bool:
-    """Return whether the first score that differs by more than rounding is smaller."""
     for score, other in zip(scores, than, strict=True):
         if abs(score - other) > ROUNDING * max(abs(other), abs(score)):
             return bool(score < other)

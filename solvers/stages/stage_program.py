@@ -167,7 +167,6 @@ def min_values(instance: StageProgramInstance, once_weight: float, fronts: Optio
 
 
 def _rows_with_equal_fillings(instance: StageProgramInstance, rows: IntArray) -> list[IntArray]:
-    """Return the rows in groups with the same counts and the same seconds of their stages."""
     if not len(rows):
         return []
     _, device = np.unique(
@@ -244,7 +243,6 @@ def forward_recursion(table: FloatArray, combine: np.ufunc) -> FloatArray:
 
 
 def _backtrack(table: FloatArray, best: FloatArray) -> tuple[int, ...]:
-    """Return the boundaries behind the lowest sum."""
     boundaries = [table.shape[1] - 1]
     for s in reversed(range(len(table))):
         boundaries.append(int(np.argmin(best[s] + table[s][:, boundaries[-1]])))
