@@ -171,10 +171,9 @@ def _order(plan: Plan) -> str:
     """Return the order of the passes as torch's table, where the schedule has no name in torch."""
     if plan.layout.pp == 1 or _schedule_name(plan.layout):
         return ""
-    from ..cost_models.pipeline.orders import to_torch_csv
-    from ..runtime.pipeline_order import pipeline_order
+    from ..runtime.pipeline_order import torch_table
 
-    return to_torch_csv(pipeline_order(plan))
+    return torch_table(plan)
 
 
 def read_module(text: str, num_devices: int | None, model: ModelSpec | None) -> Imported:

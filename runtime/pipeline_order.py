@@ -5,7 +5,7 @@ Orders of named schedules are made for the plan's numbers (cost_models/pipeline/
 
 from __future__ import annotations
 
-from ..cost_models.pipeline.orders import order_of_schedule, planned_order
+from ..cost_models.pipeline.orders import order_of_schedule, planned_order, to_torch_csv
 from ..cost_models.pipeline.simulation import Order, Pipeline, simulate
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
@@ -27,6 +27,11 @@ def pipeline_order(plan: Plan) -> Order:
     if turns != sorted(turns):
         raise ConfigError(f"the plan's pipeline_order takes the micro-batches of the last stage in the order {turns}")
     return order
+
+
+def torch_table(plan: Plan) -> str:
+    """Return `pipeline_order` as a table that torch loads."""
+    return to_torch_csv(pipeline_order(plan))
 
 
 def _unit_pipeline(plan: Plan) -> Pipeline:

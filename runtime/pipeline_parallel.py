@@ -26,14 +26,13 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from ..cost_models.pipeline.orders import to_torch_csv
 from ..cost_models.pipeline.simulation import Action
 from ..schema.plan import Plan
 from ..schema.schedules import SCHEDULES
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
 from .models.sharded import local_tensor
-from .pipeline_order import pipeline_order
+from .pipeline_order import torch_table
 from .training.loss_scale import LossScale
 from .training.step_clock import StepClock
 
@@ -186,7 +185,7 @@ def _load_order(runtime: _PipelineScheduleRuntime, plan: Plan, group_ranks: Sequ
     torch's own lowering drops gathered parameters of all but three stages between their passes: split backward passes then lose
     gradients, and under a pipeline a step gathers once (zero_stage 1). So all stages of a rank stay active.
     """
-    lines = to_torch_csv(pipeline_order(plan)).splitlines()
+    lines = torch_table(plan).splitlines()
     actions = {
         group_rank: [_Action.from_str(cell) for cell in line.split(",")]
         for group_rank, line in sorted(zip(group_ranks, lines, strict=True))

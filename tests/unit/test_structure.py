@@ -17,10 +17,10 @@ MAY_IMPORT = {
     "cost_models": {"schema"},
     "solvers": {"schema", "cost_models"},
     "planner": {"schema", "profilers", "cost_models", "solvers"},
-    # Of cost models and solvers only the orders of pipelines and their text form.
-    "runtime": {"schema", "profilers", "cost_models", "solvers"},
+    # Of cost models only the orders of pipelines and their text form.
+    "runtime": {"schema", "profilers", "cost_models"},
     # Of the runtime only the order of a plan's pipeline.
-    "engines": {"schema", "solvers", "runtime"},
+    "engines": {"schema", "runtime"},
     # Offline: tables of measured runs against predictions, and the fits of coefficients and learned models.
     "validation": {"schema", "cost_models", "solvers", "planner"},
     "fitting": {"schema", "cost_models", "validation"},
