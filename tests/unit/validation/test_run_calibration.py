@@ -54,11 +54,11 @@ def test_a_plan_with_an_order_of_its_own_is_estimated_by_it() -> None:
 
 def test_slower_kernels_and_links_are_told_apart() -> None:
     runs = [run_of(plan, kernels=2.0, links=1.0) for plan in plans()[:3]]
-    found = calibrate_from_runs(runs, CLUSTER)
-    assert found.products == pytest.approx(0.5, rel=0.1)
-    assert found.products == found.attention == found.elementwise == found.host
-    assert found.scale_up == pytest.approx(1.0, rel=0.1)
-    assert errors(runs, found).max() < 0.1 < errors(runs, Calibration()).min()
+    calibration = calibrate_from_runs(runs, CLUSTER)
+    assert calibration.products == pytest.approx(0.5, rel=0.1)
+    assert calibration.products == calibration.attention == calibration.elementwise == calibration.host
+    assert calibration.scale_up == pytest.approx(1.0, rel=0.1)
+    assert errors(runs, calibration).max() < 0.1 < errors(runs, Calibration()).min()
 
 
 @given(kernels=st.floats(0.4, 4.0), links=st.floats(0.3, 6.0), memory=st.floats(0.6, 2.0), which=st.integers(0, 3))
@@ -67,9 +67,9 @@ def test_second_estimate_of_the_same_plan_is_at_least_as_accurate(
     kernels: float, links: float, memory: float, which: int
 ) -> None:
     run = run_of(plans()[which], kernels=kernels, links=links, memory=memory)
-    found = calibrate_from_runs([run], CLUSTER)
-    assert errors([run], found)[0] <= errors([run], Calibration())[0] + 1e-9
-    after = reestimate(run.plan, CLUSTER.replace(calibration=found)).peak_reserved_bytes
+    calibration = calibrate_from_runs([run], CLUSTER)
+    assert errors([run], calibration)[0] <= errors([run], Calibration())[0] + 1e-9
+    after = reestimate(run.plan, CLUSTER.replace(calibration=calibration)).peak_reserved_bytes
     assert abs(np.log(after / run.reserved_bytes)) <= abs(np.log(memory)) + 1e-9
 
 

@@ -1,4 +1,4 @@
-"""Calibration: known ratios are found again, nothing is changed without need, one odd run does not decide."""
+"""Calibration: known ratios come out again, nothing is changed without need, one odd run does not decide."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ def runs_at(truth: Calibration, *, noise: float = 0.0) -> list[MeasuredRun]:
 
 
 def error(runs: list[MeasuredRun], calibration: Calibration) -> float:
-    found = [e for e in estimates_with(runs, calibration) if isinstance(e, Estimate)]
-    return float(np.mean([abs(e.step_time_s / run.step_time_s - 1) for e, run in zip(found, runs, strict=True)]))  # type: ignore[operator]
+    estimates = [e for e in estimates_with(runs, calibration) if isinstance(e, Estimate)]
+    return float(np.mean([abs(e.step_time_s / run.step_time_s - 1) for e, run in zip(estimates, runs, strict=True)]))  # type: ignore[operator]
 
 
 def test_runs_as_predicted_change_nothing() -> None:
-    found = calibrate(runs_at(Calibration()))
-    assert [getattr(found, name) for name in ("products", "host", "scale_out")] == pytest.approx([1, 1, 1], abs=1e-3)
-    assert found.activations == pytest.approx(1, abs=1e-3)
+    calibration = calibrate(runs_at(Calibration()))
+    assert [getattr(calibration, name) for name in ("products", "host", "scale_out")] == pytest.approx(
+        [1, 1, 1], abs=1e-3
+    )
+    assert calibration.activations == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +57,16 @@ def test_runs_as_predicted_change_nothing() -> None:
 )
 def test_a_slower_machine_is_recognised_from_its_runs(truth: Calibration) -> None:
     runs = runs_at(truth)
-    found = calibrate(runs)
-    assert error(runs, found) < 0.4 * error(runs, Calibration())
-    assert found.error_after is not None
-    assert found.error_before is not None
-    assert found.error_after < found.error_before
+    calibration = calibrate(runs)
+    assert error(runs, calibration) < 0.4 * error(runs, Calibration())
+    assert calibration.error_after is not None
+    assert calibration.error_before is not None
+    assert calibration.error_after < calibration.error_before
 
 
 def test_noise_alone_does_not_make_predictions_much_worse() -> None:
-    found = calibrate(runs_at(Calibration(), noise=0.05))
-    assert error(runs_at(Calibration()), found) < 0.04
+    calibration = calibrate(runs_at(Calibration(), noise=0.05))
+    assert error(runs_at(Calibration()), calibration) < 0.04
 
 
 def test_one_odd_run_does_not_decide() -> None:

@@ -1,0 +1,179 @@
+"""Layouts and workloads of rows: as stated, or as the framework does, and why a row cannot be predicted."""
+
+from __future__ import annotations
+
+import pytest
+from meshwright.schema import Layout
+from meshwright.validation import RunInputs, Skip, predict, read_runs, run_inputs
+from meshwright.validation.layouts import stage_fractions
+from meshwright.validation.lookups import FrameworkDefaults, framework_choices
+from run_rows import SHARED, a_row, inputs_of
+
+MIST = (
+    "strategy: enabled: true layer_partitions: - 4 - 8 device_assignment: - - 1 - 2 - - 1 - 2 "
+    "gradient_checkpointing: - 3 - 0 gradient_accumulation_steps: 8 stage_strategies: "
+    "- - 2 - 2 - 1 - 0 - 0 - 1 - 0.0 - 0.0 - 0.25 - 0.0 - - 2 - 2 - 1 - 0 - 0 - 1 - 0.0 - 0.0 - 0.75 - 0.5 pre_post"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ep": 16, "experts": 16, "topk": 2}, "experts do not divide"),
+        ({"notes": "stage gpus=[1, 1, 2]; tp sets"}, "different numbers of devices"),
+        ({"model": "T5-11B"}, "not a plain decoder"),
+        ({"gpu_type": "unknown"}, "device not in the catalogue"),
+        ({"layers": None}, "shape not stated"),
+        ({"n_gpus": 32}, "do not multiply"),
+        ({"global_batch": 66}, "batch does not divide"),
+        ({"precision_class": "w4a8"}, "precision not known"),
+        ({"tp": None, "pp": None, "dp": None}, "tp, pp and dp not stated"),
+        ({"seq_len": None}, "sequence length not stated"),
+    ],
+)
+def test_row_that_cannot_be_predicted_says_why(changes, reason) -> None:
+    result = run_inputs(a_row(**changes))
+    assert isinstance(result, Skip)
+    assert reason in result.reason
+
+
+@pytest.mark.skipif(not (SHARED / "training_runs.csv").exists(), reason="needs the measured runs")
+def test_measured_rows_are_skipped_for_true_reasons_only() -> None:
+    rows = [row for row in read_runs(SHARED / "training_runs.csv") if row.is_scored][::7]
+    allowed = (
+        "mapping",
+        "layout: experts do not divide",
+        "model: not a plain decoder",
+        "model: shape not stated",
+        "cluster: device",
+    )
+    reasons = {prediction.skipped for prediction in predict(rows) if prediction.skipped}
+    assert all(reason.startswith(allowed) for reason in reasons), reasons
+
+
+def test_stand_ins_and_defaults_are_named() -> None:
+    unstated = {"recompute_class": "unknown", "sharding_class": "", "seq_parallel": ""}
+    result = inputs_of(cp=2, seq_len=1024, dp=2, vpp="4", framework="NeMo/Megatron-Core", **unstated)
+    assert result.approximated == ()
+    assert result.layout.num_model_chunks == (4 if result.layout.pp > 1 else 1)
+    assert set(result.assumed) == {"sharding=zero1", "sequence_parallel=True", "recompute=none"}
+    assert (result.layout.zero_stage, result.layout.sequence_parallel, result.layout.recompute) == (1, True, "none")
+
+
+def test_every_choice_of_a_framework_has_a_last_resort_and_sources() -> None:
+    for choice, lines in framework_choices().items():
+        assert lines[-1]["framework"] == "", choice
+        assert all(line["source"] for line in lines), choice
+    defaults = FrameworkDefaults("nobody's engine")
+    assert defaults.assume("precision") == "bf16"
+    assert defaults.value("packed_document") is None
+    assert defaults.assumed == ["precision=bf16"]
+
+
+def test_open_degrees_follow_from_the_others_and_are_named_where_they_do_not() -> None:
+    assert inputs_of(tp=None).layout.tp == 2
+    assert inputs_of(dp=None).layout.dp == 4
+    result = inputs_of(micro_batch=None, grad_accum=4)
+    assert (result.layout.micro_batch_size, "micro_batch" in result.assumed) == (4, True)
+    assert "micro_batch=1" in inputs_of(micro_batch=None).assumed
+
+
+def test_context_and_expert_parallelism_are_axes_of_the_layout() -> None:
+    result = inputs_of(cp=2, dp=2, seq_len=2048)
+    assert (result.workload.seq_len, result.workload.global_batch_size) == (2048, 64)
+    assert (result.layout.dp, result.layout.cp, result.layout.world_size) == (2, 2, 16)
+    experts = {"experts": 8, "topk": 2, "ep": 4, "seq_parallel": "yes"}
+    # Megatron cuts experts over tp unless told otherwise, where the ranks of a stage allow it.
+    assert inputs_of(**experts).layout.etp == 2
+    assert inputs_of(**experts, framework="torchtitan").layout.etp == 1
+    assert inputs_of(**{**experts, "ep": 8}).layout.etp == 1
+    assert inputs_of(**experts, etp=1).layout.etp == 1
+
+
+def test_sharding_inside_a_group_is_hybrid() -> None:
+    result = inputs_of(sharding_class="hybrid", sharding="FSDP group 8 + DP", tp=1, pp=1, dp=16)
+    assert (result.layout.dp_shard, result.layout.dp_replicate, result.layout.zero_stage) == (8, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", {"offload": "none"}),
+        ("optimizer->CPU 25%", {"offload": "optimizer", "offload_fraction": 0.25}),
+        ("full cpu", {"offload": "parameters", "offload_to": "host"}),
+        ("optimizer+params+activations to CPU/NVMe, 2 SSDs", {"offload_activations": 1.0, "offload_to": "storage"}),
+        ("activations->CPU 12 layers", {"offload": "none", "offload_activations": 0.5}),
+    ],
+)  # fmt: skip
+def test_offload_is_read_from_its_words(text: str, expected: dict[str, object]) -> None:
+    layout = inputs_of(offload=text, sharding_class="zero3", pp=1, dp=8).layout
+    assert {name: getattr(layout, name) for name in expected} == expected
+
+
+def test_partial_recompute_is_the_part_of_the_blocks() -> None:
+    layout = inputs_of(
+        recompute="op-level: fraction of ops recomputed per stage [0.6, 0.2]", recompute_class="custom"
+    ).layout
+    assert (layout.recompute, layout.recompute_fraction) == ("full", pytest.approx(0.4))
+    assert inputs_of(recompute="first 6 layers", recompute_class="custom").layout.recompute_fraction == 0.25
+    assert inputs_of(recompute="[not numbers]", recompute_class="custom").layout.recompute_fraction == 1.0
+
+
+def test_a_printed_plan_fills_the_mapping_and_each_stage() -> None:
+    row = a_row(
+        layers=12, n_gpus=4, pp=2, tp=None, dp=None, micro_batch=None, sharding_class="unknown", offload="Mist mixed",
+        recompute="Mist per-stage", recompute_class="custom", notes=MIST,
+    )  # fmt: skip
+    assert stage_fractions(row) == ((0.75, 0.0), (0.25, 0.75))
+    result = run_inputs(row)
+    assert isinstance(result, RunInputs)
+    assert (result.layout.dp_shard, result.layout.zero_stage, result.layout.micro_batch_size) == (2, 1, 2)
+    assert result.layout.recompute_fraction == 0.25
+    assert [layout.recompute for layout in result.stage_layouts] == ["full", "none"]
+    assert predict([row])[0].estimate is not None
+
+
+def test_adapters_come_from_the_task_and_their_storage_from_the_precision() -> None:
+    assert inputs_of().workload.adapters is None
+    lora = inputs_of(
+        task="finetune-lora", framework="NeMo/Megatron", sharding_class="lora", precision_class="fp8", gpu_type="H100"
+    )
+    assert lora.workload.adapters is not None
+    assert (lora.workload.adapters.rank, lora.workload.adapters.frozen) == (16, "8-bit")
+    assert lora.layout.zero_stage == 0
+    quantised = inputs_of(
+        task="qlora", framework="LitGPT", precision="bf16-true + bnb.nf4", precision_class="qlora-nf4"
+    )
+    assert quantised.workload.adapters is not None
+    assert (quantised.workload.adapters.frozen, quantised.workload.precision) == ("nf4", "bf16")
+    assert any(name.startswith("adapters=") for name in quantised.assumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fusion", "generation", "dropout"),
+    [
+        ({"framework": "torchtitan (FSDP2)"}, "composite_norm", 2, False),
+        ({"framework": "torchtitan (FSDP2)", "notes": "FSDP + torch.compile."}, "compiled", 2, False),
+        ({"framework": "torchtitan (FSDP2)", "notes": "No torch.compile (default)."}, "composite_norm", 2, False),
+        ({"framework": "torchtitan (FSDP2)", "precision_class": "fp8"}, "compiled", 2, False),
+        (
+            {"framework": "torchtitan (FSDP2)", "notes": "torch.compile", "source": "benchmarks/llama3_h100_202412.md"},
+            "compiled_blocks",
+            2,
+            False,
+        ),
+        ({"framework": "torchtitan (FSDP2)", "source": "components/quantization/mxfp8.md bf16"}, "compiled", 2, False),
+        ({"framework": "llm-foundry/Composer FSDP1"}, "engine", 1, False),
+        ({"framework": "Megatron-DeepSpeed"}, "engine", 2, True),
+        ({"framework": "NeMo/Megatron-Core"}, "engine", 2, False),
+    ],
+)
+def test_kernels_follow_the_framework_and_what_the_row_states(changes, fusion, generation, dropout) -> None:
+    workload = inputs_of(**changes).workload
+    assert (workload.fusion, workload.flash_generation, workload.dropout) == (fusion, generation, dropout)
+
+
+def test_layout_text_round_trips_what_is_predicted_only() -> None:
+    layout = Layout.parse("dp_shard=8,offload=optimizer,offload_fraction=0.5,recompute=full,recompute_fraction=0.25")
+    assert (layout.offload_fraction, layout.recompute_fraction) == (0.5, 0.25)
+    assert "offload=optimizerx0.5" in str(layout)

@@ -1,0 +1,61 @@
+"""Tables of measured runs: typed rows, and what is wrong named by line and column."""
+
+from __future__ import annotations
+
+import pytest
+from meshwright.schema import ConfigError
+from meshwright.validation import read_groups, read_runs
+from run_rows import GOOD, HEADER, table
+
+
+def test_rows_are_typed_and_empty_cells_are_unknown(tmp_path) -> None:
+    rows = read_runs(table(tmp_path, *GOOD))
+    assert [row.id for row in rows] == ["a", "b", "c", "d"]
+    assert (rows[0].hidden, rows[0].iter_time_s, rows[0].inter_interconnect) == (2048, 2.0, "")
+    assert rows[1].peak_mem_gib is None
+    assert [row.is_scored for row in rows] == [True, True, True, False]
+    assert rows[2].is_oom
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        (HEADER, "no rows"),
+        ("id;model\n1;2\n", "line 1: no column"),
+        (HEADER.replace("n_gpus", "gpus") + "\n" + GOOD[0], "no column n_gpus"),
+        (HEADER.replace("n_gpus", "n_gpus,n_gpus") + "\n" + GOOD[0], "n_gpus appears more than once"),
+        (HEADER + "\n" + GOOD[0] + ",1,2", "line 2: 35 cells, the header has 33"),
+        (
+            HEADER + "\n" + GOOD[0].replace(",2048,16,16,", ",wide,16,16,"),
+            "line 2 column hidden: 'wide' is not a number",
+        ),
+        (HEADER + "\n" + GOOD[0].replace(",24,2048", ",2.5,2048"), "line 2 column layers: '2.5' is not a whole number"),
+        (HEADER + "\n" + GOOD[0].replace(",2.0,20,", ",-2,20,"), "column iter_time_s: '-2' is not a positive number"),
+        (HEADER + "\n" + GOOD[0].replace(",2.0,20,", ",nan,20,"), "column iter_time_s: 'nan' is not a positive number"),
+        (HEADER + "\n" + GOOD[0] + "\n" + GOOD[0], "line 3 column id: 'a' is already on line 2"),
+        (HEADER + '\n"a', "is not CSV"),
+    ],
+)
+def test_malformed_table_is_named_by_line_and_column(tmp_path, content, message) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_runs(path)
+    assert str(path) in str(caught.value)
+
+
+def test_binary_or_missing_file_is_a_config_error(tmp_path) -> None:
+    (tmp_path / "runs.csv").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "runs.csv", tmp_path / "none.csv", tmp_path):
+        with pytest.raises(ConfigError):
+            read_runs(path)
+
+
+def test_groups_table_is_read_strictly(tmp_path) -> None:
+    path = tmp_path / "groups.csv"
+    path.write_text("decision_group,n_rows\ng,3\nh,2\n")
+    assert read_groups(path) == ["g", "h"]
+    path.write_text("decision_group\ng\ng\n")
+    with pytest.raises(ConfigError, match="line 3 column decision_group: repeated"):
+        read_groups(path)
