@@ -13,9 +13,8 @@ import math
 from typing import Any, Unpack
 
 from ..schema import ClusterSpec, ConfigError, Estimate, InfeasibleError, Layout, ModelSpec, Plan, Workload
-from ..schema.engine_rules import VERSION_RULES
 from ..schema.generation import GenerationPlan
-from ..schema.layout_rules import ENGINE_RULES
+from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES
 from ..schema.runnable import broken_rules, problem_facts, require_valid
 from ..schema.task import Precision
 from .expand import expand_layout

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypedDict
 from ..cost_models.hardware.machine import HostRates, host_rates
 from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, Plan, SolverLimitError, Workload
 from ..schema.engine_facts import PLANNED_ENGINES
-from ..schema.engine_rules import VERSION_RULES
 from ..schema.layout import check_fields, parse_assignments
+from ..schema.layout_rules import VERSION_RULES
 from ..schema.runnable import broken_rules, problem_facts, require_our_engine, why_not_runnable
 from ..schema.task import Generation
 from ..solvers.branch_and_bound import OnProgress

@@ -1,6 +1,6 @@
 """Facts of engines: one record for each engine that a prediction can be for.
 
-A new engine is a record here (and its rules in engine_rules.py, where it has some), its section in cost_models/coefficients.toml
+A new engine is a record here (and its rules in layout_rules.py, where it has some), its section in cost_models/coefficients.toml
 and its exporter in engines/. Formulas ask a fact by name, so that they say why they differ, and never compare names of engines.
 Facts are those of the engine's code; what is measured stands in coefficients.toml.
 """
@@ -11,16 +11,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .engine_rules import (
+from .layout_rules import (
     DEEPSPEED_EXCHANGE,
     DEEPSPEED_RULES,
+    ENGINE_RULES,
+    EXCHANGE_RULES,
     FSDP2_RULES,
     MEGATRON_EXCHANGE,
     MEGATRON_RULES,
     MEGATRON_SEQUENCE,
+    TOKENS_OF_EXPERTS,
     VERSION_RULES,
+    Rule,
 )
-from .layout_rules import ENGINE_RULES, EXCHANGE_RULES, TOKENS_OF_EXPERTS, Rule
 from .units import MIB
 
 

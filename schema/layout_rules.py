@@ -3,7 +3,7 @@
 The search and the runtime use the same rules, so that whatever `plan` can choose, `apply` can run. A rule gets a layout, as one row
 of numbers (`LayoutRow`) or as a table of arrays (`LayoutTable`), and the numbers of the problem (`ProblemFacts`). It says which
 fields of a layout it needs, so that the enumeration asks it as soon as these are chosen. Rules of single engines are in
-engine_rules.py, checks of a layout against a model and a workload in runnable.py.
+layout_rules.py, checks of a layout against a model and a workload in runnable.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from .arrays import Numbers
 from .layout_table import LayoutRow
+from .schedules import run_by
 
 Rows = Any
 """A LayoutRow or a LayoutTable: what they have in common is written once for both."""
@@ -91,29 +92,20 @@ def not_dividing(dims: tuple[int, ...], degree: int) -> str:
     return ", ".join(str(dim) for dim in dims if dim % degree)
 
 
-TOKENS_OF_EXPERTS = Rule(
-    "tokens_of_experts",
-    "ep etp tp sequence_parallel",
+# fmt: off
+TOKENS_OF_EXPERTS = Rule("tokens_of_experts", "ep etp tp sequence_parallel",
     lambda t, p: t.experts_follow_tp | (t.tp == 1) | (t.sequence_parallel != 0),
-    "ep {t.ep}, etp {t.etp} with tp {t.tp}: without sequence_parallel each token would reach its experts tp times",
-)
+    "ep {t.ep}, etp {t.etp} with tp {t.tp}: without sequence_parallel each token would reach its experts tp times")
 
 EXCHANGE_RULES: tuple[Rule, ...] = (
-    Rule(
-        "ulysses_divides_cp",
-        "cp cp_ulysses",
-        lambda t, p: t.cp % t.cp_ulysses == 0,
-        "cp_ulysses {t.cp_ulysses} does not divide cp {t.cp}",
-    ),
-    Rule(
-        "heads_per_ulysses",
-        "tp cp_ulysses",
+    Rule("ulysses_divides_cp", "cp cp_ulysses", lambda t, p: t.cp % t.cp_ulysses == 0,
+        "cp_ulysses {t.cp_ulysses} does not divide cp {t.cp}"),
+    Rule("heads_per_ulysses", "tp cp_ulysses",
         lambda t, p: all_divide(p.head_counts + p.kv_head_counts, t.tp * t.cp_ulysses) | (t.cp_ulysses == 1),
         lambda t, p: (
             f"{not_dividing(p.head_counts + p.kv_head_counts, t.tp * t.cp_ulysses)} query or key/value heads do not divide by "
             f"tp x cp_ulysses = {t.tp} x {t.cp_ulysses}: each rank attends with whole heads"
-        ),
-    ),
+        )),
 )
 
 
@@ -127,153 +119,190 @@ def _shards_are_nested(t: Rows, p: ProblemFacts) -> Any:
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
-    Rule(
-        "traced_blocks_whole",
-        "tp cp ep",
+    Rule("traced_blocks_whole", "tp cp ep",
         lambda t, p: (p.traced_len == 0) | ((t.tp == 1) & (t.cp == 1) & (t.ep == 1)),
         "tp {t.tp}, cp {t.cp}, ep {t.ep}: the blocks were traced from code, which says what they cost and not how their "
-        "matrices, sequences or experts may be split; data and pipeline parallelism, sharding and recompute are planned",
-    ),
-    Rule(
-        "traced_length",
-        "tp",
-        lambda t, p: (t.tp > 0) & ((p.traced_len == 0) | (p.traced_len == p.seq_len)),
-        "the model was traced with sequences of {p.traced_len} tokens, the workload has {p.seq_len}",
-    ),
-    Rule(
-        "world_size",
-        "dp cp tp pp",
-        lambda t, p: t.dp * t.cp * t.tp * t.pp == p.world_size,
+        "matrices, sequences or experts may be split; data and pipeline parallelism, sharding and recompute are planned"),
+    Rule("traced_length", "tp", lambda t, p: (t.tp > 0) & ((p.traced_len == 0) | (p.traced_len == p.seq_len)),
+        "the model was traced with sequences of {p.traced_len} tokens, the workload has {p.seq_len}"),
+    Rule("world_size", "dp cp tp pp", lambda t, p: t.dp * t.cp * t.tp * t.pp == p.world_size,
         "dp_replicate x dp_shard x cp x tp x pp = {t.dp_replicate} x {t.dp_shard} x {t.cp} x {t.tp} x {t.pp} = "
-        "{t.world_size} ranks, the cluster has {p.world_size} devices",
-    ),
-    Rule(
-        "batch_divides",
-        "dp micro_batch_size",
-        lambda t, p: p.global_batch_size % (t.dp * t.micro_batch_size) == 0,
+        "{t.world_size} ranks, the cluster has {p.world_size} devices"),
+    Rule("batch_divides", "dp micro_batch_size", lambda t, p: p.global_batch_size % (t.dp * t.micro_batch_size) == 0,
         "global_batch_size {p.global_batch_size} is not a multiple of dp x micro_batch_size = "
-        "{t.dp} x {t.micro_batch_size}",
-    ),
-    Rule(
-        "heads_per_tp",
-        "tp",
-        lambda t, p: all_divide(p.head_counts, t.tp),
-        lambda t, p: f"{not_dividing(p.head_counts, t.tp)} attention heads do not divide by tp {t.tp}",
-    ),
-    Rule(
-        "kv_heads_per_tp",
-        "tp",
-        lambda t, p: all_divide(p.kv_head_counts, t.tp),
-        lambda t, p: f"{not_dividing(p.kv_head_counts, t.tp)} key/value heads do not divide by tp {t.tp}",
-    ),
-    Rule(
-        "ffn_per_tp",
-        "tp",
-        lambda t, p: all_divide(p.ffn_dims, t.tp),
-        lambda t, p: f"feed-forward width {not_dividing(p.ffn_dims, t.tp)} does not divide by tp {t.tp}",
-    ),
-    Rule(
-        "vocabulary_per_tp",
-        "tp",
-        lambda t, p: (t.tp - 1) * -(-p.vocab_size // t.tp) < p.vocab_size,
+        "{t.dp} x {t.micro_batch_size}"),
+    Rule("heads_per_tp", "tp", lambda t, p: all_divide(p.head_counts, t.tp),
+        lambda t, p: f"{not_dividing(p.head_counts, t.tp)} attention heads do not divide by tp {t.tp}"),
+    Rule("kv_heads_per_tp", "tp", lambda t, p: all_divide(p.kv_head_counts, t.tp),
+        lambda t, p: f"{not_dividing(p.kv_head_counts, t.tp)} key/value heads do not divide by tp {t.tp}"),
+    Rule("ffn_per_tp", "tp", lambda t, p: all_divide(p.ffn_dims, t.tp),
+        lambda t, p: f"feed-forward width {not_dividing(p.ffn_dims, t.tp)} does not divide by tp {t.tp}"),
+    Rule("vocabulary_per_tp", "tp", lambda t, p: (t.tp - 1) * -(-p.vocab_size // t.tp) < p.vocab_size,
         lambda t, p: (
             f"a vocabulary of {p.vocab_size} in pieces of {-(-p.vocab_size // t.tp)} leaves none for the last of tp {t.tp}"
-        ),
-    ),
-    Rule(
-        "sequence_per_tp",
-        "sequence_parallel cp tp",
+        )),
+    Rule("sequence_per_tp", "sequence_parallel cp tp",
         lambda t, p: (t.sequence_parallel == 0) | (p.seq_len % (t.cp * t.tp) == 0),
-        lambda t, p: f"seq_len {p.seq_len} does not divide by cp x tp = {t.cp * t.tp} (sequence parallel)",
-    ),
-    Rule(
-        "sequence_per_cp",
-        "cp",
-        lambda t, p: (t.cp == 1) | (p.seq_len % (2 * t.cp) == 0),
+        lambda t, p: f"seq_len {p.seq_len} does not divide by cp x tp = {t.cp * t.tp} (sequence parallel)"),
+    Rule("sequence_per_cp", "cp", lambda t, p: (t.cp == 1) | (p.seq_len % (2 * t.cp) == 0),
         lambda t, p: (
             f"seq_len {p.seq_len} does not divide by 2 x cp = {2 * t.cp} (two pieces a rank, for even causal work)"
-        ),
-    ),
-    Rule(
-        "attention_per_cp",
-        "cp",
-        lambda t, p: (t.cp == 1) | p.fused_attention,
-        "cp {t.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores",
-    ),
+        )),
+    Rule("attention_per_cp", "cp", lambda t, p: (t.cp == 1) | p.fused_attention,
+        "cp {t.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores"),
     *EXCHANGE_RULES,
-    Rule(
-        "vocabulary_over_stages",
-        "vocabulary schedule pp num_model_chunks",
-        lambda t, p: (
-            np.logical_not(t.splits_vocabulary)
-            | (t.schedule_fact("splits_vocabulary") & (t.pp > 1) & (t.num_model_chunks == 1) & (not p.has_mtp_heads))
-        ),
+    Rule("vocabulary_over_stages", "vocabulary schedule pp num_model_chunks",
+        lambda t, p: np.logical_not(t.splits_vocabulary) | (t.schedule_fact("splits_vocabulary") & (t.pp > 1) &
+            (t.num_model_chunks == 1) & (not p.has_mtp_heads)),
         "vocabulary=split with pp {t.pp}, num_model_chunks {t.num_model_chunks}, {t.schedule_name}: known for 1f1b over "
-        "several stages of one chunk, without heads for further tokens",
-    ),
-    Rule(
-        "nested_shards",
-        "gradient_shard optimizer_shard dp_replicate dp_shard zero_stage",
-        _shards_are_nested,
+        "several stages of one chunk, without heads for further tokens"),
+    Rule("nested_shards", "gradient_shard optimizer_shard dp_replicate dp_shard zero_stage", _shards_are_nested,
         "dp_shard {t.dp_shard}, gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard} of "
         "{t.dp} data-parallel ranks under zero_stage {t.zero_stage}: each must be a multiple of "
-        "the one before and divide all; gradients have a level of their own under zero_stage 3, optimizer states under 2 and 3",
-    ),
-    Rule(
-        "layers_per_stage",
-        "pp num_model_chunks",
-        lambda t, p: t.pp * t.num_model_chunks <= p.num_blocks,
-        lambda t, p: f"{t.pp * t.num_model_chunks} pipeline stages for {p.num_blocks} blocks: each stage needs one",
-    ),
-    Rule(
-        "interleaved_microbatches",
-        "num_model_chunks pp dp micro_batch_size schedule",
-        lambda t, p: (
-            (t.num_model_chunks == 1)
-            | ((t.pp > 1) & ((p.num_microbatches(t) % t.pp == 0) | t.schedule_fact("any_num_microbatches")))
-        ),
+        "the one before and divide all; gradients have a level of their own under zero_stage 3, optimizer states under 2 and 3"),
+    Rule("layers_per_stage", "pp num_model_chunks", lambda t, p: t.pp * t.num_model_chunks <= p.num_blocks,
+        lambda t, p: f"{t.pp * t.num_model_chunks} pipeline stages for {p.num_blocks} blocks: each stage needs one"),
+    Rule("interleaved_microbatches", "num_model_chunks pp dp micro_batch_size schedule",
+        lambda t, p: (t.num_model_chunks == 1) | ((t.pp > 1) & ((p.num_microbatches(t) % t.pp == 0) |
+            t.schedule_fact("any_num_microbatches"))),
         lambda t, p: (
             f"num_model_chunks {t.num_model_chunks} needs pp > 1 and micro-batches in multiples of it; there are "
             f"{p.num_microbatches(t)} for pp {t.pp}"
-        ),
-    ),
-    Rule(
-        "v_schedule_chunks",
-        "schedule num_model_chunks pp",
+        )),
+    Rule("v_schedule_chunks", "schedule num_model_chunks pp",
         lambda t, p: (t.schedule_fact("chunks") != "two") | ((t.num_model_chunks == 2) & (t.pp > 1)),
         "{t.schedule_name} runs two model chunks a rank over several stages; num_model_chunks is "
-        "{t.num_model_chunks}, pp {t.pp}",
-    ),
-    Rule(
-        "zb_h2_chunks",
-        "schedule num_model_chunks",
+        "{t.num_model_chunks}, pp {t.pp}"),
+    Rule("zb_h2_chunks", "schedule num_model_chunks",
         lambda t, p: (t.schedule_fact("chunks") != "one") | (t.num_model_chunks == 1),
-        "{t.schedule_name} runs one stage a rank; num_model_chunks is {t.num_model_chunks}",
-    ),
-    Rule(
-        "experts_per_ep",
-        "ep etp",
+        "{t.schedule_name} runs one stage a rank; num_model_chunks is {t.num_model_chunks}"),
+    Rule("experts_per_ep", "ep etp",
         lambda t, p: all_divide(p.expert_counts, t.ep) & ((t.ep * t.etp == 1) | bool(p.expert_counts)),
         lambda t, p: (
             f"{not_dividing(p.expert_counts, t.ep)} experts do not divide by ep {t.ep}"
             if p.expert_counts
             else f"ep {t.ep}, etp {t.etp}: the model has no experts"
-        ),
-    ),
-    Rule(
-        "expert_ffn_per_etp",
-        "ep etp tp",
-        lambda t, p: all_divide(p.expert_ffn_dims, t.expert_tp),
+        )),
+    Rule("expert_ffn_per_etp", "ep etp tp", lambda t, p: all_divide(p.expert_ffn_dims, t.expert_tp),
         lambda t, p: (
             f"expert width {not_dividing(p.expert_ffn_dims, t.expert_tp)} does not divide over {t.expert_tp} ranks"
-        ),
-    ),
-    Rule(
-        "expert_ranks",
-        "ep etp dp cp tp",
-        lambda t, p: t.experts_follow_tp | (t.stage_ranks % (t.ep * t.etp) == 0),
-        "ep x etp = {t.ep} x {t.etp} does not divide the {t.stage_ranks} ranks of a stage",
-    ),
+        )),
+    Rule("expert_ranks", "ep etp dp cp tp", lambda t, p: t.experts_follow_tp | (t.stage_ranks % (t.ep * t.etp) == 0),
+        "ep x etp = {t.ep} x {t.etp} does not divide the {t.stage_ranks} ranks of a stage"),
     TOKENS_OF_EXPERTS,
 )
 """What every engine needs."""
+
+MEGATRON_EXCHANGE = Rule("megatron_exchange_of_latent", "cp cp_ulysses",
+    lambda t, p: (t.cp_ulysses == 1) | (t.cp_ulysses < t.cp) | (not p.latent_attention),
+    "cp_ulysses = cp = {t.cp} with latent attention: Transformer Engine takes keys and values of two widths only where they "
+    "go round a ring (cp_comm_type p2p or a2a+p2p)")
+
+MEGATRON_SEQUENCE = Rule("megatron_experts_split_sequence", "tp sequence_parallel",
+    lambda t, p: (t.tp == 1) | (t.sequence_parallel != 0) | (len(p.expert_counts) == 0),
+    "experts with tp {t.tp}: Megatron trains them with sequence_parallel only (MoELayer raises without)")
+
+DEEPSPEED_EXCHANGE = Rule("deepspeed_exchange", "cp cp_ulysses tp",
+    lambda t, p: (t.cp == 1) | ((t.cp_ulysses == t.cp) & (t.tp == 1)),
+    "cp {t.cp} with cp_ulysses {t.cp_ulysses}, tp {t.tp}: DeepSpeed's sequence parallelism is Ulysses over all of cp, "
+    "without tensor parallelism")
+
+_VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
+    "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
+    "predicted only")
+
+FSDP2_RULES: tuple[Rule, ...] = (
+    _VOCABULARY_AT_ENDS,
+    Rule("zeroth_order", "pp recompute offload offload_activations",
+        lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),
+        "pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "
+        "and nothing to recompute or to move away"),
+    Rule("schedule_in_chunks", "schedule num_model_chunks",
+        lambda t, p: (t.schedule_fact("chunks") != "one") | (t.num_model_chunks == 1),
+        "schedule {t.schedule_name} has no form with {t.num_model_chunks} model chunks a rank"),
+    Rule("tp_in_scaleup_domain", "tp", lambda t, p: (t.tp == 1) | (p.scaleup_domain % t.tp == 0),
+        "tp {t.tp} does not divide the {p.scaleup_domain} devices that share the fastest link"),
+    Rule("microbatches_fill_pipeline", "schedule pp dp micro_batch_size",
+        lambda t, p: ~t.schedule_fact("needs_full_pipeline") | (t.pp == 1) | (p.num_microbatches(t) >= t.pp),
+        lambda t, p: f"1f1b over {t.pp} stages needs as many micro-batches; there are {p.num_microbatches(t)}"),
+    Rule("zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
+        "zero_stage {t.zero_stage} with pp {t.pp}: under a pipeline torch keeps gathered parameters and whole gradients "
+        "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1)"),
+    Rule("split_backward_keeps_activations", "schedule recompute",
+        lambda t, p: ~t.schedule_fact("splits_backward") | ~t.recomputes,
+        "schedule {t.schedule_name} with recompute: a backward pass in two parts would run what operator-level "
+        "recompute made again twice (torch refuses), and keep what full recompute made until the second part"),
+    Rule("levels_of_fully_shard", "dp_shard gradient_shard optimizer_shard zero_stage",
+        lambda t, p: np.logical_not(t.has_levels) | ((t.zero_stage == 3) & (t.gradient_level == t.optimizer_level)),
+        "gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} ranks under zero_stage {t.zero_stage}: "
+        "fully_shard reduces gradients into the shards of the states; only parameters stay within fewer ranks between the "
+        "passes (reshard_after_forward=N, zero_stage 3)"),
+)
+"""What torch's parts execute, and execute well, besides."""
+
+VERSION_RULES: tuple[Rule, ...] = (
+    Rule("levels_of_this_version", "dp_shard gradient_shard optimizer_shard", lambda t, p: np.logical_not(t.has_levels),
+        "gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard}: this version shards every state over dp_shard"),
+    Rule("expert_width_alignment", "ep etp tp", lambda t, p: all_divide(p.expert_ffn_dims, 8 * t.expert_tp),
+        lambda t, p: (
+            f"expert width {not_dividing(p.expert_ffn_dims, 8 * t.expert_tp)} over {t.expert_tp} ranks: torch's grouped "
+            "product takes rows of whole 16 bytes, 8 elements of bf16"
+        )),
+    Rule("offload", "offload offload_activations", lambda t, p: ~t.offloads,
+        "offloading is executed as a plan's schedule says (offload=scheduled); other forms are predicted only"),
+    Rule("recompute_of_all_blocks", "recompute_fraction", lambda t, p: t.recompute_fraction == 1,
+        "recompute of {t.recompute_fraction:g} of the blocks: this version recomputes all of them or none"),
+)
+"""What the runtime of this version lacks."""
+
+RULES = (*ENGINE_RULES, *FSDP2_RULES, *VERSION_RULES)
+"""What `apply` and `parallelize` need."""
+
+
+def _schedules_of(engine: str) -> Rule:
+    return Rule("schedule_of_engine", "pp schedule", lambda t, p: (t.pp == 1) | run_by(engine)[t.schedule],
+        lambda t, p: "the engine's pipelines run 1f1b only")
+
+
+MEGATRON_RULES: tuple[Rule, ...] = (
+    _VOCABULARY_AT_ENDS,
+    Rule("megatron_zero_stage", "zero_stage", lambda t, p: t.zero_stage <= 1,
+        "zero_stage {t.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"),
+    MEGATRON_EXCHANGE,
+    MEGATRON_SEQUENCE,
+    _schedules_of("megatron"),
+)
+"""What Megatron-Core executes besides ENGINE_RULES: DistributedOptimizer shards states over the data-parallel ranks or, with
+num_distributed_optimizer_instances, over groups of them; schedules.py has 1f1b, plain (with fewer micro-batches than stages
+too) and interleaved (micro-batches in multiples of pp: ENGINE_RULES); uneven stages through pipeline_model_parallel_layout;
+no levels of their own for states (Megatron-FSDP, which has them with outer_dp_sharding_strategy=optim, is another engine);
+cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_parallel_sizes: Ulysses inside, a ring of those outside).
+"""
+
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    _VOCABULARY_AT_ENDS,
+    Rule("deepspeed_zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
+        "zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only"),
+    Rule("deepspeed_axes", "ep etp num_model_chunks",
+        lambda t, p: (t.ep == 1) & (t.etp == 1) & (t.num_model_chunks == 1),
+        "ep {t.ep}, etp {t.etp}, num_model_chunks {t.num_model_chunks}: planned with 1 of each for DeepSpeed"),
+    DEEPSPEED_EXCHANGE,
+    Rule("deepspeed_exchange_without_pipeline", "cp pp", lambda t, p: (t.cp == 1) | (t.pp == 1),
+        "cp {t.cp} with pp {t.pp}: DeepSpeed's sequence parallelism takes no pipeline"),
+    Rule("deepspeed_shards_over_all", "zero_stage dp_replicate cp",
+        lambda t, p: (t.zero_stage == 0) | (t.dp_replicate == 1) | ((t.zero_stage == 3) & (t.cp == 1)),
+        "dp_replicate {t.dp_replicate} with zero_stage {t.zero_stage}, cp {t.cp}: ZeRO shards over all data-parallel ranks; "
+        "over fewer of them in stage 3 only (MiCS, hpZ), planned without sequence parallelism"),
+    Rule("deepspeed_levels", "dp_replicate dp_shard gradient_shard optimizer_shard zero_stage",
+        lambda t, p: np.logical_not(t.has_levels) | ((t.zero_stage == 3) & (t.gradient_level == t.dp) &
+            (t.gradient_level == t.optimizer_level)),
+        "gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} of {t.dp} ranks "
+        "under zero_stage {t.zero_stage}: ZeRO++ keeps parameters within dp_shard ranks (zero_hpz_partition_size) and "
+        "everything else over all, in stage 3"),
+    _schedules_of("deepspeed"),
+)
+"""What DeepSpeed executes besides ENGINE_RULES: runtime/pipe/engine.py asserts a ZeRO stage below 2 (gradients are summed over
+micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSpeed's, whose parallel_state asserts tp = pp = 1
+with sequence parallelism (--ds-sequence-parallel-size). In stage 3 mics_shard_size shards everything over islands and sums over
+them when the step ends; zero_hpz_partition_size keeps a second copy of the parameters within islands for the backward pass.
+"""

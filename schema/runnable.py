@@ -6,11 +6,10 @@ import os
 from typing import Any
 
 from .engine_facts import OWN_ENGINE
-from .engine_rules import RULES
 from .errors import ConfigError
 from .layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from .layout import Layout
-from .layout_rules import ProblemFacts, Rule
+from .layout_rules import RULES, ProblemFacts, Rule
 from .layout_table import LayoutRow
 from .model import ModelSpec
 from .offload import OffloadSchedule

@@ -16,7 +16,7 @@ from meshwright.planner.expand import expand
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.engine_rules import FSDP2_RULES
+from meshwright.schema.layout_rules import FSDP2_RULES
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.runnable import broken_rules, problem_facts
 

@@ -21,9 +21,8 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.base import read_json, write_atomically
-from meshwright.schema.engine_rules import DEEPSPEED_RULES, MEGATRON_RULES, RULES
 from meshwright.schema.layout import check_fields
-from meshwright.schema.layout_rules import Rule
+from meshwright.schema.layout_rules import DEEPSPEED_RULES, MEGATRON_RULES, RULES, Rule
 from meshwright.schema.layout_table import LayoutRow, LayoutTable
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
 from meshwright.schema.runnable import broken_rules, problem_facts, require_valid, why_not_runnable
