@@ -58,6 +58,9 @@ class PlacementOptions(OptionModel):
         effort: exact proves small cases.
         time_limit_s: for search, exact and traffic.
         seed: of random choices.
+        out: where the placement is written.
+        to: format of --out.
+        plot: GPU loads before and after, as a picture.
     """
 
     num_gpus: Annotated[int, OptionSpec(metavar="G")] = 8
@@ -70,17 +73,6 @@ class PlacementOptions(OptionModel):
     effort: Annotated[Literal["fast", "search", "exact"], OptionSpec(barred_by=("move_budget",))] = "fast"
     time_limit_s: Annotated[float, Field(ge=0), OptionSpec(metavar="S", needs=("effort", "objective"))] = 10.0
     seed: Annotated[int, Field(ge=0)] = 0
-
-
-class PlacementFiles(OptionModel):
-    """Where a placement goes.
-
-    Attributes:
-        out: where the placement is written.
-        to: format of --out.
-        plot: GPU loads before and after, as a picture.
-    """
-
     out: Path | None = None
     to: Annotated[FormatName, OptionSpec(needs=("out",))] = "npz"
     plot: Annotated[Path | None, OptionSpec(metavar="FILE.svg")] = None
@@ -89,11 +81,7 @@ class PlacementFiles(OptionModel):
 @experts_app.command()
 @command()
 def place(
-    routing: RoutingOptions,
-    placement: PlacementOptions,
-    files: PlacementFiles,
-    loads: LoadsArgument = None,
-    json: JsonOption = False,
+    routing: RoutingOptions, options: PlacementOptions, loads: LoadsArgument = None, json: JsonOption = False
 ) -> None:
     """Place the experts of every layer; balance, bound and gap of each."""
     from ..planner.expert_files import read_loads, read_trace
@@ -104,28 +92,28 @@ def place(
 
     if not loads and routing.trace is None:
         raise ConfigError("nothing to place for: name a file of loads, or --trace")
-    if files.plot:
-        require_svg(files.plot)
+    if options.plot:
+        require_svg(options.plot)
     scenarios = read_loads(loads, routing.key) if loads else None
     trace = None if routing.trace is None else read_trace(routing.trace, "" if loads else routing.key)
     before = None
-    if placement.previous is not None:
-        before = read_placement(placement.previous, num_gpus=placement.num_gpus, num_nodes=routing.num_nodes)
+    if options.previous is not None:
+        before = read_placement(options.previous, num_gpus=options.num_gpus, num_nodes=routing.num_nodes)
     num_experts = scenarios.shape[2] if scenarios is not None else int(trace.max()) + 1  # type: ignore[union-attr]
-    typed = placement.model_dump(exclude={"previous", "num_slots"})
+    chosen = options.model_dump(exclude={"previous", "num_slots", "out", "to", "plot"})
     result = place_experts(
         None, scenarios=scenarios, trace=trace, previous=before, num_nodes=routing.num_nodes,
-        num_slots=placement.num_slots or num_experts, **typed,
+        num_slots=options.num_slots or num_experts, **chosen,
     )  # fmt: skip
-    if files.plot:
-        save_heat_map(files.plot, result, before)
-    if files.out is not None:
-        write_placement(result, files.out, files.to)
+    if options.plot:
+        save_heat_map(options.plot, result, before)
+    if options.out is not None:
+        write_placement(result, options.out, options.to)
     if json:
         typer.echo(placement_json(result))
     else:
         show(placement_table(result))
-    typer.echo(f"wrote {files.out}" if files.out else "add --out placement.npz to keep it", err=True)
+    typer.echo(f"wrote {options.out}" if options.out else "add --out placement.npz to keep it", err=True)
 
 
 @experts_app.command()
@@ -184,18 +172,26 @@ def convert(
     typer.echo(f"wrote {out}", err=True)
 
 
-class RouterOptions(OptionModel):
-    """The router of a synthetic trace.
+class SyntheticOptions(OptionModel):
+    """Synthetic loads, or the router of a synthetic trace.
 
     Attributes:
+        num_layers: layers with experts; num_experts: experts of a layer.
+        sigma: of the log-normal popularity.
+        seed: of random choices.
+        steps: steps of time of the loads.
+        drift: log-normal change of every load at a step.
         num_tokens: write a trace of so many tokens instead of loads.
-        top_k: experts of a token.
-        num_topics: topics of the tokens.
-        affinity: of topics to experts.
-        num_groups: group-limited routing.
-        top_groups: groups that a token keeps.
+        top_k: experts of a token; num_topics: topics of the tokens; affinity: of topics to experts.
+        num_groups: group-limited routing; top_groups: groups that a token keeps.
     """
 
+    num_layers: Annotated[int, Field(ge=1, le=1000), OptionSpec(metavar="L")] = 4
+    num_experts: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="E")] = 64
+    sigma: float = 0.9
+    seed: Annotated[int, Field(ge=0)] = 0
+    steps: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="T", barred_by=("num_tokens",))] = 1
+    drift: Annotated[float, OptionSpec(needs=("steps",))] = 0.0
     num_tokens: Annotated[int, Field(ge=0)] = 0
     top_k: Annotated[int, Field(ge=1), OptionSpec(metavar="K", needs=("num_tokens",))] = 8
     num_topics: Annotated[int, Field(ge=1), OptionSpec(needs=("num_tokens",))] = 16
@@ -204,32 +200,16 @@ class RouterOptions(OptionModel):
     top_groups: Annotated[int, Field(ge=1), OptionSpec(needs=("num_groups",))] = 1
 
 
-class LoadOptions(OptionModel):
-    """Synthetic loads.
-
-    Attributes:
-        num_layers: layers with experts.
-        num_experts: experts of a layer.
-        sigma: of the log-normal popularity.
-        steps: steps of time of the loads.
-        drift: log-normal change of every load at a step.
-        seed: of random choices.
-    """
-
-    num_layers: Annotated[int, Field(ge=1, le=1000), OptionSpec(metavar="L")] = 4
-    num_experts: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="E")] = 64
-    sigma: float = 0.9
-    steps: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="T", barred_by=("num_tokens",))] = 1
-    drift: Annotated[float, OptionSpec(needs=("steps",))] = 0.0
-    seed: Annotated[int, Field(ge=0)] = 0
+_OF_LOADS, _OF_TRACES = (
+    {"steps", "drift"},
+    {"num_tokens", "top_k", "num_topics", "affinity", "num_groups", "top_groups"},
+)
 
 
 @experts_app.command()
 @command()
 def synth(
-    out: Annotated[Path, typer.Option(metavar="FILE.npz", help="Where the data is written.")],
-    loads: LoadOptions,
-    router: RouterOptions,
+    out: Annotated[Path, typer.Option(metavar="FILE.npz", help="Where the data is written.")], options: SyntheticOptions
 ) -> None:
     """Make routing data with known structure (docs/experts.md has the formulas): loads, or with --num-tokens a trace."""
     import io
@@ -241,12 +221,11 @@ def synth(
 
     if out.suffix != ".npz":
         raise ConfigError(f"{out}: synthetic data is written as .npz")
-    if router.num_tokens:
-        shape = loads.model_dump(include={"num_layers", "num_experts", "sigma"})
-        made = Router(**shape, **router.model_dump(exclude={"num_tokens"}))
-        name, array = "routed_experts", synthetic_trace(made, router.num_tokens, seed=loads.seed)
+    if options.num_tokens:
+        router = Router(**options.model_dump(exclude={*_OF_LOADS, "num_tokens", "seed"}))
+        name, array = "routed_experts", synthetic_trace(router, options.num_tokens, seed=options.seed)
     else:
-        name, array = "load", synthetic_loads(**loads.model_dump())
+        name, array = "load", synthetic_loads(**options.model_dump(exclude=_OF_TRACES))
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: array})
     write_atomically(out, buffer.getvalue())
