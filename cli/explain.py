@@ -1,4 +1,4 @@
-"""`meshwright explain`, `report` and `compare`: look at a plan that was made."""
+"""`meshwright explain`, `report`, `compare`, `export` and `import`: look at a plan that was made, next to other engines' words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from ..engines import TARGETS
 from ..schema import Plan
 from ..schema.errors import ConfigError
 from .inputs import JsonOption, PlanArgument
@@ -42,18 +43,14 @@ def explain(
     from ..planner import explain as make_explanation
     from ..planner.request import Deadline
     from ..schema.layout import parse_assignments
-    from .show import show
+    from .show import show_answer
     from .show.explain import explanation_tables
     from .terminal import searching_again, stopping_on_interrupt
 
     fields, given, deadline = parse_assignments(why_not), Plan.load(plan), Deadline(time_limit_s)
     with searching_again(quiet=json), stopping_on_interrupt(deadline):
         explanation = make_explanation(given, why_not=fields, deadline=deadline)
-    if json:
-        typer.echo(explanation.model_dump_json(indent=2))
-    else:
-        for table in explanation_tables(given, explanation):
-            show(table)
+    show_answer(explanation, *explanation_tables(given, explanation), as_json=json)
     if deadline.is_stopped:
         raise typer.Exit(INTERRUPTED)
     typer.echo(f"next: meshwright explain {plan} --why-not tp=2,... compares any other layout", err=True)
@@ -99,18 +96,15 @@ def compare(
 ) -> None:
     """Set a present configuration, or another plan, next to a plan: what it costs with the plan's model, cluster and batch."""
     from ..planner import compare as make_comparison
-    from .engines import tell_assumptions
-    from .show import show
+    from .show import show_answer
     from .show.explain import side_by_side
 
     given = Plan.load(plan)
     present = _other_plan(file, engine, given) if _is_plan(file) else _configuration(file, engine, given)
     comparison = make_comparison(given, present.layout, present.estimate, schedule=present.schedule)
-    if json:
-        typer.echo(comparison.model_dump_json(indent=2))
-    else:
-        title, columns = f"{file} next to {plan}", [(present.name, comparison)]
-        show(side_by_side(title, given.layout, given.estimate.step_time_s, columns))
+    columns = [(present.name, comparison)]
+    table = side_by_side(f"{file} next to {plan}", given.layout, given.estimate.step_time_s, columns)
+    show_answer(comparison, table, as_json=json)
     if present.imported is not None:
         tell_assumptions(present.imported)
     for line in present.notes:
@@ -182,3 +176,82 @@ def _verdict(slower: float) -> str:
     if slower > 1:
         return f"the plan takes {100 / slower:.1f} % of its time"
     return f"it takes {100 * slower:.1f} % of the plan's time"
+
+
+@command()
+def export(
+    plan: PlanArgument,
+    to: Annotated[str, typer.Option(metavar="ENGINE", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder named as the engine.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a plan as the engine's own configuration, or as the manifest of a job on Kubernetes.
+
+    What the engine cannot run is refused with the reason (exit code 2); what its configuration has no words for is listed.
+    """
+    from ..engines import export as make_export
+
+    exported = make_export(Plan.load(plan), to)
+    paths = exported.write(out or Path(to))
+    if json:
+        typer.echo(exported.model_dump_json(indent=2))
+    else:
+        for path in paths:
+            typer.echo(path)
+    for line in exported.not_expressed:
+        typer.echo(f"not in the configuration: {line}", err=True)
+    for line in exported.to_set:
+        typer.echo(f"yours to set: {line}", err=True)
+    typer.echo(f"next: cd {out or to} && {exported.command}", err=True)
+
+
+@command()
+def import_configuration(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="torchtitan's .toml or .py, a script with Megatron-LM's options, DeepSpeed's .json, Accelerate's or NeMo's .yaml.",
+        ),
+    ],
+    engine: Annotated[
+        str | None, typer.Option("--from", metavar="ENGINE", help="Whose it is, where its content leaves that open.")
+    ] = None,
+    num_devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks of the job, where the file does not say.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Needed where the file counts layers.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Read an engine's configuration as a layout, in the form that `--layout` and `--fix` take. Nothing of the file is run."""
+    from ..engines import read_configuration
+    from ..schema import ModelSpec
+    from ..schema.layout import format_assignments
+
+    spec = ModelSpec.resolve(model) if model else None
+    imported = read_configuration(file, engine=engine, num_devices=num_devices, model=spec)
+    if json:
+        typer.echo(imported.model_dump_json(indent=2))
+    else:
+        typer.echo(format_assignments(_fields_to_type(imported.layout)))
+    tell_assumptions(imported)
+    typer.echo(
+        "next: meshwright estimate MODEL --cluster C --layout ... costs it, meshwright compare sets it next to a plan",
+        err=True,
+    )
+
+
+def tell_assumptions(imported: Imported) -> None:
+    """Say on stderr what a configuration left open, and which of its settings are not about the layout."""
+    for line in imported.assumed:
+        typer.echo(f"assumed: {line}", err=True)
+    if imported.ignored:
+        typer.echo(f"says nothing about the layout: {', '.join(imported.ignored)}", err=True)
+
+
+def _fields_to_type(layout: Layout) -> dict[str, object]:
+    """Return the fields that differ from what a layout of these degrees has by itself."""
+    fields = layout.model_dump(exclude_defaults=True)
+    return {name: value for name, value in fields.items() if value != 1 or name == "zero_stage"}

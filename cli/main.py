@@ -6,9 +6,8 @@ import typer
 
 from .apply import ApplyCommand, apply, tokens
 from .catalogue import devices, doctor, models
-from .engines import export, import_configuration
 from .experts import experts_app
-from .explain import compare, explain, report
+from .explain import compare, explain, export, import_configuration, report
 from .plan import estimate, plan
 from .profile import profile_app
 from .validate import calibrate, validate

@@ -154,21 +154,14 @@ def plan(
         return
     assert step is not None and search is not None
     from ..planner.request import Deadline
-    from .show import show
-    from .show.plan import cost_table, pareto_table, plan_table
+    from .show import show_answer
+    from .show.plan import plan_tables
     from .show.report import write_report
 
     deadline = Deadline(search.time_limit_s)
     answer = _search(model, step, cluster, search, cost, host, output, deadline)
     answer.save(output.out)
-    if output.as_json:
-        typer.echo(answer.model_dump_json(indent=2))
-    else:
-        show(plan_table(answer))
-        if answer.cost is not None:
-            show(cost_table(answer.cost, answer.workload.tokens_per_step))
-        if answer.pareto:
-            show(pareto_table(answer.pareto))
+    show_answer(answer, *plan_tables(answer), as_json=output.as_json)
     if search.report is not None or search.trace is not None:
         write_report(answer, search.report, search.trace)
     is_local = cluster.profile is not None or str(cluster.cluster).startswith("local")
@@ -236,8 +229,8 @@ def _plan_generation(
     from ..planner import default_precision, plan_generation
     from ..planner.request import OffloadRequest, PlanRequest
     from ..schema import ModelSpec
-    from .show import show
-    from .show.generation import generation_table
+    from .show import show_answer
+    from .show.plan import generation_table
 
     spec, machine = ModelSpec.resolve(model), cluster.read()
     precision = (output.precision or default_precision(machine)).removesuffix("-mixed")
@@ -257,10 +250,7 @@ def _plan_generation(
     request = PlanRequest(spec, machine, lengths, fixed, offload=away, latency_limit_s=generation.latency_limit_s)
     answer = plan_generation(request, top=output.top)
     answer.save(output.out)
-    if output.as_json:
-        typer.echo(answer.model_dump_json(indent=2))
-    else:
-        show(generation_table(answer))
+    show_answer(answer, generation_table(answer), as_json=output.as_json)
     typer.echo(f"wrote {output.out}; it is an estimate: meshwright runs no generation", err=True)
 
 
@@ -282,7 +272,7 @@ def estimate(
     from ..planner.plan import estimate_with_schedule
     from ..planner.request import PlanRequest
     from ..schema import Layout, ModelSpec
-    from .show import show
+    from .show import show_answer
     from .show.plan import add_offload, estimate_table
 
     given = Layout.parse(layout)
@@ -292,13 +282,10 @@ def estimate(
     spec, machine = ModelSpec.resolve(model), step.calibrated(cluster.read())
     workload = step.workload(spec, machine, precision.precision)
     costs, scheduled = estimate_with_schedule(PlanRequest(spec, machine, workload, offload=allowed), given)
-    if json:
-        typer.echo(costs.model_dump_json(indent=2))
-    else:
-        table = estimate_table(spec, machine, workload, given, costs)
-        if scheduled is not None:
-            add_offload(table, scheduled.stage, scheduled.schedule)
-        show(table)
+    table = estimate_table(spec, machine, workload, given, costs)
+    if scheduled is not None:
+        add_offload(table, scheduled.stage, scheduled.schedule)
+    show_answer(costs, table, as_json=json)
     for reason in not_executed(spec, machine, workload, given):
         typer.echo(f"note: `meshwright plan` and `apply` do not use this layout: {reason}", err=True)
     typer.echo(

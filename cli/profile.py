@@ -272,10 +272,7 @@ def merge(
 
 def _print(profile: Profile, *, as_json: bool) -> None:
     from ..profilers.files import summary
-    from .show import show as show_table
+    from .show import show_answer
     from .show.profile import summary_table
 
-    if as_json:
-        typer.echo(profile.model_dump_json(indent=2))
-    else:
-        show_table(summary_table(profile, summary(profile)))
+    show_answer(profile, summary_table(profile, summary(profile)), as_json=as_json)

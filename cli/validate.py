@@ -245,7 +245,7 @@ def calibrate(
     first plan is corrected.
     """
     from ..validation.run_calibration import calibrate_from_runs, read_run
-    from .show import show
+    from .show import show_answer
     from .show.validation import runs_table
 
     if len(files) % 2:
@@ -255,10 +255,8 @@ def calibrate(
     assert cluster.profile is not None
     calibration = calibrate_from_runs(runs, cluster)
     cluster.profile.replace(calibration=calibration, content_sha256="").sealed().save(out)
-    if json:
-        typer.echo(calibration.model_dump_json(indent=2))
-    else:
-        show(runs_table(runs, cluster, calibration))
+    show_answer(calibration, runs_table(runs, cluster, calibration), as_json=json)
+    if not json:
         typer.echo(str(calibration))
     typer.echo(f"wrote {out}; next: meshwright plan MODEL --profile {out} ...", err=True)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+import typer
+from pydantic import BaseModel
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -22,6 +24,15 @@ def show(renderable: RenderableType) -> None:
     console = Console(soft_wrap=False)
     console = console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
     console.print(renderable)
+
+
+def show_answer(document: BaseModel, *tables: RenderableType, as_json: bool) -> None:
+    """Print an answer on stdout: as JSON, or its tables."""
+    if as_json:
+        typer.echo(document.model_dump_json(indent=2))
+    else:
+        for table in tables:
+            show(table)
 
 
 def headed_table(

@@ -20,7 +20,7 @@ import mutations
 import numpy as np
 import torch
 import yaml
-from meshwright.cli.show.generation import generation_table
+from meshwright.cli.show.plan import generation_table
 from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
 from meshwright.engines import ENGINES, export, read_configuration
 from meshwright.planner import estimate, plan_generation
