@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import Field
 from typer.core import TyperCommand
 
 from ..runtime.training.options import TrainOptions
 from ..schema import ConfigError, Plan
-from ..schema.base import OptionSpec
 from ..schema.runnable import require_our_engine
 from .inputs import ProfileOptions, read_profiled_cluster
-from .options import Mode, OptionModel, command
+from .options import Mode, OptionModel, command, option
 
 if TYPE_CHECKING:
     from ..runtime.job.rendezvous import Rendezvous
@@ -48,29 +46,27 @@ class ApplyCommand(TyperCommand):
 
 
 class JobOptions(OptionModel):
-    """How the ranks of a job are started and watched.
+    """How the ranks of a job are started and watched."""
 
-    Attributes:
-        nnodes: nodes of the job; run the same command on each. Default: those of Slurm's step, else 1.
-        node_rank: position of this node in the plan's cluster, if it matters.
-        rdzv_endpoint: where the nodes meet.
-        rdzv_id: name of the job at that place.
-        collective_timeout_s: how long a rank waits for another.
-        hang_timeout_s: a rank that keeps others waiting longer (and for ten steps) is ended; 0: never.
-        grace_s: on SIGTERM: how long a step and a last checkpoint may take; 0: end at once.
-        max_restarts: go on from the last checkpoint so many times after a rank failed.
-        replan: plan again where nodes or devices are not those of the plan.
-    """
-
-    nnodes: int | None = None
-    node_rank: Annotated[int | None, OptionSpec(needs=("nnodes",))] = None
-    rdzv_endpoint: Annotated[str | None, OptionSpec(metavar="HOST:PORT", needs=("nnodes",))] = None
-    rdzv_id: Annotated[str | None, OptionSpec(metavar="NAME", needs=("nnodes",))] = None
-    collective_timeout_s: Annotated[float, OptionSpec(metavar="S")] = 600.0
-    hang_timeout_s: Annotated[float, OptionSpec(metavar="S")] = 10.0
-    grace_s: Annotated[float, OptionSpec(metavar="S")] = 25.0
-    max_restarts: Annotated[int, Field(ge=0), OptionSpec(needs=("checkpoint_dir",))] = 0
-    replan: bool = False
+    nnodes: int | None = option(
+        None, "nodes of the job; run the same command on each. Default: those of Slurm's step, else 1."
+    )
+    node_rank: int | None = option(
+        None, "position of this node in the plan's cluster, if it matters.", needs=("nnodes",)
+    )
+    rdzv_endpoint: str | None = option(None, "where the nodes meet.", metavar="HOST:PORT", needs=("nnodes",))
+    rdzv_id: str | None = option(None, "name of the job at that place.", metavar="NAME", needs=("nnodes",))
+    collective_timeout_s: float = option(600.0, "how long a rank waits for another.", metavar="S")
+    hang_timeout_s: float = option(
+        10.0, "a rank that keeps others waiting longer (and for ten steps) is ended; 0: never.", metavar="S"
+    )
+    grace_s: float = option(
+        25.0, "on SIGTERM: how long a step and a last checkpoint may take; 0: end at once.", metavar="S"
+    )
+    max_restarts: int = option(
+        0, "go on from the last checkpoint so many times after a rank failed.", ge=0, needs=("checkpoint_dir",)
+    )
+    replan: bool = option(False, "plan again where nodes or devices are not those of the plan.")
 
     def rendezvous(self) -> Rendezvous:
         """Return where the nodes meet: as typed, as Slurm says, or nowhere because there is one node.
@@ -91,15 +87,10 @@ class JobOptions(OptionModel):
 
 
 class RunOutput(OptionModel):
-    """What the built-in training reports.
+    """What the built-in training reports."""
 
-    Attributes:
-        metrics: for the JSON lines of the run.
-        as_json: one JSON object a step, and a last one, on stdout.
-    """
-
-    metrics: Path | None = None
-    as_json: Annotated[bool, OptionSpec(name="--json")] = False
+    metrics: Path | None = option(None, "for the JSON lines of the run.")
+    as_json: bool = option(False, "one JSON object a step, and a last one, on stdout.", name="--json")
 
 
 SCRIPT = Mode(

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from pydantic import Field
 
-from ..schema.base import OptionSpec
 from ..schema.errors import ConfigError
 from .inputs import JsonOption
-from .options import Mode, OptionModel, command
+from .options import Mode, OptionModel, command, option
 
 experts_app = typer.Typer(
     help="Where experts go: replicas, GPUs and shares from routing data, each with a bound on how far from optimal it is.",
@@ -31,51 +29,37 @@ PlacementArgument = Annotated[
 
 
 class RoutingOptions(OptionModel):
-    """Routing data, and the nodes.
+    """Routing data, and the nodes."""
 
-    Attributes:
-        key: arrays of a file to read, globs allowed; several are several workloads.
-        trace: experts of each token [tokens, layers, top_k]; visits of tokens to nodes are counted on it.
-        num_nodes: nodes that the GPUs are divided among.
-    """
-
-    key: Annotated[str, OptionSpec(metavar="NAME,...")] = ""
-    trace: Path | None = None
-    num_nodes: int = 1
+    key: str = option("", "arrays of a file to read, globs allowed; several are several workloads.", metavar="NAME,...")
+    trace: Path | None = option(
+        None, "experts of each token [tokens, layers, top_k]; visits of tokens to nodes are counted on it."
+    )
+    num_nodes: int = option(1, "nodes that the GPUs are divided among.")
 
 
 class PlacementOptions(OptionModel):
-    """What a placement is to be.
+    """What a placement is to be."""
 
-    Attributes:
-        num_gpus: GPUs that share the experts of a layer.
-        num_slots: experts that all GPUs hold. Default: no replicas.
-        num_groups: groups of experts that stay on one node each.
-        previous: placement to start from.
-        move_budget: experts GPUs may fetch, a layer; below 1 a part of the slots.
-        split: shares of the replicas of an expert.
-        objective: balance: GPUs only; traffic, pareto: few nodes for each token of --trace.
-        effort: exact proves small cases.
-        time_limit_s: for search, exact and traffic.
-        seed: of random choices.
-        out: where the placement is written.
-        to: format of --out.
-        plot: GPU loads before and after, as a picture.
-    """
-
-    num_gpus: Annotated[int, OptionSpec(metavar="G")] = 8
-    num_slots: Annotated[int | None, OptionSpec(metavar="S")] = None
-    num_groups: int | None = None
-    previous: Path | None = None
-    move_budget: Annotated[float | None, OptionSpec(metavar="M", needs=("previous",))] = None
-    split: Literal["uniform", "weighted"] = "uniform"
-    objective: Literal["balance", "traffic", "pareto"] = "balance"
-    effort: Annotated[Literal["fast", "search", "exact"], OptionSpec(barred_by=("move_budget",))] = "fast"
-    time_limit_s: Annotated[float, Field(ge=0), OptionSpec(metavar="S", needs=("effort", "objective"))] = 10.0
-    seed: Annotated[int, Field(ge=0)] = 0
-    out: Path | None = None
-    to: Annotated[FormatName, OptionSpec(needs=("out",))] = "npz"
-    plot: Annotated[Path | None, OptionSpec(metavar="FILE.svg")] = None
+    num_gpus: int = option(8, "GPUs that share the experts of a layer.", metavar="G")
+    num_slots: int | None = option(None, "experts that all GPUs hold. Default: no replicas.", metavar="S")
+    num_groups: int | None = option(None, "groups of experts that stay on one node each.")
+    previous: Path | None = option(None, "placement to start from.")
+    move_budget: float | None = option(
+        None, "experts GPUs may fetch, a layer; below 1 a part of the slots.", metavar="M", needs=("previous",)
+    )
+    split: Literal["uniform", "weighted"] = option("uniform", "shares of the replicas of an expert.")
+    objective: Literal["balance", "traffic", "pareto"] = option(
+        "balance", "balance: GPUs only; traffic, pareto: few nodes for each token of --trace."
+    )
+    effort: Literal["fast", "search", "exact"] = option("fast", "exact proves small cases.", barred_by=("move_budget",))
+    time_limit_s: float = option(
+        10.0, "for search, exact and traffic.", ge=0, metavar="S", needs=("effort", "objective")
+    )
+    seed: int = option(0, "of random choices.", ge=0)
+    out: Path | None = option(None, "where the placement is written.")
+    to: FormatName = option("npz", "format of --out.", needs=("out",))
+    plot: Path | None = option(None, "GPU loads before and after, as a picture.", metavar="FILE.svg")
 
 
 @experts_app.command()
@@ -173,31 +157,20 @@ def convert(
 
 
 class SyntheticOptions(OptionModel):
-    """Synthetic loads, or the router of a synthetic trace.
+    """Synthetic loads, or the router of a synthetic trace."""
 
-    Attributes:
-        num_layers: layers with experts; num_experts: experts of a layer.
-        sigma: of the log-normal popularity.
-        seed: of random choices.
-        steps: steps of time of the loads.
-        drift: log-normal change of every load at a step.
-        num_tokens: write a trace of so many tokens instead of loads.
-        top_k: experts of a token; num_topics: topics of the tokens; affinity: of topics to experts.
-        num_groups: group-limited routing; top_groups: groups that a token keeps.
-    """
-
-    num_layers: Annotated[int, Field(ge=1, le=1000), OptionSpec(metavar="L")] = 4
-    num_experts: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="E")] = 64
-    sigma: float = 0.9
-    seed: Annotated[int, Field(ge=0)] = 0
-    steps: Annotated[int, Field(ge=1, le=10000), OptionSpec(metavar="T", barred_by=("num_tokens",))] = 1
-    drift: Annotated[float, OptionSpec(needs=("steps",))] = 0.0
-    num_tokens: Annotated[int, Field(ge=0)] = 0
-    top_k: Annotated[int, Field(ge=1), OptionSpec(metavar="K", needs=("num_tokens",))] = 8
-    num_topics: Annotated[int, Field(ge=1), OptionSpec(needs=("num_tokens",))] = 16
-    affinity: Annotated[float, OptionSpec(needs=("num_tokens",))] = 1.0
-    num_groups: Annotated[int, Field(ge=1), OptionSpec(needs=("num_tokens",))] = 1
-    top_groups: Annotated[int, Field(ge=1), OptionSpec(needs=("num_groups",))] = 1
+    num_layers: int = option(4, "layers with experts", ge=1, le=1000, metavar="L")
+    num_experts: int = option(64, "experts of a layer.", ge=1, le=10000, metavar="E")
+    sigma: float = option(0.9, "of the log-normal popularity.")
+    seed: int = option(0, "of random choices.", ge=0)
+    steps: int = option(1, "steps of time of the loads.", ge=1, le=10000, metavar="T", barred_by=("num_tokens",))
+    drift: float = option(0.0, "log-normal change of every load at a step.", needs=("steps",))
+    num_tokens: int = option(0, "write a trace of so many tokens instead of loads.", ge=0)
+    top_k: int = option(8, "experts of a token", ge=1, metavar="K", needs=("num_tokens",))
+    num_topics: int = option(16, "topics of the tokens", ge=1, needs=("num_tokens",))
+    affinity: float = option(1.0, "of topics to experts.", needs=("num_tokens",))
+    num_groups: int = option(1, "group-limited routing", ge=1, needs=("num_tokens",))
+    top_groups: int = option(1, "groups that a token keeps.", ge=1, needs=("num_groups",))
 
 
 _OF_LOADS, _OF_TRACES = (
@@ -233,19 +206,12 @@ def synth(
 
 
 class BenchOptions(OptionModel):
-    """The cases of a comparison.
+    """The cases of a comparison."""
 
-    Attributes:
-        num_gpus: GPUs that share the experts of a layer.
-        num_slots: experts that all GPUs hold. Default: 9 for every 8 experts.
-        key: arrays of a file to read, globs allowed; several are several workloads.
-        seed: of random choices.
-    """
-
-    num_gpus: Annotated[int, OptionSpec(metavar="G")] = 32
-    num_slots: Annotated[int | None, OptionSpec(metavar="S")] = None
-    key: Annotated[str, OptionSpec(metavar="NAME,...")] = ""
-    seed: Annotated[int, Field(ge=0)] = 0
+    num_gpus: int = option(32, "GPUs that share the experts of a layer.", metavar="G")
+    num_slots: int | None = option(None, "experts that all GPUs hold. Default: 9 for every 8 experts.", metavar="S")
+    key: str = option("", "arrays of a file to read, globs allowed; several are several workloads.", metavar="NAME,...")
+    seed: int = option(0, "of random choices.", ge=0)
 
 
 FILES = Mode(

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from pydantic import Field
 
-from ..schema.base import OptionSpec
 from ..schema.engine_facts import OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
 from ..schema.task import Workload
 from ..schema.units import GIB
-from .options import OptionModel
+from .options import OptionModel, option
 
 if TYPE_CHECKING:
     from ..planner.request import OffloadRequest
@@ -54,27 +52,27 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead
 
 
 class ProfileOptions(OptionModel):
-    """Measurements of the machines.
+    """Measurements of the machines."""
 
-    Attributes:
-        profile: what `meshwright profile` measured of this machine.
-        allow_foreign_profile: use a profile of other hardware or software, or one that was edited.
-    """
-
-    profile: Path | None = None
-    allow_foreign_profile: Annotated[bool, OptionSpec(needs=("profile",))] = False
+    profile: Path | None = option(None, "what `meshwright profile` measured of this machine.")
+    allow_foreign_profile: bool = option(
+        False, "use a profile of other hardware or software, or one that was edited.", needs=("profile",)
+    )
 
 
 class ClusterOptions(ProfileOptions):
-    """The machines.
+    """The machines."""
 
-    Attributes:
-        cluster: GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or
-            local:RANKS. Needed unless --profile (or, for cost, --offers) is given.
-        profile: what `meshwright profile` measured: the cluster, or with --cluster its devices.
-    """
-
-    cluster: Annotated[str | None, OptionSpec(metavar="CLUSTER", complete=complete_clusters)] = None
+    profile: Path | None = option(
+        None, "what `meshwright profile` measured: the cluster, or with --cluster its devices."
+    )
+    cluster: str | None = option(
+        None,
+        "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or "
+        "local:RANKS. Needed unless --profile (or, for cost, --offers) is given.",
+        metavar="CLUSTER",
+        complete=complete_clusters,
+    )
 
     def read(self) -> ClusterSpec:
         """Return the cluster that was named, that the profile describes, or that was named with devices as the profile has them.
@@ -116,14 +114,7 @@ def read_profiled_cluster(path: Path, *, allow_foreign: bool) -> ClusterSpec:
 
 
 class TrainingOptions(OptionModel):
-    """One training step.
-
-    Attributes:
-        engine: who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.
-        train: full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters next to a frozen model; zeroth-order: two
-            forward passes and no backward one.
-        calibrate: measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.
-    """
+    """One training step."""
 
     mirrors = Workload
 
@@ -131,9 +122,22 @@ class TrainingOptions(OptionModel):
     seq_len: int
     optimizer: str
     attention: str
-    engine: Annotated[Engine, OptionSpec(metavar="NAME")] = OWN_ENGINE
-    train: Annotated[str, OptionSpec(metavar="HOW")] = "full"
-    calibrate: Annotated[Path | None, OptionSpec(metavar="RUNS.csv")] = None
+    engine: Engine = option(
+        OWN_ENGINE,
+        "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.",
+        metavar="NAME",
+    )
+    train: str = option(
+        "full",
+        "full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters next to a frozen model; zeroth-order: "
+        "two forward passes and no backward one.",
+        metavar="HOW",
+    )
+    calibrate: Path | None = option(
+        None,
+        "measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.",
+        metavar="RUNS.csv",
+    )
 
     def calibrated(self, cluster: ClusterSpec) -> ClusterSpec:
         """Return a cluster with the correction that the runs of --calibrate make of its device's rates."""
@@ -168,38 +172,44 @@ class TrainingOptions(OptionModel):
 
 
 class PrecisionOptions(OptionModel):
-    """The numbers.
+    """The numbers."""
 
-    Attributes:
-        precision: bf16-mixed, fp16-mixed, fp8 or fp32; with --infer bf16, fp16 or fp32. Default: the best that the device has.
-    """
-
-    precision: Annotated[str | None, OptionSpec(metavar="P")] = None
+    precision: str | None = option(
+        None,
+        "bf16-mixed, fp16-mixed, fp8 or fp32; with --infer bf16, fp16 or fp32. Default: the best that the device has.",
+        metavar="P",
+    )
 
 
 class OffloadOptions(OptionModel):
-    """What may lie off the devices, and where.
+    """What may lie off the devices, and where."""
 
-    Attributes:
-        offload: what may lie on the host: nothing, whatever is fastest, or of one kind only (docs/offload.md). The default is none:
-            what the host has is not known of most clusters.
-    """
-
-    offload: Literal["none", "auto", "activations", "optimizer", "params"] = "none"
+    offload: Literal["none", "auto", "activations", "optimizer", "params"] = option(
+        "none",
+        "what may lie on the host: nothing, whatever is fastest, or of one kind only (docs/offload.md). The default is none: "
+        "what the host has is not known of most clusters.",
+    )
 
 
 class HostOptions(OptionModel):
-    """The memory next to the devices.
+    """The memory next to the devices."""
 
-    Attributes:
-        host_memory_gib: memory of one node that may be used. Default: as the cluster says.
-        nvme: a folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.
-        nvme_gib: what may be written there. Default: what is free on this machine.
-    """
-
-    host_memory_gib: Annotated[float | None, Field(ge=0), OptionSpec(metavar="G", needs=("offload",))] = None
-    nvme: Annotated[Path | None, OptionSpec(metavar="PATH", needs=("offload",))] = None
-    nvme_gib: Annotated[float | None, Field(ge=0), OptionSpec(metavar="G", needs=("nvme",))] = None
+    host_memory_gib: float | None = option(
+        None,
+        "memory of one node that may be used. Default: as the cluster says.",
+        ge=0,
+        metavar="G",
+        needs=("offload",),
+    )
+    nvme: Path | None = option(
+        None,
+        "a folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.",
+        metavar="PATH",
+        needs=("offload",),
+    )
+    nvme_gib: float | None = option(
+        None, "what may be written there. Default: what is free on this machine.", ge=0, metavar="G", needs=("nvme",)
+    )
 
     @property
     def memory_bytes(self) -> float | None:

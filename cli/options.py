@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 import typer
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from ..schema.base import Frozen, OptionSpec, field_texts
@@ -35,11 +35,16 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
+def option(default: Any, text: str, *, ge: float | None = None, le: float | None = None, **spec: Any) -> Any:
+    """Return a field of an option model: its default (... for none), help and bounds; ``spec`` are fields of `OptionSpec`."""
+    return Field(default, description=text, ge=ge, le=le, json_schema_extra={"option": OptionSpec(**spec)})
+
+
 class OptionModel(Frozen):
     """Abstract base of models that exist for the command line only.
 
     Attributes:
-        mirrors: the model whose fields of the same names give help, bound and default, where this one does not document them.
+        mirrors: the model whose fields of the same names give help, bound and default to those without a text here.
     """
 
     mirrors: ClassVar[type[BaseModel] | None] = None
@@ -91,6 +96,8 @@ class Option:
     @functools.cached_property
     def spec(self) -> OptionSpec:
         """Return what the field says of itself as an option."""
+        if isinstance(self.field.json_schema_extra, dict):
+            return self.field.json_schema_extra["option"]  # type: ignore[return-value]
         return next((entry for entry in self.metadata if isinstance(entry, OptionSpec)), OptionSpec())
 
     @property
@@ -276,17 +283,16 @@ def command(*modes: Mode) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def _options_of(model: type[BaseModel]) -> Iterator[Option]:
-    """Yield the options of a model; fields that only the model it mirrors documents are that one's."""
-    mirrored, documented = getattr(model, "mirrors", None), field_texts(model)
-    sources = [source for source in (mirrored, model) if source is not None]
-    kinds = [kind for source in sources for kind in reversed(source.__mro__) if getattr(kind, "model_fields", None)]
+    """Yield the options of a model; fields that say nothing of themselves are those of the model it mirrors."""
+    mirrored: type[BaseModel] = getattr(model, "mirrors", None) or model
+    kinds = [kind for kind in reversed(mirrored.__mro__) if getattr(kind, "model_fields", None)]
     texts = {name: text for kind in kinds for name, text in field_texts(kind).items()}
     for name, field in model.model_fields.items():
-        if mirrored is not None and name in mirrored.model_fields and name not in documented:
+        if field.description is None:
             field = mirrored.model_fields[name]
-        option = Option(model, name, field, texts.get(name, ""))
-        if option.spec.is_option:
-            yield option
+        made = Option(model, name, field, field.description or texts.get(name, ""))
+        if made.spec.is_option:
+            yield made
 
 
 def _model_in(hint: Any) -> type[BaseModel] | None:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import Field
 
-from ..schema.base import Count, OptionSpec
+from ..schema.base import Count
 from ..schema.engine_facts import ENGINES
 from ..schema.errors import ConfigError
 from ..schema.task import Generation
@@ -24,7 +23,7 @@ from .inputs import (
     common_cluster,
     read_offers,
 )
-from .options import Mode, OptionModel, command
+from .options import Mode, OptionModel, command, option
 from .terminal import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -33,78 +32,59 @@ if TYPE_CHECKING:
 
 
 class SearchOptions(OffloadOptions):
-    """What a search keeps to, and what it finds next to the plan.
+    """What a search keeps to, and what it finds next to the plan."""
 
-    Attributes:
-        fix: layout fields to keep, e.g. tp=8,recompute=full.
-        space: layouts to search: what meshwright apply executes, or all of the engine. Default: runnable where apply trains the
-            model.
-        time_limit_s: stop the search then, with the best so far.
-        pareto: also find every layout (for cost: every size) that no other beats in both time and memory (money).
-        expert_load: measured tokens of each expert (docs/experts.md): decide ep and where experts go.
-        report: a self-contained page: where the step goes, timeline, memory, rank map.
-        trace: the predicted step for chrome://tracing or ui.perfetto.dev.
-    """
-
-    fix: Annotated[str, OptionSpec(metavar="A=B,...")] = ""
-    space: Literal["runnable", "full"] | None = None
-    time_limit_s: Annotated[float, Field(ge=0.1), OptionSpec(metavar="S")] = 60.0
-    pareto: bool = False
-    expert_load: Path | None = None
-    report: Annotated[Path | None, OptionSpec(metavar="FILE.html")] = None
-    trace: Annotated[Path | None, OptionSpec(metavar="FILE.json")] = None
+    fix: str = option("", "layout fields to keep, e.g. tp=8,recompute=full.", metavar="A=B,...")
+    space: Literal["runnable", "full"] | None = option(
+        None,
+        "layouts to search: what meshwright apply executes, or all of the engine. Default: runnable where apply trains the model.",
+    )
+    time_limit_s: float = option(60.0, "stop the search then, with the best so far.", ge=0.1, metavar="S")
+    pareto: bool = option(
+        False, "also find every layout (for cost: every size) that no other beats in both time and memory (money)."
+    )
+    expert_load: Path | None = option(
+        None, "measured tokens of each expert (docs/experts.md): decide ep and where experts go."
+    )
+    report: Path | None = option(
+        None, "a self-contained page: where the step goes, timeline, memory, rank map.", metavar="FILE.html"
+    )
+    trace: Path | None = option(
+        None, "the predicted step for chrome://tracing or ui.perfetto.dev.", metavar="FILE.json"
+    )
 
 
 class CostOptions(OptionModel):
-    """What the cheapest plan is chosen from and must reach.
+    """What the cheapest plan is chosen from and must reach."""
 
-    Attributes:
-        offers: what can be rented, with prices (docs/cluster.md).
-        min_tokens_per_s: sizes that are slower do not count.
-        tokens: tokens of the whole run, e.g. 1e12.
-        deadline_h: hours the run may take.
-    """
-
-    offers: Path | None = None
-    min_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
-    tokens: Annotated[float | None, Field(ge=1), OptionSpec(metavar="T")] = None
-    deadline_h: Annotated[float | None, Field(ge=0.001), OptionSpec(metavar="H", needs=("tokens",))] = None
+    offers: Path | None = option(None, "what can be rented, with prices (docs/cluster.md).")
+    min_tokens_per_s: float = option(0.0, "sizes that are slower do not count.", ge=0)
+    tokens: float | None = option(None, "tokens of the whole run, e.g. 1e12.", ge=1, metavar="T")
+    deadline_h: float | None = option(None, "hours the run may take.", ge=0.001, metavar="H", needs=("tokens",))
 
 
 class GenerationOptions(OptionModel):
-    """What is generated, and what limits it.
+    """What is generated, and what limits it."""
 
-    Attributes:
-        prompt_len: tokens of each prompt.
-        generate_len: tokens to generate after each prompt.
-        batch_size: sequences of a block on each replica. Default: what generates most.
-        latency_limit_s: from the prompts to the last token of a block.
-        host_attention_gb_per_s: keys and values that a node's processors attend to in a second.
-    """
-
-    prompt_len: Count
-    generate_len: Count
-    batch_size: Annotated[int | None, Field(ge=1)] = None
-    latency_limit_s: Annotated[float | None, Field(ge=0), OptionSpec(metavar="S")] = None
-    host_attention_gb_per_s: Annotated[float | None, Field(ge=1e-3), OptionSpec(metavar="R")] = None
+    prompt_len: Count = option(..., "tokens of each prompt.")
+    generate_len: Count = option(..., "tokens to generate after each prompt.")
+    batch_size: int | None = option(None, "sequences of a block on each replica. Default: what generates most.", ge=1)
+    latency_limit_s: float | None = option(None, "from the prompts to the last token of a block.", ge=0, metavar="S")
+    host_attention_gb_per_s: float | None = option(
+        None, "keys and values that a node's processors attend to in a second.", ge=0.001, metavar="R"
+    )
 
 
 class PlanOptions(PrecisionOptions):
-    """What is planned, and where the plan goes.
+    """What is planned, and where the plan goes."""
 
-    Attributes:
-        objective: the fastest layout on the cluster, or the cheapest of all sizes up to it (and of all offers).
-        infer: plan generation instead of training: batch and places of weights and keys and values.
-        top: runner-ups to report.
-        out: where the plan is written.
-        as_json: JSON on stdout instead of a table.
-    """
-
-    objective: Literal["throughput", "cost"] = "throughput"
-    infer: bool = False
-    top: Annotated[int, Field(ge=0, le=50), OptionSpec(metavar="K")] = 4
-    out: Path = Path("plan.json")
-    as_json: Annotated[bool, OptionSpec(name="--json")] = False
+    objective: Literal["throughput", "cost"] = option(
+        "throughput", "the fastest layout on the cluster, or the cheapest of all sizes up to it (and of all offers)."
+    )
+    infer: bool = option(False, "plan generation instead of training: batch and places of weights and keys and values.")
+    top: int = option(4, "runner-ups to report.", ge=0, le=50, metavar="K")
+    out: Path = option(Path("plan.json"), "where the plan is written.")
+    as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
 
 _ALWAYS = (ClusterOptions, HostOptions, PlanOptions)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema import ConfigError, Profile
-from ..schema.base import Count, OptionSpec
+from ..schema.base import Count
 from .inputs import JsonOption, complete_models
-from .options import Mode, OptionModel, command
+from .options import Mode, OptionModel, command, option
 
 if TYPE_CHECKING:
     from ..profilers.run.protocol import MeasurementStep, ProfileProgress, ProfileTask, RankPlace
@@ -29,31 +29,20 @@ profile_app = typer.Typer(
 
 
 class MeasureOptions(OptionModel):
-    """What to measure, and for how long.
+    """What to measure, and for how long."""
 
-    Attributes:
-        model: measure the real layers of this model as well.
-        seq_len: tokens of one sequence of the layers.
-        micro_batch_size: sequences of a micro-batch of the layers.
-        budget_s: seconds for everything, start-up included.
-        out: where the profile goes; written after every part.
-        ranks: processes on this machine. Default: one a GPU, without GPUs one a core.
-        parts: some of compute,memory,layers,links,host,storage,overlap. Default: all.
-        nvme: folder on the storage to measure.
-        resume: keep the parts that the file at --out has.
-        as_json: the profile as JSON on stdout.
-    """
-
-    model: Annotated[str | None, OptionSpec(metavar="MODEL", complete=complete_models)] = None
-    seq_len: Annotated[Count, OptionSpec(needs=("model",))] = 4096
-    micro_batch_size: Annotated[Count, OptionSpec(needs=("model",))] = 1
-    budget_s: Annotated[float, OptionSpec(metavar="S")] = 120.0
-    out: Path = Path("profile.json")
-    ranks: int | None = None
-    parts: str | None = None
-    nvme: Annotated[Path | None, OptionSpec(metavar="PATH")] = None
-    resume: bool = False
-    as_json: Annotated[bool, OptionSpec(name="--json")] = False
+    model: str | None = option(
+        None, "measure the real layers of this model as well.", metavar="MODEL", complete=complete_models
+    )
+    seq_len: Count = option(4096, "tokens of one sequence of the layers.", needs=("model",))
+    micro_batch_size: Count = option(1, "sequences of a micro-batch of the layers.", needs=("model",))
+    budget_s: float = option(120.0, "seconds for everything, start-up included.", metavar="S")
+    out: Path = option(Path("profile.json"), "where the profile goes; written after every part.")
+    ranks: int | None = option(None, "processes on this machine. Default: one a GPU, without GPUs one a core.")
+    parts: str | None = option(None, "some of compute,memory,layers,links,host,storage,overlap. Default: all.")
+    nvme: Path | None = option(None, "folder on the storage to measure.", metavar="PATH")
+    resume: bool = option(False, "keep the parts that the file at --out has.")
+    as_json: bool = option(False, "the profile as JSON on stdout.", name="--json")
 
 
 def _is_rank() -> bool:

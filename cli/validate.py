@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..schema.base import OptionSpec
 from ..schema.errors import ConfigError
 from .inputs import JsonOption, ProfileOptions, read_profiled_cluster
-from .options import OptionModel, command
+from .options import OptionModel, command, option
 
 if TYPE_CHECKING:
     from ..schema import Calibration, ClusterSpec
@@ -27,17 +26,13 @@ NOT_SELECTED = "not selected by --source, --split or --part"
 
 
 class RowOptions(OptionModel):
-    """Which rows are scored.
+    """Which rows are scored."""
 
-    Attributes:
-        source: only this source_set; repeatable.
-        split: only rows of this split.
-        part: only the half that coefficients were chosen on (fit), or only the other (held-out).
-    """
-
-    source: Annotated[tuple[str, ...], OptionSpec(metavar="NAME")] = ()
-    split: Annotated[str | None, OptionSpec(metavar="NAME")] = None
-    part: Part | None = None
+    source: tuple[str, ...] = option((), "only this source_set; repeatable.", metavar="NAME")
+    split: str | None = option(None, "only rows of this split.", metavar="NAME")
+    part: Part | None = option(
+        None, "only the half that coefficients were chosen on (fit), or only the other (held-out)."
+    )
 
 
 @command()
@@ -103,14 +98,14 @@ def _select(rows: list[RunRow], selection: RowOptions, path: Path) -> list[RunRo
         ConfigError: there are none, with what there is.
     """
     sources, split, part = selection.source, selection.split, selection.part
-    for names, known, option in (
+    for names, known, flag in (
         (sources, {row.source_set for row in rows}, "--source"),
         ((split,) if split else (), {row.split for row in rows}, "--split"),
     ):
         unknown = [name for name in names if name not in known]
         if unknown:
             listed = ", ".join(sorted(name for name in known if name)) or "none"
-            raise ConfigError(f"{path} has no rows of {option} {unknown[0]}", help=f"it has: {listed}")
+            raise ConfigError(f"{path} has no rows of {flag} {unknown[0]}", help=f"it has: {listed}")
     selected = [
         row
         for row in rows

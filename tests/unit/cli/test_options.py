@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, get_origin
 import pytest
 import typer
 from meshwright.cli.main import app
-from meshwright.cli.options import CommandOptions, Mode, Option, OptionModel, command
-from meshwright.schema.base import Count, OptionSpec
-from pydantic import BaseModel, Field
+from meshwright.cli.options import CommandOptions, Mode, Option, OptionModel, command, option
+from meshwright.schema.base import Count
+from pydantic import BaseModel
 from small_jobs import small_plan
 from typer.testing import CliRunner
 
@@ -47,13 +47,13 @@ def commands(group: typer.Typer = app, words: tuple[str, ...] = ()) -> Iterator[
 COMMANDS = dict(commands())
 
 
-def typed(option: Option) -> list[str]:
-    """An option with a value that is not the default one."""
-    if option.kind is bool:
-        return [option.flag]
-    if option.choices:
-        return [option.flag, next(choice for choice in option.choices if choice != option.default)]
-    return [option.flag, "7" if option.kind in (int, float) else "x"]
+def typed(entry: Option) -> list[str]:
+    """An entry with a value that is not the default one."""
+    if entry.kind is bool:
+        return [entry.flag]
+    if entry.choices:
+        return [entry.flag, next(choice for choice in entry.choices if choice != entry.default)]
+    return [entry.flag, "7" if entry.kind in (int, float) else "x"]
 
 
 CASES = [
@@ -92,25 +92,25 @@ def test_every_command_states_its_modes() -> None:
 
 @pytest.mark.parametrize(("name", "mode", "arguments"), CASES)
 def test_option_of_another_mode_is_refused_by_name(name, mode, arguments, monkeypatch) -> None:
-    for option in COMMANDS[name].options.values():
-        if not mode.takes_option(option):
-            said = refused(name, mode, arguments, typed(option), monkeypatch)
-            assert option.flag in said
+    for entry in COMMANDS[name].options.values():
+        if not mode.takes_option(entry):
+            said = refused(name, mode, arguments, typed(entry), monkeypatch)
+            assert entry.flag in said
             assert "help: " in said
 
 
 @pytest.mark.parametrize(("name", "mode", "arguments"), CASES)
 def test_option_that_needs_another_is_refused_without_it(name, mode, arguments, monkeypatch) -> None:
-    applicable = {option.name: option for option in COMMANDS[name].options.values() if mode.takes_option(option)}
-    for option in applicable.values():
-        needed = [applicable[other].flag for other in option.spec.needs if other in applicable]
+    applicable = {entry.name: entry for entry in COMMANDS[name].options.values() if mode.takes_option(entry)}
+    for entry in applicable.values():
+        needed = [applicable[other].flag for other in entry.spec.needs if other in applicable]
         if needed:
-            said = refused(name, mode, arguments, typed(option), monkeypatch)
-            assert f"{option.flag} without {' or '.join(needed)}" in said
-        for other in (applicable[name] for name in option.spec.barred_by):
-            words = [*typed(option), *typed(other)]
+            said = refused(name, mode, arguments, typed(entry), monkeypatch)
+            assert f"{entry.flag} without {' or '.join(needed)}" in said
+        for other in (applicable[name] for name in entry.spec.barred_by):
+            words = [*typed(entry), *typed(other)]
             words += [word for need in other.spec.needs for word in typed(applicable[need])]
-            assert option.flag in refused(name, mode, arguments, words, monkeypatch)
+            assert entry.flag in refused(name, mode, arguments, words, monkeypatch)
 
 
 def test_every_option_is_read_somewhere() -> None:
@@ -124,10 +124,10 @@ def test_every_option_is_read_somewhere() -> None:
     }
     dumped = {"PlacementOptions", "SyntheticOptions", "TrainingOptions"}
     unread = [
-        f"{name}: {option.flag}"
+        f"{name}: {entry.flag}"
         for name, options in COMMANDS.items()
-        for option in options.options.values()
-        if option.name not in read and option.model.__name__ not in dumped
+        for entry in options.options.values()
+        if entry.name not in read and entry.model.__name__ not in dumped
     ]
     assert not unread
 
@@ -135,7 +135,7 @@ def test_every_option_is_read_somewhere() -> None:
 def test_every_option_has_a_help() -> None:
     for name in COMMANDS:
         text = CliRunner().invoke(app, [*name.split(), "--help"]).stdout
-        assert all(option.flag in text for option in COMMANDS[name].options.values())
+        assert all(entry.flag in text for entry in COMMANDS[name].options.values())
     helpless = [
         f"{name} {parameter.name}"
         for name, function in functions()
@@ -168,20 +168,15 @@ class Source(BaseModel):
 
 
 class Things(OptionModel):
-    """Options.
-
-    Attributes:
-        folder: where ``things`` go.
-        kind: round: or square.
-    """
+    """Options."""
 
     mirrors = Source
 
     width: int
-    folder: Annotated[Path | None, OptionSpec(metavar="FOLDER")] = None
-    kind: Literal["round", "square"] = "round"
-    sizes: Annotated[tuple[float, ...], OptionSpec(name="--size")] = ()
-    share: Annotated[float, Field(ge=0, le=1), OptionSpec(needs=("folder",))] = 0.5
+    folder: Path | None = option(None, "where ``things`` go.", metavar="FOLDER")
+    kind: Literal["round", "square"] = option("round", "round: or square.")
+    sizes: tuple[float, ...] = option((), "of things.", name="--size")
+    share: float = option(0.5, "of them.", ge=0, le=1, needs=("folder",))
 
 
 def invoke(*words: str) -> tuple[int, Any, str]:
