@@ -49,7 +49,7 @@ class DegreeGroups:
         degrees: columns [G] that all layouts of a group share.
         options: columns [O] of the others; groups with the same degrees but those of experts and exchanges share them.
         first, count: which options each group has [G], at least one.
-        constants: columns of a batch that are the same in the whole space.
+        constants: columns of a batch that are the same in the entire space.
     """
 
     degrees: Columns
@@ -63,57 +63,48 @@ class DegreeGroups:
 
     @cached_property
     def start(self) -> IntArray:
-        """Place in the space of the first layout of each group [G]."""
+        """Position in the space of the first layout of each group [G]."""
         return np.asarray(np.cumsum(self.count) - self.count)
 
-    @property
-    def num_layouts(self) -> int:
-        """Layouts of all groups."""
-        return int(self.count.sum())
-
     def members(self, groups: IntArray) -> tuple[LayoutTable, IntArray, IntArray]:
-        """All layouts of some groups, the group of each and its place in the space [M]."""
+        """Return all layouts of some groups, the group of each and its position in the space [M]."""
         count = self.count[groups]
         of_group = np.repeat(groups, count)
         within = np.arange(len(of_group)) - np.repeat(np.cumsum(count) - count, count)
-        at = self.first[of_group] + within
+        option_idx = self.first[of_group] + within
         columns = {name: column[of_group] for name, column in self.degrees.items()}
-        columns |= {name: column[at] for name, column in self.options.items()}
-        return self._batch(columns), of_group, self.start[of_group] + within
+        columns |= {name: column[option_idx] for name, column in self.options.items()}
+        return self._table(columns), of_group, self.start[of_group] + within
 
     def relaxed(self, *, schedule: int, recompute: int) -> LayoutTable:
-        """A layout of each group [G] with this schedule and recompute, nothing sharded: what its degrees alone decide is right."""
+        """Return a layout of each group [G] with this schedule and recompute, nothing sharded: right in what only degrees decide."""
         ones = np.ones(len(self), dtype=np.int64)
         chosen = {
-            "dp_replicate": self._dp,
+            "dp_replicate": self.options["dp_replicate"][self.first] * self.options["dp_shard"][self.first],
             **dict.fromkeys(("dp_shard", "gradient_shard", "optimizer_shard"), ones),
             "zero_stage": 0 * ones,
             "schedule": schedule * ones,
             "recompute": recompute * ones,
         }
-        return self._batch(self.degrees | chosen)
+        return self._table(self.degrees | chosen)
 
-    @property
-    def _dp(self) -> IntArray:
-        return self.options["dp_replicate"][self.first] * self.options["dp_shard"][self.first]
-
-    def _batch(self, columns: Columns) -> LayoutTable:
+    def _table(self, columns: Columns) -> LayoutTable:
         size = len(columns["tp"])
         arrays: dict[str, Any] = columns | {name: np.full(size, value) for name, value in self.constants.items()}
         return LayoutTable(**arrays)
 
 
-_KEY = (
-    "tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches",
-)  # fmt: skip
-"""Degrees that say what may be chosen beside them; those of experts and of exchanges and sequence parallelism do not."""
+_KEY = ("tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches")
+"""Degrees that say which options there are; those of experts and of exchanges and sequence parallelism do not."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts that satisfy every rule, given as a batch or by groups; and for each rule how many combinations it excluded.
+    """Layouts that satisfy every rule, as a table or by groups.
 
-    ``without`` has the places of layouts that are left out, increasing.
+    Attributes:
+        excluded: how many combinations each rule excluded.
+        without: positions of layouts that are left out, increasing.
     """
 
     given: LayoutTable | None
@@ -124,20 +115,18 @@ class Space:
     @cached_property
     def batch(self) -> LayoutTable:
         """All layouts."""
-        if self.given is not None:
-            places = np.arange(len(self.given))
-            return self.given if not len(self.without) else self.given.select(self.keeps(places))
-        assert self.groups is not None
-        batch, _, places = self.groups.members(np.arange(len(self.groups)))
-        return batch if not len(self.without) else batch.select(self.keeps(places))
+        table, positions = self.given, np.arange(0 if self.given is None else len(self.given))
+        if table is None:
+            assert self.groups is not None
+            table, _, positions = self.groups.members(np.arange(len(self.groups)))
+        return table if not len(self.without) else table.select(self.keeps(positions))
 
-    def keeps(self, places: IntArray) -> NDArray[np.bool_]:
-        """Whether layouts at these places are not left out."""
-        return ~np.isin(places, self.without)
+    def keeps(self, positions: IntArray) -> NDArray[np.bool_]:
+        """Return which layouts at these positions are not left out."""
+        return ~np.isin(positions, self.without)
 
     def __len__(self) -> int:
-        whole = self.groups.num_layouts if self.groups is not None else len(self.batch) + len(self.without)
-        return whole - len(self.without)
+        return len(self.batch) if self.groups is None else int(self.groups.count.sum()) - len(self.without)
 
 
 def build_space(request: PlanRequest) -> Space:
@@ -162,7 +151,7 @@ def build_space(request: PlanRequest) -> Space:
 
 
 class _Sieve:
-    """Keeps the rows that no rule excludes, as far as their columns decide it; ``excluded`` counts the others by rule."""
+    """Retains the rows that no rule excludes, as far as their columns decide it; ``excluded`` counts the others by rule."""
 
     def __init__(self, choices: Enumeration, rules: Sequence[Rule]) -> None:
         self.choices, self.rules = choices, rules
@@ -170,25 +159,25 @@ class _Sieve:
         self.undecided = set(self.excluded)
 
     def __call__(self, c: Columns) -> Columns:
-        table, keep = self.choices.table(c), np.ones(len(c["tp"]), dtype=bool)
+        table, remaining = self.choices.table(c), np.ones(len(c["tp"]), dtype=bool)
         for rule in self.rules:
-            self.choices.request.deadline.require(f"checking {len(keep)} layouts against the rules")
+            self.choices.request.deadline.require(f"checking {len(remaining)} layouts against the rules")
             if not rule.is_decided(table.known):
                 continue
-            holds = np.broadcast_to(np.asarray(rule.holds(table, self.choices.problem), dtype=bool), keep.shape)
+            holds = np.broadcast_to(np.asarray(rule.holds(table, self.choices.problem), dtype=bool), remaining.shape)
             self.undecided.discard(rule.name)
-            self.excluded[rule.name] += int(np.count_nonzero(keep & ~holds))
-            keep &= holds
-        rows = np.flatnonzero(keep)
+            self.excluded[rule.name] += int(np.count_nonzero(remaining & ~holds))
+            remaining &= holds
+        rows = np.flatnonzero(remaining)
         return {name: column[rows] for name, column in c.items()}
 
 
 def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
-    """The layouts that are left, by their degrees; None if there are none."""
+    """Return the layouts that remain, by their degrees; None if there are none."""
     degrees = choices.degrees(sieve)
     if not len(degrees["tp"]):
         return None
-    rows, like = distinct_rows([degrees[name] for name in _KEY])
+    rows, case_idx = distinct_rows([degrees[name] for name in _KEY])
     options = sieve(choices.options({name: degrees[name][rows] for name in _KEY} | {"key": np.arange(len(rows))}))
     assert not sieve.undecided, f"rules that need degrees of experts and options at once: {sieve.undecided}"
     if not len(options["key"]):
@@ -196,30 +185,30 @@ def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
     options = choices.recomputes(options)
     key = options.pop("key")
     count, order = np.bincount(key, minlength=len(rows)), np.argsort(key, kind="stable")
-    some = np.flatnonzero(count[like])
-    like = like[some]
+    has_options = np.flatnonzero(count[case_idx])
+    case_idx = case_idx[has_options]
     return DegreeGroups(
-        degrees={name: column[some] for name, column in degrees.items() if name != "dp"},
+        degrees={name: column[has_options] for name, column in degrees.items() if name != "dp"},
         options={name: column[order] for name, column in options.items() if name not in _KEY},
-        first=(np.cumsum(count) - count)[like],
-        count=count[like],
+        first=(np.cumsum(count) - count)[case_idx],
+        count=count[case_idx],
         constants={name: column[0] for name, column in choices.constants(1).items()},
     )
 
 
 def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str]]:
-    """Rules that exclude everything by themselves, or else those that exclude something, with how many combinations."""
+    """Return the rules that exclude everything by themselves, or else those that exclude something, with how many combinations."""
     table = choices.table(choices.options(choices.degrees(lambda c: c, costed=False)))
-    problem, keep = choices.problem, np.ones(len(table), dtype=bool)
+    problem, remaining = choices.problem, np.ones(len(table), dtype=bool)
     reasons, decisive = [], []
     for rule in rules:
-        holds = np.broadcast_to(np.asarray(rule.holds(table, problem), dtype=bool), keep.shape)
-        broken = np.flatnonzero(keep & ~holds)
+        holds = np.broadcast_to(np.asarray(rule.holds(table, problem), dtype=bool), remaining.shape)
+        broken = np.flatnonzero(remaining & ~holds)
         if len(broken):
             reasons.append((len(broken), rule.explain(table.row(broken[0]), problem)))
-        if len(keep) and not holds.any():  # by itself it excludes everything
-            decisive.append((len(keep), rule.explain(table.row(0), problem)))
-        keep &= holds
+        if len(remaining) and not holds.any():  # by itself it excludes everything
+            decisive.append((len(remaining), rule.explain(table.row(0), problem)))
+        remaining &= holds
     return decisive or reasons
 
 

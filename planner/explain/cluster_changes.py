@@ -1,4 +1,4 @@
-"""More of the same devices: first the rest of a node, then whole nodes on the network that joins them."""
+"""Changed clusters: more of the same devices, first the rest of a node, then nodes on their network; more memory, faster links."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ MAX_GROWTH = 256
 """Largest multiple of the cluster, or of a node of it, that is tried."""
 
 
-MAX_LEFT = 64
+MAX_SHARED_RANKS = 64
 """Ranks that share one sequence at a time (tp x cp x pp) at least, where dp takes all that the batch allows."""
+
+LARGEST_RATIO = 19.9
+"""Calibration ratios stay below 20."""
 
 
 def larger_sizes(cluster: ClusterSpec, workload: Workload) -> list[int]:
-    """Numbers of devices beyond these that the batch divides over well enough, increasing."""
+    """Return numbers of devices beyond these that the batch divides over well enough, increasing."""
     now, node = cluster.num_devices, _devices_per_node(cluster)
     if cluster.num_nodes == 1:
         counts = [*range(now + 1, node + 1), *range(2 * node, MAX_GROWTH * node + 1, node)]
     else:
         step = now // _common_nodes(cluster)
         counts = list(range(now + step, MAX_GROWTH * now + 1, step))
-    return [count for count in counts if count // math.gcd(count, workload.global_batch_size) <= MAX_LEFT]
+    return [count for count in counts if count // math.gcd(count, workload.global_batch_size) <= MAX_SHARED_RANKS]
 
 
 def grow_cluster(cluster: ClusterSpec, num_devices: int) -> ClusterSpec | None:
-    """The cluster with ``num_devices`` devices, as one of `larger_sizes`; None where its link domains do not divide them."""
+    """Return the cluster with ``num_devices`` devices, as one of `larger_sizes`; None where its link domains do not divide them."""
     groups = _grown_groups(cluster, num_devices)
     per_node = groups[0].devices_per_node
     if cluster.num_nodes == 1:
@@ -48,7 +51,6 @@ def grow_cluster(cluster: ClusterSpec, num_devices: int) -> ClusterSpec | None:
 
 
 def _grown_groups(cluster: ClusterSpec, num_devices: int) -> tuple[NodeGroup, ...]:
-    """One node fills up and is then repeated; of several groups each has as many times as many nodes."""
     if cluster.num_nodes == 1:
         per_node = min(num_devices, _devices_per_node(cluster))
         return (cluster.groups[0].replace(num_nodes=num_devices // per_node, devices_per_node=per_node),)
@@ -62,7 +64,7 @@ def _common_nodes(cluster: ClusterSpec) -> int:
 
 
 def _devices_per_node(cluster: ClusterSpec) -> int:
-    """Devices of a full node: what the catalogue says of the device, or as many as there are."""
+    """Return the devices of a full node: what the catalogue says of the device, or as many as there are."""
     group = cluster.groups[0]
     try:
         entry = find_device(group.device.name)[1]
@@ -72,7 +74,7 @@ def _devices_per_node(cluster: ClusterSpec) -> int:
 
 
 def _network(cluster: ClusterSpec) -> Link:
-    """What joins further nodes: the network that there is, else the usual one of the device, else the only link known."""
+    """Return what joins more nodes: the network that there is, else the usual one of the device, else the only link known."""
     link = cluster.levels[-1].link
     if link.kind == "scale-out":
         return link
@@ -83,7 +85,7 @@ def _network(cluster: ClusterSpec) -> Link:
 
 
 def with_memory(cluster: ClusterSpec, more_bytes: int) -> ClusterSpec:
-    """Every device with ``more_bytes`` more."""
+    """Return the cluster whose devices have ``more_bytes`` more each."""
     groups = tuple(
         group.replace(device=group.device.replace(memory_bytes=group.device.memory_bytes + more_bytes))
         for group in cluster.groups
@@ -92,14 +94,14 @@ def with_memory(cluster: ClusterSpec, more_bytes: int) -> ClusterSpec:
 
 
 def with_ratios(cluster: ClusterSpec, **ratios: float) -> ClusterSpec:
-    """Rates of the calibration times ``ratios``, as far as they may go."""
+    """Multiply rates of the calibration by ``ratios``, as far as they may go."""
     old = cluster.calibration
     changed = {name: min(LARGEST_RATIO, ratio * getattr(old, name)) for name, ratio in ratios.items()}
     return cluster.replace(calibration=old.replace(**changed))
 
 
 def with_bandwidth(cluster: ClusterSpec, level_idx: int, more_bytes_per_s: float) -> ClusterSpec:
-    """One link level with a higher line rate; what was measured on it beyond its latency takes less by the same ratio.
+    """Raise the line rate of one link level; what was measured on it beyond its latency takes less by the same ratio.
 
     Measured bandwidth between nodes grows by this ratio too, if the level is the one that joins them all.
     """
@@ -115,23 +117,22 @@ def with_bandwidth(cluster: ClusterSpec, level_idx: int, more_bytes_per_s: float
 
 
 def twice_as_fast(cluster: ClusterSpec, level_idx: int) -> ClusterSpec:
-    """One link level with twice its line rate."""
+    """Double the line rate of one link level."""
     return with_bandwidth(cluster, level_idx, cluster.levels[level_idx].link.bandwidth_bytes_per_s)
 
 
 def _with_link(cluster: ClusterSpec, level_idx: int, link: Link) -> ClusterSpec:
-    """One link replaced, in the groups of a mixed cluster that have it too."""
     old = cluster.levels[level_idx].link
     levels = tuple(level.replace(link=link) if i == level_idx else level for i, level in enumerate(cluster.levels))
     groups = tuple(
-        group.replace(levels=tuple(own.replace(link=link) if own.link == old else own for own in group.levels))
+        group.replace(levels=tuple(level.replace(link=link) if level.link == old else level for level in group.levels))
         for group in cluster.groups
     )
     return cluster.replace(levels=levels, groups=groups)
 
 
 def _faster_points(points: Sequence[CollectivePoint], ratio: float) -> tuple[CollectivePoint, ...]:
-    """The smallest message of each operation and group is latency; what is beyond it shrinks by ``ratio``."""
+    """Shrink by ``ratio`` what is beyond the latency, which the smallest message of each operation and group takes."""
     latency: dict[tuple[str, int], float] = {}
     for point in points:
         key = (point.op, point.group_size)
@@ -141,7 +142,3 @@ def _faster_points(points: Sequence[CollectivePoint], ratio: float) -> tuple[Col
         point.replace(time_s=floor + (point.time_s - floor) / ratio)
         for point, floor in zip(points, floors, strict=True)
     )
-
-
-LARGEST_RATIO = 19.9
-"""Calibration ratios stay below 20."""

@@ -1,7 +1,4 @@
-"""What `explain` answers with; the JSON form of `meshwright explain --json` is `Explanation`.
-
-Two layouts of one request, line by line.
-"""
+"""What `explain` answers with, the JSON form of `meshwright explain --json`, and two layouts of one request line by line."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ Resource = Literal[
     "memory", "unlimited_memory", "link", "compute", "elementwise", "host", "host_memory", "host_link", "host_update"
 ]
 """What may be more: the last three of plans with an offload schedule."""
+
+_HOST_TERMS = ("host_bytes", "storage_bytes", "to_host_bytes", "to_device_bytes")
 
 
 class Binding(Frozen):
@@ -159,33 +158,33 @@ class Explanation(Frozen):
 def compare(
     plan: Plan, layout: Layout, other: Estimate, *, reason: str = "", schedule: OffloadSchedule | None = None
 ) -> Comparison:
-    """Every part of the step and of the fullest device's memory that the plan or the other layout has, and what their offload
-    schedules hold and move; ``schedule`` is the other's.
+    """Compare every term of the step and of the fullest device's memory, and what offload schedules hold and move.
+
+    Args:
+        layout, other, schedule: the other layout with its estimate and its offload schedule.
     """
-    mine = plan.estimate
+    planned = plan.estimate
     here, there = plan.layout.model_dump(), layout.model_dump()
+    hosts = [
+        {name: 0 if each is None else getattr(each, name) for name in _HOST_TERMS} for each in (plan.offload, schedule)
+    ]
     return Comparison(
         layout=layout,
         fits=other.fits,
         step_time_s=other.step_time_s,
         required_bytes=other.required_bytes,
-        slower_fraction=other.step_time_s / mine.step_time_s - 1,
+        slower_fraction=other.step_time_s / planned.step_time_s - 1,
         fields=tuple((name, str(here[name]), str(there[name])) for name in here if here[name] != there[name]),
-        time_s=_lines(mine.breakdown_s.model_dump(), other.breakdown_s.model_dump()),
-        memory_bytes=_lines(mine.memory_bytes.model_dump(), other.memory_bytes.model_dump()),
-        host_bytes=_lines(_of_host(plan.offload), _of_host(schedule)),
+        time_s=_lines(planned.breakdown_s.model_dump(), other.breakdown_s.model_dump()),
+        memory_bytes=_lines(planned.memory_bytes.model_dump(), other.memory_bytes.model_dump()),
+        host_bytes=_lines(*hosts),
         reason=reason,
     )
-
-
-def _of_host(schedule: OffloadSchedule | None) -> dict[str, int]:
-    names = ("host_bytes", "storage_bytes", "to_host_bytes", "to_device_bytes")
-    return {name: 0 if schedule is None else getattr(schedule, name) for name in names}
 
 
 _Number = TypeVar("_Number", int, float)
 
 
-def _lines(mine: dict[str, _Number], other: dict[str, _Number]) -> dict[str, tuple[_Number, _Number, _Number]]:
-    """(plan, other, other - plan) of each part that is not zero in both."""
-    return {name: (mine[name], other[name], other[name] - mine[name]) for name in mine if mine[name] or other[name]}
+def _lines(planned: dict[str, _Number], other: dict[str, _Number]) -> dict[str, tuple[_Number, _Number, _Number]]:
+    """Return (plan, other, other - plan) of each term that is not zero in both."""
+    return {name: (value, other[name], other[name] - value) for name, value in planned.items() if value or other[name]}
