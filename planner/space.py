@@ -77,7 +77,7 @@ class DegreeGroups:
         return self._table(columns), of_group, self.start[of_group] + within
 
     def relaxed(self, *, schedule: int, recompute: int) -> LayoutTable:
-        """Return a layout of each group [G] with this schedule and recompute, nothing sharded: right in what only degrees decide."""
+        """Return a layout of each group [G] with this schedule and recompute, nothing sharded: its degrees are right."""
         ones = np.ones(len(self), dtype=np.int64)
         chosen = {
             "dp_replicate": self.options["dp_replicate"][self.first] * self.options["dp_shard"][self.first],
