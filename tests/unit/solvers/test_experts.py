@@ -177,6 +177,12 @@ def test_known_workloads_share_one_placement_better_than_their_sum() -> None:
     assert placement.balance[0] == pytest.approx(1.0)
 
 
+def test_weighted_bound_is_the_share_of_the_largest_expert() -> None:
+    placement = place_experts(np.array([[9.0, 1.0, 1.0, 1.0]]), num_gpus=2, num_slots=4, split="weighted")
+    assert placement.lower_bound[0] == pytest.approx(9 / 6)
+    assert placement.balance[0] == pytest.approx(10 / 6)
+
+
 def test_weighted_shares_reach_the_mean_where_uniform_ones_do_not() -> None:
     load = np.array([[5.0, 3.0, 1.0]])
     uniform = place_experts(load, num_gpus=2, num_slots=4)
