@@ -3,10 +3,11 @@
     python benchmarks/mutants.py [--tier short|all] [--narrow] [--only WORD ...] [--tests PATH ...] [--list] [--out FILE]
 
 mutants.toml lists the faults, each an exact text, what it becomes, what that breaks, and the tests most likely to notice. A
-text that is not in its file exactly once is an error: the fault is not there, so nothing was judged. Of each mutant run its own
-tests in their order ("golden" among them: the quick golden answers), then all golden answers (but of the runtime, which they do not
-reach), and then, unless --narrow, the complete tier; the first test that fails ends it. A run of more than --limit-s ends it too,
-as caught: a test that hangs is noticed. Outcomes go to mutants.json, where those of other mutants stay.
+text that is not exactly once in its file, or else in its folder, is an error: the fault is not there, so nothing was judged.
+Of each mutant run its own tests in their order ("golden" among them: the quick golden answers), then all golden answers (but
+of the runtime, which they do not reach), and then, unless --narrow, the complete tier; the first test that fails ends it. A
+run of more than --limit-s ends it too, as caught: a test that hangs is noticed. Outcomes go to mutants.json, where those of
+other mutants stay.
 
 The tests must pass without a fault: --baseline runs all tests that mutants name, once, on the copy as it is.
 """
@@ -62,7 +63,7 @@ class Outcome(NamedTuple):
 
 
 class MissingTextError(Exception):
-    """A mutant whose text is not in its file exactly once, or whose tests do not exist."""
+    """A mutant whose text is not there exactly once, or whose tests cannot run."""
 
 
 def read_mutants() -> list[Mutant]:
@@ -73,15 +74,32 @@ def read_mutants() -> list[Mutant]:
     return mutants
 
 
+def file_of(mutant: Mutant, root: Path) -> Path:
+    """Return the file that holds a mutant's text: the named one, or the only one of its folder where the text has moved.
+
+    Raises:
+        MissingTextError: no file or several hold it, or one does several times.
+    """
+    named = root / mutant.file
+    if named.exists() and named.read_text().count(mutant.old) == 1:
+        return named
+    counts = {
+        path: path.read_text().count(mutant.old) for path in (root / named.relative_to(root).parts[0]).rglob("*.py")
+    }
+    if sum(counts.values()) != 1:
+        raise MissingTextError(
+            f"{mutant.name}: its text is in {sum(counts.values())} places, not one; last in {mutant.file}"
+        )
+    return next(path for path, count in counts.items() if count)
+
+
 def problems(mutants: Sequence[Mutant], root: Path = ROOT) -> Iterator[str]:
     """Yield what is wrong with the list against a tree."""
     for mutant in mutants:
-        path = root / mutant.file
-        count = path.read_text().count(mutant.old) if path.exists() else 0
-        if not path.exists():
-            yield f"{mutant.name}: no file {mutant.file}"
-        elif count != 1:
-            yield f"{mutant.name}: its text is in {mutant.file} {count} times, not once"
+        try:
+            file_of(mutant, root)
+        except MissingTextError as error:
+            yield str(error)
         if mutant.old == mutant.new:
             yield f"{mutant.name}: changes nothing"
         for test in mutant.tests:
@@ -146,7 +164,7 @@ def steps(mutant: Mutant, options: argparse.Namespace) -> Iterator[tuple[str, tu
 
 def judge(mutant: Mutant, tree: Path, env: dict[str, str], options: argparse.Namespace) -> Outcome:
     """Apply a mutant to the copy, run its steps up to the first failure, and take it back."""
-    path, start = tree / mutant.file, time.perf_counter()
+    path, start = file_of(mutant, tree), time.perf_counter()
     text = path.read_text()
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
@@ -203,7 +221,7 @@ def main() -> int:
             word = "caught" if outcome.caught else "survived"
             print(f"{word:9}{outcome.seconds:6.0f} s  {mutant.name}  {outcome.by}", flush=True)
             outcomes[mutant.name] = {
-                "file": mutant.file,
+                "file": str(file_of(mutant, ROOT).relative_to(ROOT)),
                 "breaks": mutant.breaks,
                 "outcome": word,
                 "by": outcome.by,
