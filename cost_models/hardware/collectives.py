@@ -64,18 +64,14 @@ from ...schema.profile import CollectivePoint
 LL_STEP_RATIO = 0.2
 """Ring step of NCCL's LL protocol over that of Simple between nodes: 2.7 of 14 us (NVIDIA/nccl src/graph/tuning.cc)."""
 
-
 IN_NODE_RING_STEP_S = 3.4e-6
 """One step between devices of a node of a Simple ring that spans nodes (NVIDIA/nccl src/graph/tuning.cc, NVLink)."""
-
 
 LL_BANDWIDTH_RATIO = 0.1
 """Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL at 45 of 400 GB/s on two Hopper nodes (tuning.cc)."""
 
-
 _SECONDS = tuple[FloatArray, FloatArray]
 """Latency and transfer."""
-
 
 Pattern = Literal["ring", "chain", "all"]
 
@@ -245,14 +241,11 @@ def _calibrated(level: LinkLevel, cluster: ClusterSpec) -> float:
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
-
 KNOT_STEP = 2.0
 """Distance of the residual's knots in log2 of the seconds at line rate: a factor of four."""
 
-
 _LOG2_GRID = np.arange(-34.0, 4.01, 0.5)
 """Where curves are tabulated; they continue in proportion to x beyond it."""
-
 
 MIN_X = 2.0 ** float(_LOG2_GRID[0])
 

@@ -290,7 +290,6 @@ USABLE_HOST_MEMORY = 0.94
 """Of a host's memory: published runs fill 94 to 96 % of it with states (SuperOffload, 25e9 parameters in 480 GB; MegaTrain, 120e9
 in 1.5 TB)."""
 
-
 _STACKED_MEMORY_BYTES_PER_S = 1.2e12
 """Slowest stacked memory of the catalogue's devices that were measured; the fastest GDDR is below it."""
 
@@ -349,7 +348,6 @@ def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArr
 
 _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 """Fused update: read parameter, gradient and states, write parameter and states, fp32."""
-
 
 _CLIP_BYTES = 12.0
 """Gradient clipping: read for the norm; read and write for the scale."""

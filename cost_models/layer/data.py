@@ -25,7 +25,6 @@ of two reads and a write, and the decay (runtime/training/zeroth_order.py)."""
 DIRECTION_ELEMENTS = 4
 """Elements written of one parameter's direction, drawn unsharded by every rank for each of the four."""
 
-
 _NEWTON_SCHULZ_FLOPS = 25.0
 """FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
 

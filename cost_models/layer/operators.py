@@ -20,14 +20,7 @@ import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
-from ...schema.engine_facts import (
-    FUSED_GATED,
-    FUSED_NORM,
-    FUSED_ROTARY,
-    TORCH_KERNELS,
-    EngineKernels,
-    KernelTraffic,
-)
+from ...schema.engine_facts import FUSED_GATED, FUSED_NORM, FUSED_ROTARY, TORCH_KERNELS, EngineKernels, KernelTraffic
 from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention, Traced
 from ...schema.layout_table import LayoutTable
 from ..coefficients import Scenario

@@ -32,14 +32,11 @@ from .trees import ResidualModel
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 
-
 _TILE = 128
-
 
 _CACHED_COST = (
     0.1  # of a byte from cache over one from memory; with _CACHE_PARTS the value that carries best to unseen devices
 )
-
 
 _CACHE_PARTS = 3.0
 """Operands up to a third of the cache stay in it [fitted on families left out: python -m meshwright.fitting gemm DATA --score]."""
@@ -184,12 +181,7 @@ def predict(
 
 
 def roofline_terms_s(
-    m: FloatArray,
-    n: FloatArray,
-    k: FloatArray,
-    fit: GemmCoefficients,
-    hardware: GemmDevice,
-    element_bytes: float = 2.0,
+    m: FloatArray, n: FloatArray, k: FloatArray, fit: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of arithmetic (c) and of traffic (b) [N]."""
     waves = m * n / (_TILE * _TILE * hardware.num_processors)
@@ -200,12 +192,7 @@ def roofline_terms_s(
 
 
 def roofline_s(
-    m: FloatArray,
-    n: FloatArray,
-    k: FloatArray,
-    fit: GemmCoefficients,
-    hardware: GemmDevice,
-    element_bytes: float = 2.0,
+    m: FloatArray, n: FloatArray, k: FloatArray, fit: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
 ) -> FloatArray:
     """Return t0 + (c^p + b^p)^(1/p) [N]."""
     compute, traffic = roofline_terms_s(m, n, k, fit, hardware, element_bytes)

@@ -216,7 +216,6 @@ def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model
 
 IntArray = NDArray[np.int64]
 
-
 MAX_CHUNKS = 8
 """Chunks at which chains enter, leave and return."""
 

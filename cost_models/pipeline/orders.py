@@ -328,9 +328,7 @@ def order_of_schedule(name: str, num_ranks: int, num_microbatches: int, num_mode
 
 _TORCH_LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 
-
 _KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in _TORCH_LETTERS.items()}
-
 
 _TORCH_CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 

@@ -24,7 +24,6 @@ from .simulation import Order
 
 FloatArray = NDArray[np.float64]
 
-
 _SAME = 1e-11
 """Differences within this of the step are equal: they are sums of the same numbers in different order."""
 
@@ -123,9 +122,7 @@ class Program:
 Row = NDArray[np.int64]
 """The passes of one rank [3, n]: index of F, B, W or BW, stage, micro-batch."""
 
-
 _F, _B, _W, _BW = range(4)
-
 
 _KINDS = {"F": _F, "B": _B, "W": _W, "BW": _BW}
 

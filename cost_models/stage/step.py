@@ -189,11 +189,7 @@ def pass_seconds(
 
 
 def _time_breakdown(
-    shape: PipelineShape,
-    passes: StagePasses,
-    ranks: IntArray,
-    transfer_s: FloatArray,
-    once_s: tuple[float, float],
+    shape: PipelineShape, passes: StagePasses, ranks: IntArray, transfer_s: FloatArray, once_s: tuple[float, float]
 ) -> TimeBreakdown:
     """Return the time terms of a step.
 

@@ -17,12 +17,7 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ..coefficients import Coefficients, Scenario
 from ..hardware.collectives import collective_s
 from ..hardware.machine import device_rates
-from ..layer.data import (
-    copied_bytes_per_param,
-    exposed_collectives_s,
-    num_passes,
-    update_s,
-)
+from ..layer.data import copied_bytes_per_param, exposed_collectives_s, num_passes, update_s
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
 from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import transfer_s
