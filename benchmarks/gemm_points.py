@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from meshwright.cost_models.learned import calibration, gemm
+from meshwright.cost_models.learned import calibration, kernels
 from meshwright.cost_models.learned.calibration import NUM_CANDIDATES, most_informative_shapes
-from meshwright.cost_models.learned.gemm import Covariance, GemmRates
+from meshwright.cost_models.learned.kernels import Covariance, GemmRates
 from meshwright.cost_models.learned.trees import ResidualModel
 from meshwright.fitting import gemm as gemm_fit
 
@@ -56,7 +56,7 @@ def point_errors(
                 points, others = part.iloc[chosen], part.iloc[np.setdiff1d(scored, chosen)]
                 fields = *gemm_fit.sizes_of(points), points.seconds.to_numpy()
                 rates = calibration.calibrate(*fields, prior, residual=residual, kernel=kernel)
-                predicted = gemm.predict(*gemm_fit.sizes_of(others), rates, residual=residual)
+                predicted = kernels.predict(*gemm_fit.sizes_of(others), rates, residual=residual)
                 error = np.abs(predicted / others.seconds.to_numpy() - 1)
                 yield choice, number, (float(error.mean()), float(np.median(error)))
 

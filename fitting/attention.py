@@ -17,7 +17,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
-from ..cost_models.learned.attention import (
+from ..cost_models.learned.kernels import (
     PROCESSORS,
     TERMS,
     AttentionDevice,

@@ -26,8 +26,8 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 
 from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.hardware.machine import gemm_device
-from ..cost_models.learned import calibration, gemm
-from ..cost_models.learned.gemm import FEATURES, Covariance, GemmCoefficients, GemmRates, covariance_of
+from ..cost_models.learned import calibration, kernels
+from ..cost_models.learned.kernels import FEATURES, Covariance, GemmCoefficients, GemmRates, covariance_of
 from ..cost_models.learned.trees import ResidualModel
 from ..schema.arrays import FloatArray
 from ..schema.catalogue import find_device
@@ -131,7 +131,7 @@ def fit_roofline(rows: pd.DataFrame, rates: GemmRates) -> GemmCoefficients:
 
     def misfit(z: FloatArray) -> FloatArray:
         coefficients = GemmCoefficients(*np.exp(z))
-        error = np.log(gemm.roofline_s(*sizes, coefficients, rates.hardware, rates.element_bytes) / seconds)
+        error = np.log(kernels.roofline_s(*sizes, coefficients, rates.hardware, rates.element_bytes) / seconds)
         return np.concatenate([calibration.soften_outliers(error * weight, 0.1), (z - prior) / _LOOSE])
 
     return GemmCoefficients(*(float(value) for value in np.exp(calibration.least_squares(misfit, prior))))
@@ -151,11 +151,11 @@ def design(rows: pd.DataFrame, rooflines: Rooflines) -> tuple[list[str], FloatAr
     for build, idx in rows.groupby(["device", "software"]).indices.items():
         sizes, coefficients = sizes_of(rows.iloc[idx]), rooflines[build]
         _, sheet, software, element_bytes, *_ = device_rates(*build)
-        columns = gemm.features(*sizes, coefficients, sheet, element_bytes=element_bytes, software=software)
+        columns = kernels.features(*sizes, coefficients, sheet, element_bytes=element_bytes, software=software)
         names = list(columns)
         x = np.zeros((len(rows), len(names))) if x is None else x
         x[idx] = np.stack(list(columns.values()), axis=1)
-        roofline[idx] = gemm.roofline_s(*sizes, coefficients, sheet, element_bytes)
+        roofline[idx] = kernels.roofline_s(*sizes, coefficients, sheet, element_bytes)
     assert x is not None
     return names, x, roofline
 
@@ -283,7 +283,7 @@ def _prior(rooflines: Rooflines, software: str) -> GemmCoefficients:
 
 def _error(part: pd.DataFrame, residual: ResidualModel, prior: GemmRates) -> float:
     rows = part.iloc[np.random.default_rng(9).permutation(len(part))[:4000]]
-    predicted = gemm.predict(*sizes_of(rows), prior, residual=residual)
+    predicted = kernels.predict(*sizes_of(rows), prior, residual=residual)
     return float(np.mean(np.abs(predicted / rows.seconds.to_numpy() - 1)))
 
 
@@ -342,9 +342,9 @@ def family_samples(rows: pd.DataFrame, left_out: Sequence[str], family: str) -> 
         points = *sizes_of(first), first.seconds.to_numpy()
         fitted = calibration.calibrate(*points, rates, residual=residual, kernel=_kernel(_KERNEL_START)).coefficients
         sizes, sheet, element_bytes = sizes_of(rest), rates.hardware, rates.element_bytes
-        columns = gemm.features(*sizes, fitted, sheet, element_bytes=element_bytes, software=rates.software)
+        columns = kernels.features(*sizes, fitted, sheet, element_bytes=element_bytes, software=rates.software)
         learned = residual.log_residual(columns)
-        roofline = gemm.roofline_s(*sizes, fitted, sheet, element_bytes)
+        roofline = kernels.roofline_s(*sizes, fitted, sheet, element_bytes)
         unexplained = np.log(rest.seconds.to_numpy() / roofline) - learned
         samples.append(Sample(family, np.stack([columns[name] for name in FEATURES], axis=1), learned, unexplained))
     return samples

@@ -29,7 +29,7 @@ from meshwright.cost_models.hardware.overlap import STREAMS, Fabric, interferenc
 from meshwright.cost_models.layer.layer import within_layer_cost
 from meshwright.cost_models.layer.operators import CostInputs
 from meshwright.cost_models.learned.calibration import calibrate
-from meshwright.cost_models.learned.gemm import predict
+from meshwright.cost_models.learned.kernels import predict
 from meshwright.profilers.profiled_cluster import cluster_from_profile
 from meshwright.schema import ClusterSpec, Layout, Profile, Workload
 from meshwright.schema.devices import Device

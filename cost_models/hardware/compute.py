@@ -11,8 +11,7 @@ import numpy as np
 
 from ...schema.arrays import FloatArray, IntArray
 from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
-from ..learned.attention import AttentionShape, attention_seconds
-from ..learned.gemm import Pass, gemm_seconds
+from ..learned.kernels import AttentionShape, Pass, attention_seconds, gemm_seconds
 from .machine import DeviceRates, GroupedGemm
 
 TENSOR_CORE_ALIGNMENT_BYTES = 16

@@ -31,9 +31,17 @@ from ...schema.profile import MatmulPoint
 from ...schema.task import Precision
 from .. import measured
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
-from ..learned.attention import PROCESSORS, AttentionDevice, kernel_name
 from ..learned.calibration import corrected_by
-from ..learned.gemm import GemmDevice, GemmRates, is_known, known_coefficients, known_devices
+from ..learned.kernels import (
+    PROCESSORS,
+    AttentionDevice,
+    GemmDevice,
+    GemmRates,
+    is_known,
+    kernel_name,
+    known_coefficients,
+    known_devices,
+)
 from .overlap import STREAMS, Fabric, interference
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...schema.arrays import FloatArray
 from ...schema.profile import MatmulPoint
-from .gemm import (
+from .kernels import (
     SHIPPED_COVARIANCE,
     Covariance,
     GemmCoefficients,

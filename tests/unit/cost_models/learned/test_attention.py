@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.learned.attention import (
+from meshwright.cost_models.learned.kernels import (
     PROCESSORS,
     AttentionDevice,
     AttentionShape,

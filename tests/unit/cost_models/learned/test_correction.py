@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.hardware.machine import gemm_rates
-from meshwright.cost_models.learned import calibration, gemm
+from meshwright.cost_models.learned import calibration, kernels
 from meshwright.cost_models.learned.calibration import most_informative_shapes
-from meshwright.cost_models.learned.gemm import FEATURES, SHIPPED_COVARIANCE, Covariance, correction_through, covariance
+from meshwright.cost_models.learned.kernels import (
+    FEATURES,
+    SHIPPED_COVARIANCE,
+    Covariance,
+    correction_through,
+    covariance,
+)
 from meshwright.schema.catalogue import find_device
 from meshwright.schema.cluster_files import catalogue_device
 
@@ -82,6 +88,7 @@ def test_chosen_points_of_a_device_improve_its_other_products():
     chosen = most_informative_shapes(m[:600], n[:600], k[:600], unknown, 60)
     known = calibration.calibrate(m[chosen], n[chosen], k[chosen], seconds[chosen], unknown)
     before, after = (
-        np.abs(gemm.predict(m[600:], n[600:], k[600:], rates) / seconds[600:] - 1).mean() for rates in (unknown, known)
+        np.abs(kernels.predict(m[600:], n[600:], k[600:], rates) / seconds[600:] - 1).mean()
+        for rates in (unknown, known)
     )
     assert after < 0.75 * before

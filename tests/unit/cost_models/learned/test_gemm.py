@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cost_models.hardware.machine import gemm_rates, is_measured
-from meshwright.cost_models.learned import calibration, gemm
+from meshwright.cost_models.learned import calibration, kernels
 from meshwright.schema.catalogue import find_device
 from meshwright.schema.cluster_files import catalogue_device
 from meshwright.schema.profile import MatmulPoint
@@ -28,7 +28,7 @@ def _square(size):
 @pytest.mark.parametrize("name", KNOWN + UNMEASURED)
 def test_efficiency_stays_below_the_peak_and_grows_with_size(name):
     rates, sizes = _rates(name), np.array([64.0, 512, 4096, 16384])
-    seconds = gemm.gemm_seconds(*_square(sizes), rates)
+    seconds = kernels.gemm_seconds(*_square(sizes), rates)
     efficiency = 2 * sizes**3 / seconds / rates.hardware.peak_flops_per_s
     assert np.all(efficiency < 1)
     assert np.all(np.diff(efficiency[:3]) > 0)
@@ -43,7 +43,7 @@ def test_twice_the_work_never_takes_less_time(name, axis):
     doubled = sizes.copy()
     doubled[:, axis] *= 2
     rates = _rates(name)
-    ratio = gemm.gemm_seconds(*doubled.T, rates) / gemm.gemm_seconds(*sizes.T, rates)
+    ratio = kernels.gemm_seconds(*doubled.T, rates) / kernels.gemm_seconds(*sizes.T, rates)
     assert ratio.min() > 0.9
     assert np.median(ratio) > 1.5
 
@@ -52,22 +52,24 @@ def test_equal_shapes_are_evaluated_once_and_keep_their_places():
     rates = _rates("H100")
     random = np.random.default_rng(0)
     m, n, k = (random.choice([256.0, 1024.0, 4096.0], 500) for _ in range(3))
-    alone = np.array([gemm.predict(*(np.array([size]) for size in row), rates)[0] for row in zip(m, n, k, strict=True)])
-    assert np.allclose(gemm.gemm_seconds(m, n, k, rates), alone, rtol=1e-12)
-    assert gemm.gemm_seconds(m.reshape(20, 25), n.reshape(20, 25), k.reshape(20, 25), rates).shape == (20, 25)
+    alone = np.array(
+        [kernels.predict(*(np.array([size]) for size in row), rates)[0] for row in zip(m, n, k, strict=True)]
+    )
+    assert np.allclose(kernels.gemm_seconds(m, n, k, rates), alone, rtol=1e-12)
+    assert kernels.gemm_seconds(m.reshape(20, 25), n.reshape(20, 25), k.reshape(20, 25), rates).shape == (20, 25)
 
 
 def test_gradients_are_products_of_the_same_three_sizes():
     rates, m, n, k = _rates("A100"), np.array([4096.0]), np.array([1536.0]), np.array([5120.0])
-    backward = gemm.gemm_seconds(m, n, k, rates, which="input_gradient")
-    assert backward == gemm.gemm_seconds(m, k, n, rates)
-    ratio = gemm.model().provenance["weight_gradient_ratio"]
+    backward = kernels.gemm_seconds(m, n, k, rates, which="input_gradient")
+    assert backward == kernels.gemm_seconds(m, k, n, rates)
+    ratio = kernels.model().provenance["weight_gradient_ratio"]
     assert 1.02 < ratio < 1.08
-    assert gemm.gemm_seconds(m, n, k, rates, which="weight_gradient") == ratio * gemm.gemm_seconds(k, n, m, rates)
+    assert kernels.gemm_seconds(m, n, k, rates, which="weight_gradient") == ratio * kernels.gemm_seconds(k, n, m, rates)
 
 
 def test_a_device_of_which_only_the_data_sheet_is_known_is_less_certain():
-    errors = gemm.model().provenance["relative_error"]
+    errors = kernels.model().provenance["relative_error"]
     assert 0.03 < errors["devices"] < errors["architectures"] < errors["unknown"] < 0.5
     assert is_measured(catalogue_device(*find_device("H100")))
     assert not is_measured(catalogue_device(*find_device("H20")))
@@ -85,13 +87,13 @@ def test_no_shape_is_slower_at_higher_rates(architecture: str, precision: Precis
         device = sheet.replace(
             peak_flops_per_s=sheet.peak_flops_per_s.replace(**peaks), memory_bandwidth_bytes_per_s=traffic
         )
-        seconds = gemm.predict(m, n, k, gemm_rates(device, precision))
+        seconds = kernels.predict(m, n, k, gemm_rates(device, precision))
         assert np.all(seconds <= last)
         last = seconds
 
 
 def test_fp8_products_are_faster_than_bf16_by_less_than_the_peaks():
-    ratio = gemm.gemm_seconds(*_square([8192.0]), _rates("H100", "bf16-mixed")) / gemm.gemm_seconds(
+    ratio = kernels.gemm_seconds(*_square([8192.0]), _rates("H100", "bf16-mixed")) / kernels.gemm_seconds(
         *_square([8192.0]), _rates("H100", "fp8")
     )
     assert 1.1 < ratio[0] < 2.0
@@ -102,12 +104,12 @@ def test_calibration_follows_measured_points():
     rates = _rates("V100")._replace(sustained_ratio=1.0)  # points are short benchmarks
     random = np.random.default_rng(0)
     m, n, k = 2 ** random.uniform(7, 14, (3, 400))
-    truth = gemm.predict(m, n, k, rates._replace(coefficients=rates.coefficients._replace(compute_efficiency=0.35)))
+    truth = kernels.predict(m, n, k, rates._replace(coefficients=rates.coefficients._replace(compute_efficiency=0.35)))
     truth = truth * np.exp(0.03 * random.standard_normal(400))
     errors = []
     for number in (0, 10, 100):
         fitted = calibration.calibrate(m[:number], n[:number], k[:number], truth[:number], rates)
-        errors.append(np.mean(np.abs(gemm.predict(m[100:], n[100:], k[100:], fitted) / truth[100:] - 1)))
+        errors.append(np.mean(np.abs(kernels.predict(m[100:], n[100:], k[100:], fitted) / truth[100:] - 1)))
     assert errors[0] > 0.2
     assert errors[1] < 0.5 * errors[0]
     assert errors[2] < 0.06
@@ -121,21 +123,25 @@ def test_a_profile_is_the_models_own_data_for_its_device():
     shapes = [tuple(int(size) for size in 2 ** random.integers(7, 14, 3)) for _ in range(60)]
     points = tuple(
         MatmulPoint(
-            dtype="bf16", m=m, n=n, k=k, time_s=1.5 * gemm.predict(*(np.array([float(x)]) for x in (m, n, k)), rates)[0]
+            dtype="bf16",
+            m=m,
+            n=n,
+            k=k,
+            time_s=1.5 * kernels.predict(*(np.array([float(x)]) for x in (m, n, k)), rates)[0],
         )
         for m, n, k in shapes
     )
     own = gemm_rates(device, "bf16-mixed", 1.0, points)
     size = _square([3072.0])
     short = own._replace(sustained_ratio=1.0)
-    assert gemm.predict(*size, short)[0] == pytest.approx(1.5 * gemm.predict(*size, rates)[0], rel=0.1)
+    assert kernels.predict(*size, short)[0] == pytest.approx(1.5 * kernels.predict(*size, rates)[0], rel=0.1)
     assert own is not rates
     assert gemm_rates(device, "bf16-mixed", 1.0, points).correction is own.correction  # found once for a profile
     assert gemm_rates(device, "fp32", 1.0, points) == _rates("H100", "fp32")
 
 
 def test_artefact_says_where_it_comes_from():
-    provenance = gemm.model().provenance
+    provenance = kernels.model().provenance
     assert provenance["rows"] > 100_000
     assert {"sources", "date", "command", "scikit_learn", "scores", "relative_error"} <= set(provenance)
 
@@ -149,5 +155,5 @@ def test_measured_products_are_met():
     for device, part in rows.groupby("device"):
         rates = _rates(device)._replace(sustained_ratio=1.0)
         sizes = (part[name].to_numpy() for name in "mnk")
-        error = np.abs(gemm.predict(*sizes, rates) / part.seconds.to_numpy() - 1)
+        error = np.abs(kernels.predict(*sizes, rates) / part.seconds.to_numpy() - 1)
         assert error.mean() < 0.10, device

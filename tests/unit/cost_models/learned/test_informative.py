@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.learned.calibration import candidate_shapes, greedy_choice, most_informative_shapes
-from meshwright.cost_models.learned.gemm import (
+from meshwright.cost_models.learned.kernels import (
     SHIPPED_COVARIANCE,
     GemmDevice,
     GemmRates,
