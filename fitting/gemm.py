@@ -27,7 +27,8 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.hardware.machine import gemm_device
 from ..cost_models.learned import calibration, kernels
-from ..cost_models.learned.kernels import FEATURES, Covariance, GemmCoefficients, GemmRates, covariance_of
+from ..cost_models.learned.calibration import FEATURES, Covariance, covariance_of
+from ..cost_models.learned.kernels import GemmCoefficients, GemmRates
 from ..cost_models.learned.trees import ResidualModel
 from ..schema.arrays import FloatArray
 from ..schema.catalogue import find_device

@@ -124,6 +124,9 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     if elementwise is None:
         in_sheet = 1.0 if is_host else c["elementwise"]["memory_efficiency"]
         elementwise = device.memory_bandwidth_bytes_per_s * in_sheet
+    # Products outside the matrix units accumulate in fp32 whatever the operands.
+    in_fp32 = None if is_host else device.peak_flops_per_s.fp32
+    vector_flops_per_s = float("inf") if in_fp32 is None else in_fp32 * c["attention"]["misaligned_efficiency"]
     grouped = {
         name: GroupedGemm(c["grouped_gemm"][f"{name}_expert_s"], c["grouped_gemm"][f"{name}_ratio"])
         for name in ("forward", "dgrad", "wgrad")
@@ -141,7 +144,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_host else c["elementwise"]["kernel_s"],
         update_bytes_per_s=_update_bytes_per_s(scenario),
-        vector_flops_per_s=_vector_flops_per_s(device, c) * slowed,
+        vector_flops_per_s=vector_flops_per_s * slowed,
     )
 
 
@@ -163,20 +166,11 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
 
 
 def _update_bytes_per_s(scenario: Scenario) -> float:
-    """Return a device's traffic in an update; ranks that compute in host memory do as a profile's AdamW on the host."""
     device, cluster = scenario.cluster.weakest_device, scenario.cluster
     if not device.backend.is_host:
         return float(device.memory_bandwidth_bytes_per_s * scenario.coefficients["optimizer"]["memory_efficiency"])
     of_node = measured.host_update_bytes_per_s(cluster)
     return device.memory_bandwidth_bytes_per_s if of_node is None else of_node / cluster.largest_node
-
-
-def _vector_flops_per_s(device: Device, coefficients: Coefficients) -> float:
-    """Return the rate of products outside the matrix units: they accumulate in fp32 whatever the operands. Unknown: infinite."""
-    peak = device.peak_flops_per_s.fp32
-    if peak is None or device.backend.is_host:
-        return float("inf")
-    return float(peak) * float(coefficients["attention"]["misaligned_efficiency"])
 
 
 def gemm_rates(
@@ -229,7 +223,6 @@ def _reference(device: Device, precision: Precision) -> Device | None:
 
 @cache
 def _usual_rates(architecture: str, dtype: str) -> tuple[float, float] | None:
-    """Return geometric means of peak FLOP/s and bytes/s of an architecture's measured devices that have a unit for ``dtype``."""
     devices = [device for name in known_devices() if (device := _catalogued(name)) is not None]
     able = [device for device in devices if getattr(device.peak_flops_per_s, dtype, None)]
     alike = [device for device in able if device.architecture == architecture] or able
@@ -274,10 +267,9 @@ def _sustained(device: Device, coefficients: Coefficients) -> float:
 
 
 def _attention_rates(scenario: Scenario) -> AttentionRates:
-    """Return kernel and device of fused attention; fp8 and nvfp4 training run it in bf16."""
     workload, cluster = scenario.workload, scenario.cluster
-    device, in_bf16 = cluster.weakest_device, workload.precision in ("fp8", "nvfp4")
-    precision: Precision = "bf16-mixed" if in_bf16 else workload.precision
+    device = cluster.weakest_device
+    precision: Precision = "bf16-mixed" if workload.precision in ("fp8", "nvfp4") else workload.precision
     c, on_hopper = scenario.coefficients["attention"], workload.engine_facts.uses_hopper_attention
     kernel = kernel_name(device.architecture, uses_hopper_attention=on_hopper)
 
@@ -299,7 +291,7 @@ USABLE_HOST_MEMORY = 0.94
 in 1.5 TB)."""
 
 _STACKED_MEMORY_BYTES_PER_S = 1.2e12
-"""Slowest stacked memory of the catalogue's devices that were measured; the fastest GDDR is below it."""
+"""Slowest stacked memory of the devices measured, which has room for copies next to kernels; the fastest GDDR is below it."""
 
 
 class HostCosts(NamedTuple):
@@ -457,5 +449,4 @@ def host_rates(
 
 
 def _fabric(cluster: ClusterSpec) -> Fabric:
-    """Return the measured machine that is most alike: an A100's memory has room for copies next to kernels, an L4's has not."""
     return "nvlink" if cluster.weakest_device.memory_bandwidth_bytes_per_s >= _STACKED_MEMORY_BYTES_PER_S else "pcie"

@@ -1,38 +1,34 @@
 """Products measured on one device: which are worth measuring, and the learned model corrected by them.
 
 **Which.** Before a device is measured, log(seconds) of its products differ from the prediction by what its coefficients may be off
-and by a Gaussian process (gemm.py); how much of both points leave open depends on where they are and not on their times.
+and by a Gaussian process; how much of both points leave open depends on where they are and not on their times.
 Measuring i takes ``cov(j, i)^2 / (var(i) + noise^2)`` from the variance of every j; the next point is the one that takes most from
 all candidates together. (The point of largest variance itself lies on the edge of the candidates: 30 such points left more
 variance in the mean than 30 random ones.) Shapes outside of the range that the residual was trained on start with a larger
 variance: there it only follows the roofline.
 
-**Correction.** Robust non-linear least squares of a few coefficients, with numpy alone: calibration happens where planning does.
+**Correction.** Robust non-linear least squares of a few coefficients, then a Gaussian process through the measured products:
+
+    log(measured / roofline) = T + f        f ~ GP(0, k),   T the shipped trees
+    k(x, y) = a^2 M(|x - y|) + s^2 T(x) T(y) + o^2          M(d) = (1 + sqrt(3) d) exp(-sqrt(3) d)
+
+Distances are over dimensionless features and T, each over its length. M (Matern 3/2) is what is alike in the neighbourhood of a
+point, s what of the trees carries over to this device at all, o what is common to all shapes; each measured time has a noise.
+Lengths and deviations were fitted on devices that the trees had not seen (fitting/gemm.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from ...schema.arrays import FloatArray
 from ...schema.profile import MatmulPoint
-from .kernels import (
-    SHIPPED_COVARIANCE,
-    Covariance,
-    GemmCoefficients,
-    GemmDevice,
-    GemmRates,
-    correction_through,
-    covariance,
-    features,
-    known_coefficients,
-    model,
-    roofline_s,
-    whitening_of,
-)
+from .kernels import GemmCoefficients, GemmDevice, GemmRates, features, known_coefficients, model, roofline_s
 from .trees import ResidualModel
 
 NUM_CANDIDATES = 1000
@@ -87,6 +83,27 @@ def informative_shapes(
     m, n, k = candidate_shapes(rates, seed=0, max_s=max_s, max_bytes=max_bytes)
     chosen = most_informative_shapes(m, n, k, rates, count) if len(m) else []
     return [(int(m[i]), int(n[i]), int(k[i])) for i in chosen]
+
+
+class Covariance(NamedTuple):
+    """Prior of the correction; deviations are of natural logarithms.
+
+    Attributes:
+        lengths: over which residuals change, one for each of FEATURES and one for T.
+        local: a; of_trees: s, of a factor on T; common: o; noise: of one measured time.
+    """
+
+    lengths: tuple[float, ...]
+    local: float
+    of_trees: float
+    common: float
+    noise: float
+
+
+SHIPPED_COVARIANCE = Covariance(
+    (3.72, 2.64, 2.49, 2.85, 0.371), local=0.123, of_trees=0.474, common=0.0688, noise=0.0592
+)
+"""[fitted: python -m meshwright.fitting correction DATA]"""
 
 
 def most_informative_shapes(
@@ -230,3 +247,72 @@ def coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmR
 
     here = moved(prior)
     return np.stack([(moved(prior + step * e) - here) / step for e in np.diag(_SPREAD)], axis=1)
+
+
+FEATURES = ("compute", "memory", "depth", "waves_128x128")
+"""Of `gemm.features`; the answer of the trees comes after them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """The mean of the process given the points.
+
+    Attributes:
+        centres: of the points, over the lengths [P, d]; weights [P]; lengths [d].
+        slope: added of T; offset: added to all.
+    """
+
+    centres: FloatArray
+    weights: FloatArray
+    lengths: tuple[float, ...]
+    slope: float
+    offset: float
+
+    def __call__(self, columns: Mapping[str, FloatArray], learned: FloatArray) -> FloatArray:
+        """Return what is added to the log-residual ``learned`` [N] of the trees."""
+        near = _matern(scaled(columns, learned, self.lengths), self.centres) @ self.weights
+        return np.asarray(near + self.slope * learned + self.offset)
+
+
+def correction_through(
+    columns: Mapping[str, FloatArray], learned: FloatArray, remaining: FloatArray, kernel: Covariance
+) -> Correction:
+    """Return the correction that points with ``remaining`` [P] = log(measured / predicted) ask for."""
+    noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(remaining))
+    weights = np.linalg.solve(noisy, remaining)
+    return Correction(
+        centres=scaled(columns, learned, kernel.lengths),
+        weights=np.asarray(kernel.local**2 * weights),
+        lengths=kernel.lengths,
+        slope=float(kernel.of_trees**2 * (learned @ weights)),
+        offset=float(kernel.common**2 * weights.sum()),
+    )
+
+
+def whitening_of(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
+    """Return [P, P] W with W C W' = 1, C the covariance of measured times: it turns errors into independent ones of deviation 1."""
+    noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(learned))
+    return np.asarray(np.linalg.inv(np.linalg.cholesky(noisy)))
+
+
+def covariance(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
+    """Return the covariance of log-residuals between shapes, before any is measured on a device [N, N]."""
+    return covariance_of(scaled(columns, learned, kernel.lengths), learned, kernel)
+
+
+def covariance_of(x: FloatArray, learned: FloatArray, kernel: Covariance) -> FloatArray:
+    """Return the covariance for features over their lengths [N, d]."""
+    trees = kernel.of_trees**2 * np.outer(learned, learned)
+    return np.asarray(kernel.local**2 * _matern(x, x) + trees + kernel.common**2)
+
+
+def scaled(columns: Mapping[str, FloatArray], learned: FloatArray, lengths: tuple[float, ...]) -> FloatArray:
+    """Return features and T over their lengths [N, d]."""
+    features = np.stack([*(columns[name] for name in FEATURES), learned], axis=1)
+    return np.asarray(features / np.asarray(lengths), dtype=np.float64)
+
+
+def _matern(a: FloatArray, b: FloatArray) -> FloatArray:
+    squared = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)[None] - 2 * a @ b.T
+    distance = np.sqrt(3 * np.maximum(squared, 0.0))
+    return np.asarray((1 + distance) * np.exp(-distance))

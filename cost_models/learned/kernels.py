@@ -24,7 +24,6 @@ residual and scores: attention.npz, written by fitting/attention.py. One device'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -35,13 +34,10 @@ from .trees import ResidualModel
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 
-
 _TILE = 128
-
 
 _CACHED_COST = 0.1
 """Of a byte from cache over one from memory; with _CACHE_PARTS the value that carries best to unseen devices."""
-
 
 _CACHE_PARTS = 3.0
 """Operands up to a third of the cache stay in it [fitted on families left out: python -m meshwright.fitting gemm DATA --score]."""
@@ -69,27 +65,6 @@ class GemmDevice(NamedTuple):
     memory_bandwidth_bytes_per_s: float
     num_processors: int
     cache_bytes: float
-
-
-@dataclass(frozen=True, eq=False)
-class Correction:
-    """The mean of the process given the points.
-
-    Attributes:
-        centres: of the points, over the lengths [P, d]; weights [P]; lengths [d].
-        slope: added of T; offset: added to all.
-    """
-
-    centres: FloatArray
-    weights: FloatArray
-    lengths: tuple[float, ...]
-    slope: float
-    offset: float
-
-    def __call__(self, columns: Mapping[str, FloatArray], learned: FloatArray) -> FloatArray:
-        """Return what is added to the log-residual ``learned`` [N] of the trees."""
-        near = _matern(scaled(columns, learned, self.lengths), self.centres) @ self.weights
-        return np.asarray(near + self.slope * learned + self.offset)
 
 
 class GemmRates(NamedTuple):
@@ -245,83 +220,11 @@ def features(
     return columns
 
 
-FEATURES = ("compute", "memory", "depth", "waves_128x128")
-"""Of `gemm.features`; the answer of the trees comes after them."""
-
-
-class Covariance(NamedTuple):
-    """Prior of the correction; deviations are of natural logarithms.
-
-    Attributes:
-        lengths: over which residuals change, one for each of FEATURES and one for T.
-        local: a; of_trees: s, of a factor on T; common: o; noise: of one measured time.
-    """
-
-    lengths: tuple[float, ...]
-    local: float
-    of_trees: float
-    common: float
-    noise: float
-
-
-SHIPPED_COVARIANCE = Covariance(
-    (3.72, 2.64, 2.49, 2.85, 0.371), local=0.123, of_trees=0.474, common=0.0688, noise=0.0592
-)
-"""[fitted: python -m meshwright.fitting correction DATA]"""
-
-
-def correction_through(
-    columns: Mapping[str, FloatArray], learned: FloatArray, remaining: FloatArray, kernel: Covariance
-) -> Correction:
-    """Return the correction that points with ``remaining`` [P] = log(measured / predicted) ask for."""
-    noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(remaining))
-    weights = np.linalg.solve(noisy, remaining)
-    return Correction(
-        centres=scaled(columns, learned, kernel.lengths),
-        weights=np.asarray(kernel.local**2 * weights),
-        lengths=kernel.lengths,
-        slope=float(kernel.of_trees**2 * (learned @ weights)),
-        offset=float(kernel.common**2 * weights.sum()),
-    )
-
-
-def whitening_of(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """Return [P, P] W with W C W' = 1, C the covariance of measured times: it turns errors into independent ones of deviation 1."""
-    noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(learned))
-    return np.asarray(np.linalg.inv(np.linalg.cholesky(noisy)))
-
-
-def covariance(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """Return the covariance of log-residuals between shapes, before any is measured on a device [N, N]."""
-    return covariance_of(scaled(columns, learned, kernel.lengths), learned, kernel)
-
-
-def covariance_of(x: FloatArray, learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """Return the covariance for features over their lengths [N, d]."""
-    trees = kernel.of_trees**2 * np.outer(learned, learned)
-    return np.asarray(kernel.local**2 * _matern(x, x) + trees + kernel.common**2)
-
-
-def scaled(columns: Mapping[str, FloatArray], learned: FloatArray, lengths: tuple[float, ...]) -> FloatArray:
-    """Return features and T over their lengths [N, d]."""
-    features = np.stack([*(columns[name] for name in FEATURES), learned], axis=1)
-    return np.asarray(features / np.asarray(lengths), dtype=np.float64)
-
-
-def _matern(a: FloatArray, b: FloatArray) -> FloatArray:
-    squared = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)[None] - 2 * a @ b.T
-    distance = np.sqrt(3 * np.maximum(squared, 0.0))
-    return np.asarray((1 + distance) * np.exp(-distance))
-
-
 TERMS = ("launch_s", "product", "softmax", "tail", "traffic")
-
 
 QUERIES_A_BLOCK = 128
 
-
 REFERENCE_WIDTH = 64
-
 
 PROCESSORS = {
     "volta": 80, "turing": 68, "ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148, "cdna2": 110, "cdna3": 304, "cdna4": 256,

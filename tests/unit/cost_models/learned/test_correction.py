@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.hardware.machine import gemm_rates
 from meshwright.cost_models.learned import calibration, kernels
-from meshwright.cost_models.learned.calibration import most_informative_shapes
-from meshwright.cost_models.learned.kernels import (
+from meshwright.cost_models.learned.calibration import (
     FEATURES,
     SHIPPED_COVARIANCE,
     Covariance,
     correction_through,
     covariance,
+    most_informative_shapes,
 )
 from meshwright.schema.catalogue import find_device
 from meshwright.schema.cluster_files import catalogue_device

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.learned.calibration import candidate_shapes, greedy_choice, most_informative_shapes
-from meshwright.cost_models.learned.kernels import (
+from meshwright.cost_models.learned.calibration import (
     SHIPPED_COVARIANCE,
-    GemmDevice,
-    GemmRates,
+    candidate_shapes,
     covariance,
-    features,
-    known_coefficients,
-    model,
+    greedy_choice,
+    most_informative_shapes,
 )
+from meshwright.cost_models.learned.kernels import GemmDevice, GemmRates, features, known_coefficients, model
 
 
 def posterior_variance(covariance, noise, chosen):
