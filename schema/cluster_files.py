@@ -6,26 +6,10 @@ A text has one of three forms. A name never changes its meaning with the files a
     PATH                             a TOML file: ends with .toml, or names an existing file
     NAME[:RANKS]                     an entry point of the group "meshwright.clusters"; ours is `local`
 
-A cluster file::
-
-    name = "lab"                     # default: the file's name
-    reserved_gib = 2.5               # or reserved_bytes: what a plan may not use of each device
-    bandwidth_matrix = [[...], ...]  # optional: node x node, bytes/s
-
-    [[groups]]
-    device = "H100-SXM-80GB"         # or an inline table with the fields of Device; memory_gib for memory_bytes
-    num_nodes = 4
-    devices_per_node = 8             # default: the catalogue's
-    host_memory_gib = 2048           # optional, or host_memory_bytes; host_link_bytes_per_s: default the catalogue's
-    levels = [{ link = "nvlink4", domain_size = 8 }, ...]   # of several groups: links among the devices of this one, as below;
-                                     # default: the device's usual ones where the cluster has no levels, else those of the cluster
-
-    [[levels]]                       # innermost first; may be left out where every device is of the catalogue
-    link = "nvlink4"                 # or an inline table with the fields of Link
-    domain_size = 8                  # devices that reach each other over it
-
-Of an inline link only bandwidth_bytes_per_s and latency_s are needed; the rest becomes ``DEFAULT_EFFICIENCY`` and
-``collective_latency_s = {base = latency_s, per_hop = latency_s / 2}``, and the kind follows from the domain.
+A cluster file (docs/cluster.md) has ``name``, ``reserved_gib``, ``bandwidth_matrix``, ``[[groups]]`` and ``[[levels]]``; a device
+or a link is a name of the catalogue or an inline table with the fields of `Device` or `Link`, and levels may be left out where
+every device is of the catalogue. Of an inline link only bandwidth_bytes_per_s and latency_s are needed: the rest becomes
+``DEFAULT_EFFICIENCY`` and a collective latency of latency_s + log2(n) latency_s / 2, and the kind follows from the domain.
 """
 
 from __future__ import annotations

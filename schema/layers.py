@@ -291,10 +291,6 @@ class LayerKind(Frozen):
         """Return the parameters that one token goes through."""
         return self.num_params(hidden_dim)
 
-    def num_vocab_params(self, hidden_dim: int) -> int:
-        """Return the parameters that are split with the vocabulary over tensor-parallel ranks."""
-        return 0
-
     @property
     def counted(self) -> Traced | None:
         """Numbers counted of a layer outside the catalogue; its own sizes are then stand-ins."""
@@ -329,10 +325,6 @@ class Embedding(LayerKind):
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters."""
         return self.traced.num_params if self.traced else (self.vocab_size + self.num_positions) * hidden_dim
-
-    def num_vocab_params(self, hidden_dim: int) -> int:
-        """Return the parameters of the token embedding."""
-        return self.vocab_size * hidden_dim
 
 
 class Block(LayerKind):
@@ -400,11 +392,8 @@ class Head(LayerKind):
         """Return the parameters that the layer owns."""
         if self.traced:
             return self.traced.num_params
-        return self.num_vocab_params(hidden_dim) + self.bias * self.vocab_size + (1 + self.norm_bias) * hidden_dim
-
-    def num_vocab_params(self, hidden_dim: int) -> int:
-        """Return the parameters of the output projection."""
-        return 0 if self.tied else hidden_dim * self.vocab_size
+        projection = 0 if self.tied else hidden_dim * self.vocab_size
+        return projection + self.bias * self.vocab_size + (1 + self.norm_bias) * hidden_dim
 
 
 class MTPHead(LayerKind):
