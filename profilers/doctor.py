@@ -58,9 +58,16 @@ def examine() -> tuple[Finding, ...]:
     return tuple(finding for check in _CHECKS for finding in check())
 
 
+def _finding(subject: str, found: str, means: str = "", fix: str = "") -> Finding:
+    """Return a finding that is limited where something follows from it."""
+    return Finding(
+        subject=subject, status="limited" if means else "ok", found=found, means=means, help=fix if means else ""
+    )
+
+
 def _python() -> Iterator[Finding]:
-    found = f"{platform.python_version()} at {sys.prefix}, Meshwright {_version('meshwright') or 'not installed'}"
-    yield Finding(subject="python", status="ok", found=found)
+    meshwright = _version("meshwright") or "not installed"
+    yield _finding("python", f"{platform.python_version()} at {sys.prefix}, Meshwright {meshwright}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -71,36 +78,15 @@ def _packages() -> Iterator[Finding]:
             continue
         have = _version(needed.name)
         if have is None or not needed.specifier.contains(have, prereleases=True):
-            yield Finding(
-                subject=needed.name,
-                status="broken",
-                found=have or "not installed",
-                means=f"{needed} is needed",
-                help=f'pip install "{needed}"',
-            )
-    yield from _torch()
+            have, fix = have or "not installed", f'pip install "{needed}"'
+            yield Finding(subject=needed.name, status="broken", found=have, means=f"{needed} is needed", help=fix)
+    torch = _version("torch")
+    if torch is not None:
+        is_old = tuple(int(part) for part in torch.split("+")[0].split(".")[:2]) < (2, 13)
+        yield _finding("torch", torch, "experts with axes of their own (ep, etp) need torch 2.13" if is_old else "")
     for name, without in EXTRAS.items():
         have = _version(name)
-        yield Finding(
-            subject=name,
-            status="ok" if have else "limited",
-            found=have or "not installed",
-            means="" if have else without,
-            help="" if have else f"pip install {name}",
-        )
-
-
-def _torch() -> Iterator[Finding]:
-    have = _version("torch")
-    if have is None:
-        return
-    old = tuple(int(part) for part in have.split("+")[0].split(".")[:2]) < (2, 13)
-    yield Finding(
-        subject="torch",
-        status="limited" if old else "ok",
-        found=have,
-        means="experts with axes of their own (ep, etp) need torch 2.13" if old else "",
-    )
+        yield _finding(name, have or "not installed", "" if have else without, f"pip install {name}")
 
 
 def _solvers() -> Iterator[Finding]:
@@ -117,20 +103,13 @@ def _solvers() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     names, driver = visible_gpus()
     memory = f"{format_bytes(total_memory())} of memory, {format_bytes(available_memory())} free"
-    yield Finding(subject="host", status="ok", found=f"{num_cores()} cores, {memory}")
+    yield _finding("host", f"{num_cores()} cores, {memory}")
     if names:
-        yield Finding(
-            subject="devices", status="ok", found=f"{len(names)} x {', '.join(dict.fromkeys(names))}, driver {driver}"
-        )
+        yield _finding("devices", f"{len(names)} x {', '.join(dict.fromkeys(names))}, driver {driver}")
         return
-    has_driver = shutil.which("nvidia-smi") is not None
-    yield Finding(
-        subject="devices",
-        status="limited",
-        found="no GPU that torch sees",
-        means="plans can be made for any cluster; `apply` and `profile` run on the cores of this machine, over gloo",
-        help="install a CUDA build of torch" if has_driver else "",
-    )
+    means = "plans can be made for any cluster; `apply` and `profile` run on the cores of this machine, over gloo"
+    fix = "install a CUDA build of torch" if shutil.which("nvidia-smi") else ""
+    yield _finding("devices", "no GPU that torch sees", means, fix)
 
 
 def _backends() -> Iterator[Finding]:
@@ -144,57 +123,32 @@ def _backends() -> Iterator[Finding]:
             f"t = torch.ones(2, device='{device}'); dist.all_reduce(t); assert t.sum().item() == 2\n"
             "dist.destroy_process_group()\n"
         )
-        yield _tried(
-            backend,
-            script,
-            "a group sums a tensor",
-            "name the network interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
-        )
+        fix = "name the network interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        yield _tried(backend, script, "a group sums a tensor", fix)
 
 
 def _links() -> Iterator[Finding]:
     up = [name for name, link in psutil.net_if_stats().items() if link.isup and name != "lo"]
     rdma = Path("/sys/class/infiniband")
     cards = sorted(card.name for card in rdma.iterdir()) if rdma.is_dir() else []
-    actual = f"interfaces {', '.join(up) or 'none but loopback'}; RDMA {', '.join(cards) or 'none'}"
-    yield Finding(
-        subject="network",
-        status="ok" if up else "limited",
-        found=actual,
-        means="" if up else "jobs over several nodes cannot meet",
-    )
+    found = f"interfaces {', '.join(up) or 'none but loopback'}; RDMA {', '.join(cards) or 'none'}"
+    yield _finding("network", found, "" if up else "jobs over several nodes cannot meet")
 
 
 def _folders() -> Iterator[Finding]:
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    small = shared < GIB // 4
-    yield Finding(
-        subject="/dev/shm",
-        status="limited" if small else "ok",
-        found=f"{format_bytes(shared)} free",
-        means="ranks exchange through it; with little of it jobs fail with a bus error" if small else "",
-        help="docker run --shm-size=8g" if small else "",
-    )
+    means = "ranks exchange through it; with little of it jobs fail with a bus error" if shared < GIB // 4 else ""
+    yield _finding("/dev/shm", f"{format_bytes(shared)} free", means, "docker run --shm-size=8g")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = next((folder for folder in (cache, *cache.parents) if folder.exists()), cache)
-    writable = os.access(place, os.W_OK)
-    yield Finding(
-        subject="cache",
-        status="ok" if writable else "limited",
-        found=str(cache / "meshwright"),
-        means="" if writable else "not writable: this machine is measured again for every plan with --cluster local",
-        help="" if writable else "set XDG_CACHE_HOME",
-    )
+    means = "not writable: this machine is measured again for every plan with --cluster local"
+    yield _finding("cache", str(cache / "meshwright"), "" if os.access(place, os.W_OK) else means, "set XDG_CACHE_HOME")
 
 
 def _compiler() -> Iterator[Finding]:
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    yield Finding(
-        subject="compiler",
-        status="ok" if compiler else "limited",
-        found=compiler or "no C++ compiler",
-        means="" if compiler else "torch.compile does not work on CPUs",
-    )
+    means = "" if compiler else "torch.compile does not work on CPUs"
+    yield _finding("compiler", compiler or "no C++ compiler", means)
 
 
 _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -209,22 +163,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _tried(subject: str, script: str, works: str, help_: str) -> Finding:
+def _tried(subject: str, script: str, works: str, fix: str) -> Finding:
     """Run a script in a process of its own: what breaks there breaks nothing here."""
     with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", script]
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", script], capture_output=True, text=True, timeout=GROUP_TIMEOUT_S, cwd=folder
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=GROUP_TIMEOUT_S, cwd=folder)
         except subprocess.TimeoutExpired:
-            return Finding(
-                subject=subject,
-                status="broken",
-                found=f"no answer in {GROUP_TIMEOUT_S} s",
-                means="it hangs",
-                help=help_,
-            )
+            found = f"no answer in {GROUP_TIMEOUT_S} s"
+            return Finding(subject=subject, status="broken", found=found, means="it hangs", help=fix)
     if done.returncode == 0:
-        return Finding(subject=subject, status="ok", found=works)
+        return _finding(subject, works)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return Finding(subject=subject, status="broken", found="it fails", means=last[:200], help=help_)
+    return Finding(subject=subject, status="broken", found="it fails", means=last[:200], help=fix)

@@ -122,12 +122,7 @@ def point_identity(point: Timed) -> str:
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """Merge profiles into one; what is no list of points is the newest profile's, and so are the bandwidths.
-
-    Raises:
-        ConfigError: fewer than two profiles.
-        ProfileError: they are of different machines, or one was altered.
-    """
+    """Merge profiles into one; what is no list of points is the newest profile's, and so are the bandwidths."""
     if len(profiles) < 2:
         raise ConfigError("one profile is nothing to merge", help="give two or more")
     ordered = sorted(profiles, key=lambda profile: profile.created)

@@ -39,9 +39,6 @@ def identify(num_ranks: int | None = None) -> Machine:
 
     Args:
         num_ranks: default one for each GPU; without GPUs one for each core, fewer where they had less than 2 GiB each.
-
-    Raises:
-        ConfigError: ``num_ranks`` is no count, or more than the machine's GPUs or memory can carry.
     """
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 1):
         raise ConfigError(f"the number of ranks must be a whole number of at least 1, not {num_ranks!r}")
@@ -69,11 +66,7 @@ def identify(num_ranks: int | None = None) -> Machine:
 
 
 def check_memory(memory_bytes: int, num_ranks: int) -> None:
-    """Refuse more ranks than the memory carries.
-
-    Raises:
-        ConfigError: less than ``MIN_MEMORY_PER_RANK`` for each.
-    """
+    """Refuse more ranks than the memory carries."""
     if memory_bytes // num_ranks < MIN_MEMORY_PER_RANK:
         max_ranks = memory_bytes // MIN_MEMORY_PER_RANK
         needed = format_bytes(MIN_MEMORY_PER_RANK)
@@ -89,9 +82,6 @@ def require_free_memory(memory_bytes: int, num_ranks: int | None, *, of_process_
     Args:
         memory_bytes: of the host that are free.
         of_process_bytes: address space that each process may still take.
-
-    Raises:
-        MeshwrightError: too little for the ranks.
     """
     ranks = num_ranks or 1
     if memory_bytes // ranks < MIN_MEMORY_PER_RANK:

@@ -199,7 +199,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _storages(values: Any) -> set[int]:
-    """Return the storages of all tensors among arguments."""
     return {_storage(t) for t in tree_leaves(values) if isinstance(t, Tensor)}
 
 
@@ -208,7 +207,6 @@ def _storage_bytes(tensor: Tensor) -> float:
 
 
 def _traffic_bytes(tensor: Tensor) -> float:
-    """Return the bytes without what an expanded dimension repeats."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return float(math.prod(sizes) * tensor.element_size())
 
@@ -244,11 +242,7 @@ class Tracer:
         self._element_bytes = next((t.element_size() for t in model.parameters()), 4)
 
     def run(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
-        """Run one sequence through the entire model, noting what each block is called with.
-
-        Raises:
-            ConfigError: a block is not called, or not with hidden states [batch, tokens, width].
-        """
+        """Run one sequence through the entire model, noting what each block is called with."""
         with self._mode, _noting(self.blocks, self._calls, self._before, self._after) as switch:
             inputs = tree_map(_one_sequence, example_inputs)
             args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -419,7 +413,6 @@ def _fake(tensor: Tensor, *, grad: bool) -> Tensor:
 
 
 def _one_sequence(value: Any) -> Any:
-    """Return a fake tensor of the first sequence of a batch."""
     if not isinstance(value, Tensor):
         return value
     shape = (1, *value.shape[1:]) if value.ndim else value.shape
@@ -427,7 +420,6 @@ def _one_sequence(value: Any) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    """Return inputs of a block as leaves: gradients end there."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point() and value.ndim == 3)

@@ -49,11 +49,7 @@ def profiled_cluster(profile: Profile) -> ClusterSpec:
 
 
 def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> ClusterSpec:
-    """Return a cluster of the same devices with their measured rates; its own links, and measured ones where nodes are as large.
-
-    Raises:
-        ProfileError: its devices are others.
-    """
+    """Return a cluster of the same devices with their measured rates; its own links, and measured ones where nodes are as large."""
     known = measured.groups[0]
     others = sorted({group.device.name for group in cluster.groups} - {known.device.name})
     if others:
@@ -76,7 +72,6 @@ def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> Cluste
 
 
 def _widest(points: Sequence[CollectivePoint]) -> tuple[CollectivePoint, ...]:
-    """Return of each operation the points over the largest group."""
     largest = {op: max((p.group_size for p in points if p.op == op), default=0) for op in OPS}
     return tuple(point for point in points if point.group_size == largest[point.op])
 

@@ -66,11 +66,7 @@ def merge_adapters(model: ParallelModel) -> None:
 
 
 def save_adapters(model: ParallelModel, folder: str | Path) -> Path:
-    """Write the adapters where peft's ``PeftModel.from_pretrained`` reads them; every rank calls it.
-
-    Raises:
-        ConfigError: there are none, the folder has some already, or it cannot be written.
-    """
+    """Write the adapters where peft's ``PeftModel.from_pretrained`` reads them; every rank calls it."""
     adapters, folder = model.plan.workload.adapters, Path(folder)
     if adapters is None:
         raise ConfigError("the plan trains no adapters", help="plan with --train lora:r=16")

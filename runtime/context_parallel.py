@@ -54,11 +54,7 @@ class ContextRanks:
 
 
 def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, device: torch.device) -> None:
-    """Let every block of a stage attend over cp, in place; nothing to do when cp is 1.
-
-    Raises:
-        RuntimeMismatchError: a GPU has no flash kernel for the precision.
-    """
+    """Let every block of a stage attend over cp, in place; nothing to do when cp is 1."""
     layout = plan.layout
     if layout.cp == 1:
         return
@@ -95,7 +91,6 @@ def _tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange back."""
     batch, heads, tokens, width = x.shape
     by_rank = x.view(batch, heads, group.size(), tokens // group.size(), width).movedim(2, 0)
     return _exchanged(by_rank, group).movedim(0, 1).flatten(1, 2)

@@ -49,11 +49,7 @@ _DTYPES: dict[Precision, torch.dtype] = {
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
-    """Return the dtype of matrix products and activations.
-
-    Raises:
-        RuntimeMismatchError: the precision is not supported yet.
-    """
+    """Return the dtype of matrix products and activations."""
     precision = plan.workload.precision
     if precision not in _DTYPES:
         raise RuntimeMismatchError(
@@ -140,7 +136,6 @@ def materialise(stage: Decoder, plan: Plan, device: torch.device) -> None:
 
 
 def _streamed(plan: Plan) -> frozenset[int]:
-    """Return the layers whose parameters live on the host."""
     return frozenset() if plan.offload is None else frozenset(plan.offload.streamed_parameter_layers)
 
 
@@ -218,7 +213,6 @@ class ReductionTimer:
 
 
 def _reduce(state: ReductionTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Reduce a bucket that is full: DDP's hook."""
     state.filled_s = time.perf_counter()
     return allreduce_hook(state.group, bucket)
 

@@ -55,9 +55,6 @@ def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Paramet
     """Return what tells `fully_shard` that the experts of a block have groups of their own; None where they have not.
 
     Not a `fully_shard` of their own: its hooks would run inside a block that is recomputed.
-
-    Raises:
-        RuntimeMismatchError: this torch has one group of ranks for all parameters of a unit.
     """
     if mesh.expert_mesh is None:
         return None

@@ -177,7 +177,6 @@ def _mesh_degrees(layout: Layout) -> dict[str, int]:
 
 
 def _context_groups(layout: Layout, devices: torch.Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the exchange group and the ring that this process is in."""
     by_cp = devices.movedim(AXES.index("cp"), -1).reshape(-1, layout.cp // layout.cp_ulysses, layout.cp_ulysses)
     exchanges, rings = by_cp.reshape(-1, layout.cp_ulysses), by_cp.mT.reshape(-1, layout.cp // layout.cp_ulysses)
     groups = [_local_group(ranks.tolist()) if ranks.shape[1] > 1 else None for ranks in (exchanges, rings)]
@@ -194,11 +193,7 @@ def _expert_degrees(layout: Layout) -> dict[str, int]:
 
 
 def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> DeviceMesh | None:
-    """Return all ranks by pp and EXPERT_AXES, where experts have axes of their own.
-
-    Raises:
-        RuntimeMismatchError: the rank map does not keep devices in order along them.
-    """
+    """Return all ranks by pp and EXPERT_AXES, where experts have axes of their own."""
     degrees = _expert_degrees(layout)
     if not degrees:
         return None
@@ -223,9 +218,6 @@ def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
 
     torch sorts the ranks of every group, so that DTensor would place shards by mesh position but gather them by rank. Which axis
     is innermost is free, and so is the order of pipeline stages and of replicas.
-
-    Raises:
-        RuntimeMismatchError: with the axis.
     """
     devices = _by_axis(layout, rank_map)
     sharded = devices.flatten(AXES.index("dp_shard"), AXES.index("cp")).diff(dim=AXES.index("dp_shard"))

@@ -28,7 +28,6 @@ from .training.step_clock import StepClock
 
 
 def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a Decoder, which computes it itself."""
     loss: Tensor = module(inputs, targets)
     return loss
 

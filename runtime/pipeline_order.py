@@ -12,12 +12,7 @@ from ..schema.plan import Plan
 
 
 def pipeline_order(plan: Plan) -> Order:
-    """Return the passes of each rank of a pipeline, in its order.
-
-    Raises:
-        ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
-            takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
-    """
+    """Return the passes of each rank of a pipeline, in its order."""
     order, layout = planned_order(plan), plan.layout
     if order is None:
         order = order_of_schedule(layout.schedule, layout.pp, plan.num_microbatches, layout.num_model_chunks)

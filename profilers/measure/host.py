@@ -136,11 +136,7 @@ _UNKNOWN_BYTES_PER_S = 3e8
 
 
 def check_folder(path: str) -> None:
-    """Refuse what cannot be written to.
-
-    Raises:
-        ConfigError: no such folder, or no right to write there.
-    """
+    """Refuse what cannot be written to."""
     if not Path(path).is_dir():
         raise ConfigError(f"--nvme {path}: no such folder")
     if not os.access(path, os.W_OK):
@@ -214,6 +210,5 @@ def _blocks(
 
 
 def _forget(handle: int) -> None:
-    """Drop the file's pages, so that the next read comes from the device."""
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -250,9 +250,6 @@ def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"]
     """Return the link of one level: the bandwidth of the best operation, the others as fractions of it, and the points themselves.
 
     The latency of a collective is that of all_reduce over all ranks; how it depends on their number was not measured.
-
-    Raises:
-        ProfileError: an operation was not measured.
     """
     lines: dict[str, tuple[float, float]] = {}
     for op in OPS:

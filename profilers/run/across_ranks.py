@@ -164,7 +164,6 @@ def _is_slow(ratio: Ratio) -> bool:
 
 
 def _said(ratio: Ratio) -> dict[str, float]:
-    """Return fields of a SlowComponent."""
     return {"ratio": ratio.ratio, "noise": ratio.noise}
 
 

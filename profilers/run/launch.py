@@ -74,11 +74,7 @@ def _progress_reader(folder: str, on_progress: Tell | None) -> Callable[[Mapping
 
 
 def read_profile(task: ProfileTask, end: JobEnd, num_ranks: int) -> Profile:
-    """Return what the ranks have left, after everything that speaks against it.
-
-    Raises:
-        MeshwrightError: as for `launch_ranks`.
-    """
+    """Return what the ranks have left, after everything that speaks against it."""
     path = Path(task.folder) / PROFILE_FILE
     if end.deaths and not end.is_late:
         raise profile_failure(end, num_ranks)

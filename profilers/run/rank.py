@@ -90,11 +90,7 @@ def run_rank(task: ProfileTask, make_steps: MakeSteps, tell: Tell) -> Profile | 
 
 
 def join(task: ProfileTask) -> tuple[RankPlace, torch.device]:
-    """Meet the other ranks.
-
-    Raises:
-        MeshwrightError: nodes differ in their number of ranks.
-    """
+    """Meet the other ranks."""
     _take_names_from_slurm()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -152,11 +148,7 @@ def _store(folder: Path, rank: int) -> dist.Store:
 
 
 def require_memory(bench: Bench) -> None:
-    """Refuse to begin where memory is nearly full.
-
-    Raises:
-        MeshwrightError: with the rank that has the smallest amount.
-    """
+    """Refuse to begin where memory is nearly full."""
     free = [int(value) for value in bench.gather(bench.free_bytes())]
     if min(free) < MIN_FREE_BYTES:
         kind = "device" if bench.device.type == "cuda" else "host"
@@ -341,11 +333,7 @@ class _Session:
 
 
 def require_same_machine(profile: Profile, machine: Machine, path: Path) -> None:
-    """Refuse to go on with measurements of something else.
-
-    Raises:
-        ProfileError: with what differs.
-    """
+    """Refuse to go on with measurements of something else."""
     differences = [
         f"{name}: {getattr(profile.machine, name)} there, {getattr(machine, name)} here"
         for name in Machine.model_fields

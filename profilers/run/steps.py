@@ -72,9 +72,16 @@ def brief_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[Measu
     """Return the steps for products, memory bandwidth and collectives."""
     layers = (GPU_LAYERS if on_gpu else CPU_LAYERS)[: task.num_layers]
     sizes = SIZES[: task.num_sizes] if place.world_size > 1 else ()
+
+    def streams(bench: Bench, _: Points) -> Points:
+        return {"elementwise": measure_streams(bench)}
+
+    def products(bench: Bench, _: Points) -> Points:
+        return {"matmuls": measure_matmuls(bench, layers)}
+
     return [
-        MeasurementStep("compute", "memory bandwidth", 0.2, _streams, is_needed=True),
-        MeasurementStep("compute", "matrix products", 1, partial(_matmuls, layers), is_needed=True),
+        MeasurementStep("compute", "memory bandwidth", 0.2, streams, is_needed=True),
+        MeasurementStep("compute", "matrix products", 1, products, is_needed=True),
         MeasurementStep("links", "collectives", 1, partial(_collectives, place, sizes), is_needed=place.world_size > 1),
     ]
 
@@ -94,74 +101,67 @@ def thorough_steps(
     """
     dtype = "bf16" if on_gpu else "fp32"
     single = "" if place.world_size > 1 else "there is one rank"
+    no_device = "" if on_gpu else "ranks compute in host memory"
+    no_storage = "" if task.storage_path else "no --nvme PATH"
+    nodes, local = (place.num_nodes, place.ranks_per_node), (place.local_rank, place.ranks_per_node)
     streams, products, collectives = brief_steps(task, place, on_gpu)
-    attention, grouped = (GPU_ATTENTION, GPU_GROUPED) if on_gpu else (CPU_ATTENTION, CPU_GROUPED)
     if build_model is None:
         of_model = [
-            MeasurementStep("memory", "layers on fake tensors", 6, _nothing, "no --model"),
-            MeasurementStep("layers", "layers of the model", 16, _nothing, "no --model"),
+            MeasurementStep("memory", "layers on fake tensors", 6, lambda *_: {}, "no --model"),
+            MeasurementStep("layers", "layers of the model", 16, lambda *_: {}, "no --model"),
         ]
     else:
         from ..model_steps import model_steps  # with all that a model needs of torch: seconds
 
         of_model = model_steps(build_model, task, place, dtype)
-    no_device = "" if on_gpu else "ranks compute in host memory"
+
+    def elementwise(bench: Bench, points: Points) -> Points:
+        bandwidth = stream_bandwidth(points["elementwise"])
+        return {"elementwise": measure_elementwise(bench, dtype, _ELEMENTS, bandwidth)}
+
+    def attention(bench: Bench, points: Points) -> Points:
+        shapes = GPU_ATTENTION if on_gpu else CPU_ATTENTION
+        return {"attention": measure_attention(bench, dtype, shapes, rate_of(bench, points, dtype))}
+
+    def grouped(bench: Bench, points: Points) -> Points:
+        shapes = GPU_GROUPED if on_gpu else CPU_GROUPED
+        return {"grouped_matmuls": measure_grouped(bench, dtype, shapes, rate_of(bench, points, dtype))}
+
+    def informative(bench: Bench, points: Points) -> Points:
+        rate = rate_of(bench, points, dtype)
+        bandwidth = bench.agree_min(stream_bandwidth(points["elementwise"]))
+        shapes = _informative_shapes(bench, choose_shapes, rate, bandwidth, 2.0 if on_gpu else 4.0)
+        return {"matmuls": measure_shapes(bench, shapes, dtype, rate)}
+
     return [
         streams._replace(value=1),
         products._replace(value=6),
-        MeasurementStep("compute", "elementwise kernels", 4, partial(_elementwise, dtype)),
-        MeasurementStep("compute", "attention", 5, partial(_attention, dtype, attention)),
-        MeasurementStep("compute", "grouped products", 3, partial(_grouped, dtype, grouped)),
-        MeasurementStep("compute", "informative products", 14, partial(_informative, dtype, choose_shapes)),
+        MeasurementStep("compute", "elementwise kernels", 4, elementwise),
+        MeasurementStep("compute", "attention", 5, attention),
+        MeasurementStep("compute", "grouped products", 3, grouped),
+        MeasurementStep("compute", "informative products", 14, informative),
         MeasurementStep("memory", "what the device holds besides tensors", 1, _allocator),
         *of_model,
         collectives._replace(value=10, measure=partial(_collectives, place, ALL_SIZES), skipped=single),
-        MeasurementStep("links", "pairs of ranks", 5, partial(_pairs, place), single),
+        MeasurementStep("links", "pairs of ranks", 5, lambda b, _: {"pairs": measure_pairs(b, *nodes)}, single),
         MeasurementStep("links", "groups of a mesh", 10, partial(_groups, place), single),
-        MeasurementStep("host", "copies", 5, partial(_copies, place), no_device),
-        MeasurementStep("host", "AdamW on the host", 3, partial(_adam, place)),
+        MeasurementStep("host", "copies", 5, lambda b, _: {"host_copies": measure_copies(b, *local)}, no_device),
+        MeasurementStep("host", "AdamW on the host", 3, lambda b, _: {"cpu_adam": measure_cpu_adam(b, *local)}),
         MeasurementStep(
-            "storage", "storage", 5, partial(_storage, task, place), "" if task.storage_path else "no --nvme PATH"
+            "storage", "storage", 5,
+            lambda b, _: {"storage": measure_storage(b, task.storage_path, place.ranks_per_node)}, no_storage,
         ),
-        MeasurementStep("overlap", "streams at once", 8, partial(_overlap, dtype), "" if on_gpu else single),
-    ]
+        MeasurementStep(
+            "overlap", "streams at once", 8,
+            lambda b, points: {"overlaps": measure_overlap(b, dtype, points)}, "" if on_gpu else single,
+        ),
+    ]  # fmt: skip
 
 
 def rate_of(bench: Bench, points: Points, dtype: str) -> float:
     """Return the best rate of the products measured so far in a format, FLOP/s, of the slowest rank."""
     rates = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points["matmuls"] if p["dtype"] == dtype]
     return bench.agree_min(max(rates, default=1e9))
-
-
-def _nothing(bench: Bench, points: Points) -> Points:
-    return {}
-
-
-def _streams(bench: Bench, _: Points) -> Points:
-    return {"elementwise": measure_streams(bench)}
-
-
-def _matmuls(layers: Any, bench: Bench, _: Points) -> Points:
-    return {"matmuls": measure_matmuls(bench, layers)}
-
-
-def _elementwise(dtype: str, bench: Bench, points: Points) -> Points:
-    return {"elementwise": measure_elementwise(bench, dtype, _ELEMENTS, stream_bandwidth(points["elementwise"]))}
-
-
-def _attention(dtype: str, shapes: Any, bench: Bench, points: Points) -> Points:
-    return {"attention": measure_attention(bench, dtype, shapes, rate_of(bench, points, dtype))}
-
-
-def _grouped(dtype: str, shapes: Any, bench: Bench, points: Points) -> Points:
-    return {"grouped_matmuls": measure_grouped(bench, dtype, shapes, rate_of(bench, points, dtype))}
-
-
-def _informative(dtype: str, choose_shapes: ChooseShapes, bench: Bench, points: Points) -> Points:
-    rate = rate_of(bench, points, dtype)
-    bandwidth = bench.agree_min(stream_bandwidth(points["elementwise"]))
-    shapes = _informative_shapes(bench, choose_shapes, rate, bandwidth, 2.0 if dtype == "bf16" else 4.0)
-    return {"matmuls": measure_shapes(bench, shapes, dtype, rate)}
 
 
 def _informative_shapes(
@@ -226,23 +226,3 @@ def _groups(place: RankPlace, bench: Bench, _: Points) -> Points:
         with bench.part_of_budget(1 / (len(axes) - i)):
             points += measure_collectives(bench, group, SIZES)
     return {"collectives": points}
-
-
-def _pairs(place: RankPlace, bench: Bench, _: Points) -> Points:
-    return {"pairs": measure_pairs(bench, place.num_nodes, place.ranks_per_node)}
-
-
-def _copies(place: RankPlace, bench: Bench, _: Points) -> Points:
-    return {"host_copies": measure_copies(bench, place.local_rank, place.ranks_per_node)}
-
-
-def _adam(place: RankPlace, bench: Bench, _: Points) -> Points:
-    return {"cpu_adam": measure_cpu_adam(bench, place.local_rank, place.ranks_per_node)}
-
-
-def _storage(task: ProfileTask, place: RankPlace, bench: Bench, _: Points) -> Points:
-    return {"storage": measure_storage(bench, task.storage_path, place.ranks_per_node)}
-
-
-def _overlap(dtype: str, bench: Bench, points: Points) -> Points:
-    return {"overlaps": measure_overlap(bench, dtype, points)}

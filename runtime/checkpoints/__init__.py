@@ -22,11 +22,7 @@ def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
 
 
 def check_writable(root: str | Path) -> None:
-    """Make the folder of the checkpoints and write in it, before a run depends on it.
-
-    Raises:
-        ConfigError: it cannot be made or written.
-    """
+    """Make the folder of the checkpoints and write in it, before a run depends on it."""
     try:
         Path(root).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root) as file:

@@ -162,11 +162,7 @@ def checkpoint_folders(root: str | Path, step: int) -> tuple[Path, Path]:
 
 
 def prepare_folder(partial: Path) -> None:
-    """Make an empty folder to write to; every rank calls it.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make an empty folder to write to; every rank calls it."""
     try:
         if dist.get_rank() == 0:
             remove_partial(partial.parent)
@@ -183,11 +179,7 @@ def remove_partial(root: Path) -> None:
 
 
 def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> None:
-    """Give a checkpoint that every rank has written its name, and delete all but the newest ``keep``; the first rank does it.
-
-    Raises:
-        MeshwrightError: the disk is full, or the folder is gone.
-    """
+    """Give a checkpoint that every rank has written its name, and delete all but the newest ``keep``; the first rank does it."""
     if dist.get_rank() != 0:
         return
     try:
@@ -281,11 +273,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and give it its name.
-
-        Raises:
-            MeshwrightError: it could not be written.
-        """
+        """Wait for the checkpoint that is being written, and give it its name."""
         if self._pending is None or self._progress is None:
             return
         folder, partial = checkpoint_folders(self._root, self._progress.step)

@@ -62,7 +62,6 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -111,11 +110,7 @@ class TokenBatches:
         return (self._stream.num_tokens - 1) // self._seq_len
 
     def batch(self, seen: int) -> torch.Tensor:
-        """Return the tokens of the step after the run has seen so many sequences, int64 [local_batch, seq_len + 1].
-
-        Raises:
-            ConfigError: a token is not in the vocabulary.
-        """
+        """Return the tokens of the step after the run has seen so many sequences, int64 [local_batch, seq_len + 1]."""
         rows = [self._stream.tokens(start, self._seq_len + 1) for start in self._starts(seen).tolist()]
         tokens = np.stack(rows).astype(np.int64)
         if self._vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
@@ -133,11 +128,7 @@ class TokenBatches:
 
 
 def open_data(paths: Sequence[str], *, vocab_size: int) -> TextCorpus | TokenFiles:
-    """Open text as bytes, or token files: ``.bin`` and ``.npy`` files that are named, and folders that hold ``.bin`` files of ours.
-
-    Raises:
-        ConfigError: nothing there, both kinds mixed, or a token that the model's vocabulary lacks.
-    """
+    """Open text as bytes, or token files: named ``.bin`` and ``.npy`` files, and folders that hold ``.bin`` files of ours."""
     token_files = [_token_files(Path(path)) for path in paths]
     if not any(token_files):
         if vocab_size < BYTE_VOCAB_SIZE:
@@ -159,11 +150,7 @@ def open_data(paths: Sequence[str], *, vocab_size: int) -> TextCorpus | TokenFil
 
 
 def tokenize_paths(paths: Sequence[str], tokenizer: str | None) -> tuple[str, ...]:
-    """Return the paths of ``--data`` with text made into tokens, where a tokenizer is given.
-
-    Raises:
-        ConfigError: the data are tokens already, or there is no such text or tokenizer.
-    """
+    """Return the paths of ``--data`` with text made into tokens, where a tokenizer is given."""
     if tokenizer is None:
         return tuple(paths)
     if any(_token_files(Path(path)) for path in paths):

@@ -86,9 +86,6 @@ def find_text(paths: Sequence[str | Path] = ()) -> TextCorpus:
 
     Folders are searched to their full depth in sorted order; hidden files, empty files and files with a NUL byte in
     their first 8 KiB are left out.
-
-    Raises:
-        ConfigError: a path does not exist or cannot be read, or there is no text in any of them.
     """
     suffix = "" if paths else ".py"
     roots = [Path(path) for path in paths] or [Path(sysconfig.get_path("stdlib"))]
@@ -134,11 +131,7 @@ _BATCH_PIECES = 32
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a ``tokenizer.json``, or of a folder that holds one; JSON only, no code runs.
-
-    Raises:
-        ConfigError: the file is not there or not a tokenizer, or the package is missing.
-    """
+    """Load the tokenizer of a ``tokenizer.json``, or of a folder that holds one; JSON only, no code runs."""
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -164,10 +157,6 @@ def make_token_file(
 
     Returns:
         The number of tokens.
-
-    Raises:
-        ConfigError: tokenizer or end token do not exist.
-        MeshwrightError: the file cannot be written.
     """
     if tokenizer is None:
         if end_token is not None:
@@ -183,12 +172,7 @@ def make_token_file(
 
 
 def cached_token_file(corpus: TextCorpus, tokenizer: str | Path) -> Path:
-    """Return the file with the tokens of text files, made once and stored in ``$XDG_CACHE_HOME/meshwright/tokens``.
-
-    Raises:
-        ConfigError: the tokenizer does not exist.
-        MeshwrightError: the file cannot be written.
-    """
+    """Return the file with the tokens of text files, made once and stored in ``$XDG_CACHE_HOME/meshwright/tokens``."""
     load_tokenizer(tokenizer)
     source = Path(tokenizer)
     rules = (source / "tokenizer.json" if source.is_dir() else source).read_bytes()

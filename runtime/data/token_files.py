@@ -179,10 +179,6 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], *, vocab_size: int) -
 
     Returns:
         The number of ids.
-
-    Raises:
-        ConfigError: there are none.
-        MeshwrightError: the file cannot be written.
     """
     width = 2 if vocab_size <= 2**16 else 4
     count = largest = 0

@@ -28,9 +28,6 @@ def local_group(plan: Plan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
 
     Args:
         node_rank: position of this node in the cluster; needed only where the nodes differ.
-
-    Raises:
-        RuntimeMismatchError: the job and the plan differ in nodes, or nodes differ and no position is given.
     """
     cluster = plan.cluster
     if nnodes != cluster.num_nodes:
@@ -51,11 +48,7 @@ def local_group(plan: Plan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
 
 
 def check_machine(plan: Plan, group: NodeGroup) -> None:
-    """Refuse a plan whose devices this machine does not have; looks at kind and number, without touching a GPU.
-
-    Raises:
-        RuntimeMismatchError: with the numbers on both sides.
-    """
+    """Refuse a plan whose devices this machine does not have; looks at kind and number, without touching a GPU."""
     planned = f"{group.devices_per_node} x {group.device.name}"
     _check_host_memory(plan)
     if group.device.backend.is_host:
@@ -77,11 +70,7 @@ def check_machine(plan: Plan, group: NodeGroup) -> None:
 
 
 def check_device(plan: Plan, group: NodeGroup, device: torch.device) -> None:
-    """Refuse a GPU of another kind, or with less memory than the plan counts on.
-
-    Raises:
-        RuntimeMismatchError: with the names or sizes on both sides.
-    """
+    """Refuse a GPU of another kind, or with less memory than the plan counts on."""
     if device.type != "cuda":
         return
     planned, actual = group.device, torch.cuda.get_device_properties(device)
@@ -164,11 +153,7 @@ OUT_OF_MEMORY_HELP = (
 
 @contextlib.contextmanager
 def explain_out_of_memory(plan: Plan, device: torch.device) -> Iterator[None]:
-    """Turn what torch and Python raise for want of memory into one message that names the rank.
-
-    Raises:
-        MeshwrightError: instead of them.
-    """
+    """Turn what torch and Python raise for want of memory into one message that names the rank."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -187,7 +172,6 @@ def _out_of_memory(plan: Plan, device: torch.device, said: list[str]) -> Meshwri
 
 
 def _process_limit() -> tuple[str, ...]:
-    """Return the process's own limit, where there is one (ulimit -v, -d)."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
     return (f"the process may take {format_bytes(min(finite))} (ulimit)",) if finite else ()

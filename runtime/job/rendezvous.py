@@ -79,11 +79,7 @@ class Meeting:
 
 @contextmanager
 def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
-    """Wait for all nodes of a job; the store stays while inside, and where the body ends well until every node's has.
-
-    Raises:
-        NodesNotMetError: not all nodes came.
-    """
+    """Wait for all nodes of a job; the store stays while inside, and where the body ends well until every node's has."""
     if rendezvous.nnodes == 1:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         yield Meeting(0, _variables("localhost", store.port))

@@ -98,11 +98,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(self, spec: ModelSpec, *, attention: AttentionKind = "flash") -> None:
-        """Build the entire model with torch's default weights; see `init_weights`.
-
-        Raises:
-            RuntimeMismatchError: the decoder lacks something the model has.
-        """
+        """Build the entire model with torch's default weights; see `init_weights`."""
         lacking = why_not_runnable(spec)  # what depends on the workload is checked by `parallelize`
         if lacking:
             raise RuntimeMismatchError(f"this version cannot run {spec.name}", details=lacking)

@@ -115,11 +115,7 @@ class HostPool:
             self._free.setdefault(buffer.data.numel(), []).append(buffer)
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """Return bytes of the host's memory from the start of a page, and whether they are pinned; `take` never hands them out.
-
-        Raises:
-            MeshwrightError: the host has no more memory.
-        """
+        """Return bytes of the host's memory from the start of a page, and whether they are pinned; `take` never hands them out."""
         available = available_memory()
         if num_bytes > available:
             raise MeshwrightError(
@@ -161,7 +157,6 @@ def _refuse(_: Tensor) -> bool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """Return the next of eight sizes for each doubling."""
     step = 1 << max(0, num_bytes.bit_length() - _CLASSES_PER_OCTAVE.bit_length())
     return -(-num_bytes // step) * step
 
@@ -279,11 +274,7 @@ class StateFile:
         )
 
     def finish(self, transfer: Future[None]) -> None:
-        """Wait for a read or write.
-
-        Raises:
-            MeshwrightError: it failed.
-        """
+        """Wait for a read or write."""
         try:
             transfer.result()
         except OSError as error:

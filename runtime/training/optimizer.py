@@ -143,7 +143,6 @@ def is_balanced(block: Block) -> bool:
 
 
 def _sigmoid_routers(model: ParallelModel) -> dict[int, Router]:
-    """Return the routers by the block's index in the model."""
     layers = model.module.model.layers.items()
     mixtures = {int(name): block.mlp for name, block in layers if isinstance(block.mlp, MixtureOfExperts)}
     return {idx: mixture.gate for idx, mixture in mixtures.items() if mixture.gate.spec.router == "sigmoid"}

@@ -38,11 +38,7 @@ def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
 
 
 def check_weight_options(plan: Plan, options: TrainOptions) -> None:
-    """Check the weights a run starts from and the place of those it ends with.
-
-    Raises:
-        ConfigError: they are of another model or damaged, or the place cannot be written.
-    """
+    """Check the weights a run starts from and the place of those it ends with."""
     if options.zeroth_order or not plan.workload.has_backward:
         from .zeroth_order import require_zeroth_order
 
@@ -70,11 +66,7 @@ def open_batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank
 
 
 def require_compilable(plan: Plan) -> None:
-    """Refuse what torch.compile does not take.
-
-    Raises:
-        RuntimeMismatchError: with what is in the way.
-    """
+    """Refuse what torch.compile does not take."""
     reasons = []
     if SCHEDULES[plan.layout.schedule].splits_backward:
         reasons.append(f"schedule {plan.layout.schedule} splits backward passes, a compiled block has one")

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def require_zeroth_order(plan: Plan) -> None:
-    """Refuse plans that cannot be trained so.
-
-    Raises:
-        RuntimeMismatchError: a pipeline, or an offload schedule.
-    """
+    """Refuse plans that cannot be trained so."""
     if plan.layout.pp > 1 or plan.offload is not None:
         raise RuntimeMismatchError(
             "zeroth-order training does not run over a pipeline, nor with an offload schedule",

@@ -202,11 +202,7 @@ def _aliases(structure: Structure, is_tied: bool) -> dict[str, str]:
 
 
 def _load(module: nn.Module, structure: Structure, folder: str | Path, *, is_tied: bool) -> None:
-    """Load weights by the module's own names, each rank its part.
-
-    Raises:
-        ConfigError: one is missing or of another shape.
-    """
+    """Load weights by the module's own names, each rank its part."""
     stored, aliases = find_weights(folder), _aliases(structure, is_tied)
     pieces = []
     for name, parameter in module.named_parameters():

@@ -83,11 +83,7 @@ def is_transformers(module: object) -> bool:
 
 
 def require_decoder(module: nn.Module, structure: Structure, what: str) -> None:
-    """Refuse what only works on a decoder with a head.
-
-    Raises:
-        RuntimeMismatchError: with the reason.
-    """
+    """Refuse what only works on a decoder with a head."""
     if not (structure.is_transformers and structure.head and structure.blocks and structure.embedding):
         raise RuntimeMismatchError(
             f"{what} needs a decoder of transformers with an embedding, a list of layers and a head; "

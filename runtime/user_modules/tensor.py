@@ -79,11 +79,7 @@ class Region:
 
 
 def transformers_rules(model: Any) -> dict[str, Rule]:
-    """Return the rules by path, from the model's own plan; none where it has none.
-
-    Raises:
-        RuntimeMismatchError: the plan has a style that is not known here.
-    """
+    """Return the rules by path, from the model's own plan; none where it has none."""
     prefix = model.base_model_prefix
     inner = getattr(model.config, "base_model_tp_plan", None) or {}
     listed = {f"{prefix}.{name}" if hasattr(model, prefix) else name: style for name, style in inner.items()}
@@ -158,11 +154,7 @@ _LAST = -1
 def split_transformers(
     model: nn.Module, structure: Structure, tp: DeviceMesh, *, sequence_parallel: bool, is_tied: bool
 ) -> dict[str, Rule]:
-    """Split a model of transformers over tp as it says itself, in place; what was split, by path.
-
-    Raises:
-        RuntimeMismatchError: it does not say, or says what cannot be done.
-    """
+    """Split a model of transformers over tp as it says itself, in place; what was split, by path."""
     rules = transformers_rules(model)
     if not rules:
         raise RuntimeMismatchError(
@@ -190,11 +182,7 @@ def split_transformers(
 
 
 def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
-    """Split a plain module by derived rules, in place; what was split, by path.
-
-    Raises:
-        RuntimeMismatchError: nothing can be split, a layer does not divide, or a region computes something else once it is split.
-    """
+    """Split a plain module by derived rules, in place; what was split, by path."""
     regions = derived_regions(module)
     if not regions:
         raise RuntimeMismatchError(

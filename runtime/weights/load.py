@@ -60,11 +60,7 @@ class StoredWeights:
 
 
 def find_weights(folder: str | Path) -> StoredWeights:
-    """Return the names, shapes and types of the tensors in a folder, from the headers of its files.
-
-    Raises:
-        ConfigError: there are none, a file is damaged, or the index names what is not there.
-    """
+    """Return the names, shapes and types of the tensors in a folder, from the headers of its files."""
     folder = Path(folder)
     listed = _index(folder)
     files = sorted(set(listed.values())) if listed is not None else [SINGLE_FILE]
@@ -85,11 +81,7 @@ def find_weights(folder: str | Path) -> StoredWeights:
 
 
 def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
-    """Return the weights in a folder, after checking everything about them that can be wrong for a model.
-
-    Raises:
-        ConfigError: they are damaged or of another model: with names, shapes or fields.
-    """
+    """Return the weights in a folder, after checking everything about them that can be wrong for a model."""
     stored = find_weights(folder)
     _check_config(spec, stored.folder)
     pieces = [piece for parts in pieces_of_model(decoder_shapes(spec), spec).values() for piece in parts]
@@ -184,11 +176,7 @@ def decoder_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def open_file(path: Path) -> safe_open:
-    """Open one safetensors file, mapped.
-
-    Raises:
-        ConfigError: safetensors is not installed, or the file is not there, unreadable, cut off or no safetensors file.
-    """
+    """Open one safetensors file, mapped."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

@@ -76,11 +76,7 @@ class _Files:
 
 
 def check_weights_target(spec: ModelSpec, folder: str | Path) -> None:
-    """Check that the weights of a model can be saved in a folder, before a run depends on it.
-
-    Raises:
-        ConfigError: it is there already, cannot be written, has too little space, or the model has no config.json.
-    """
+    """Check that the weights of a model can be saved in a folder, before a run depends on it."""
     folder = Path(folder)
     hf_config(spec)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
