@@ -171,9 +171,9 @@ def _order(plan: Plan) -> str:
     """Return the order of the passes as torch's table, where the schedule has no name in torch."""
     if plan.layout.pp == 1 or _schedule_name(plan.layout):
         return ""
-    from ..runtime.pipeline_order import torch_table
+    from ..cost_models.pipeline.orders import pipeline_order, to_torch_csv
 
-    return torch_table(plan)
+    return to_torch_csv(pipeline_order(plan))
 
 
 def read_module(text: str, num_devices: int | None, model: ModelSpec | None) -> Imported:

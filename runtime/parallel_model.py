@@ -8,6 +8,7 @@ different tokens; gradients are reduced by the axes themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,50 @@ from .mesh import EXPERT_AXES, ParallelMesh
 from .models.sharded import local_tensor
 from .offload.schedule import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
-from .training.loss_scale import LossScale
 from .training.step_clock import StepClock
+
+INITIAL_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+MIN_SCALE = 1.0
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss under fp16-mixed, so that small gradients do not round to zero; one rank's copy.
+
+    It is halved when a gradient overflows (that step changes nothing) and doubled after `GROWTH_STEPS` steps without
+    (Micikevicius et al., arXiv:1710.03740). What decides is the norm of all gradients, which every rank knows: all of them skip
+    a step, or none. A power of two, so that it changes no digit; 1 in other precisions.
+
+    Attributes:
+        is_dynamic: false outside fp16-mixed, where the factor stays 1.
+        steps: since it last changed.
+    """
+
+    value: float
+    is_dynamic: bool
+    steps: int = 0
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> LossScale:
+        """Return the factor at the start of a run."""
+        is_dynamic = plan.workload.precision == "fp16-mixed"
+        return cls(INITIAL_SCALE if is_dynamic else 1.0, is_dynamic)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Update the factor after a step; to be called with the same on all ranks."""
+        if not self.is_dynamic:
+            return
+        self.steps += 1
+        if overflowed:
+            self.value, self.steps = self.value / 2, 0
+        elif self.steps >= GROWTH_STEPS:
+            self.value, self.steps = self.value * 2, 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Tell whether gradients overflow although nothing is multiplied any more."""
+        return self.value < MIN_SCALE
 
 
 def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

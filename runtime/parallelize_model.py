@@ -26,11 +26,10 @@ from .models.decoder import Decoder
 from .models.experts import MixtureOfExperts
 from .models.init import init_weights
 from .offload.schedule import HostOffload
-from .parallel_model import ParallelModel
+from .parallel_model import LossScale, ParallelModel
 from .pipeline_parallel import build_schedule
 from .recompute import apply_recompute
 from .tensor_parallel import apply_tensor_parallel
-from .training.loss_scale import LossScale
 from .training.prepare import require_compilable
 from .user_modules.build import LossFunction, parallelize_user_module
 from .weights.load import load_weights
@@ -96,7 +95,7 @@ def parallelize(
         load_weights(module, plan.model, weights)
     init_weights(module, seed, device, adapters_only=weights is not None or model is not None)
     loss_scale = LossScale.from_plan(plan)
-    schedule = build_schedule(parts, mesh, plan, device, loss_scale) if mesh.pp is not None else None
+    schedule = build_schedule(parts, mesh, plan, device, lambda: loss_scale.value) if mesh.pp is not None else None
     ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
     return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends, reduction=reduction)
 

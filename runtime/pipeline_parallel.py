@@ -1,14 +1,14 @@
 """Pipeline parallelism by torch.distributed.pipelining: one stage or several a rank, any order of their passes.
 
-Stages come from the plan and need not be equal. Between them travel hidden states [B, S, D], S being a rank's part of the sequence
-under context parallelism; with sequence parallelism each tp rank sends its own [B, S / tp, D] to its peer. GPipe and 1F1B with one
-stage a rank are torch's own; every other schedule is an order of passes (pipeline_order.py) that torch's multi-stage runtime
-executes, with the transfers it adds.
+Stages come from the plan and need not be equal. Between them travel hidden states [B, S, D], S being a rank's part of the
+sequence under context parallelism; with sequence parallelism each tp rank sends its own [B, S / tp, D] to its peer. GPipe and
+1F1B with one stage a rank are torch's own; every other schedule is an order of passes (cost_models/pipeline/orders.py) that
+torch's multi-stage runtime executes, with the transfers it adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,13 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from ..cost_models.pipeline.orders import pipeline_order, to_torch_csv
 from ..cost_models.pipeline.simulation import Action
 from ..schema.plan import Plan
 from ..schema.schedules import SCHEDULES
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
 from .models.sharded import local_tensor
-from .pipeline_order import torch_table
-from .training.loss_scale import LossScale
 from .training.step_clock import StepClock
 
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
@@ -44,7 +43,7 @@ def build_schedule(
     mesh: ParallelMesh,
     plan: Plan,
     device: torch.device,
-    loss_scale: LossScale,
+    loss_scale: Callable[[], float],
     *,
     is_sequence_unsharded: bool = False,
 ) -> Schedule:
@@ -57,7 +56,7 @@ def build_schedule(
     count = plan.num_microbatches
 
     def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
-        return loss.sum() * (loss_scale.value / count)
+        return loss.sum() * (loss_scale() / count)
 
     torch_class = SCHEDULES[plan.layout.schedule].torch_class
     if torch_class and len(stages) == 1:
@@ -185,7 +184,7 @@ def _load_order(runtime: _PipelineScheduleRuntime, plan: Plan, group_ranks: Sequ
     torch's own lowering drops gathered parameters of all but three stages between their passes: split backward passes then lose
     gradients, and under a pipeline a step gathers once (zero_stage 1). So all stages of a rank stay active.
     """
-    lines = torch_table(plan).splitlines()
+    lines = to_torch_csv(pipeline_order(plan)).splitlines()
     actions = {
         group_rank: [_Action.from_str(cell) for cell in line.split(",")]
         for group_rank, line in sorted(zip(group_ranks, lines, strict=True))

@@ -27,7 +27,7 @@ from ...schema import Plan
 from ...schema.base import shown
 from ...schema.errors import ConfigError
 from ...schema.schedules import SCHEDULES
-from .simulation import Action, Kind, Order
+from .simulation import Action, Kind, Order, Pipeline, simulate
 
 
 @dataclass
@@ -344,6 +344,29 @@ def to_torch_csv(order: Order) -> str:
 def planned_order(plan: Plan) -> Order | None:
     """Return the order that a plan of the synthesised schedule brings along; None under a named one."""
     return from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
+
+
+def pipeline_order(plan: Plan) -> Order:
+    """Return the passes of each rank of a plan's pipeline, in its order: that of the schedule, or the one the plan brings along.
+
+    Raises:
+        ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
+            takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
+    """
+    order, layout = planned_order(plan), plan.layout
+    if order is None:
+        order = order_of_schedule(layout.schedule, layout.pp, plan.num_microbatches, layout.num_model_chunks)
+    ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
+    of_a_second = Pipeline(
+        num_microbatches=plan.num_microbatches, rank_of_stage=plan.rank_of_stage, forward_s=ones, backward_s=ones,
+        weight_s=ones, transfer_s=zeros[1:], held_bytes=ones, backward_freed_bytes=zeros, weight_freed_bytes=ones,
+    )  # fmt: skip
+    simulate(of_a_second, order)  # raises where passes are missing or wait for ever
+    last = len(plan.stages) - 1
+    turns = [action.micro_batch for row in order for action in row if (action.stage, action.kind) == (last, "F")]
+    if turns != sorted(turns):
+        raise ConfigError(f"the plan's pipeline_order takes the micro-batches of the last stage in the order {turns}")
+    return order
 
 
 def from_torch_csv(text: str) -> Order:

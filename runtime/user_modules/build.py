@@ -15,10 +15,9 @@ from ...schema.plan import Plan
 from ..data_parallel import shard_units
 from ..mesh import ParallelMesh, build_mesh
 from ..models.init import init_weights
-from ..parallel_model import ParallelModel
+from ..parallel_model import LossScale, ParallelModel
 from ..pipeline_parallel import build_schedule
 from ..recompute import checkpoint_block
-from ..training.loss_scale import LossScale
 from ..weights.load import find_weights, read_pieces
 from ..weights.names import Piece
 from .structure import Structure, find_structure, next_token_loss, require_decoder, run_as_stage, stage_module
@@ -80,7 +79,7 @@ def parallelize_user_module(
     loss_scale = LossScale.from_plan(plan)
     schedule = None
     if mesh.pp is not None:
-        schedule = build_schedule(parts, mesh, plan, device, loss_scale, is_sequence_unsharded=True)
+        schedule = build_schedule(parts, mesh, plan, device, lambda: loss_scale.value, is_sequence_unsharded=True)
     ends = _ends(joined, structure) if is_tied else None
     return ParallelModel(
         plan, mesh, joined, device, loss_scale, schedule, ends=ends, loss_fn=loss_fn or next_token_loss

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import yaml
 from meshwright.cli.show.plan import generation_table
-from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
+from meshwright.cost_models.pipeline.orders import from_torch_csv, pipeline_order, to_torch_csv
 from meshwright.engines import ENGINES, export, read_configuration
 from meshwright.planner import estimate, plan_generation
 from meshwright.planner.expert_files import read_loads, read_trace
@@ -35,7 +35,6 @@ from meshwright.runtime.checkpoints.index import SafeReader
 from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import open_token_files
 from meshwright.runtime.job.rendezvous import slurm_rendezvous
-from meshwright.runtime.pipeline_order import pipeline_order
 from meshwright.runtime.weights.load import find_weights
 from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, Plan, Workload
 from meshwright.schema.generation import GenerationPlan

@@ -19,8 +19,7 @@ MAY_IMPORT = {
     "planner": {"schema", "profilers", "cost_models", "solvers"},
     # Of cost models only the orders of pipelines and their text form.
     "runtime": {"schema", "profilers", "cost_models"},
-    # Of the runtime only the order of a plan's pipeline.
-    "engines": {"schema", "runtime"},
+    "engines": {"schema", "cost_models"},
     # Offline: tables of measured runs against predictions, and the fits of coefficients and learned models.
     "validation": {"schema", "cost_models", "solvers", "planner"},
     "fitting": {"schema", "cost_models", "validation"},

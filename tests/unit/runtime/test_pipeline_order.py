@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.orders import to_torch_csv
-from meshwright.runtime.pipeline_order import pipeline_order
+from meshwright.cost_models.pipeline.orders import pipeline_order, to_torch_csv
 from meshwright.schema import ConfigError, Layout, Plan, Workload
 from meshwright.schema.schedules import SCHEDULE_NAMES
 
