@@ -148,7 +148,7 @@ def _backward_ratios(path: Path, forward: dict[str, FloatArray]) -> dict[str, Fl
 def _ratio(terms: FloatArray, forward: Passes, backward: Passes) -> FloatArray:
     """Return ratios of the products (with the softmax), the tail and the traffic that explain the backward times of one host.
 
-    The host's own speed is what its forward passes say, so that a slow one does not pass for a slow backward kernel. The ratios
+    The host's speed is what its forward passes say, so that a slow one does not pass for a slow backward kernel. The ratios
     are drawn towards BACKWARD_PRIOR, because runs of one number of tokens hardly tell the tail from the products.
     """
     host = np.median(forward.seconds / (forward.columns @ terms))

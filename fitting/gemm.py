@@ -38,7 +38,7 @@ from .estimator import RooflineRegressor, least_relative_squares, score_lines, w
 
 SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0, "trtllm-fp8": 3.0}
 """Software build -> column. The first two run large products with random operands at sustained clocks; large bf16 products of the
-third exceed the highest rates published (0.96 of the peak on A100, where 0.87 is the best found by search)."""
+third exceed the highest rates published (0.96 of the peak on A100, where 0.87 is the best that a search reached)."""
 
 SYSTEMS = {
     "a100_sxm": "A100-SXM-80GB", "h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM-180GB",

@@ -38,7 +38,7 @@ from ..validation.rows import RunRow, read_runs
 from ..validation.score import memory_ratio
 
 PRIOR_WEIGHT = 0.001
-"""A coefficient one width from its prior is worth a tenth of a percent of the mean error."""
+"""A coefficient one width from its prior costs a tenth of a percent of the mean error."""
 
 MIN_ROWS = 10
 """Sources with fewer rows weigh in proportion, and say nothing about tails."""
@@ -50,7 +50,7 @@ TAIL_FRACTION = 0.05
 
 SEPARATE_ENGINE: Engine = "nanotron"
 """Its pipelines over several nodes scatter by a factor of up to 40 between runs that differ in nothing their table states
-(docs/log.md), which says nothing about other engines: it has widths of its own."""
+(docs/log.md), which says nothing about other engines: it has separate widths."""
 
 MAX_WIDTH = 5.0
 """Of log(measured / predicted) for a share of one: more is an extrapolation from shares of a few percent."""

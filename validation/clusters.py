@@ -29,7 +29,7 @@ _RATE = re.compile(_GBIT)
 _RATES_OF_ONE_PORT = re.compile(r"(?:\d+ ?Gb/)+(\d+ ?Gb)(?![A-Za-z/])")
 _SIDE_NETWORK = re.compile(r"management|storage|in-band|frontend|gpu-pcie|pcie-nic", re.IGNORECASE)
 _NOMINAL_ONLY = ("efa-v2", "efa-v3", "efa-v4")
-"""Links whose stated rate is nominal: the catalogue's own is what they reach."""
+"""Links whose stated rate is nominal: the catalogue's is what they reach."""
 
 
 def cluster_of(row: RunRow) -> ClusterSpec | str:

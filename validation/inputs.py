@@ -1,6 +1,6 @@
 """A row as our nouns: model, cluster, workload, layout; or why not.
 
-Other engines' runs need not satisfy schema/runnable.py, which is about what our own runtime executes. Where a row does not
+Other engines' runs need not satisfy schema/runnable.py, which is about what our runtime executes. Where a row does not
 state a choice, a default of its framework is assumed (data/frameworks.toml, each with its source). Where the cost model
 lacks a feature, the nearest layout it has stands in and the row names the approximation (APPROXIMATIONS), or the row is
 skipped (SKIPS).

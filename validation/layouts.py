@@ -1,4 +1,4 @@
-"""A row's layout: degrees, sharding, recompute and offloading, as stated or as its framework does unless told otherwise."""
+"""A row's layout: degrees, sharding, recompute and offloading, as stated or as its framework does by default."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def canonical(name: str) -> str:
 def published_shapes() -> dict[str, tuple[Shape, float | None]]:
     """Return shapes of published models outside the catalogue, and their size in billions of parameters.
 
-    The size is there where the shape alone leaves open what else is counted.
+    The size is there where the shape leaves open what else is counted.
     """
     return {
         line["name"]: (

@@ -36,7 +36,7 @@ _NO_DEFAULT = ("id", "gpu_type", "model")  # the column must exist, the cell may
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One measured run; None or "" where the table does not say. Names are the table's own, `line` is the line of the file.
+    """One measured run; None or "" where the table does not say. Names are the table's, `line` is the line of the file.
 
     Attributes:
         vpp: as printed, because some schedules are named instead of counted.

@@ -1,4 +1,4 @@
-"""Correct the model by a few measured runs of one's own cluster: physically named ratios with priors, and what they are worth.
+"""Correct the model by a few measured runs of a cluster: physically named ratios with priors, and how much they help.
 
 The seconds of a run are a sum of terms, each inversely proportional to one ratio theta_j (schema/profile.py), and of what no
 ratio touches:

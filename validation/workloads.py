@@ -1,4 +1,4 @@
-"""A row's workload: batch, precision, optimizer, adapters and kernels, as stated or as its framework does unless told otherwise."""
+"""A row's workload: batch, precision, optimizer, adapters and kernels, as stated or as its framework does by default."""
 
 from __future__ import annotations
 
