@@ -41,7 +41,7 @@ MEGATRON = [
     Layout(dp_replicate=4),
     Layout(dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=False),
     Layout(pp=4, num_model_chunks=2, dp_shard=2, recompute="selective"),
-    Layout(cp=4, cp_ulysses=2, dp_shard=2),
+    Layout(cp=8, cp_ulysses=2, dp_shard=2),
     Layout(cp=4, cp_ulysses=4, tp=2),
     Layout(cp=2, dp_replicate=2, zero_stage=1),
     Layout(dp_shard=2, offload="optimizer", offload_fraction=0.5, zero_stage=1),
