@@ -137,7 +137,7 @@ def measure(case: Case) -> dict[str, Any]:
         gap = max(1 - point.bound_s / point.step_time_s for point in points)
         figures = {"points": len(points), "gap": round(gap, 6), "step_time_s": round(points[0].step_time_s, 4)}
     elif case.what == "cheapest":
-        best = cheapest(model, (Offer.of(cluster),), workload, **options)
+        best = cheapest(model, (Offer.from_cluster(cluster),), workload, **options)
         assert best.cost is not None
         cost = best.cost
         figures = {

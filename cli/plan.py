@@ -184,7 +184,7 @@ def _search(
         request["on_progress"] = on_progress
         if cost is not None:
             return cheapest(
-                spec, offers or (Offer.of(machine),), workload, front=search.pareto, top=output.top,
+                spec, offers or (Offer.from_cluster(machine),), workload, front=search.pareto, top=output.top,
                 min_tokens_per_s=cost.min_tokens_per_s, tokens=cost.tokens,
                 deadline_s=None if cost.deadline_h is None else 3600 * cost.deadline_h, **request,
             )  # fmt: skip

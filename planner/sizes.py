@@ -134,7 +134,7 @@ def cheapest(
         raise ConfigError("a deadline needs the number of tokens to train", help="add --tokens, e.g. --tokens 1e12")
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
     slowest_s = workload.tokens_per_step / floor * (1 + FLOOR_ROUNDING) if floor > 0 else math.inf
-    request = PlanRequest.create(model, offers[0].of_size(offers[0].sizes[0]), workload, **options)
+    request = PlanRequest.create(model, offers[0].with_size(offers[0].sizes[0]), workload, **options)
     if request.offload is not None:
         require_schedulable(request)
     sizes = enumerate_sizes(offers, request, slowest_s)
@@ -158,7 +158,7 @@ def enumerate_sizes(offers: Sequence[Offer], request: PlanRequest, slowest_s: fl
     sizes: list[Size] = []
     for offer in offers:
         for num_nodes in offer.sizes:
-            cluster = offer.of_size(num_nodes)
+            cluster = offer.with_size(num_nodes)
             price_per_hour(cluster)  # every size needs one
             rate = sum(
                 group.num_devices * peak_flops_per_s(group.device, workload.precision) for group in cluster.groups

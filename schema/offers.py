@@ -119,12 +119,12 @@ class Offer(Frozen):
         max_nodes = self.cluster.num_nodes
         return range(max_nodes if len(self.cluster.groups) > 1 else self.min_nodes, max_nodes + 1)
 
-    def of_size(self, num_nodes: int) -> ClusterSpec:
+    def with_size(self, num_nodes: int) -> ClusterSpec:
         """Return the cluster of so many nodes."""
         return self.cluster if num_nodes == self.cluster.num_nodes else with_nodes(self.cluster, num_nodes)
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, *, price_per_device_hour: float | None = None, **fields: Any) -> Offer:
+    def from_cluster(cls, cluster: ClusterSpec, *, price_per_device_hour: float | None = None, **fields: Any) -> Offer:
         """Offer a cluster at a price per device, or at the prices that its devices have.
 
         Raises:
@@ -219,7 +219,7 @@ def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Off
             raise ConfigError(f"{where}: min_nodes {fields['min_nodes']} of {cluster.num_nodes} nodes")
     elif "cluster" in table:
         fields["min_nodes"] = cluster.num_nodes
-    return Offer.of(cluster, **fields)
+    return Offer.from_cluster(cluster, **fields)
 
 
 def _device_cluster(table: Mapping[str, Any], where: str) -> str:

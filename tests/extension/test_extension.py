@@ -66,7 +66,7 @@ assert order_of_schedule("toy", 2, 4, 1) == order_of_schedule("1f1b", 2, 4, 1)
 assert "'toy'" in refusal("schedule=warp")
 """
 OBJECTIVE = """
-offers = [Offer.of(ClusterSpec.parse("4x8xH100-SXM-80GB"), price_per_device_hour=2.0)]
+offers = [Offer.from_cluster(ClusterSpec.parse("4x8xH100-SXM-80GB"), price_per_device_hour=2.0)]
 made = cheapest(model, offers, workload.replace(global_batch_size=64), runnable=True, top=0)
 assert made.cost.num_nodes == 1, made.cost
 assert Plan.model_validate_json(made.model_dump_json()) == made

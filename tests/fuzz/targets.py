@@ -187,8 +187,8 @@ def _cluster(cluster: ClusterSpec) -> None:
 def _offers(path: Path) -> None:
     for offer in offers_from_file(str(path)):
         sizes = offer.sizes
-        _cluster(offer.of_size(sizes[0]))
-        _cluster(offer.of_size(sizes[len(sizes) // 2]))
+        _cluster(offer.with_size(sizes[0]))
+        _cluster(offer.with_size(sizes[len(sizes) // 2]))
 
 
 def _text(path: Path) -> None:

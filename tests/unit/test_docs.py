@@ -97,5 +97,5 @@ def test_offers_of_the_document_are_read(tmp_path: Path) -> None:
     (text,) = (block for block in blocks if "[[offers]]" in block)
     (tmp_path / "offers.toml").write_text(text)
     spot, lab = offers_from_file(str(tmp_path / "offers.toml"))
-    assert spot.of_size(2).price_per_hour == pytest.approx(2 * 8 * 2.1)
+    assert spot.with_size(2).price_per_hour == pytest.approx(2 * 8 * 2.1)
     assert list(lab.sizes) == [lab.cluster.num_nodes]

@@ -23,9 +23,9 @@ from meshwright.schema import (
 
 MODEL = ModelSpec.named("llama-2-13b")
 OFFERS = (
-    Offer.of(ClusterSpec.parse("5x4xA100-SXM-80GB/ib200"), name="a100"),
-    Offer.of(ClusterSpec.parse("4x8xH100-SXM-80GB"), name="h100", price_per_device_hour=4.0),
-    Offer.of(ClusterSpec.parse("3x8xA100-SXM-40GB/eth25"), name="slow", price_per_device_hour=0.9),
+    Offer.from_cluster(ClusterSpec.parse("5x4xA100-SXM-80GB/ib200"), name="a100"),
+    Offer.from_cluster(ClusterSpec.parse("4x8xH100-SXM-80GB"), name="h100", price_per_device_hour=4.0),
+    Offer.from_cluster(ClusterSpec.parse("3x8xA100-SXM-40GB/eth25"), name="slow", price_per_device_hour=0.9),
 )
 
 Answers = dict[tuple[str, int], float]
@@ -37,7 +37,7 @@ def every_size(workload: Workload) -> Answers:
     times: Answers = {}
     for offer in OFFERS:
         for nodes in offer.sizes:
-            cluster = offer.of_size(nodes)
+            cluster = offer.with_size(nodes)
             try:
                 space = build_space(PlanRequest(MODEL, cluster, workload, runnable=workload.engine == "fsdp2"))
             except ConfigError:
@@ -49,7 +49,7 @@ def every_size(workload: Workload) -> Answers:
 
 
 def usd(offer: str, nodes: int, step_time_s: float) -> float:
-    price = next(o.of_size(nodes).price_per_hour for o in OFFERS if o.name == offer)
+    price = next(o.with_size(nodes).price_per_hour for o in OFFERS if o.name == offer)
     return price / 3600 * step_time_s
 
 
@@ -148,7 +148,7 @@ def test_floor_out_of_reach_names_the_fastest_size() -> None:
 
 
 def test_nothing_that_fits_is_explained_as_by_plan() -> None:
-    offer = Offer.of(ClusterSpec.parse("2x1xA100-SXM-40GB"))
+    offer = Offer.from_cluster(ClusterSpec.parse("2x1xA100-SXM-40GB"))
     with pytest.raises(InfeasibleError, match=r"memory \(C2\)"):
         cheapest(ModelSpec.named("llama-3.1-70b"), (offer,), Workload(seq_len=2048, global_batch_size=8))
 
@@ -172,5 +172,5 @@ def test_time_limit_leaves_an_honest_certificate() -> None:
 def test_one_size_is_the_plan_of_that_cluster() -> None:
     cluster = ClusterSpec.parse("8xH100-SXM-80GB")
     workload = Workload(seq_len=2048, global_batch_size=48)
-    found = cheapest(MODEL, (Offer.of(cluster),), workload)
+    found = cheapest(MODEL, (Offer.from_cluster(cluster),), workload)
     assert found.layout == plan(MODEL, cluster, workload).layout

@@ -292,10 +292,10 @@ def test_a_fixed_field_never_gives_a_better_plan(seed: int, data: st.DataObject)
 
 
 OFFERS = (
-    Offer.of(ClusterSpec.parse("3x4xA100-SXM-80GB/ib200"), name="a100", price_per_device_hour=1.6),
-    Offer.of(ClusterSpec.parse("2x8xH100-SXM-80GB"), name="h100", price_per_device_hour=4.0),
-    Offer.of(ClusterSpec.parse("4x2xL40S"), name="l40s", price_per_device_hour=0.7),
-    Offer.of(ClusterSpec.parse("2x4xA100-SXM-40GB/eth25"), name="slow", price_per_device_hour=0.9),
+    Offer.from_cluster(ClusterSpec.parse("3x4xA100-SXM-80GB/ib200"), name="a100", price_per_device_hour=1.6),
+    Offer.from_cluster(ClusterSpec.parse("2x8xH100-SXM-80GB"), name="h100", price_per_device_hour=4.0),
+    Offer.from_cluster(ClusterSpec.parse("4x2xL40S"), name="l40s", price_per_device_hour=0.7),
+    Offer.from_cluster(ClusterSpec.parse("2x4xA100-SXM-40GB/eth25"), name="slow", price_per_device_hour=0.9),
 )
 SMALL = {"cp": 1, "ep": 1, "etp": 1, "num_model_chunks": 1, "recompute": "none", "schedule": "1f1b"}
 
@@ -331,7 +331,7 @@ def test_more_offers_and_more_nodes_are_never_dearer_nor_slower(
     assert more_least_s <= least_s * (1 + 2e-4)
     first = fewer[0]
     if first.cluster.num_nodes > 1:
-        with_less = Offer(name=first.name, cluster=first.of_size(first.cluster.num_nodes - 1), min_nodes=1)
+        with_less = Offer(name=first.name, cluster=first.with_size(first.cluster.num_nodes - 1), min_nodes=1)
         usd_less, _, least_less_s = of_offers(model, (with_less, *fewer[1:]), floor)
         assert usd <= usd_less * (1 + 2e-4)
         assert least_s <= least_less_s * (1 + 2e-4)

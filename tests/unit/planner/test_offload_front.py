@@ -66,15 +66,15 @@ def test_time_that_is_over_leaves_the_front_without_schedules() -> None:
 
 
 SMALL = ONE.weakest_device.memory_bytes - 14 * GIB
-OFFER = Offer.of(ClusterSpec.parse("2x1xH100-SXM-80GB").replace(reserved_bytes=SMALL), name="singles")
+OFFER = Offer.from_cluster(ClusterSpec.parse("2x1xH100-SXM-80GB").replace(reserved_bytes=SMALL), name="singles")
 
 
 def test_the_cheapest_size_is_that_of_searching_every_size_with_schedules() -> None:
     found = cheapest(MODEL, (OFFER,), STEP, offload=HOST)
-    assert pareto(MODEL, OFFER.of_size(1), STEP) == ()  # nothing fits without
+    assert pareto(MODEL, OFFER.with_size(1), STEP) == ()  # nothing fits without
     usd = {}
     for nodes in OFFER.sizes:
-        cluster = OFFER.of_size(nodes)
+        cluster = OFFER.with_size(nodes)
         best = plan(MODEL, cluster, STEP, offload=HOST, top=0)
         usd[nodes] = best.estimate.step_time_s * (cluster.price_per_hour or math.nan) / 3600
     assert found.cost is not None
@@ -87,7 +87,7 @@ def test_the_cheapest_size_is_that_of_searching_every_size_with_schedules() -> N
 
 
 def test_one_size_that_only_a_schedule_fits_has_a_price() -> None:
-    alone = Offer.of(ONE.replace(reserved_bytes=SMALL), name="one")
+    alone = Offer.from_cluster(ONE.replace(reserved_bytes=SMALL), name="one")
     found = cheapest(MODEL, (alone,), STEP, offload=HOST)
     assert found.offload is not None and found.cost is not None
     assert found.cost.sizes[0].host_bytes == found.offload.host_bytes > 0

@@ -27,9 +27,9 @@ def test_measured_bandwidths_are_those_of_the_first_nodes() -> None:
 def test_mixed_cluster_is_offered_as_a_whole() -> None:
     groups = tuple(ClusterSpec.parse(f"2x8x{name}").groups[0] for name in ("H100-SXM-80GB", "A100-SXM-80GB"))
     mixed = ClusterSpec.parse("4x8xA100-SXM-80GB").replace(groups=groups)
-    offer = Offer.of(mixed)
+    offer = Offer.from_cluster(mixed)
     assert list(offer.sizes) == [4]
-    assert offer.of_size(4) == mixed
+    assert offer.with_size(4) == mixed
     assert mixed.price_per_hour == sum(16 * group.device.price_per_hour for group in groups)
     with pytest.raises(ConfigError, match="no smaller size"):
         with_nodes(mixed, 2)
@@ -55,7 +55,7 @@ def test_file_names_devices_clusters_and_prices(tmp_path: Path) -> None:
     )
     spot, own, catalogue = offers_from_file(str(tmp_path / "offers.toml"))
     assert (spot.name, list(spot.sizes)) == ("spot", [2, 3, 4])
-    assert spot.of_size(3).price_per_hour == pytest.approx(24 * 1.25)
+    assert spot.with_size(3).price_per_hour == pytest.approx(24 * 1.25)
     assert (own.name, list(own.sizes)) == ("own", [2])
     assert list(catalogue.sizes) == [1, 2]
 
