@@ -7,7 +7,7 @@ many on each (EngineFacts.recomputes_first_blocks), there is a program for each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -62,88 +62,44 @@ class Stages(NamedTuple):
     bound_s: float
 
 
-@dataclass(frozen=True)
 class Layers:
-    """One mixed layout (row ``idx``) layer by layer [L] and option by option, and the spans [P] of layers its stages may hold."""
+    """One mixed layout layer by layer [L] and option by option [O], and the spans [P] of layers its stages [S] may hold.
 
-    costs: RecomputeCosts
-    idx: int
-    memory_budget_bytes: float
+    Attributes:
+        num_stages, chunks: S, and the model chunks of a stage.
+        kinds, has_choice: kind of each layer [L], and whether it holds a block.
+        busy_s, retained_bytes: seconds and activations of each layer for one micro-batch [O, L].
+        exposed_s, update_s: once in a step: communication over data that nothing hides [O, L], and each layer's update [L].
+        transfer_s: a stage passes activations on and gradients back, for one micro-batch.
+        constant_s: what a step adds to (O) whatever its stages hold.
+        weights: how often the slowest stage and the sum of the stages count in a step at most; min_weights: at least, each pair by
+            itself (both: cost_models/pipeline/lower_bounds.py, for one stage a rank).
+    """
 
-    @property
-    def num_stages(self) -> int:
-        """S."""
-        return int(self.costs.minimum.layouts.pp[self.idx])
-
-    @property
-    def chunks(self) -> int:
-        """Model chunks of a stage."""
-        return int(self.costs.minimum.layouts.num_model_chunks[self.idx])
-
-    @cached_property
-    def weights(self) -> tuple[float, float]:
-        """How often the slowest stage and the sum of the stages count in a step at most (cost_models/pipeline/lower_bounds.py)."""
-        return self._num_microbatches - 1, 1.0
-
-    @property
-    def _num_microbatches(self) -> float:
-        return float(self.costs.minimum.layouts.num_microbatches[self.idx])
-
-    @cached_property
-    def min_weights(self) -> tuple[tuple[float, float], ...]:
-        """The same at least, each pair by itself: the bounds of cost_models/pipeline/lower_bounds.py for one stage a rank."""
+    def __init__(self, costs: RecomputeCosts, idx: int, memory_budget_bytes: float) -> None:
+        """Take what the layers of layout ``idx`` cost under each option."""
+        table, plain = costs.minimum.layouts, costs.by_option[0]
+        self.costs, self.idx, self.memory_budget_bytes = costs, idx, memory_budget_bytes
+        self.num_stages, self.chunks = int(table.pp[idx]), int(table.num_model_chunks[idx])
+        self.kinds: IntArray = costs.minimum.kind_of_layer
+        self.has_choice: NDArray[np.bool_] = costs.has_choice[self.kinds]
+        self.busy_s: FloatArray = costs.of_kinds("busy_s", idx)[self.kinds].T
+        self.retained_bytes: FloatArray = costs.of_kinds("activation_bytes", idx)[self.kinds].T
+        self.exposed_s: FloatArray = costs.exposed_s(idx)[self.kinds].T
+        self.update_s = plain.layer_updates_s(idx)
+        self.transfer_s = 2 * float(costs.minimum.transfer_s[idx]) if self.num_stages > 1 else 0.0
+        self.constant_s = float(plain.dp_edges_s[idx])
+        self._num_microbatches = float(table.num_microbatches[idx])
         m, pp = self._num_microbatches, self.num_stages
-        if self.costs.minimum.layouts.schedule_of_row(self.idx).all_forward_first:
-            return (self.weights,)
-        if m > pp:
-            return (m - pp - 1, 2.0), (m, 0.0)
-        return ((m - 1) / 2, 1.0), (m, 0.0), (0.0, 2 * pp / (pp + 1) if m == pp else 0.0)
-
-    @cached_property
-    def has_choice(self) -> NDArray[np.bool_]:
-        """Layers [L] that hold a block."""
-        return np.asarray(self.costs.has_choice[self.kinds])
-
-    @property
-    def kinds(self) -> IntArray:
-        """Kind of each layer [L]."""
-        return self.costs.minimum.kind_of_layer
-
-    @cached_property
-    def busy_s(self) -> FloatArray:
-        """Seconds of each layer for one micro-batch [O, L]."""
-        return np.asarray(self.costs.of_kinds("busy_s", self.idx)[self.kinds].T)
-
-    @cached_property
-    def retained_bytes(self) -> FloatArray:
-        """Activations of each layer for one micro-batch [O, L]."""
-        return np.asarray(self.costs.of_kinds("activation_bytes", self.idx)[self.kinds].T)
-
-    @cached_property
-    def exposed_s(self) -> FloatArray:
-        """Communication over data of each layer that nothing hides, once in a step [O, L]."""
-        return np.asarray(self.costs.exposed_s(self.idx)[self.kinds].T)
-
-    @cached_property
-    def update_s(self) -> FloatArray:
-        """Seconds of each layer's update [L]."""
-        costs = self.costs.by_option[0]
-        trained, experts = (costs.per_layer(name, self.idx) for name in ("num_trained", "expert_params"))
-        return costs.update_s(trained, experts, self.idx)
-
-    @cached_property
-    def constant_s(self) -> float:
-        """Seconds that a step adds to (O) whatever its stages hold."""
-        return float(self.costs.by_option[0].dp_edges_s[self.idx])
+        self.weights = (m - 1, 1.0)
+        self.min_weights: tuple[tuple[float, float], ...] = (self.weights,)
+        if not table.schedule_of_row(idx).all_forward_first:
+            few = ((m - 1) / 2, 1.0), (m, 0.0), (0.0, 2 * pp / (pp + 1) if m == pp else 0.0)
+            self.min_weights = ((m - pp - 1, 2.0), (m, 0.0)) if m > pp else few
 
     def lower_bound_s(self, program: Program) -> float:
         """Return seconds of a step that no answer of a program is below."""
         return lower_bound_s(program.instance, self.min_weights) + self.constant_s
-
-    @cached_property
-    def transfer_s(self) -> float:
-        """Seconds a stage passes activations on and gradients back, for one micro-batch."""
-        return 2 * float(self.costs.minimum.transfer_s[self.idx]) if self.num_stages > 1 else 0.0
 
     @cached_property
     def fits(self) -> Fits:
