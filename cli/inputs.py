@@ -70,9 +70,8 @@ class ClusterOptions(ProfileOptions):
         None,
         "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or "
         "local:RANKS. Needed unless --profile (or, for cost, --offers) is given.",
-        metavar="CLUSTER",
-        complete=complete_clusters,
-    )
+        metavar="CLUSTER", complete=complete_clusters,
+    )  # fmt: skip
 
     def read(self) -> ClusterSpec:
         """Return the cluster that was named, that the profile describes, or that was named with devices as the profile has them.
@@ -123,10 +122,8 @@ class TrainingOptions(OptionModel):
     optimizer: str
     attention: str
     engine: Engine = option(
-        OWN_ENGINE,
-        "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.",
-        metavar="NAME",
-    )
+        OWN_ENGINE, "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.", metavar="NAME"
+    )  # fmt: skip
     train: str = option(
         "full",
         "full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters next to a frozen model; zeroth-order: "
@@ -134,10 +131,8 @@ class TrainingOptions(OptionModel):
         metavar="HOW",
     )
     calibrate: Path | None = option(
-        None,
-        "measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.",
-        metavar="RUNS.csv",
-    )
+        None, "measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.", metavar="RUNS.csv"
+    )  # fmt: skip
 
     def calibrated(self, cluster: ClusterSpec) -> ClusterSpec:
         """Return a cluster with the correction that the runs of --calibrate make of its device's rates."""
@@ -175,10 +170,9 @@ class PrecisionOptions(OptionModel):
     """The numbers."""
 
     precision: str | None = option(
-        None,
-        "bf16-mixed, fp16-mixed, fp8 or fp32; with --infer bf16, fp16 or fp32. Default: the best that the device has.",
+        None, "bf16-mixed, fp16-mixed, fp8 or fp32; with --infer bf16, fp16 or fp32. Default: the best that the device has.",
         metavar="P",
-    )
+    )  # fmt: skip
 
 
 class OffloadOptions(OptionModel):
@@ -195,18 +189,12 @@ class HostOptions(OptionModel):
     """The memory next to the devices."""
 
     host_memory_gib: float | None = option(
-        None,
-        "memory of one node that may be used. Default: as the cluster says.",
-        ge=0,
-        metavar="G",
-        needs=("offload",),
-    )
+        None, "memory of one node that may be used. Default: as the cluster says.", ge=0, metavar="G", needs=("offload",)
+    )  # fmt: skip
     nvme: Path | None = option(
-        None,
-        "a folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.",
-        metavar="PATH",
-        needs=("offload",),
-    )
+        None, "a folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.",
+        metavar="PATH", needs=("offload",),
+    )  # fmt: skip
     nvme_gib: float | None = option(
         None, "what may be written there. Default: what is free on this machine.", ge=0, metavar="G", needs=("nvme",)
     )

@@ -47,21 +47,11 @@ LIMITS = (
     ),
 )
 
-BLOCK_CLASSES = {
-    "LlamaForCausalLM": "LlamaDecoderLayer",
-    "MistralForCausalLM": "MistralDecoderLayer",
-    "MixtralForCausalLM": "MixtralDecoderLayer",
-    "Qwen2ForCausalLM": "Qwen2DecoderLayer",
-    "Qwen3ForCausalLM": "Qwen3DecoderLayer",
-    "Qwen3MoeForCausalLM": "Qwen3MoeDecoderLayer",
-    "OlmoeForCausalLM": "OlmoeDecoderLayer",
-    "DeepseekV2ForCausalLM": "DeepseekV2DecoderLayer",
-    "DeepseekV3ForCausalLM": "DeepseekV3DecoderLayer",
-    "GPT2LMHeadModel": "GPT2Block",
-    "GPTNeoXForCausalLM": "GPTNeoXLayer",
-    "Gemma2ForCausalLM": "Gemma2DecoderLayer",
-    "GptOssForCausalLM": "GptOssDecoderLayer",
-}
+_DECODERS = (
+    "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Olmoe", "DeepseekV2", "DeepseekV3", "Gemma2", "GptOss",
+)  # fmt: skip
+BLOCK_CLASSES = {f"{name}ForCausalLM": f"{name}DecoderLayer" for name in _DECODERS}
+BLOCK_CLASSES |= {"GPT2LMHeadModel": "GPT2Block", "GPTNeoXForCausalLM": "GPTNeoXLayer"}
 """Class of one block in transformers 5, which FSDP wraps."""
 
 

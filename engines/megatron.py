@@ -26,34 +26,13 @@ SCRIPT = "pretrain.sh"
 _LAUNCHER = frozenset({"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint"})
 
 _USED = _LAUNCHER | {
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "use_distributed_optimizer",
-    "num_distributed_optimizer_instances",
-    "sequence_parallel",
-    "micro_batch_size",
-    "global_batch_size",
-    "seq_length",
-    "num_layers",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "recompute_activations",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "bf16",
-    "fp16",
-    "fp8_format",
-}
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout", "cp_comm_type", "hierarchical_context_parallel_sizes", "use_distributed_optimizer",
+    "num_distributed_optimizer_instances", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length",
+    "num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+    "recompute_activations", "optimizer_cpu_offload", "optimizer_offload_fraction", "bf16", "fp16", "fp8_format",
+}  # fmt: skip
 
 
 def write(plan: Plan) -> Exported:

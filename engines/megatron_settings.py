@@ -18,7 +18,7 @@ from .documents import positive_integer, remaining_devices
 from .limits import Limit
 
 Settings = dict[str, Any]
-"""Option name with underscores -> value; True is a bare flag."""
+"""Option name with underscores -> value; True is a bare flag, False and None are not written."""
 
 
 ORIGINAL_YARN_LEN = 4096
@@ -52,7 +52,8 @@ def model_settings(model: ModelSpec, seq_len: int) -> Settings:
         "num_layers": model.num_blocks,
         "hidden_size": model.hidden_dim,
         **_attention(blocks[0].attention),
-        **_norms(model, blocks[0]),
+        "normalization": "RMSNorm" if blocks[0].norm == "rmsnorm" else "LayerNorm",
+        "norm_epsilon": model.norm_eps,
         **_positions(model, seq_len),
         "vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": 1,
@@ -67,32 +68,25 @@ def model_settings(model: ModelSpec, seq_len: int) -> Settings:
 
 def _missing(block: Block) -> list[str]:
     attention, mlp = block.attention, block.mlp
-    reasons = []
-    if block.num_norms != 2:
-        reasons.append(f"blocks with {block.num_norms} norms")
-    if block.parallel_residual:
-        reasons.append("attention and feed-forward part side by side")
+    reasons = {
+        f"blocks with {block.num_norms} norms": block.num_norms != 2,
+        "attention and feed-forward part side by side": block.parallel_residual,
+        "ReLU": mlp.activation == "relu",
+        "gated squared ReLU": mlp.activation == "relu2" and mlp.gated,
+    }
     if isinstance(attention, SoftmaxAttention):
-        if attention.chunked:
-            reasons.append("attention in chunks")
-        if attention.logit_softcap:
-            reasons.append("capped attention scores")
-        if attention.sinks:
-            reasons.append("attention sinks")
-        if attention.qk_norm in ("full", "weightless"):
-            reasons.append(f"query and key norm of the kind {attention.qk_norm}")
-        if attention.qkv_bias and not attention.out_bias and mlp.bias:
-            reasons.append("biases in q, k, v and the feed-forward part but not after attention")
+        biases = "biases in q, k, v and the feed-forward part but not after attention"
+        reasons |= {
+            "attention in chunks": attention.chunked,
+            "capped attention scores": bool(attention.logit_softcap),
+            "attention sinks": attention.sinks,
+            f"query and key norm of the kind {attention.qk_norm}": attention.qk_norm in ("full", "weightless"),
+            biases: attention.qkv_bias and not attention.out_bias and mlp.bias,
+        }
     if isinstance(mlp, MoE):
-        if mlp.router_bias:
-            reasons.append("bias in the router")
-        if mlp.router == "sigmoid" and not mlp.normalize:
-            reasons.append("sigmoid router without normalisation")
-    if mlp.activation == "relu":
-        reasons.append("ReLU")
-    if mlp.activation == "relu2" and mlp.gated:
-        reasons.append("gated squared ReLU")
-    return reasons
+        reasons["bias in the router"] = mlp.router_bias
+        reasons["sigmoid router without normalisation"] = mlp.router == "sigmoid" and not mlp.normalize
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _missing_rope(model: ModelSpec) -> list[str]:
@@ -112,31 +106,22 @@ def _attention(attention: SoftmaxAttention | LatentAttention) -> Settings:
         return {
             "num_attention_heads": attention.num_heads,
             "multi_latent_attention": True,
-            **({"q_lora_rank": attention.q_lora_rank} if attention.q_lora_rank else {}),
+            "q_lora_rank": attention.q_lora_rank or None,
             "kv_lora_rank": attention.kv_lora_rank,
             "qk_head_dim": attention.qk_nope_head_dim,
             "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
             "v_head_dim": attention.v_head_dim,
             "qk_layernorm": True,
         }
+    is_grouped = attention.num_kv_heads != attention.num_heads
     return {
         "num_attention_heads": attention.num_heads,
         "kv_channels": attention.head_dim,
-        **(
-            {"group_query_attention": True, "num_query_groups": attention.num_kv_heads}
-            if attention.num_kv_heads != attention.num_heads
-            else {}
-        ),
+        "group_query_attention": is_grouped,
+        "num_query_groups": attention.num_kv_heads if is_grouped else None,
         "add_qkv_bias": attention.qkv_bias and not attention.out_bias,
         "qk_layernorm": attention.qk_norm == "per_head",
-        **({"window_size": f"{attention.window - 1},0"} if attention.window else {}),
-    }
-
-
-def _norms(model: ModelSpec, block: Block) -> Settings:
-    return {
-        "normalization": "RMSNorm" if block.norm == "rmsnorm" else "LayerNorm",
-        "norm_epsilon": model.norm_eps,
+        "window_size": f"{attention.window - 1},0" if attention.window else None,
     }
 
 
@@ -179,13 +164,10 @@ def _experts(model: ModelSpec, moe: MoE) -> Settings:
         "moe_router_score_function": "sigmoid" if moe.router == "sigmoid" else "softmax",
         "moe_router_pre_softmax": moe.router == "softmax" and not moe.normalize,
         "moe_router_enable_expert_bias": moe.router == "sigmoid",
-        **({"moe_router_topk_scaling_factor": moe.scale} if moe.scale != 1 else {}),
-        **(
-            {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.top_groups}
-            if moe.num_groups > 1
-            else {}
-        ),
-        **({"moe_shared_expert_intermediate_size": moe.shared_ffn_dim} if moe.shared_ffn_dim else {}),
+        "moe_router_topk_scaling_factor": moe.scale if moe.scale != 1 else None,
+        "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
+        "moe_router_group_topk": moe.top_groups if moe.num_groups > 1 else None,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_dim or None,
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_grouped_gemm": True,
         "moe_token_dispatcher_type": "alltoall",
