@@ -180,7 +180,7 @@ def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, P
         return
     from ..validation.run_calibration import reestimate
 
-    cluster = read_profiled_cluster(profile.profile, allow_foreign=profile.allow_foreign_profile)
+    cluster = read_profiled_cluster(profile)
     if cluster.num_devices != plan.cluster.num_devices:
         raise ConfigError(
             f"{profile.profile} is of {cluster.num_devices} devices, the plan is for {plan.cluster.num_devices}"

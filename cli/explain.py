@@ -45,10 +45,10 @@ def explain(
     from ..schema.layout import parse_assignments
     from .show import show_answer
     from .show.explain import explanation_tables
-    from .terminal import searching_again, stopping_on_interrupt
+    from .terminal import spinner, stopping_on_interrupt
 
     fields, given, deadline = parse_assignments(why_not), Plan.load(plan), Deadline(time_limit_s)
-    with searching_again(quiet=json), stopping_on_interrupt(deadline):
+    with spinner("searching again with more of each resource", quiet=json), stopping_on_interrupt(deadline):
         explanation = make_explanation(given, why_not=fields, deadline=deadline)
     show_answer(explanation, *explanation_tables(given, explanation), as_json=json)
     if deadline.is_stopped:

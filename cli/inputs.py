@@ -14,6 +14,7 @@ from ..schema.errors import ConfigError
 from ..schema.task import Workload
 from ..schema.units import GIB
 from .options import OptionModel, option
+from .terminal import spinner
 
 if TYPE_CHECKING:
     from ..planner.request import OffloadRequest
@@ -81,23 +82,23 @@ class ClusterOptions(ProfileOptions):
             ProfileError: the profile is not of this machine or not of this cluster's devices.
         """
         from ..schema import ClusterSpec
-        from .terminal import reading_cluster
 
-        if self.profile is None:
-            if self.cluster is None:
-                raise ConfigError("no cluster is given", help="add --cluster or --profile")
-            with reading_cluster(self.cluster):
-                return ClusterSpec.parse(self.cluster)
+        if self.cluster is None and self.profile is None:
+            raise ConfigError("no cluster is given", help="add --cluster or --profile")
+        measured = read_profiled_cluster(self) if self.profile is not None else None
+        if self.cluster is None:
+            assert measured is not None
+            return measured
+        with spinner(f"cluster {self.cluster}: a machine is measured once, in about ten seconds"):
+            named = ClusterSpec.parse(self.cluster)
+        if measured is None:
+            return named
         from ..profilers.profiled_cluster import with_measured_devices
 
-        measured = read_profiled_cluster(self.profile, allow_foreign=self.allow_foreign_profile)
-        if self.cluster is None:
-            return measured
-        with reading_cluster(self.cluster):
-            return with_measured_devices(ClusterSpec.parse(self.cluster), measured)
+        return with_measured_devices(named, measured)
 
 
-def read_profiled_cluster(path: Path, *, allow_foreign: bool) -> ClusterSpec:
+def read_profiled_cluster(options: ProfileOptions) -> ClusterSpec:
     """Return the cluster of a profile; what is foreign about an allowed one is said on stderr.
 
     Raises:
@@ -106,9 +107,10 @@ def read_profiled_cluster(path: Path, *, allow_foreign: bool) -> ClusterSpec:
     from ..profilers.files import load_profile
     from ..profilers.profiled_cluster import profiled_cluster
 
-    profile, problems = load_profile(path, allow_foreign=allow_foreign)
+    assert options.profile is not None
+    profile, problems = load_profile(options.profile, allow_foreign=options.allow_foreign_profile)
     for problem in problems:
-        typer.echo(f"foreign profile {path}: {problem}", err=True)
+        typer.echo(f"foreign profile {options.profile}: {problem}", err=True)
     return profiled_cluster(profile)
 
 

@@ -61,11 +61,14 @@ def stopping_on_interrupt(deadline: Deadline) -> Iterator[None]:
 
 
 @contextmanager
-def reading_cluster(text: str) -> Iterator[None]:
-    """Show a spinner while a cluster is described, which takes some seconds where it has to be measured."""
+def spinner(text: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show a spinner with a text on stderr while something goes on."""
+    if quiet:
+        yield
+        return
     from rich.console import Console
 
-    with Console(stderr=True).status(f"cluster {text}: a machine is measured once, in about ten seconds"):
+    with Console(stderr=True).status(text):
         yield
 
 
@@ -94,15 +97,3 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
             progress.update(task, description=f"{evaluated} layouts evaluated, {text}")
 
         yield update
-
-
-@contextmanager
-def searching_again(*, quiet: bool) -> Iterator[None]:
-    """Show a spinner while a plan's space is searched again with changed clusters."""
-    if quiet:
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("searching again with more of each resource"):
-        yield

@@ -266,5 +266,5 @@ def _profiled_cluster(planned: ClusterSpec, profile: ProfileOptions) -> ClusterS
                 "the plan was made from data sheets", help="add --profile FILE, from `meshwright profile`"
             )
         return planned
-    measured = read_profiled_cluster(profile.profile, allow_foreign=profile.allow_foreign_profile)
+    measured = read_profiled_cluster(profile)
     return measured if measured.num_devices == planned.num_devices else with_measured_devices(planned, measured)
