@@ -42,7 +42,7 @@ from ..learned.kernels import (
     known_coefficients,
     known_devices,
 )
-from .overlap import STREAMS, Fabric, interference
+from .overlap import STREAMS, interference
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -426,7 +426,8 @@ def host_rates(
     """Return the rates of the weakest device's host; ``memory_bytes`` of a node stand in for what the cluster says."""
     scenario, ranks = Scenario.build(workload, cluster, coefficients), cluster.largest_node
     line = float(host_link_bytes_per_s(np.zeros(1), scenario)[0])
-    slow = interference(_fabric(cluster), scenario.coefficients)
+    is_stacked = cluster.weakest_device.memory_bandwidth_bytes_per_s >= _STACKED_MEMORY_BYTES_PER_S
+    slow = interference("nvlink" if is_stacked else "pcie", scenario.coefficients)
     if cluster.profile is not None:
         slow = measured.interference(slow, cluster.profile.overlaps)
     compute, to_device, to_host = (STREAMS.index(name) for name in ("compute", "to_device", "to_host"))
@@ -446,7 +447,3 @@ def host_rates(
         storage_bytes_per_s=_storage_bytes_per_s(scenario) / ranks,
         memory_bytes=memory_bytes / ranks,
     )
-
-
-def _fabric(cluster: ClusterSpec) -> Fabric:
-    return "nvlink" if cluster.weakest_device.memory_bandwidth_bytes_per_s >= _STACKED_MEMORY_BYTES_PER_S else "pcie"

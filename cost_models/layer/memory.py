@@ -42,18 +42,16 @@ def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray
         split = layer.vocab_size * hidden_dim
         norm_and_bias = total - (0 if layer.tied else split)
         return np.asarray(norm_and_bias + copies * split / layouts.tp, dtype=np.float64)
-    split = layer.vocab_size * hidden_dim if isinstance(layer, Embedding) else split_params(operators)
+    products = [op for op in operators if isinstance(op, Gemm)]
+    split = sum(op.num_params for op in products if op.shard in ("column", "row"))
+    if isinstance(layer, Embedding):
+        split = layer.vocab_size * hidden_dim
     moe = mixture_of(layer)
     in_experts = moe.num_experts * moe.expert.num_params(hidden_dim) if moe else 0
     following = total - split + split / layouts.tp
-    dense_split = split - sum(op.num_params for op in operators if isinstance(op, Gemm) and op.routed)
+    dense_split = split - sum(op.num_params for op in products if op.routed)
     own_axes = total - in_experts - dense_split + dense_split / layouts.tp + expert_params(layer, hidden_dim, layouts)
     return np.asarray(np.where(layouts.experts_follow_tp, following, own_axes), dtype=np.float64)
-
-
-def split_params(operators: tuple[Operator, ...]) -> int:
-    """Return the weights of the products that tensor parallelism cuts."""
-    return sum(op.num_params for op in operators if isinstance(op, Gemm) and op.shard in ("column", "row"))
 
 
 def trained_params(

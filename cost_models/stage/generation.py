@@ -19,12 +19,13 @@ from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ...schema.arrays import FloatArray, IntArray
 from ...schema.engine_facts import OWN_ENGINE
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
+from ...schema.layout_table import LayoutTable
 from ...schema.task import Generation, Phase
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..hardware.collectives import collective_s
 from ..hardware.compute import operator_time
 from ..hardware.machine import device_rates, host_costs
-from ..layer.memory import split_params
+from ..layer.memory import tp_params
 from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, layer_operators
 from ..layer.parallel import mixture_of
 
@@ -80,24 +81,12 @@ def layer_groups(model: ModelSpec, tp: int, element_bytes: int) -> tuple[LayerGr
 
 
 def _layer_group(model: ModelSpec, layer: Layer, idxs: tuple[int, ...], tp: int, element_bytes: int) -> LayerGroup:
-    size, is_embedding = _rank_params(layer, model.hidden_dim, tp) * element_bytes, layer.is_embedding
-    moved = size
-    if is_embedding:
+    one_layout = LayoutTable.filled(1, tp=np.array([tp]))
+    moved = size = float(tp_params(layer, model.hidden_dim, one_layout)[0]) * element_bytes
+    if layer.is_embedding:
         # A tied one is the head's matrix too, which every pass needs.
         moved = model.vocab_size * model.hidden_dim / tp * element_bytes if model.tie_embeddings else 0.0
-    return LayerGroup(layer=layer, idxs=idxs, weight_bytes=size, moved_bytes=moved, may_store=not is_embedding)
-
-
-def _rank_params(layer: Layer, hidden_dim: int, tp: int) -> float:
-    """Return the parameters on one rank: products and vocabularies split, the rest unsharded."""
-    total = layer.num_params(hidden_dim)
-    if isinstance(layer, Embedding):
-        split = layer.vocab_size * hidden_dim
-    elif isinstance(layer, Head):
-        split = 0 if layer.tied else layer.vocab_size * hidden_dim
-    else:
-        split = split_params(layer_operators(layer, OperatorRules(hidden_dim=hidden_dim)))
-    return total - split + split / tp
+    return LayerGroup(layer=layer, idxs=idxs, weight_bytes=size, moved_bytes=moved, may_store=not layer.is_embedding)
 
 
 def cache_bytes_per_token(block: Block, tp: int, element_bytes: int) -> float:
