@@ -259,7 +259,7 @@ class _SizeProblem:
 
 
 def _search_sizes(sizes: Sequence[Size], objective: Objective, *, rel_gap: float) -> Size | None:
-    """Minimise an objective over sizes; None where none reaches the floor."""
+    """Minimise an objective, (O) unless it is the step, over sizes; None where none reaches the floor."""
     tree = Search(_SizeProblem(sizes, objective))
     answer = tree.run(Stop(rel_gap=rel_gap))
     for node in tree.open_nodes:
@@ -268,7 +268,7 @@ def _search_sizes(sizes: Sequence[Size], objective: Objective, *, rel_gap: float
 
 
 def search_size(size: Size, limit_s: float) -> bool:
-    """Find the fastest layout of a size that beats ``limit_s``; False, and why, where there is none."""
+    """Find the fastest layout of a size that fits (C2) and beats ``limit_s``; False, and why, where there is none."""
     is_found = _search_plain(size, limit_s)
     if not size.has_schedules:
         return is_found
