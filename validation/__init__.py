@@ -5,12 +5,12 @@ tables of data/ through lookups.py); predict.py estimates in batches; score.py c
 correct the model by measured runs.
 """
 
-from .inputs import RunInputs, Skip, run_inputs
+from .inputs import RunInputs, run_inputs
 from .predict import Prediction, predict
 from .rows import RunRow, read_groups, read_runs
 from .score import score_groups, score_sources
 
 __all__ = [
-    "Prediction", "RunInputs", "RunRow", "Skip", "predict", "read_groups", "read_runs", "run_inputs",
+    "Prediction", "RunInputs", "RunRow", "predict", "read_groups", "read_runs", "run_inputs",
     "score_groups", "score_sources",
 ]  # fmt: skip

@@ -52,13 +52,6 @@ APPROXIMATIONS: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
 
 
 @dataclass(frozen=True)
-class Skip:
-    """Why a row cannot be predicted."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class RunInputs:
     """A row as nouns.
 
@@ -81,20 +74,20 @@ class RunInputs:
     approximated: tuple[str, ...] = ()
 
 
-def run_inputs(row: RunRow) -> RunInputs | Skip:
+def run_inputs(row: RunRow) -> RunInputs | str:
     """Return what the estimator needs for a row, or why it cannot have it."""
     reason = next((reason for reason, applies in SKIPS if applies(row)), None)
     if reason is not None:
-        return Skip(reason)
+        return reason
     completed = completed_degrees(row)
     if isinstance(completed, str):
-        return Skip(completed)
+        return completed
     row, derived = completed
     model, cluster = model_of(row), cluster_of(row)
     if isinstance(model, str):
-        return Skip(model)
+        return model
     if isinstance(cluster, str):
-        return Skip(cluster)
+        return cluster
     device, defaults = cluster.weakest_device, FrameworkDefaults(row.framework)
     defaults.assumed += [*model.assumed, *derived]
     try:
@@ -104,13 +97,11 @@ def run_inputs(row: RunRow) -> RunInputs | Skip:
         workload = workload.replace(cuda_graphs=device.vendor == "nvidia" and defaults.value("cuda_graphs"))
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
-        if "multiple of dp" in error.message:
-            return Skip("layout: batch does not divide")
-        return Skip(f"layout: {error.message}")
+        return f"layout: {'batch does not divide' if 'multiple of dp' in error.message else error.message}"
     if layout.world_size != cluster.num_devices:
-        return Skip("layout: degrees do not multiply to the number of devices")
+        return "layout: degrees do not multiply to the number of devices"
     if layout.stage_ranks % (layout.ep * layout.expert_tp):
-        return Skip("layout: experts do not divide over the ranks of a stage")
+        return "layout: experts do not divide over the ranks of a stage"
     num_drives = offload_of(row).num_drives
     return RunInputs(
         model=model.spec,

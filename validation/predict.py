@@ -15,7 +15,7 @@ from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
 from ..schema.layers import Embedding
 from ..schema.layout_table import LayoutTable
 from ..solvers.stages import splits
-from .inputs import RunInputs, Skip, run_inputs
+from .inputs import RunInputs, run_inputs
 from .rows import RunRow
 
 
@@ -31,19 +31,15 @@ class Prediction:
 def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | None = None) -> list[Prediction]:
     """Return one prediction per row, in order; ``calibrations`` by name of the device apply to its rows."""
     inputs = [run_inputs(row) for row in rows]
-    known = [run for run in inputs if isinstance(run, RunInputs)]
-    known = with_calibrations(known, calibrations) if calibrations else known
-    estimates = iter(zip(known, estimate_runs(known), strict=True))
+    known = with_calibrations([run for run in inputs if not isinstance(run, str)], calibrations or {})
+    estimated = iter(zip(known, estimate_runs(known), strict=True))
     predictions = []
-    for row_inputs in inputs:
-        if isinstance(row_inputs, Skip):
-            predictions.append(Prediction(None, None, row_inputs.reason))
-            continue
-        run, estimate = next(estimates)
+    for run_or_reason in inputs:
+        run, estimate = (None, run_or_reason) if isinstance(run_or_reason, str) else next(estimated)
         if isinstance(estimate, str):
-            predictions.append(Prediction(run, None, estimate))
+            predictions.append(Prediction(run, None, skipped=estimate))
         else:
-            predictions.append(Prediction(run, estimate, None))
+            predictions.append(Prediction(run, estimate, skipped=None))
     return predictions
 
 

@@ -218,7 +218,9 @@ def _score_source(source: str, pairs: list[Pair], groups: Mapping[str, GroupScor
         time=_score_time(usable),
         memory=_score_memory(usable),
         fit=_score_fit(usable),
-        regret=_regret_score(regrets),
+        regret=RegretScore(len(regrets), float(np.mean(regrets)), float(np.median(regrets)), max(regrets))
+        if regrets
+        else None,
     )
 
 
@@ -257,12 +259,6 @@ def _score_fit(pairs: list[Pair]) -> FitScore:
     failed = [not p.estimate.fits for row, p in pairs if p.estimate is not None and row.is_oom]
     ran = [not p.estimate.fits for row, p in pairs if p.estimate is not None and row.status == "ok"]
     return FitScore(len(failed), _mean(failed), len(ran), _mean(ran))
-
-
-def _regret_score(regrets: list[float]) -> RegretScore | None:
-    if not regrets:
-        return None
-    return RegretScore(len(regrets), float(np.mean(regrets)), float(np.median(regrets)), max(regrets))
 
 
 def _mean(values: list[bool]) -> float | None:

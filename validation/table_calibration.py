@@ -27,7 +27,7 @@ import numpy as np
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
 from ..schema.arrays import BoolArray, FloatArray, IntArray
 from ..schema.units import GIB
-from .inputs import RunInputs, Skip, run_inputs
+from .inputs import RunInputs, run_inputs
 from .predict import estimate_runs
 from .rows import RunRow, read_runs
 from .score import memory_kind
@@ -97,7 +97,7 @@ def measured_runs(rows: Sequence[RunRow]) -> list[MeasuredRun]:
     runs = []
     for row in rows:
         inputs = run_inputs(row)
-        if isinstance(inputs, Skip) or not row.is_scored or row.status != "ok":
+        if isinstance(inputs, str) or not row.is_scored or row.status != "ok":
             continue
         memory = None if row.peak_mem_gib is None else row.peak_mem_gib * GIB
         peaks = (memory, None) if memory_kind(row.mem_kind) == "allocated" else (None, memory)

@@ -52,10 +52,14 @@ def workload_of(
             precision = "fp16"
     adapters = adapters_of(row, defaults)
     trained = "adapters" if adapters else "all"
+    # Parameters, gradients and states without fp32 copies.
+    is_pure_bf16 = re.search(r"bf16-true|pure.?bf16", row.precision.lower()) or "PURE" in row.sharding
+    # torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated.
+    is_per_operator = row.framework.startswith("torchtitan") and "layer" not in row.recompute
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
-        precision="bf16" if precision == "bf16" and _is_pure_bf16(row) else PRECISIONS[precision],
+        precision="bf16" if precision == "bf16" and is_pure_bf16 else PRECISIONS[precision],
         optimizer=_optimizer(row),
         document_len=defaults.value("packed_document") if row.task in ("sft", "lora") else None,
         adapters=adapters,
@@ -64,7 +68,7 @@ def workload_of(
         gradients=_gradients(row, precision, defaults),
         overlap=defaults.value("overlap") and "overlap disabled" not in row.notes.lower(),
         tp_overlap=layout.sequence_parallel and defaults.value("tp_overlap"),
-        selective="alternate_products" if _is_per_operator(row) else "products",
+        selective="alternate_products" if is_per_operator else "products",
         dropout=defaults.value("dropout"),
         fusion=_fusion(row, defaults),
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
@@ -83,11 +87,6 @@ def base_precision(row: RunRow) -> str:
     if known:
         return _SPELLINGS.get(known[0], known[0])
     return "unknown" if "lora" in name else name
-
-
-def _is_pure_bf16(row: RunRow) -> bool:
-    """Return whether parameters, gradients and states are bf16 without fp32 copies."""
-    return bool(re.search(r"bf16-true|pure.?bf16", row.precision.lower())) or "PURE" in row.sharding
 
 
 def adapters_of(row: RunRow, defaults: FrameworkDefaults) -> LowRank | None:
@@ -114,11 +113,6 @@ def keeps_scores(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> 
     is_recent = model.block_runs[-1][0].norm == "rmsnorm"
     unfused = bool(defaults.value("unfused_attention")) and not is_recent
     return unfused or row.gpu_type.startswith("V100")
-
-
-def _is_per_operator(row: RunRow) -> bool:
-    """Torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated."""
-    return row.framework.startswith("torchtitan") and "layer" not in row.recompute
 
 
 def _gradients(row: RunRow, precision: str, defaults: FrameworkDefaults) -> Gradients:
