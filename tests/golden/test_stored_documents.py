@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from meshwright.schema import Plan, Profile
+from meshwright.schema import ConfigError, Plan, Profile
 from meshwright.schema.generation import GenerationPlan
 
 FOLDER = Path(__file__).parent / "documents"
@@ -41,3 +41,13 @@ def test_quick_stored_document_is_saved_with_equal_content(name: str, tmp_path: 
     kind_of(name).load(FOLDER / name).save(tmp_path / name)
     before, after = (json.loads((folder / name).read_text()) for folder in (FOLDER, tmp_path))
     assert not list(lost(before, after))
+
+
+@pytest.mark.parametrize("lines", [0, 1, 3])
+def test_quick_order_of_passes_has_a_line_for_each_rank(lines: int, tmp_path: Path) -> None:
+    document = json.loads((FOLDER / "synthesised.json").read_text())
+    assert len(document["pipeline_order"]) == 2
+    document["pipeline_order"] = (2 * document["pipeline_order"])[:lines]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=f"with {lines} lines of an order"):
+        Plan.load(tmp_path / "plan.json")
