@@ -65,38 +65,25 @@ def measure(context: typer.Context, options: MeasureOptions) -> None:
     """Measure this machine, or under torchrun or srun every node of the job, one rank a device."""
     if context.invoked_subcommand is not None:
         return
-    started_at, pace = _start(owns_process=context.obj is not None)
-    task = replace(_task(options), started_at=started_at, pace=pace, finish_s=_finish_s(options.budget_s, pace))
+    from ..profilers.machine import pace, process_age_s
+    from .show.profile import show_profile
+
+    # The command began with its process, imports included; its pace since then is that of the machine against an idle one.
+    age_s = process_age_s() if context.obj is not None else 0.0
+    slowness = pace(age_s, time.process_time())
+    finish_s = min(_FINISH_S * slowness, 0.2 * options.budget_s)
+    task = replace(_task(options), started_at=time.time() - age_s, pace=slowness, finish_s=finish_s)
     profile = _measure(task, options.ranks)
     if profile is not None:
-        _report(profile, options.out, as_json=options.as_json)
+        if options.as_json:
+            typer.echo(profile.model_dump_json(indent=2))
+        else:
+            show_profile(profile)
+        typer.echo(f"wrote {options.out}; next: meshwright plan MODEL --profile {options.out} ...", err=True)
     if _is_rank():
         from ..profilers.run.processes import exit_well
 
         exit_well()
-
-
-def _start(*, owns_process: bool) -> tuple[float, float]:
-    """Return when this command began (seconds of the epoch), imports included, and the pace since then against an idle machine."""
-    from ..profilers.machine import pace, process_age_s
-
-    age_s = process_age_s() if owns_process else 0.0
-    return time.time() - age_s, pace(age_s, time.process_time())
-
-
-def _finish_s(budget_s: float, pace: float) -> float:
-    """Return the part of the budget for reading what the ranks leave and reporting it."""
-    return min(_FINISH_S * pace, 0.2 * budget_s)
-
-
-def _report(profile: Profile, out: Path, *, as_json: bool) -> None:
-    from .show.profile import show_profile
-
-    if as_json:
-        typer.echo(profile.model_dump_json(indent=2))
-    else:
-        show_profile(profile)
-    typer.echo(f"wrote {out}; next: meshwright plan MODEL --profile {out} ...", err=True)
 
 
 def _task(options: MeasureOptions) -> ProfileTask:
