@@ -45,7 +45,7 @@ def test_offers_are_compared_and_the_json_has_the_money(tmp_path) -> None:
     assert {"chosen", "on the front"} & {size["outcome"] for size in plan["cost"]["sizes"]}
 
 
-def test_pareto_is_part_of_the_plan(tmp_path) -> None:
+def test_pareto_front_is_part_of_the_plan(tmp_path) -> None:
     result = CliRunner().invoke(app, [*PLAN, "--cluster", "4xA100-SXM-80GB", "--pareto"])
     assert result.exit_code == 0, result.output
     points = Plan.load(tmp_path / "plan.json").pareto
