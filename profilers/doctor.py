@@ -58,10 +58,10 @@ def examine() -> tuple[Finding, ...]:
     return tuple(finding for check in _CHECKS for finding in check())
 
 
-def _finding(subject: str, found: str, means: str = "", fix: str = "") -> Finding:
+def _finding(subject: str, state: str, means: str = "", fix: str = "") -> Finding:
     """Return a finding that is limited where something follows from it."""
     return Finding(
-        subject=subject, status="limited" if means else "ok", found=found, means=means, help=fix if means else ""
+        subject=subject, status="limited" if means else "ok", found=state, means=means, help=fix if means else ""
     )
 
 
@@ -131,8 +131,8 @@ def _links() -> Iterator[Finding]:
     up = [name for name, link in psutil.net_if_stats().items() if link.isup and name != "lo"]
     rdma = Path("/sys/class/infiniband")
     cards = sorted(card.name for card in rdma.iterdir()) if rdma.is_dir() else []
-    found = f"interfaces {', '.join(up) or 'none but loopback'}; RDMA {', '.join(cards) or 'none'}"
-    yield _finding("network", found, "" if up else "jobs over several nodes cannot meet")
+    networks = f"interfaces {', '.join(up) or 'none but loopback'}; RDMA {', '.join(cards) or 'none'}"
+    yield _finding("network", networks, "" if up else "jobs over several nodes cannot meet")
 
 
 def _folders() -> Iterator[Finding]:
@@ -170,8 +170,8 @@ def _tried(subject: str, script: str, works: str, fix: str) -> Finding:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=GROUP_TIMEOUT_S, cwd=folder)
         except subprocess.TimeoutExpired:
-            found = f"no answer in {GROUP_TIMEOUT_S} s"
-            return Finding(subject=subject, status="broken", found=found, means="it hangs", help=fix)
+            silence = f"no answer in {GROUP_TIMEOUT_S} s"
+            return Finding(subject=subject, status="broken", found=silence, means="it hangs", help=fix)
     if done.returncode == 0:
         return _finding(subject, works)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
