@@ -16,7 +16,7 @@ from meshwright.planner import estimate
 from meshwright.planner.expand import expand
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
-from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema import Calibration, ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.task import LowRank
 from meshwright.schema.units import GIB
@@ -192,3 +192,14 @@ def test_unfused_attention_costs_time_and_memory() -> None:
     unfused = estimate(spec, machine, workload.replace(attention="math"), Layout(dp_replicate=8))
     assert unfused.step_time_s > fused.step_time_s
     assert unfused.memory_bytes.activations > fused.memory_bytes.activations
+
+
+def test_calibrated_activations_are_as_many_times_as_large() -> None:
+    cluster, model = ClusterSpec.parse("8xA100-SXM-80GB"), ModelSpec.named("llama-3.2-1b")
+    workload, layout = Workload(seq_len=2048, global_batch_size=32), Layout(dp_shard=8, micro_batch_size=4)
+    plain, more = (
+        estimate(model, cluster.replace(calibration=Calibration(activations=ratio)), workload, layout).memory_bytes
+        for ratio in (1.0, 1.25)
+    )
+    assert more.activations == pytest.approx(1.25 * plain.activations)
+    assert more.replace(activations=plain.activations) == plain
