@@ -86,8 +86,8 @@ def data_parallel_s(params: LayerParams, inputs: CostInputs) -> DataParallelTime
     shards = (layouts.num_shards, layouts.num_gradient_shards, layouts.num_optimizer_shards)
     seconds = _sharded_s(dense, frozen, ShardGroups(*shards, replicas, layouts.tp), inputs)
     by_tensor = inputs.workload.engine_facts.data_parallel.zero1_by_tensor & (layouts.zero_stage == 1)
-    further = np.where(by_tensor, params.num_tensors, 1) - 1
-    steps_s = further * layouts.num_shards * inputs.scenario.coefficients["data_parallel"]["tensor_step_s"]
+    num_further = np.where(by_tensor, params.num_tensors, 1) - 1
+    steps_s = num_further * layouts.num_shards * inputs.scenario.coefficients["data_parallel"]["tensor_step_s"]
     fetch_s = _fetch_s(params, inputs)
     seconds = DataParallelTime(
         seconds.gather_s + steps_s + fetch_s,

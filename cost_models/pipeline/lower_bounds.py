@@ -103,7 +103,7 @@ class PipelineWork:
         return np.isin(by_schedule("bound")[self.schedule], bounds)
 
     @property
-    def is_whole(self) -> Array:
+    def runs_uncut(self) -> Array:
         """Backward passes are one with the gradients of weights."""
         return ~by_schedule("splits_backward")[self.schedule]
 
@@ -115,26 +115,26 @@ def lower_bound_s(work: PipelineWork) -> Array:
     slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
     single = v == 1
     bound = np.where(work.has_bound("any_order"), 0.0, np.maximum(_in_turn(work), _behind_others(work)))
-    bound = np.where((v > 1) & work.has_bound("whole_backward"), np.maximum(bound, _there_and_back(work)), bound)
+    bound = np.where((v > 1) & work.has_bound("whole_backward"), np.maximum(bound, _both_ways(work)), bound)
     bound = np.maximum(m * slowest, bound)
     plain = single_stages_s(m, pp, by_schedule("all_forward_first")[work.schedule], total, slowest)
     bound = np.where(single & work.has_bound("whole_backward"), plain, bound)
     return np.where(single & work.has_bound("deferred_weights"), np.maximum(bound, _deferred(work)), bound)
 
 
-def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, whole_s: Array, slowest_s: Array) -> Array:
+def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, total_s: Array, slowest_s: Array) -> Array:
     """Return the seconds that no split into one stage a rank is below, under gpipe or 1f1b [N], whatever the devices.
 
     Args:
         num_microbatches, pp: m and the number of stages.
         is_gpipe: where not, it is 1f1b.
-        whole_s: of one micro-batch in all stages at least, transfers included.
+        total_s: of one micro-batch in all stages at least, transfers included.
         slowest_s: of one micro-batch in the slowest stage at least.
     """
     m = num_microbatches
-    few = np.maximum(whole_s + (m - 1) / 2 * slowest_s, np.where(m == pp, 2 * pp / (pp + 1) * whole_s, 0.0))
-    one_f_one_b = np.maximum(np.where(m > pp, 2 * whole_s + (m - pp - 1) * slowest_s, few), m * slowest_s)
-    return np.where(is_gpipe, whole_s + (m - 1) * slowest_s, one_f_one_b)
+    few = np.maximum(total_s + (m - 1) / 2 * slowest_s, np.where(m == pp, 2 * pp / (pp + 1) * total_s, 0.0))
+    one_f_one_b = np.maximum(np.where(m > pp, 2 * total_s + (m - pp - 1) * slowest_s, few), m * slowest_s)
+    return np.where(is_gpipe, total_s + (m - 1) * slowest_s, one_f_one_b)
 
 
 def _in_turn(work: PipelineWork) -> Array:
@@ -143,10 +143,10 @@ def _in_turn(work: PipelineWork) -> Array:
     With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike. The share is that of the
     cheapest block, or that of the most frequent kind without the ranks that hold another one, which are no longer than T / m.
     """
-    of_any = np.where(work.is_whole, work.block_share, work.block_forward_share) / work.num_model_chunks
-    of_most = np.where(work.is_whole, 1.0, work.main_forward_share) / work.num_model_chunks
-    without = np.minimum(work.num_other_blocks, work.pp) * of_most / work.num_microbatches
-    return np.maximum(_weighted(work, of_any), _weighted(work, of_most) / (1 + without))
+    of_any = np.where(work.runs_uncut, work.block_share, work.block_forward_share) / work.num_model_chunks
+    of_main = np.where(work.runs_uncut, 1.0, work.main_forward_share) / work.num_model_chunks
+    without = np.minimum(work.num_other_blocks, work.pp) * of_main / work.num_microbatches
+    return np.maximum(_weighted(work, of_any), _weighted(work, of_main) / (1 + without))
 
 
 def _weighted(work: PipelineWork, share: Array) -> Array:
@@ -168,12 +168,12 @@ def _behind_others(work: PipelineWork) -> Array:
     m, pp = work.num_microbatches, work.pp
     max_blocks = -(-work.num_blocks // pp)
     lacking = pp * max_blocks - work.num_blocks
-    pass_s = np.where(work.is_whole, work.block_s, work.block_forward_s)
+    pass_s = np.where(work.runs_uncut, work.block_s, work.block_forward_s)
     waits_s = np.maximum((pp - 1 - lacking) * max_blocks - lacking, 0) / work.num_model_chunks * pass_s
     return m * (max_blocks * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
 
 
-def _there_and_back(work: PipelineWork) -> Array:
+def _both_ways(work: PipelineWork) -> Array:
     """Return the bound of chunks and few micro-batches: the way of one through all layers and back, and the work of a rank.
 
     On every rank the first backward pass waits for one micro-batch's way through all layers and back to its last chunk; all its
@@ -186,9 +186,9 @@ def _there_and_back(work: PipelineWork) -> Array:
     """
     m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
     blocks = work.num_blocks * (pp - 1) / pp - (v - 1) * (pp - 1) / 2
-    of_most = np.maximum(blocks / v - work.num_other_blocks, 0.0)
+    of_main = np.maximum(blocks / v - work.num_other_blocks, 0.0)
     ways = [
-        first + m * rest / pp + of_most * block_s
+        first + m * rest / pp + of_main * block_s
         for first, rest, block_s in (
             (work.total_forward_s, work.total_s - work.total_forward_s, work.main_s * (1 - work.main_forward_share)),
             (work.total_s - work.total_forward_s, work.total_forward_s, work.main_s * work.main_forward_share),
