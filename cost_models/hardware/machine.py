@@ -201,7 +201,9 @@ def gemm_rates(
     known = None if is_measured_here else _reference(device, products)
     reference = None if known is None else gemm_device(known, products, coefficients)
     sheet = gemm_device(device, products, coefficients)
-    rates = corrected_by(points, dtype, GemmRates(fitted, sheet, software, element_bytes, reference=reference))
+    rates = GemmRates(fitted, sheet, software, element_bytes, reference=reference)
+    if is_measured_here:
+        rates = corrected_by(points, dtype, rates)
     return rates._replace(sustained_ratio=_sustained(device, coefficients) * calibration * ratio)
 
 
