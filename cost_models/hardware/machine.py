@@ -365,11 +365,8 @@ def host_link_bytes_per_s(to_storage: Array, scenario: Scenario) -> Array:
     """Return the rate of one rank in one direction, to the host's memory or its storage, when all ranks of a node move at once."""
     c, cluster = scenario.coefficients["offload"], scenario.cluster
     line = min(group.host_link_bytes_per_s or c["link_bytes_per_s"] for group in cluster.groups)
-    is_shared = line < c["own_host_bytes_per_s"]
-    link = (
-        measured.copy_bytes_per_s(cluster)
-        or min(c["link_efficiency"], c["host_over_link"] / cluster.largest_node if is_shared else 1.0) * line
-    )
+    of_host = c["host_over_link"] / cluster.largest_node if line < c["own_host_bytes_per_s"] else 1.0
+    link = measured.copy_bytes_per_s(cluster) or min(c["link_efficiency"], of_host) * line
     return np.where(to_storage == 1, np.minimum(link, _storage_bytes_per_s(scenario) / cluster.largest_node), link)
 
 
