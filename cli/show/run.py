@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import json
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -60,7 +61,8 @@ def _for_each(handle: Callable[[dict[str, Any]], None], records: Iterator[dict[s
         for record in records:
             handle(record)
     except OSError as error:
-        _thread.interrupt_main()
+        ignores = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as shells let jobs in the background do
+        _thread.interrupt_main(signal.SIGTERM if ignores else signal.SIGINT)
         raise MeshwrightError(f"cannot write the metrics of the run: {error.strerror}") from None
 
 

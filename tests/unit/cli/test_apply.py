@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -215,8 +215,13 @@ def test_signal_ends_the_whole_job(tmp_path: Path, sent: signal.Signals, to: str
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the disk that is always full")
-def test_full_disk_ends_the_run(tmp_path: Path) -> None:
-    code, _, messages = here("--steps", "1000000", "--metrics", "/dev/full", saved(small_plan(), tmp_path))
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
+def test_full_disk_ends_the_run(tmp_path: Path, handler: Callable[..., object] | int) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        code, _, messages = here("--steps", "1000000", "--metrics", "/dev/full", saved(small_plan(), tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 1
     assert "error: cannot write the metrics of the run: No space left on device" in messages
 
