@@ -35,7 +35,7 @@ check: $(VENV)/installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python docs/glossary_count.py
-	$(BIN)/mypy $(foreach folder,schema cost_models solvers planner engines,-p meshwright.$(folder))
+	$(BIN)/mypy $(foreach folder,schema cost_models solvers planner engines validation fitting,-p meshwright.$(folder))
 
 docs: $(VENV)/installed
 	$(BIN)/python docs/generate
