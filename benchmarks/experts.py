@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py --data ../shared/data/experts --json benchmarks/experts.json --markdown benchmarks/experts.md
 
-Loads are drawn by `solvers/experts/synthetic.py` with the parameters that stand in each row. Seconds are of the entire call:
+Loads are drawn by `solvers/experts/instance.py` with the parameters that stand in each row. Seconds are of the entire call:
 wall clock, and CPU time of the process, which other work on the machine disturbs less; the best of three calls each.
 EPLB's seconds are those of our vectorised implementation of its algorithm, not of its code.
 """
@@ -18,10 +18,16 @@ from typing import Any
 
 import numpy as np
 from meshwright.solvers.experts.balance import eplb_placement
-from meshwright.solvers.experts.instance import make_instance, uniform_shares, utilisation
+from meshwright.solvers.experts.instance import (
+    Router,
+    make_instance,
+    synthetic_loads,
+    synthetic_trace,
+    uniform_shares,
+    utilisation,
+)
 from meshwright.solvers.experts.placement import ExpertPlacement, place_experts
 from meshwright.solvers.experts.shares import split_loads
-from meshwright.solvers.experts.synthetic import Router, synthetic_loads, synthetic_trace
 
 DOMAINS = ("arxiv", "book", "c4", "github", "tulu", "wikipedia")
 REPEATS = 3

@@ -190,7 +190,7 @@ def synth(
     import numpy as np
 
     from ..schema.base import write_atomically
-    from ..solvers.experts.synthetic import Router, synthetic_loads, synthetic_trace
+    from ..solvers.experts.instance import Router, synthetic_loads, synthetic_trace
 
     if out.suffix != ".npz":
         raise ConfigError(f"{out}: synthetic data is written as .npz")
@@ -228,7 +228,7 @@ FILES = Mode(
 def bench(cases: BenchOptions, loads: LoadsArgument = None, json: JsonOption = False) -> None:
     """Compare with EPLB's algorithm on these loads, else on 58 layers of 256 experts with log-normal loads."""
     from ..planner.expert_files import read_loads
-    from ..solvers.experts.synthetic import synthetic_loads
+    from ..solvers.experts.instance import synthetic_loads
     from .show import show
     from .show.experts import comparison, comparison_table
 

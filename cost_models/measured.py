@@ -28,9 +28,9 @@ from statistics import median
 import numpy as np
 
 from ..schema import ClusterSpec, Layout, Workload
-from ..schema.arrays import FloatArray, IntArray
 from ..schema.layout_table import LayoutTable
 from ..schema.profile import AttentionPoint, Direction, HostCopyPoint, LayerPoint, OverlapPoint
+from ..schema.units import FloatArray, IntArray
 from .coefficients import Coefficients, Scenario
 from .hardware.overlap import STREAMS, Pair, pair_s, slowdown_law
 from .layer.operators import CostInputs, FusedAttention, Layer, attended_tokens, kernels_of

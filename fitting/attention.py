@@ -25,7 +25,7 @@ from ..cost_models.learned.kernels import (
     residual_features,
     term_columns,
 )
-from ..schema.arrays import FloatArray
+from ..schema.units import FloatArray
 from .estimator import RooflineRegressor, least_relative_squares, write_artefact
 from .gemm import SYSTEMS, data_sheet, family_of
 

@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from ..cost_models.hardware.collectives import KNOT_STEP, CurveParameters, Op, curve_s, knots, shape_s, tabulated
-from ..schema.arrays import FloatArray
+from ..schema.units import FloatArray
 
 
 class System(NamedTuple):

@@ -18,7 +18,7 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ..cost_models.learned.trees import ResidualModel, Tree
-from ..schema.arrays import FloatArray
+from ..schema.units import FloatArray
 
 
 class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]

@@ -30,10 +30,10 @@ from ..cost_models.learned import calibration, kernels
 from ..cost_models.learned.calibration import FEATURES, Covariance, covariance_of
 from ..cost_models.learned.kernels import GemmCoefficients, GemmRates
 from ..cost_models.learned.trees import ResidualModel
-from ..schema.arrays import FloatArray
 from ..schema.catalogue import find_device
 from ..schema.cluster_files import catalogue_device
 from ..schema.task import Precision
+from ..schema.units import FloatArray
 from .estimator import RooflineRegressor, least_relative_squares, score_lines, write_artefact
 
 SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0, "trtllm-fp8": 3.0}

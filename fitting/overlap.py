@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from ..cost_models.hardware.overlap import STREAMS, Pair, pair_s, together_s
-from ..schema.arrays import FloatArray
 from ..schema.catalogue import find_device
-from ..schema.units import MB
+from ..schema.units import MB, FloatArray
 
 SIZES = ("gemm_n", "g2g_allreduce_MB", "c2g_MB", "g2c_MB")
 """Columns of the sizes, in the order of STREAMS."""

@@ -30,8 +30,8 @@ from sklearn.linear_model import QuantileRegressor
 from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.stage.step import time_shares
 from ..schema import ConfigError
-from ..schema.arrays import FloatArray
 from ..schema.engine_facts import Engine
+from ..schema.units import FloatArray
 from ..validation.inputs import RunInputs, run_inputs
 from ..validation.predict import Prediction, estimate_runs, predict
 from ..validation.rows import RunRow, read_runs

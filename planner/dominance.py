@@ -24,8 +24,8 @@ from ..cost_models.layer.layer import context_of_attention
 from ..cost_models.layer.operators import CostInputs
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ModelSpec, Workload
-from ..schema.arrays import FloatArray, IntArray
 from ..schema.layout_table import RECOMPUTES, LayoutTable, distinct_rows
+from ..schema.units import FloatArray, IntArray
 
 SAME_SECONDS_FRACTION = 0.01
 """Layouts this close are equal within any model's error (choose.SAME_TIME_FRACTION): the one that needs less memory stays."""

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import ConfigError
-from ..schema.arrays import IntArray
 from ..schema.engine_facts import exchange_rules, sequence_rules
 from ..schema.layout import LAYOUT_FIELDS, Layout
 from ..schema.layout_rules import ProblemFacts, Rule
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, LayoutTable, column_of
 from ..schema.runnable import problem_facts
 from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
+from ..schema.units import IntArray
 from .dominance import exchanges_worth_trying, worth_whole_sequence
 from .request import PlanRequest
 

@@ -5,7 +5,7 @@
               and the cut that this bound comes from
     choices   of mixed layouts also what each block recomputes (stage_choice.py)
     order     of the synthesised schedule an order of passes made for the cut (synthesis.py)
-    map       on mixed clusters stages on device pools (mixed_clusters.py), with measured links nodes in an order (rank_map.py)
+    map       on mixed clusters stages on device pools, with measured links nodes in an order (rank_map.py)
 
 Vectorised bounds (cost_models/stage/bounds.py) order a space; the bounds here are worked out for one layout, when its turn comes.
 """
@@ -29,14 +29,13 @@ from ..cost_models.stage.recompute import RecomputeCosts
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable, is_aligned
 from ..schema import Estimate, Layout
-from ..schema.arrays import FloatArray, IntArray
 from ..schema.errors import ConfigError
 from ..schema.layout_table import MIXED, RECOMPUTES, LayoutTable
 from ..schema.schedules import GIVEN, OVER_A_V
+from ..schema.units import FloatArray, IntArray
 from ..solvers.backend import Status
 from ..solvers.stages import split_bound, splits
-from .mixed_clusters import expand_on_pools, nodes_in_order
-from .rank_map import in_order, node_order
+from .rank_map import expand_on_pools, in_order, node_order, nodes_in_order
 from .request import PlanRequest
 from .stage_choice import Layers, Stages, choose_stages, last_layers_that_fit
 from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule

@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
-from ..schema.arrays import FloatArray, IntArray
 from ..schema.base import read_json, read_text, write_atomically
 from ..schema.layers import MoE
 from ..schema.plan import LayerSlots
+from ..schema.units import FloatArray, IntArray
 from ..solvers.experts.instance import ExpertInstance, SlotAssignment, replica_counts, validate_loads
 from ..solvers.experts.placement import ExpertPlacement, finish_placement, place_experts
 from .expert_files import read_numpy

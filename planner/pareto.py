@@ -45,7 +45,7 @@ from ..schema import (
     SolverLimitError,
     Workload,
 )
-from ..schema.arrays import FloatArray, IntArray
+from ..schema.units import FloatArray, IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting
 from .objectives import pareto_front

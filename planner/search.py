@@ -30,9 +30,9 @@ from ..cost_models.stage import memory
 from ..cost_models.stage.bounds import budget_bytes, memory_bounds, quick_time_bounds, time_bounds
 from ..cost_models.stage.table import CostTable
 from ..schema import Certificate
-from ..schema.arrays import IntArray
 from ..schema.layout_table import MIXED, LayoutTable
 from ..schema.schedules import GIVEN
+from ..schema.units import IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting, expand_row, replayed_bound
 from .rank_map import best_case

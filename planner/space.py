@@ -33,10 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import ConfigError
-from ..schema.arrays import IntArray
 from ..schema.engine_facts import rules_of
 from ..schema.layout_rules import Rule
 from ..schema.layout_table import LayoutTable, distinct_rows
+from ..schema.units import IntArray
 from .enumeration import Columns, Enumeration
 from .request import PlanRequest
 

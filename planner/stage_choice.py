@@ -18,8 +18,8 @@ from ..cost_models.stage import memory
 from ..cost_models.stage.contents import contents_between
 from ..cost_models.stage.memory import stage_headroom_bytes, stage_memory_terms
 from ..cost_models.stage.recompute import RecomputeCosts
-from ..schema.arrays import FloatArray, IntArray
 from ..schema.layout_table import RECOMPUTES
+from ..schema.units import FloatArray, IntArray
 from ..solvers.stages import splits
 from ..solvers.stages.stage_program import (
     StageFilling,

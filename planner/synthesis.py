@@ -18,8 +18,8 @@ from ..cost_models.stage.memory import rank_headroom_bytes
 from ..cost_models.stage.step import StagePasses, estimate_step, pass_seconds
 from ..cost_models.stage.table import CostTable
 from ..schema import Estimate
-from ..schema.arrays import FloatArray
 from ..schema.schedules import GIVEN, SMALLEST_OVER_A_V
+from ..schema.units import FloatArray
 from ..solvers.pipeline.greedy import quick_order
 
 SYNTHESISED = GIVEN.idx

@@ -21,10 +21,10 @@ from ..cost_models.stage.recompute import RecomputeCosts
 from ..cost_models.stage.step import StagePasses, copies_and_collectives, pass_seconds, transfer_of_stages
 from ..cost_models.stage.table import CostTable
 from ..schema import Plan
-from ..schema.arrays import FloatArray
 from ..schema.cluster import part_label
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.trace import COPIED, COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
+from ..schema.units import FloatArray
 from ..solvers.offload.instance import OPTIONS, OffloadChoice
 from ..solvers.offload.simulation import (
     COMPUTE,
@@ -37,8 +37,7 @@ from ..solvers.offload.simulation import (
     run_jobs,
     update_jobs,
 )
-from .mixed_clusters import in_order_of_pools
-from .rank_map import place_as_planned
+from .rank_map import in_order_of_pools, place_as_planned
 from .synthesis import build_pipeline
 from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan
 

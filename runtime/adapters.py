@@ -22,10 +22,10 @@ from ..schema.base import write_atomically
 from ..schema.errors import ConfigError
 from ..schema.plan import Plan
 from .data_parallel import compute_dtype
+from .models.decoder import ADAPTER_DOWN as DOWN
+from .models.decoder import ADAPTER_UP as UP
 from .models.decoder import Decoder
-from .models.init import ADAPTER_DOWN as DOWN
-from .models.init import ADAPTER_UP as UP
-from .models.sharded import full_tensor, local_part, local_tensor
+from .models.layers import full_tensor, local_part, local_tensor
 from .weights.save import write_safetensors
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..schema.plan import Plan
 from .context_parallel import local_positions
 from .data_parallel import ReductionTimer, before_micro_batch, reshard_all
 from .mesh import EXPERT_AXES, ParallelMesh
-from .models.sharded import local_tensor
+from .models.layers import local_tensor
 from .offload.schedule import HostOffload
 from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
 from .training.step_clock import StepClock

@@ -22,9 +22,8 @@ from .context_parallel import apply_context_parallel
 from .data_parallel import apply_data_parallel, compute_dtype, materialise
 from .expert_parallel import apply_expert_parallel
 from .mesh import build_mesh
-from .models.decoder import Decoder
+from .models.decoder import Decoder, init_weights
 from .models.experts import MixtureOfExperts
-from .models.init import init_weights
 from .offload.schedule import HostOffload
 from .parallel_model import LossScale, ParallelModel
 from .pipeline_parallel import build_schedule

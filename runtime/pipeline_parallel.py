@@ -32,7 +32,7 @@ from ..schema.plan import Plan
 from ..schema.schedules import SCHEDULES
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
-from .models.sharded import local_tensor
+from .models.layers import local_tensor
 from .training.step_clock import StepClock
 
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime

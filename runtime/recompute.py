@@ -16,9 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..schema.layout import Recompute
 from ..schema.model import ModelSpec
-from .models.decoder import Decoder, DecoderBlock
+from .models.decoder import ADAPTER_UP, Decoder, DecoderBlock, init_weights
 from .models.experts import Experts, MixtureOfExperts
-from .models.init import ADAPTER_UP, init_weights
 from .models.layers import ReplicatedLinear
 from .models.ring_attention import RING_ATTENTION
 

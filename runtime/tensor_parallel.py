@@ -24,8 +24,17 @@ from .mesh import ParallelMesh
 from .models.attention import LatentSelfAttention
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts
-from .models.layers import GeluMLP, LayerNorm, PositionEmbedding, ReplicatedLinear, RMSNorm, SwiGLU
-from .models.sharded import local_tensor, redistribute, shard_parameters
+from .models.layers import (
+    GeluMLP,
+    LayerNorm,
+    PositionEmbedding,
+    ReplicatedLinear,
+    RMSNorm,
+    SwiGLU,
+    local_tensor,
+    redistribute,
+    shard_parameters,
+)
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:

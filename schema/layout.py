@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from .arrays import Numbers, gcd, maximum, where
 from .base import Count, Frozen, shown
 from .errors import ConfigError
 from .schedules import SCHEDULE_NAMES, ScheduleName
+from .units import Numbers, gcd, maximum, where
 
 Recompute = Literal["none", "selective", "full"]
 LayoutRecompute = Literal["none", "selective", "full", "mixed"]

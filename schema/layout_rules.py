@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Numbers
 from .layout_table import LayoutRow
 from .schedules import run_by
+from .units import Numbers
 
 Rows = Any
 """A LayoutRow or a LayoutTable: what they have in common is written once for both."""

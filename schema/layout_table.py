@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import BoolArray, IntArray, Numbers
 from .errors import ConfigError
 from .layout import LAYOUT_FIELDS, Degrees, Layout, LayoutRecompute, Recompute, Scope, choices
 from .schedules import SCHEDULE_NAMES, SCHEDULES, Schedule, by_schedule
+from .units import BoolArray, IntArray, Numbers
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 MIXED = len(RECOMPUTES)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Numbers
+from .units import Numbers
 
 Placement = Literal["loop", "wave"]
 InFlight = Callable[[Numbers, Numbers, Numbers], Numbers]

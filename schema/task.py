@@ -128,7 +128,7 @@ class Workload(EngineOptions):
             parameters, gradients and optimizer states in bf16.
         optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
         passes: zeroth_order replaces the backward pass and the optimizer by a second forward pass and a step along a random
-            direction (runtime/training/zeroth_order.py): no gradients, no states, nothing kept between the passes.
+            direction (runtime/training/optimizer.py): no gradients, no states, nothing kept between the passes.
         adapters: train only low-rank adapters of a frozen model; None trains every parameter.
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
         dropout: after attention and feed-forward part, as Megatron-LM has it by default; our runtime has none.

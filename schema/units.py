@@ -1,16 +1,34 @@
-"""Units in one place: data sheets are decimal (GB), memory is binary (GiB); time is always seconds."""
+"""Units (data sheets are decimal, memory is binary, time is seconds), and functions that take numbers and arrays alike."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 MB = 10**6
+
+
 GB = 10**9
+
+
 KIB = 2**10
+
+
 MIB = 2**20
+
+
 GIB = 2**30
+
 
 TFLOP = 10**12
 
+
 _BINARY = (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+
+
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
@@ -38,3 +56,37 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f}"
+
+
+IntArray = NDArray[np.int64]
+
+
+FloatArray = NDArray[np.float64]
+
+
+BoolArray = NDArray[np.bool]
+
+
+Numbers = Any
+"""A number, or an array with one number for each layout: formulas that are written once for both."""
+
+
+Array = Numbers
+"""The same, where arrays are usual; all arguments of one call broadcast together."""
+
+
+def where(condition: Numbers, one: Numbers, other: Numbers) -> Numbers:
+    """Return ``one`` where the condition holds, else ``other``; a plain number for plain numbers."""
+    return (one if condition else other) if isinstance(condition, bool) else np.where(condition, one, other)
+
+
+def maximum(one: Numbers, other: Numbers) -> Numbers:
+    """Return the larger of two; a plain number for plain numbers."""
+    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+    return np.maximum(one, other) if are_arrays else max(one, other)
+
+
+def gcd(one: Numbers, other: Numbers) -> Numbers:
+    """Return the greatest common divisor; a plain number for plain numbers."""
+    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+    return np.gcd(one, other) if are_arrays else math.gcd(one, other)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema.arrays import FloatArray, IntArray
+from ..schema.units import FloatArray, IntArray
 
 Term = tuple[Any, Any]
 """(indices of variables, coefficients); both broadcast to the number of rows."""

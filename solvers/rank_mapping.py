@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..schema.arrays import FloatArray, IntArray
+from ..schema.units import FloatArray, IntArray
 from .backend import Solution, Status
 from .tolerances import SUMMED
 

@@ -1,7 +1,7 @@
 """Our predictions against published measurements: read a table of runs, predict every row, score.
 
 rows.py reads; inputs.py turns a row into our nouns (models.py, clusters.py, layouts.py, workloads.py; where a row is silent, the
-tables of data/ through lookups.py); predict.py estimates in batches; score.py compares. table_calibration.py and run_calibration.py
+tables of data/ through rows.py); predict.py estimates in batches; score.py compares. table_calibration.py and run_calibration.py
 correct the model by measured runs.
 """
 

@@ -11,8 +11,7 @@ from ..schema.catalogue import find_device
 from ..schema.cluster_files import catalogue_device, catalogue_link, derived_levels
 from ..schema.devices import Link, NodeGroup
 from ..schema.units import GB, GIB
-from .lookups import first_match
-from .rows import RunRow
+from .rows import RunRow, first_match
 
 MEMORY_TOLERANCE = 0.1
 """A stated memory this far from the catalogue's is another variant of the device; nearer, the catalogue is more exact."""

@@ -23,9 +23,8 @@ from .layouts import (
     stage_layouts,
     stages_differ_in_devices,
 )
-from .lookups import FrameworkDefaults
 from .models import model_of
-from .rows import RunRow
+from .rows import FrameworkDefaults, RunRow
 from .workloads import PRECISIONS, base_precision, workload_of
 
 SKIPS: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from ..schema import Layout, ModelSpec
 from ..schema.layers import LatentAttention
 from ..schema.layout import Offload, Recompute
-from .lookups import FrameworkDefaults
-from .rows import RunRow
+from .rows import FrameworkDefaults, RunRow
 from .workloads import keeps_scores
 
 TOKENS_PER_PASS = 8192

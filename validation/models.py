@@ -25,8 +25,7 @@ from ..schema.layers import (
     Rope,
     SoftmaxAttention,
 )
-from .lookups import read_table
-from .rows import RunRow
+from .rows import RunRow, read_table
 
 PARAMS_TOLERANCE = 0.05
 """Stated and counted parameters may differ by this before a row says so: tables round, and leave out embeddings or biases."""

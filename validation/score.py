@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
 from ..schema import Estimate
-from ..schema.arrays import FloatArray
-from ..schema.units import GIB
+from ..schema.units import GIB, FloatArray
 from .predict import Prediction
 from .rows import RunRow
 

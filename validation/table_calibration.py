@@ -25,8 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
-from ..schema.arrays import BoolArray, FloatArray, IntArray
-from ..schema.units import GIB
+from ..schema.units import GIB, BoolArray, FloatArray, IntArray
 from .inputs import RunInputs, run_inputs
 from .predict import estimate_runs
 from .rows import RunRow, read_runs

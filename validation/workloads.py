@@ -6,8 +6,7 @@ import re
 
 from ..schema import Layout, ModelSpec, Workload
 from ..schema.task import Fusion, Gradients, LowRank, Optimizer, Precision
-from .lookups import FrameworkDefaults
-from .rows import RunRow
+from .rows import FrameworkDefaults, RunRow
 
 PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8", "mxfp8": "fp8", "fp32": "fp32", "nvfp4": "nvfp4",

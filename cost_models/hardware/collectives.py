@@ -58,8 +58,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema import ClusterSpec, LinkLevel
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.profile import CollectivePoint
+from ...schema.units import FloatArray, IntArray
 
 LL_STEP_RATIO = 0.2
 """Ring step of NCCL's LL protocol over that of Simple between nodes: 2.7 of 14 us (NVIDIA/nccl src/graph/tuning.cc)."""

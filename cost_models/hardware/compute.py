@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
 from ..learned.kernels import AttentionShape, Pass, attention_seconds, gemm_seconds
 from .machine import DeviceRates, GroupedGemm

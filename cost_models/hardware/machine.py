@@ -22,13 +22,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...schema import ClusterSpec, Device, Workload
-from ...schema.arrays import Array, FloatArray
 from ...schema.catalogue import find_device
 from ...schema.cluster_files import catalogue_device
 from ...schema.devices import GemmFit
 from ...schema.errors import ConfigError
 from ...schema.profile import MatmulPoint
 from ...schema.task import Precision
+from ...schema.units import Array, FloatArray
 from .. import measured
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..learned.calibration import corrected_by

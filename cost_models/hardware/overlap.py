@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...schema.arrays import FloatArray
+from ...schema.units import FloatArray
 from ..coefficients import Coefficients
 
 STREAMS = ("compute", "collective", "to_device", "to_host")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema import Workload
-from ...schema.arrays import Array, FloatArray, IntArray
 from ...schema.layout_table import OFFLOADS, LayoutTable
+from ...schema.units import Array, FloatArray, IntArray
 from .. import measured
 from ..hardware.collectives import collective_s
 from ..hardware.compute import elementwise_update_s
@@ -20,7 +20,7 @@ from .parallel import sharded_params
 
 ZEROTH_ORDER_ELEMENTS = 14
 """Elements that zeroth-order training reads and writes of one parameter in a step: three moves and a step along the direction, each
-of two reads and a write, and the decay (runtime/training/zeroth_order.py)."""
+of two reads and a write, and the decay (runtime/training/optimizer.py)."""
 
 DIRECTION_ELEMENTS = 4
 """Elements written of one parameter's direction, drawn unsharded by every rank for each of the four."""

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema import Workload
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.layers import Block, MTPHead
 from ...schema.layout_table import RECOMPUTES, LayoutTable
+from ...schema.units import FloatArray, IntArray
 from .. import measured
 from ..hardware.compute import OperatorTime, operator_time
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s

@@ -18,12 +18,12 @@ from functools import cache, singledispatch
 import numpy as np
 
 from ...schema import Workload
-from ...schema.arrays import FloatArray
 from ...schema.engine_facts import MemoryFacts
 from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from ...schema.layout import Recompute
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.task import LowRank
+from ...schema.units import FloatArray
 from .operators import CostInputs, Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
 from .parallel import expert_params, mixture_of, token_share
 

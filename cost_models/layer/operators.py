@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.engine_facts import FUSED_GATED, FUSED_NORM, FUSED_ROTARY, TORCH_KERNELS, EngineKernels, KernelTraffic
 from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention, Traced
 from ...schema.layout_table import LayoutTable
+from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario
 
 Shard = Literal["column", "row", "none", "tokens"]

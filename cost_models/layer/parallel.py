@@ -40,9 +40,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
 from ...schema.layout_table import RECOMPUTES, LayoutTable
+from ...schema.units import FloatArray, IntArray
 from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates

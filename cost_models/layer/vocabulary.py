@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.layers import Embedding, Head
+from ...schema.units import FloatArray, IntArray
 from ..hardware.collectives import collective_s
 from .layer import LayerCost, with_data_parallel, within_layer_cost
 from .operators import CostInputs

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schema.arrays import FloatArray
 from ...schema.profile import MatmulPoint
+from ...schema.units import FloatArray
 from .kernels import GemmCoefficients, GemmDevice, GemmRates, features, known_coefficients, model, roofline_s
 from .trees import ResidualModel
 

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ...schema.arrays import FloatArray
+from ...schema.units import FloatArray
 from .trees import ResidualModel
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.arrays import FloatArray
+from ...schema.units import FloatArray
 
 _CHUNK_ELEMENTS = 1 << 20  # rows * trees walked at once: bounds memory, stays in cache
 

@@ -16,9 +16,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.arrays import Array
 from ...schema.errors import ConfigError
 from ...schema.schedules import SCHEDULES, Schedule, ScheduleName, placement
+from ...schema.units import Array
 from .orders import order_of_schedule
 from .simulation import Order
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.layout_table import MIXED
+from ...schema.units import FloatArray, IntArray
 from ..pipeline.lower_bounds import PipelineWork, lower_bound_s, min_in_flight, single_stages_s
 from . import memory
 from .contents import StageContents, StepShape, more_in_flight, step_shape, with_vocabulary

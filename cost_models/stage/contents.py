@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schema.arrays import Array, FloatArray, IntArray
 from ...schema.layout_table import LayoutTable
+from ...schema.units import Array, FloatArray, IntArray
 from ..layer.parallel import sharded_params
 from ..layer.vocabulary import MORE_IN_FLIGHT
 from ..pipeline.replay import PipelineShape, in_flight, in_flight_of_stage

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.engine_facts import OWN_ENGINE
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
 from ...schema.layout_table import LayoutTable
 from ...schema.task import Generation, Phase
+from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..hardware.collectives import collective_s
 from ..hardware.compute import operator_time

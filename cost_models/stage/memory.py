@@ -45,9 +45,9 @@ from dataclasses import replace
 import numpy as np
 
 from ...schema import Workload
-from ...schema.arrays import Array, FloatArray, IntArray
 from ...schema.engine_facts import MemoryFacts
 from ...schema.plan import MemoryBreakdown
+from ...schema.units import Array, FloatArray, IntArray
 from ..coefficients import Scenario
 from ..layer.data import has_copies, has_plain_replicas
 from ..pipeline.replay import peak_in_flight_by_chunk

@@ -37,7 +37,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ..pipeline.replay import in_flight_of_stage
 from . import memory
 from .contents import StageContents, step_shape

@@ -30,11 +30,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ...schema import Estimate, ModelSpec, Workload
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.cluster import part_label
 from ...schema.errors import ConfigError
 from ...schema.layout_table import MIXED
 from ...schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
+from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario
 from ..hardware.machine import is_measured, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, layer_operators

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema import ClusterSpec, ModelSpec, Workload
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.layers import Embedding, Head
 from ...schema.layout_table import RECOMPUTES, LayoutTable
+from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario
 from ..hardware.collectives import collective_s
 from ..hardware.machine import device_rates

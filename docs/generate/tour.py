@@ -258,7 +258,7 @@ def page() -> str:
         lines += [f"{idx}. **{stop.path}** {stop.text.format(**figures())}"]
     lines += [
         "",
-        "From here: a rule is in `schema/layout_rules.py` or `schema/engine_rules.py`, a cost in the folder "
+        "From here: a rule is in `schema/layout_rules.py`, what an engine does in `schema/engine_facts.py`, a cost in the folder "
         "of what it is a cost of, a "
         "problem in `solvers/`, an axis in the file of `runtime/` that has its name, a command in `cli/`. "
         "What another engine is told "

@@ -22,7 +22,6 @@ from ...cost_models.stage.generation import (
     pass_costs,
 )
 from ...schema import Certificate, ClusterSpec, ConfigError, ModelSpec, Workload
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.generation import (
     CacheShares,
     GenerationAlternative,
@@ -33,7 +32,7 @@ from ...schema.generation import (
     StateShares,
 )
 from ...schema.task import Generation
-from ...schema.units import GB, GIB
+from ...schema.units import GB, GIB, FloatArray, IntArray
 from ...solvers.backend import Status
 from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
 from ...solvers.generation.instance import RESOURCES, Capacity, GenerationInstance, Rates, busy_s, resident_bytes

@@ -27,9 +27,8 @@ from ...schema import (
     Plan,
     Stage,
 )
-from ...schema.arrays import FloatArray
 from ...schema.layout import format_assignments
-from ...schema.units import GIB, format_bytes
+from ...schema.units import GIB, FloatArray, format_bytes
 from ...solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from ...solvers.offload.bound import lower_bound_s, min_host_bytes
 from ...solvers.offload.instance import OffloadInstance

@@ -16,13 +16,12 @@ from ...cost_models.stage.recompute import RecomputeCosts
 from ...cost_models.stage.step import estimate_from_terms, estimate_step
 from ...cost_models.stage.table import CostTable
 from ...schema import ClusterSpec, Estimate, Layout, ModelSpec, OffloadMarginalValues, OffloadSchedule, Plan, Stage
-from ...schema.arrays import FloatArray
 from ...schema.layers import Block, Layer
 from ...schema.layout import Recompute
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.offload import LayerOffload
 from ...schema.plan import MemoryBreakdown
-from ...schema.units import GB, GIB
+from ...schema.units import GB, GIB, FloatArray
 from ...solvers.offload.instance import OPTIONS, AllowedMoves, Links, OffloadChoice, OffloadInstance
 from ...solvers.offload.schedule import OffloadSolution
 from ...solvers.offload.simulation import SimulatedStep, simulate

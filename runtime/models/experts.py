@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from ...schema.layers import DenseMLP, MoE
-from .layers import ReplicatedLinear, SwiGLU, silu_product
-from .sharded import local_tensor, redistribute
+from .layers import ReplicatedLinear, SwiGLU, local_tensor, redistribute, silu_product
 
 _MIN_SUM = 1e-20
 """Beside the sum of the chosen scores, against division by zero (DeepSeek-V3's modeling file)."""

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...schema.offload import LayerOffload
+from ..models.attention import Rotary
 from ..models.decoder import Decoder
-from ..models.rotary import Rotary
-from ..models.sharded import local_tensor
+from ..models.layers import local_tensor
 from .copies import Copies, HostBuffer
 
 SMALLEST_BYTES = {"cpu": 1 << 10}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from ..models.sharded import local_tensor
+from ..models.layers import local_tensor
 from .copies import Copies, HostBuffer, StateFile
 
 Place = Literal["own", "host", "streamed"]

@@ -12,7 +12,7 @@ from ...schema.offload import OffloadSchedule
 from ...schema.plan import Plan, Stage
 from ...schema.units import format_bytes
 from ..models.decoder import Decoder
-from ..models.sharded import local_tensor
+from ..models.layers import local_tensor
 from ..training.metrics import OffloadRecord
 from .activations import ActivationOffload
 from .copies import Copies, Pin, Traffic

@@ -40,7 +40,7 @@ def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
 def check_weight_options(plan: Plan, options: TrainOptions) -> None:
     """Check the weights a run starts from and the place of those it ends with."""
     if options.zeroth_order or not plan.workload.has_backward:
-        from .zeroth_order import require_zeroth_order
+        from .optimizer import require_zeroth_order
 
         require_zeroth_order(plan)
     if options.save_adapters and plan.workload.adapters is None:

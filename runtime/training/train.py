@@ -31,12 +31,10 @@ from ..parallelize_model import parallelize
 from ..weights.save import save_weights
 from .memory import MemoryMeter
 from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
-from .optimizer import RouterBalance, build_optimizer, build_scheduler, local_square, scale_gradients
+from .optimizer import RouterBalance, ZerothOrderSGD, build_optimizer, build_scheduler, local_square, scale_gradients
 from .options import TrainOptions
 from .prepare import open_batches, prepare_options
-from .step_clock import StepPart, clock_waiting
-from .step_trace import StepTrace
-from .zeroth_order import ZerothOrderSGD
+from .step_clock import StepPart, StepTrace, clock_waiting
 
 T = TypeVar("T")
 

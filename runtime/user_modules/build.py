@@ -14,7 +14,7 @@ from ...schema.model import ModelSpec
 from ...schema.plan import Plan
 from ..data_parallel import shard_units
 from ..mesh import ParallelMesh, build_mesh
-from ..models.init import init_weights
+from ..models.decoder import init_weights
 from ..parallel_model import LossScale, ParallelModel
 from ..pipeline_parallel import build_schedule
 from ..recompute import checkpoint_block

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ...schema.errors import RuntimeMismatchError
-from ..models.sharded import local_tensor, redistribute, shard_parameters
+from ..models.layers import local_tensor, redistribute, shard_parameters
 from .structure import Structure, require_decoder
 
 Rule = Literal["by_output", "by_input", "gathered", "by_slice", "heads_norm"]

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from ...schema import ConfigError, ModelSpec
 from ...schema.base import read_json
 from ...schema.units import MIB
-from ..models.decoder import Decoder
-from ..models.init import is_adapter
-from ..models.sharded import local_region, local_tensor
+from ..models.decoder import Decoder, is_adapter
+from ..models.layers import local_region, local_tensor
 from .names import TIED_HEAD, Piece, may_be_ignored, pieces_of, pieces_of_model, without_prefix
 
 if TYPE_CHECKING:

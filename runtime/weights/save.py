@@ -29,9 +29,8 @@ from torch import Tensor
 from ...schema import ConfigError, MeshwrightError, ModelSpec, RuntimeMismatchError
 from ...schema.hf_export import hf_config
 from ...schema.units import GB, format_bytes
-from ..models.decoder import Decoder
-from ..models.init import is_adapter
-from ..models.sharded import local_region, local_tensor
+from ..models.decoder import Decoder, is_adapter
+from ..models.layers import local_region, local_tensor
 from .load import INDEX_FILE, SINGLE_FILE, blocks, decoder_shapes
 from .names import TIED_HEAD, pieces_of, pieces_of_model
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
 from ...schema.errors import ConfigError
+from ...schema.units import BoolArray, FloatArray, IntArray
 from .bounds import lower_bound
 from .instance import (
     ExpertInstance,

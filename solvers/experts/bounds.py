@@ -33,7 +33,7 @@ import time
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..backend import Limits, new_constraint_program, solve_constraint_program
 from ..tolerances import ROUNDING, SUMMED
 from .instance import (

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.errors import ConfigError
+from ...schema.units import FloatArray, IntArray
 from .balance import BalanceSearch, balance_gpus, nodes_of_groups, require_even
 from .instance import ExpertInstance, SlotAssignment
 from .nodes import Routing, Served, replicate_on_nodes, serve

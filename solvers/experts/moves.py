@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schema.arrays import IntArray
+from ...schema.units import IntArray
 from .instance import (
     ExpertInstance,
     experts_on_gpus,

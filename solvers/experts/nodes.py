@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..backend import Limits, solve_linear
 
 _MAX_EXPERTS_PER_NODE = 24

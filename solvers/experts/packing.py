@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from .instance import ExpertInstance
 
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...schema.arrays import FloatArray, IntArray
 from ...schema.errors import ConfigError
+from ...schema.units import FloatArray, IntArray
 from .balance import BalanceSearch, balance_gpus, place_groups
 from .bounds import lower_bound, solve_exactly
 from .homes import HomePolicy, place_near_tokens, validate_trace

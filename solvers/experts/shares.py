@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ..tolerances import FLOW
 from .instance import ExpertInstance
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, final
 
 import numpy as np
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ..backend import RowSolver, Solution, Status
 from ..branch_and_bound import Leaf, Node, Search, Step, Stop
 from ..linear_program import LinearAnswer, LinearProgram, Term

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ..backend import RowSolver, Status
 from ..linear_program import LinearProgram, Term
 from .instance import OPTIONS, OffloadInstance, OffloadMarginalSeconds

@@ -48,7 +48,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 
 OPTIONS = ("keep", "selective", "full", "activations", "boundary")
 """Of a block's activations: kept; recomputed except products and attention; recomputed from the input; moved to the host;

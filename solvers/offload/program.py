@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schema.arrays import FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ..backend import RowSolver, Status
 from ..linear_program import LinearAnswer, LinearProgram, Term
 from .instance import OPTIONS, OffloadChoice, OffloadInstance, OffloadMarginalSeconds

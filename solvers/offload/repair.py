@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import ROUNDING, SUMMED
 from .bound import Reserve
 from .instance import OPTIONS, OffloadChoice, OffloadInstance

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray
+from ...schema.units import BoolArray, FloatArray
 from ..tolerances import ROUNDING, SUMMED
 from .instance import OffloadChoice, OffloadInstance
 

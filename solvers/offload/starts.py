@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import ROUNDING, SUMMED
 from .bound import MANY_KINDS
 from .instance import OPTIONS, OffloadChoice, OffloadInstance

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cost_models.pipeline.simulation import Action, Kind, Order, Pipeline, peak_bytes, simulate
-from ...schema.arrays import FloatArray
+from ...schema.units import FloatArray
 from ..backend import Limits, Status, new_constraint_program, solve_constraint_program
 from ..tolerances import SUMMED
 from .greedy import PipelineInstance, length_s

@@ -55,7 +55,7 @@ import numpy as np
 
 from ...cost_models.pipeline.lower_bounds import Paths, paths_past
 from ...cost_models.pipeline.replay import PipelineShape
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 
 MAX_PATHS = 48
 """Chains of a rank that are evaluated, the longest ones with equal stages: any of them bound the step, and time grows with them."""

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..backend import Solution, Status
 from ..tolerances import EVENNESS, ROUNDING
 

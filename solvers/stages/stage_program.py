@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schema.arrays import BoolArray, FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..backend import Solution, Status
 from ..tolerances import ROUNDING
 

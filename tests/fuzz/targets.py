@@ -30,8 +30,7 @@ from meshwright.planner.request import PlanRequest
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.files import compare, merge_profiles, summary
 from meshwright.profilers.profiled_cluster import profiled_cluster
-from meshwright.runtime.checkpoints.checkpoint import CheckpointInfo
-from meshwright.runtime.checkpoints.index import SafeReader
+from meshwright.runtime.checkpoints.checkpoint import CheckpointInfo, SafeReader
 from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import open_token_files
 from meshwright.runtime.job.rendezvous import slurm_rendezvous

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
 from meshwright.runtime.checkpoints.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
-from meshwright.runtime.models.init import init_weights
-from meshwright.runtime.training.zeroth_order import ZerothOrderSGD
+from meshwright.runtime.models.decoder import init_weights
+from meshwright.runtime.training.optimizer import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
 from meshwright.schema import Plan
 from torch import Tensor, nn

@@ -11,8 +11,15 @@ import pytest
 from meshwright.cost_models.pipeline.simulation import Action
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.machine import num_cores
-from meshwright.runtime.training.step_clock import StepSpan
-from meshwright.runtime.training.step_trace import NEIGHBOUR, REST, SUMS, _RankStep, step_slices, step_starts_s
+from meshwright.runtime.training.step_clock import (
+    NEIGHBOUR,
+    REST,
+    SUMS,
+    StepSpan,
+    _RankStep,
+    step_slices,
+    step_starts_s,
+)
 from meshwright.schema import Layout
 from meshwright.schema.trace import DATA_PARALLEL, STREAMS, chrome_trace, measured_trace
 from small_jobs import read_lines, small_plan

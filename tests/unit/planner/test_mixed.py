@@ -10,7 +10,7 @@ from meshwright.cost_models.stage.bounds import quick_time_bounds, time_bounds
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable, is_aligned
 from meshwright.planner import estimate, expand, plan, search
-from meshwright.planner.mixed_clusters import orders
+from meshwright.planner.rank_map import orders
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from meshwright.runtime import Decoder
-from meshwright.runtime.models.init import init_weights, parameter_seed
+from meshwright.runtime.models.decoder import init_weights, parameter_seed
 from meshwright.runtime.weights.load import load_weights
 from meshwright.schema import ModelSpec, RuntimeMismatchError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, parallelize, save_weights
-from meshwright.runtime.models.init import init_weights
+from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.training.memory import MemoryMeter
 from meshwright.runtime.weights.load import (
     INDEX_FILE,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from meshwright.runtime import Decoder
-from meshwright.runtime.models.init import init_weights
+from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.offload.activations import ActivationOffload
 from meshwright.runtime.offload.copies import Copies
 from meshwright.runtime.recompute import apply_recompute

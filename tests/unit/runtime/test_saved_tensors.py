@@ -9,7 +9,7 @@ import pytest
 import torch
 from meshwright.cost_models.layer.memory import SavedTensorRules, saved_elements
 from meshwright.runtime import Decoder
-from meshwright.runtime.models.init import init_weights
+from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.schema import ModelSpec
 from meshwright.schema.layers import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention

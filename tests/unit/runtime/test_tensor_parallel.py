@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import ParallelModel, parallelize
-from meshwright.runtime.models.sharded import local_tensor
+from meshwright.runtime.models.layers import local_tensor
 from meshwright.schema import Layout, Workload
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from meshwright.schema.catalogue import device_entries, link_entries
 from meshwright.validation.clusters import device_named, network_link
-from meshwright.validation.lookups import read_table
+from meshwright.validation.rows import read_table
 from run_rows import inputs_of
 
 

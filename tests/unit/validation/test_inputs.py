@@ -6,7 +6,7 @@ import pytest
 from meshwright.schema import Layout
 from meshwright.validation import RunInputs, predict, read_runs, run_inputs
 from meshwright.validation.layouts import stage_fractions
-from meshwright.validation.lookups import FrameworkDefaults, framework_choices
+from meshwright.validation.rows import FrameworkDefaults, framework_choices
 from run_rows import SHARED, a_row, inputs_of
 
 MIST = (
