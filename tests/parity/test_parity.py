@@ -340,6 +340,7 @@ def test_a_failing_rank_ends_the_group(tmp_path: Path) -> None:
         run_group(2, [Case("broken", broken, num_steps=1), wrong_size], tmp_path)
 
 
+@pytest.mark.long
 def test_a_group_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     endless = Case("endless", Setup("endless", Layout(dp_shard=2, micro_batch_size=2)).plan, num_steps=10**9)
     # Killed, unless the dump of the stacks of a running thread crashed one before, and so its peer.

@@ -73,7 +73,7 @@ def store_and_find(number: int) -> None:
     assert path is not None
     said: list[str] = []
     for _ in range(ROUNDS):
-        with local._alone(path, said.append):
+        with local._measuring_lock(path, said.append):
             local._store(path, profile, said.append)
         assert local._cached(path, profile.machine, said.append) is not None
     assert not [line for line in said if "waiting" not in line]

@@ -62,6 +62,7 @@ def test_files_named_in_documents_exist(document: str) -> None:
     assert not missing
 
 
+@pytest.mark.long
 def test_commands_of_the_page_on_profiles_run(tmp_path: Path) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/profile.md").read_text(), flags=re.DOTALL)
     for line in block.splitlines():

@@ -182,6 +182,7 @@ def test_checkpoint_of_model_chunks_resumes_over_shared_sequences(tmp_path: Path
     assert losses([json.loads(line) for line in output.splitlines()]) == pytest.approx(whole[2:], abs=1e-5)
 
 
+@pytest.mark.long
 @needs_two_cores
 @pytest.mark.job
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from meshwright.schema import Layout
 from small_jobs import assert_gone, read_lines, small_plan
 from test_apply import finish, saved, start, training_ranks
 
-pytestmark = [pytest.mark.job, pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")]
+pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")]
 WAIT_S = 120
 FOREVER = "1000000"
 
@@ -84,7 +84,6 @@ def test_killed_job_goes_on_stops_when_asked_and_resumes_on_what_is_left(tmp_pat
     assert steps_of(metrics)[-2:] == [last + 1, last + 2]
 
 
-@pytest.mark.long
 def test_suspended_rank_and_full_disk_end_the_job_with_the_last_checkpoint_whole(tmp_path: Path) -> None:
     """First no rank may write more than 64 KiB to a file, as on a disk that is full; then one is stopped."""
     metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"

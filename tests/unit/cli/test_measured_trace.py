@@ -41,6 +41,7 @@ def passes(trace: dict[str, Any], pid: int) -> list[tuple[str, str, int]]:
     return [(e["name"], e["cat"], e["args"]["stage"]) for e in sorted(found, key=lambda e: e["ts"])]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_measured_step_lies_over_the_predicted_one(tmp_path: Path, name: str) -> None:

@@ -35,6 +35,7 @@ def fastest_s(cluster: ClusterSpec, fixed: str = "") -> float:
     return search_layouts(changed).feasible[0].estimate.step_time_s
 
 
+@pytest.mark.long
 def test_lines_of_every_runner_up_add_up() -> None:
     found = explained()
     assert len(found.runner_ups) == len(made().alternatives) > 2

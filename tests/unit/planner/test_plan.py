@@ -132,6 +132,7 @@ def test_bound_holds_for_every_split_into_stages() -> None:
     assert found.estimate.step_time_s <= best * 1.03
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PAIRS, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_plans_fit_by_hand_arithmetic_on_states(case: tuple[str, str, int, int]) -> None:
     """fp32 parameters, gradients and AdamW states of each stage over its ranks, nothing else, against the device's memory."""
@@ -197,6 +198,7 @@ def test_impossible_fix_names_the_rule(fixed: dict[str, int], rule: str) -> None
         plan(ModelSpec.named("llama-2-7b"), ClusterSpec.parse("16xH100-SXM-80GB"), workload, fixed=fixed)
 
 
+@pytest.mark.long
 def test_infeasible_names_memory_and_a_size_that_fits() -> None:
     spec, workload = ModelSpec.named("llama-3.1-70b"), Workload(seq_len=4096, global_batch_size=256)
     with pytest.raises(InfeasibleError) as caught:
@@ -217,6 +219,7 @@ def test_alternatives_differ_and_say_why() -> None:
     assert [a.step_time_s for a in slower] == sorted(a.step_time_s for a in slower)
 
 
+@pytest.mark.long
 def test_time_limit_returns_an_incumbent_and_an_honest_gap() -> None:
     spec, machine = ModelSpec.named("llama-3.1-405b"), ClusterSpec.parse("16384xH100-SXM-80GB")
     workload = Workload(seq_len=8192, global_batch_size=2048)
