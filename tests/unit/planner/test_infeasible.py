@@ -150,3 +150,12 @@ def test_mixed_groups_grow_in_proportion() -> None:
     larger = grow_cluster(mixed, 72)
     assert larger is not None
     assert [group.num_nodes for group in larger.groups] == [3, 6]
+
+
+def test_sequences_are_shortened_to_what_fits() -> None:
+    model, cluster = ModelSpec.named("smollm2-135m"), ClusterSpec.parse("1x1xRTX4090")
+    workload = Workload(seq_len=2**18, global_batch_size=1)
+    with pytest.raises(InfeasibleError, match=r"shorten sequences to (131072|196608) tokens") as refused:
+        plan(model, cluster, workload)
+    advised = int(re.search(r"--seq-len (\d+)", str(refused.value))[1])
+    assert plan(model, cluster, workload.replace(seq_len=advised)).estimate.fits
