@@ -28,28 +28,20 @@ class DeviceBackend:
 
     Attributes:
         collectives: the torch.distributed backend that reaches the devices.
-        torch_device: torch's name of the device type.
         is_host: its kernels run on the host's processors, in the host's memory: the host dispatches nothing ahead, copies between
             host and device are within one memory, and no context of a driver takes memory.
         has_streams: work may be queued on several streams that overlap.
-        pins_host_memory: copies from and to the host need pinned memory to be asynchronous.
         fuses_norms: a norm is one kernel.
     """
 
     collectives: Literal["nccl", "gloo"]
-    torch_device: Literal["cuda", "cpu"]
     is_host: bool
     has_streams: bool
-    pins_host_memory: bool
     fuses_norms: bool
 
 
-_CUDA = DeviceBackend(
-    collectives="nccl", torch_device="cuda", is_host=False, has_streams=True, pins_host_memory=True, fuses_norms=True
-)
-_CPU = DeviceBackend(
-    collectives="gloo", torch_device="cpu", is_host=True, has_streams=False, pins_host_memory=False, fuses_norms=False
-)
+_CUDA = DeviceBackend(collectives="nccl", is_host=False, has_streams=True, fuses_norms=True)
+_CPU = DeviceBackend(collectives="gloo", is_host=True, has_streams=False, fuses_norms=False)
 BACKENDS: dict[Vendor, DeviceBackend] = {"nvidia": _CUDA, "amd": _CUDA, "cpu": _CPU, "other": _CUDA}
 """AMD's torch answers to the names of CUDA and NCCL."""
 

@@ -5,6 +5,7 @@ Shapes: D hidden_dim, V vocab_size, H num_heads, K num_kv_heads, C head_dim, F f
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -283,9 +284,9 @@ class LayerKind(Frozen):
     is_embedding: ClassVar[bool] = False
     is_head: ClassVar[bool] = False
 
+    @abstractmethod
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters that the layer owns."""
-        raise NotImplementedError
 
     def num_active_params(self, hidden_dim: int) -> int:
         """Return the parameters that one token goes through."""
