@@ -34,7 +34,7 @@ from apply_accuracy import SMALL
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.worker import Job
 from meshwright.runtime.training.options import TrainOptions
-from meshwright.schema import MeshwrightError, OffloadSchedule, Plan
+from meshwright.schema import MeshwrightError, OffloadSchedule, TrainingPlan
 from meshwright.schema.layout import LayoutRecompute
 from meshwright.schema.offload import LayerOffload
 
@@ -42,14 +42,14 @@ STEPS = 8
 
 
 def variant(
-    plan: Plan,
+    plan: TrainingPlan,
     schedule: OffloadSchedule | None,
     *,
     recompute: LayoutRecompute | None = None,
     offloads: tuple[LayerOffload, ...] = (),
-) -> Plan:
+) -> TrainingPlan:
     """The plan with another schedule; ``recompute`` for all blocks, unset, as it was."""
-    fields = {name: getattr(plan, name) for name in Plan.model_fields}
+    fields = {name: getattr(plan, name) for name in TrainingPlan.model_fields}
     stages = []
     for stage in plan.stages:
         change: dict[str, Any] = {"layer_offload": tuple(offloads[idx] for idx in stage.layer_idxs) if offloads else ()}
@@ -61,10 +61,12 @@ def variant(
     layout |= {"offload": "none" if schedule is None else "scheduled"}
     if recompute is not None:
         layout |= {"recompute": recompute}
-    return Plan(**{**fields, "layout": type(plan.layout)(**layout), "stages": tuple(stages), "offload": schedule})
+    return TrainingPlan(
+        **{**fields, "layout": type(plan.layout)(**layout), "stages": tuple(stages), "offload": schedule}
+    )
 
 
-def variants(plan: Plan) -> dict[str, Plan]:
+def variants(plan: TrainingPlan) -> dict[str, TrainingPlan]:
     """By name."""
     layers = tuple(range(plan.model.num_layers))
     on_host = OffloadSchedule(host_optimizer_layers=layers)
@@ -78,7 +80,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
     }
 
 
-def measure(plan: Plan, folder: Path, name: str, steps: int) -> dict[str, Any]:
+def measure(plan: TrainingPlan, folder: Path, name: str, steps: int) -> dict[str, Any]:
     """Some steps of a plan: the last record, the traffic of the last step, or why there is none."""
     path, report = folder / f"{name}.json", folder / f"{name}.jsonl"
     plan.save(path)
@@ -96,7 +98,7 @@ def measure(plan: Plan, folder: Path, name: str, steps: int) -> dict[str, Any]:
     }
 
 
-def smoke_plan(folder: Path) -> Plan:
+def smoke_plan(folder: Path) -> TrainingPlan:
     """A little of everything, on one rank of this machine's CPU."""
     (folder / "config.json").write_text(json.dumps(SMALL))
     command = [
@@ -105,14 +107,14 @@ def smoke_plan(folder: Path) -> Plan:
         *("--out", str(folder / "plan.json")),
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    plan = Plan.load(folder / "plan.json")
+    plan = TrainingPlan.load(folder / "plan.json")
     blocks = tuple(range(1, plan.model.num_layers - 1))
     schedule = OffloadSchedule(host_optimizer_layers=(0, *blocks[:2]), streamed_optimizer_layers=blocks[2:4])
     offloads: tuple[LayerOffload, ...] = ("none", *("activations",) * (len(blocks) - 1), "none", "none")
     return variant(plan, schedule, offloads=offloads)
 
 
-def compare(plan: Plan, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def compare(plan: TrainingPlan, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the goals ask: measured over planned, and how much faster than each other variant."""
     planned = results["planned"]
     if "error" in planned:
@@ -141,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        plan = smoke_plan(folder) if arguments.smoke else Plan.load(arguments.plan)
+        plan = smoke_plan(folder) if arguments.smoke else TrainingPlan.load(arguments.plan)
         results: dict[str, dict[str, Any]] = {}
         for name, changed in variants(plan).items():
             results[name] = measure(changed, folder, name, arguments.steps)

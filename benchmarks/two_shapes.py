@@ -22,7 +22,7 @@ from pathlib import Path
 
 from meshwright.planner import plan
 from meshwright.profilers.local import measure_local
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layout import parse_assignments
 
 WARMUP_STEPS = 2
@@ -55,7 +55,7 @@ LAYOUTS = {
 CLI = (sys.executable, "-m", "meshwright.cli")
 
 
-def make_plan(shape: str, fixed: str, cluster: ClusterSpec) -> Plan | None:
+def make_plan(shape: str, fixed: str, cluster: ClusterSpec) -> TrainingPlan | None:
     """Return the plan of a shape with some fields fixed; None where no layout has them."""
     sizes, batch, seq_len = SHAPES[shape]
     model = ModelSpec.from_hf({**COMMON, **sizes})
@@ -95,7 +95,7 @@ def run_shape(shape: str, folder: Path, cluster: ClusterSpec, rounds: int, steps
     return report(plans, seconds)
 
 
-def report(plans: dict[str, Plan], seconds: dict[str, list[float]]) -> dict:
+def report(plans: dict[str, TrainingPlan], seconds: dict[str, list[float]]) -> dict:
     """Return medians, predictions, and the verdict."""
     rows = {
         name: {

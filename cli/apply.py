@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..runtime.training.options import TrainOptions
-from ..schema import ConfigError, Plan
+from ..schema import ConfigError, TrainingPlan
 from ..schema.runnable import require_our_engine
 from .inputs import ProfileOptions, read_profiled_cluster
 from .options import Mode, OptionModel, command, option
@@ -141,11 +141,11 @@ def apply(
 
 
 def _train(
-    plan: Plan,
+    plan: TrainingPlan,
     job: Job,
     options: TrainOptions,
     output: RunOutput,
-    run: Callable[[Plan, Job], None],
+    run: Callable[[TrainingPlan, Job], None],
     *,
     is_only_node: bool,
 ) -> None:
@@ -168,13 +168,13 @@ def _train(
 
 
 @contextlib.contextmanager
-def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, Plan]]:
+def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, TrainingPlan]]:
     """Yield a plan file and its plan; with a profile a copy whose prediction is what the profile says of the same layout.
 
     Raises:
         ConfigError, ProfileError: as for `plan --profile`, or the profile has another number of devices.
     """
-    plan = Plan.load(path)
+    plan = TrainingPlan.load(path)
     if profile.profile is None:
         yield path, plan
         return

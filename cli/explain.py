@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from ..engines import TARGETS
-from ..schema import Plan
+from ..schema import TrainingPlan
 from ..schema.errors import ConfigError
 from .inputs import JsonOption, PlanArgument
 from .options import command
@@ -16,7 +16,7 @@ from .terminal import INTERRUPTED
 
 if TYPE_CHECKING:
     from ..engines import Imported
-    from ..schema import Estimate, Layout, OffloadSchedule
+    from ..schema import Layout, OffloadSchedule, TrainingEstimate
 
 
 @command()
@@ -47,7 +47,7 @@ def explain(
     from .show.explain import explanation_tables
     from .terminal import spinner, stopping_on_interrupt
 
-    fields, given, deadline = parse_assignments(why_not), Plan.load(plan), Deadline(time_limit_s)
+    fields, given, deadline = parse_assignments(why_not), TrainingPlan.load(plan), Deadline(time_limit_s)
     with spinner("searching again with more of each resource", quiet=json), stopping_on_interrupt(deadline):
         explanation = make_explanation(given, why_not=fields, deadline=deadline)
     show_answer(explanation, *explanation_tables(given, explanation), as_json=json)
@@ -79,7 +79,7 @@ def report(
 
     if html is None and trace is None:
         raise ConfigError("nothing to write", help="give --report report.html, --trace trace.json, or both")
-    write_report(Plan.load(plan), html, trace)
+    write_report(TrainingPlan.load(plan), html, trace)
 
 
 @command()
@@ -99,7 +99,7 @@ def compare(
     from .show import show_answer
     from .show.explain import side_by_side
 
-    given = Plan.load(plan)
+    given = TrainingPlan.load(plan)
     present = _other_plan(file, engine, given) if _is_plan(file) else _configuration(file, engine, given)
     comparison = make_comparison(given, present.layout, present.estimate, schedule=present.schedule)
     columns = [(present.name, comparison)]
@@ -119,13 +119,13 @@ class _Present(NamedTuple):
 
     name: str
     layout: Layout
-    estimate: Estimate
+    estimate: TrainingEstimate
     notes: list[str]
     imported: Imported | None = None
     schedule: OffloadSchedule | None = None
 
 
-def _configuration(file: Path, engine: str | None, given: Plan) -> _Present:
+def _configuration(file: Path, engine: str | None, given: TrainingPlan) -> _Present:
     from ..engines import read_configuration
     from ..planner import estimate
 
@@ -134,13 +134,13 @@ def _configuration(file: Path, engine: str | None, given: Plan) -> _Present:
     return _Present(imported.engine, imported.layout, costs, _other_workload(imported, given), imported)
 
 
-def _other_plan(file: Path, engine: str | None, given: Plan) -> _Present:
+def _other_plan(file: Path, engine: str | None, given: TrainingPlan) -> _Present:
     from ..planner.plan import estimate_with_schedule
     from ..planner.request import OffloadRequest, PlanRequest
 
     if engine is not None:
         raise ConfigError(f"--from {engine} with {file}, which is a plan of ours", help="leave out --from")
-    other = Plan.load(file)
+    other = TrainingPlan.load(file)
     differing = [name for name in ("model", "cluster", "workload") if getattr(other, name) != getattr(given, name)]
     if not differing:
         return _Present("the other plan", other.layout, other.estimate, [], schedule=other.offload)
@@ -160,7 +160,7 @@ def _is_plan(file: Path) -> bool:
     return isinstance(content, dict) and {"schema_version", "layout"} <= content.keys()
 
 
-def _other_workload(imported: Imported, plan: Plan) -> list[str]:
+def _other_workload(imported: Imported, plan: TrainingPlan) -> list[str]:
     """Return where the configuration's own workload is another than the plan's."""
     ours = plan.workload
     return [
@@ -193,7 +193,7 @@ def export(
     """
     from ..engines import export as make_export
 
-    exported = make_export(Plan.load(plan), to)
+    exported = make_export(TrainingPlan.load(plan), to)
     paths = exported.write(out or Path(to))
     if json:
         typer.echo(exported.model_dump_json(indent=2))

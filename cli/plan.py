@@ -28,7 +28,7 @@ from .terminal import INTERRUPTED
 
 if TYPE_CHECKING:
     from ..planner.request import Deadline
-    from ..schema import Plan
+    from ..schema import TrainingPlan
 
 
 class SearchOptions(OffloadOptions):
@@ -159,7 +159,7 @@ def _search(
     host: HostOptions,
     output: PlanOptions,
     deadline: Deadline,
-) -> Plan:
+) -> TrainingPlan:
     """Return the fastest plan on the cluster, or with cost options the cheapest of the sizes of the cluster or the offers."""
     from ..planner import cheapest
     from ..planner import pareto as pareto_front

@@ -21,7 +21,7 @@ from ..schema.errors import (
 if TYPE_CHECKING:
     from ..runtime.job.rendezvous import Rendezvous
     from ..runtime.job.worker import Job
-    from ..schema import ClusterSpec, Plan
+    from ..schema import ClusterSpec, TrainingPlan
 
 
 _BETWEEN_S = 1.0
@@ -44,7 +44,9 @@ class Restarts:
     replan: bool = False
 
 
-def run_job(plan: Plan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts, say: Callable[[str], None]) -> None:
+def run_job(
+    plan: TrainingPlan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts, say: Callable[[str], None]
+) -> None:
     """Launch a job, again after each fault of a rank as often as allowed; bad input, a plan that this machine cannot run and
     signals to the launcher end it.
 
@@ -69,7 +71,7 @@ def run_job(plan: Plan, job: Job, rendezvous: Rendezvous, *, restarts: Restarts,
             say(f"{error}\nrestart {attempt + 1} of {restarts.max_restarts}")
 
 
-def _launch(plan: Plan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> None:
+def _launch(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> None:
     """Launch a job; where nodes do not meet, again until a time of the monotonic clock.
 
     After a fault the node that holds the meeting place closes it and opens it anew. A node that is back earlier comes to the old
@@ -92,7 +94,7 @@ def _patience_s(rendezvous: Rendezvous, attempt: int) -> float:
     return time.monotonic() + rendezvous.timeout_s if attempt and rendezvous.nnodes > 1 else -math.inf
 
 
-def _replan(plan: Plan, job: Job, nnodes: int, say: Callable[[str], None]) -> tuple[Plan, Job]:
+def _replan(plan: TrainingPlan, job: Job, nnodes: int, say: Callable[[str], None]) -> tuple[TrainingPlan, Job]:
     current, path = replanned(plan, Path(job.plan), nnodes=nnodes)
     if current is not plan:
         say(f"planned again for {current.cluster.name}: {current.layout}; wrote {path}")
@@ -106,7 +108,7 @@ def _of_attempt(rendezvous: Rendezvous, attempt: int) -> Rendezvous:
     return replace(rendezvous, run_id=f"{rendezvous.run_id or 'meshwright'}-{attempt}")
 
 
-def replanned(plan: Plan, path: Path, *, nnodes: int) -> tuple[Plan, Path]:
+def replanned(plan: TrainingPlan, path: Path, *, nnodes: int) -> tuple[TrainingPlan, Path]:
     """Return the plan and its file, or where this job's machines are not those of the plan, another one and its file.
 
     Looked at are the number of nodes, and how many devices this one has: fewer than the plan counts on, and all nodes are taken
@@ -168,7 +170,7 @@ def _with_devices(cluster: ClusterSpec, devices: int) -> ClusterSpec:
     )
 
 
-def _devices_here(plan: Plan) -> int:
+def _devices_here(plan: TrainingPlan) -> int:
     from ..profilers.machine import num_cores
 
     if plan.cluster.weakest_device.backend.is_host:

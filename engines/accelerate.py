@@ -9,7 +9,7 @@ import yaml
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from . import limits
 from .documents import Adapter, Exported, Imported, Table, positive_integer, remaining_devices, tables_in
 from .limits import Limit, placement_not_expressed, reduction_not_expressed
@@ -55,7 +55,7 @@ BLOCK_CLASSES |= {"GPT2LMHeadModel": "GPT2Block", "GPTNeoXForCausalLM": "GPTNeoX
 """Class of one block in transformers 5, which FSDP wraps."""
 
 
-def write(plan: Plan) -> Exported:
+def write(plan: TrainingPlan) -> Exported:
     """Return the plan as a configuration file."""
     layout, nodes = plan.layout, plan.cluster.num_nodes
     is_sharded = bool(layout.zero_stage) or layout.world_size > layout.dp_replicate
@@ -91,7 +91,7 @@ def write(plan: Plan) -> Exported:
     )
 
 
-def _fsdp(plan: Plan) -> dict[str, Any]:
+def _fsdp(plan: TrainingPlan) -> dict[str, Any]:
     block = BLOCK_CLASSES.get(plan.model.architecture)
     return {
         "fsdp_version": 2,

@@ -12,7 +12,7 @@ from ..schema.errors import ConfigError
 from ..schema.layers import Block
 from ..schema.layout import Layout
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from . import limits
 from .documents import (
     Adapter,
@@ -55,7 +55,7 @@ LIMITS = (
 )
 
 
-def write(plan: Plan) -> Exported:
+def write(plan: TrainingPlan) -> Exported:
     """Return the plan as a configuration file."""
     layout, work = plan.layout, plan.workload
     content: dict[str, Any] = {
@@ -80,7 +80,7 @@ def write(plan: Plan) -> Exported:
     )
 
 
-def _of_model_code(plan: Plan) -> tuple[str, ...]:
+def _of_model_code(plan: TrainingPlan) -> tuple[str, ...]:
     """Say what DeepSpeed takes from the training script."""
     layout, layers = plan.layout, tuple(plan.model.iter_layers())
     lines = []
@@ -97,7 +97,7 @@ def _of_model_code(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _recomputed(plan: Plan) -> str:
+def _recomputed(plan: TrainingPlan) -> str:
     """Return the runs of blocks that recompute alike, counted from 0: ``blocks 0-3 (full), blocks 4-4 (selective)``."""
     layers = tuple(plan.model.iter_layers())
     choices = [
@@ -111,7 +111,7 @@ def _recomputed(plan: Plan) -> str:
     return ", ".join(runs)
 
 
-def _zero(plan: Plan) -> dict[str, Any]:
+def _zero(plan: TrainingPlan) -> dict[str, Any]:
     layout = plan.layout
     zero: dict[str, Any] = {"stage": layout.zero_stage, "overlap_comm": plan.workload.overlap}
     if layout.zero_stage == 3 and layout.optimizer_shard > 1:

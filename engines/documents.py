@@ -12,7 +12,7 @@ from ..schema.base import Count, Frozen, shown, write_atomically
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from .limits import Limit
@@ -93,7 +93,7 @@ class Adapter:
     name: str
     version: str
     limits: tuple[Limit, ...]
-    write: Callable[[Plan], Exported]
+    write: Callable[[TrainingPlan], Exported]
     is_own_table: Callable[[Table], bool] | None = None
     read_table: Callable[[Table, int | None, ModelSpec | None], Imported] | None = None
     read_text: Callable[[str, int | None, ModelSpec | None], Imported] | None = None

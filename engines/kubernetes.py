@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .documents import Adapter, Exported
 from .limits import Limit, devices_per_node
 
@@ -60,7 +60,7 @@ LIMITS = (
 )
 
 
-def write(plan: Plan) -> Exported:
+def write(plan: TrainingPlan) -> Exported:
     """Return the plan as two manifests; one of them is to be applied."""
     name = _name(plan)
     head = f"# {plan.model.name} on {plan.layout.world_size} devices, {plan.layout}\n"
@@ -82,28 +82,28 @@ def write(plan: Plan) -> Exported:
     )
 
 
-def _name(plan: Plan) -> str:
+def _name(plan: TrainingPlan) -> str:
     """Return a name by RFC 1035, short enough for the names of pods to be made of it."""
     words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
     return f"meshwright-{words}"[:40].rstrip("-")
 
 
-def _text(plan: Plan) -> str:
+def _text(plan: TrainingPlan) -> str:
     """Return what `apply` needs of the plan."""
     return plan.replace(alternatives=(), pareto=()).model_dump_json()
 
 
-def _config_map(plan: Plan, name: str) -> dict[str, Any]:
+def _config_map(plan: TrainingPlan, name: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_KEY: _text(plan)}}
 
 
-def _script(plan: Plan, name: str, *, rank: str, address: str, port: str) -> str:
+def _script(plan: TrainingPlan, name: str, *, rank: str, address: str, port: str) -> str:
     nodes = plan.cluster.num_nodes
     meet = f' --nnodes {nodes} --node-rank "${rank}" --rdzv-endpoint "${address}:${port}" --rdzv-id {name}'
     return f'printf %s "${_VARIABLE}" > {_FILE} && exec meshwright apply {_FILE} --steps 100{meet if nodes > 1 else ""}'
 
 
-def _container(plan: Plan, name: str, script: str) -> dict[str, Any]:
+def _container(plan: TrainingPlan, name: str, script: str) -> dict[str, Any]:
     """Return the fields that the container of a PyTorchJob and the trainer of a TrainJob share."""
     reference = {"configMapKeyRef": {"name": name, "key": _KEY}}
     return {
@@ -114,12 +114,12 @@ def _container(plan: Plan, name: str, script: str) -> dict[str, Any]:
     }
 
 
-def _resources(plan: Plan) -> dict[str, Any]:
+def _resources(plan: TrainingPlan) -> dict[str, Any]:
     amount = {_RESOURCES[plan.cluster.groups[0].device.vendor]: devices_per_node(plan)}
     return {"requests": dict(amount), "limits": dict(amount)}
 
 
-def _pytorch_job(plan: Plan, name: str) -> dict[str, Any]:
+def _pytorch_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
     script = _script(plan, name, rank="RANK", address="MASTER_ADDR", port="MASTER_PORT")
     container = {
         "name": "pytorch",
@@ -148,7 +148,7 @@ def _pytorch_job(plan: Plan, name: str) -> dict[str, Any]:
     }
 
 
-def _train_job(plan: Plan, name: str) -> dict[str, Any]:
+def _train_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
     script = _script(plan, name, rank="PET_NODE_RANK", address="PET_MASTER_ADDR", port="PET_MASTER_PORT")
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",

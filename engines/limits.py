@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..schema.engine_facts import ENGINES
 from ..schema.errors import ConfigError
-from ..schema.plan import Plan
 from ..schema.runnable import broken_rules, problem_facts
+from ..schema.training_plan import TrainingPlan
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Limit:
     """Something that an engine cannot do and that would change what fits or what is computed."""
 
     name: str
-    holds: Callable[[Plan], bool]
-    reason: Callable[[Plan], str]
+    holds: Callable[[TrainingPlan], bool]
+    reason: Callable[[TrainingPlan], str]
     help: str
 
 
-def require_expressible(plan: Plan, engine: str, version: str, limits: tuple[Limit, ...]) -> None:
+def require_expressible(plan: TrainingPlan, engine: str, version: str, limits: tuple[Limit, ...]) -> None:
     """Raise unless the engine can run the plan as it is.
 
     Raises:
@@ -39,7 +39,7 @@ def require_expressible(plan: Plan, engine: str, version: str, limits: tuple[Lim
 def rules_of(engine: str) -> Limit:
     """Return what the search knows of a planned engine: a plan that was made for it keeps all of it."""
 
-    def broken(plan: Plan) -> tuple[str, ...]:
+    def broken(plan: TrainingPlan) -> tuple[str, ...]:
         layout, world_size = plan.layout, plan.cluster.num_devices
         problem = problem_facts(plan.model, plan.workload, world_size=world_size, scaleup_domain=layout.tp)
         return broken_rules(layout, problem, ENGINES[engine].rules or ())
@@ -72,7 +72,7 @@ def offload_of(engine: str, kinds: tuple[str, ...], reason: str) -> Limit:
     )
 
 
-def _several_choices(plan: Plan) -> str:
+def _several_choices(plan: TrainingPlan) -> str:
     layout = plan.layout
     part = f" of {layout.recompute_fraction:g} of the blocks" if layout.recompute_fraction < 1 else ""
     return f"recompute={layout.recompute}{part}: the engine has one choice for all blocks"
@@ -129,19 +129,19 @@ FULL_TRAINING = Limit(
 """Adapters are set in the training script of each engine."""
 
 
-def devices_per_node(plan: Plan) -> int:
+def devices_per_node(plan: TrainingPlan) -> int:
     """Return the devices of the cluster's nodes, where all are equal; of the largest ones otherwise."""
     return max(group.devices_per_node for group in plan.cluster.groups)
 
 
-def torchrun(plan: Plan) -> str:
+def torchrun(plan: TrainingPlan) -> str:
     """Return the beginning of the line that starts the ranks of one node."""
     nodes = plan.cluster.num_nodes
     where = ' --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of the first node}"' if nodes > 1 else ""
     return f"torchrun --nnodes {nodes} --nproc-per-node {devices_per_node(plan)}{where}"
 
 
-def placement_not_expressed(plan: Plan) -> tuple[str, ...]:
+def placement_not_expressed(plan: TrainingPlan) -> tuple[str, ...]:
     """Say where ranks and experts lie, unless it is where every engine puts them."""
     lines = []
     if plan.rank_map != tuple(range(len(plan.rank_map))):
@@ -154,7 +154,7 @@ def placement_not_expressed(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def reduction_not_expressed(plan: Plan) -> tuple[str, ...]:
+def reduction_not_expressed(plan: TrainingPlan) -> tuple[str, ...]:
     """Say that FSDP2 has no stage 1 of its own outside a pipeline."""
     if plan.layout.zero_stage != 1 or plan.layout.pp > 1 or plan.num_microbatches == 1:
         return ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .documents import Adapter, Exported, Imported, optional_integer, positive_integer, require_num_devices
 from .limits import placement_not_expressed, torchrun
 from .megatron_settings import (
@@ -35,7 +35,7 @@ _USED = _LAUNCHER | {
 }  # fmt: skip
 
 
-def write(plan: Plan) -> Exported:
+def write(plan: TrainingPlan) -> Exported:
     """Return the plan as options."""
     text = "\n".join(
         [

@@ -12,7 +12,7 @@ from ..schema.errors import ConfigError
 from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from ..schema.layout import Layout
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan, Stage
+from ..schema.training_plan import Stage, TrainingPlan
 from . import limits
 from .documents import positive_integer, remaining_devices
 from .limits import Limit
@@ -207,7 +207,7 @@ LIMITS = (
 )
 
 
-def plan_settings(plan: Plan) -> Settings:
+def plan_settings(plan: TrainingPlan) -> Settings:
     """Return the options of layout and workload; what Megatron takes by default anyway is said too."""
     layout, work = plan.layout, plan.workload
     return {
@@ -262,7 +262,7 @@ def _exchange(cp: int, ulysses: int) -> Settings:
     return {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [ulysses, cp // ulysses]}
 
 
-def _stages(plan: Plan) -> Settings:
+def _stages(plan: TrainingPlan) -> Settings:
     """Return an even pipeline by its number of chunks, any other by its layout: stages in the order of the model, E embedding, t
     block, L head and loss.
     """
@@ -283,7 +283,7 @@ def _num_blocks(model: ModelSpec, stage: Stage) -> int:
     return sum(isinstance(layers[idx], Block) for idx in stage.layer_idxs)
 
 
-def _leading(plan: Plan) -> int | None:
+def _leading(plan: TrainingPlan) -> int | None:
     """Return how many blocks at the beginning of each stage recompute, where it is those and fully; None otherwise."""
     layers, numbers = tuple(plan.model.iter_layers()), set()
     for stage in plan.stages:
@@ -296,7 +296,7 @@ def _leading(plan: Plan) -> int | None:
     return largest if all(count == min(largest, blocks) for count, blocks in numbers) else None
 
 
-def _recompute(plan: Plan) -> Settings:
+def _recompute(plan: TrainingPlan) -> Settings:
     layout = plan.layout
     if layout.recompute == "none":
         return {}
@@ -309,14 +309,14 @@ def _recompute(plan: Plan) -> Settings:
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
 
 
-def _modules(plan: Plan) -> list[str]:
+def _modules(plan: TrainingPlan) -> list[str]:
     """Return what selective recompute runs again: the core of unfused attention, or what lies between the products."""
     if plan.workload.attention == "math":
         return ["core_attn"]
     return ["layernorm", *(["moe_act"] if plan.model.is_moe else [])]
 
 
-def recompute_not_expressed(plan: Plan) -> tuple[str, ...]:
+def recompute_not_expressed(plan: TrainingPlan) -> tuple[str, ...]:
     """Say how Megatron's selective recompute differs from the plan's."""
     if plan.layout.recompute != "selective" or plan.workload.attention == "math":
         return ()

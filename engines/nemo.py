@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from . import megatron_settings
 from .documents import Adapter, Exported, Imported, Table, optional_integer, require_num_devices, tables_in
 from .limits import placement_not_expressed, precisions_of, torchrun
@@ -43,7 +43,7 @@ LIMITS = (
 )
 
 
-def write(plan: Plan) -> Exported:
+def write(plan: TrainingPlan) -> Exported:
     """Return the plan as overrides of the model's own recipe."""
     settings = plan_settings(plan)
     if chunks := settings.pop("num_virtual_stages_per_pipeline_rank", None):

@@ -15,7 +15,7 @@ import yaml
 from ..schema.base import read_text
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .documents import Adapter, Exported, Imported, Table
 from .limits import require_expressible
 
@@ -42,7 +42,7 @@ def adapter(name: str) -> Adapter:
     return loaded
 
 
-def export(plan: Plan, engine: str) -> Exported:
+def export(plan: TrainingPlan, engine: str) -> Exported:
     """Return the plan in an engine's own form.
 
     Raises:

@@ -10,8 +10,8 @@ from ..schema.errors import ConfigError
 from ..schema.layers import Block, Embedding, Head
 from ..schema.layout import Layout, Recompute
 from ..schema.model import ModelSpec
-from ..schema.plan import Plan
 from ..schema.schedules import DEFAULT, SCHEDULES
+from ..schema.training_plan import TrainingPlan
 from . import limits
 from .documents import (
     Adapter,
@@ -74,7 +74,7 @@ LIMITS = (
 )
 
 
-def write(plan: Plan) -> Exported:
+def write(plan: TrainingPlan) -> Exported:
     """Return the plan as a module: `--module meshwright_plan --config plan`."""
     package, function = MODELS[plan.model.name]
     checkpointing = {"full": "FullAC", "selective": "SelectiveAC"}.get(plan.layout.recompute)
@@ -107,7 +107,7 @@ def write(plan: Plan) -> Exported:
     )
 
 
-def _settings(plan: Plan) -> dict[str, dict[str, Any]]:
+def _settings(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     layout, work = plan.layout, plan.workload
     dtype, products = PRECISION[work.precision]
     pipelined = layout.pp > 1
@@ -150,7 +150,7 @@ def _schedule_name(layout: Layout) -> str:
     return SCHEDULES[layout.schedule].torch_names[layout.num_model_chunks > 1]
 
 
-def _module_names(plan: Plan) -> list[list[str]]:
+def _module_names(plan: TrainingPlan) -> list[list[str]]:
     """Return the modules of each stage, in the order of the model."""
     layers = tuple(plan.model.iter_layers())
     names = []
@@ -167,7 +167,7 @@ def _module_names(plan: Plan) -> list[list[str]]:
     return names
 
 
-def _order(plan: Plan) -> str:
+def _order(plan: TrainingPlan) -> str:
     """Return the order of the passes as torch's table, where the schedule has no name in torch."""
     if plan.layout.pp == 1 or _schedule_name(plan.layout):
         return ""

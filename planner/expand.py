@@ -28,7 +28,7 @@ from ..cost_models.stage.memory import rank_memory_terms, stage_memory_terms
 from ..cost_models.stage.recompute import RecomputeCosts
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable, is_aligned
-from ..schema import Estimate, Layout
+from ..schema import Layout, TrainingEstimate
 from ..schema.errors import ConfigError
 from ..schema.layout_table import MIXED, RECOMPUTES, LayoutTable
 from ..schema.schedules import GIVEN, OVER_A_V
@@ -60,7 +60,7 @@ class Candidate:
 
     idx: int
     boundaries: Cut
-    estimate: Estimate
+    estimate: TrainingEstimate
     bound_s: float
     options: tuple[int, ...]
     nodes: tuple[int, ...] = ()

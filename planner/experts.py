@@ -29,10 +29,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
+from ..schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
 from ..schema.base import read_json, read_text, write_atomically
 from ..schema.layers import MoE
-from ..schema.plan import LayerSlots
+from ..schema.training_plan import LayerSlots
 from ..schema.units import FloatArray, IntArray
 from ..solvers.experts.instance import ExpertInstance, SlotAssignment, replica_counts, validate_loads
 from ..solvers.experts.placement import ExpertPlacement, finish_placement, place_experts
@@ -82,7 +82,7 @@ def place_on_ranks(loads: FloatArray, ep: int) -> ExpertPlacement:
     return place_experts(None, scenarios=loads, num_gpus=ep, num_slots=loads.shape[2])
 
 
-def with_experts_placed(plan: Plan, load: Any) -> Plan:
+def with_experts_placed(plan: TrainingPlan, load: Any) -> TrainingPlan:
     """Return the plan with the slots of every layer's experts; as it is where ep is 1."""
     ep = plan.layout.ep
     if ep == 1:

@@ -37,12 +37,12 @@ from ..cost_models.stage.table import CostTable
 from ..schema import (
     ClusterSpec,
     ConfigError,
-    Estimate,
     InfeasibleError,
     Layout,
     ModelSpec,
     ParetoPoint,
     SolverLimitError,
+    TrainingEstimate,
     Workload,
 )
 from ..schema.units import FloatArray, IntArray
@@ -266,7 +266,13 @@ def _with_schedules(
 
 
 def _point(
-    layout: Layout, estimate: Estimate, bound_s: float, cap_bytes: int, layers: tuple[int, ...], *, host_bytes: int = 0
+    layout: Layout,
+    estimate: TrainingEstimate,
+    bound_s: float,
+    cap_bytes: int,
+    layers: tuple[int, ...],
+    *,
+    host_bytes: int = 0,
 ) -> ParetoPoint:
     return ParetoPoint(
         layout=layout,

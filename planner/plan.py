@@ -12,7 +12,16 @@ from __future__ import annotations
 import math
 from typing import Any, Unpack
 
-from ..schema import ClusterSpec, ConfigError, Estimate, InfeasibleError, Layout, ModelSpec, Plan, Workload
+from ..schema import (
+    ClusterSpec,
+    ConfigError,
+    InfeasibleError,
+    Layout,
+    ModelSpec,
+    TrainingEstimate,
+    TrainingPlan,
+    Workload,
+)
 from ..schema.generation import GenerationPlan
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES
 from ..schema.runnable import broken_rules, problem_facts, require_valid
@@ -34,7 +43,7 @@ def plan(
     top: int = 4,
     expert_load: Any = None,
     **options: Unpack[RequestOptions],
-) -> Plan:
+) -> TrainingPlan:
     """Return the fastest layout that fits, with a certificate and its runner-ups.
 
     Args:
@@ -57,7 +66,7 @@ def plan(
     return answer if expert_load is None else with_experts_placed(answer, expert_load)
 
 
-def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
+def plan_request(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     """Return the plan that answers a request; raises like `plan`."""
     result = search_layouts(request, runner_ups=top)
     plain = plan_layout(request, result, top=top) if result.feasible else None
@@ -93,7 +102,7 @@ def plan_generation(request: PlanRequest, *, top: int = 4) -> GenerationPlan:
 
 def estimate(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, *, offload: OffloadRequest | None = None
-) -> Estimate:
+) -> TrainingEstimate:
     """Return what one given layout costs; its layers are cut into stages as evenly as memory allows. Under mixed recompute each
     block does what is best for the step.
 
@@ -109,7 +118,7 @@ def estimate(
 
 def estimate_with_schedule(
     request: PlanRequest, layout: Layout, *, effort: Effort = "exact"
-) -> tuple[Estimate, OffloadResult | None]:
+) -> tuple[TrainingEstimate, OffloadResult | None]:
     """Return the estimate of a layout and, where its offload is scheduled, its schedule; raises like `estimate`."""
     model, cluster, workload = request.model, request.cluster, request.workload
     require_valid(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..cost_models.hardware.collectives import Hops, NodeLinks, node_links
 from ..cost_models.stage.step import edges_s, estimate_step, transfer_of_stages, values_of_stages
 from ..cost_models.stage.table import CostTable, stages_of_pools
-from ..schema import ClusterSpec, Estimate, Plan
+from ..schema import ClusterSpec, TrainingEstimate, TrainingPlan
 from ..schema.cluster import with_parts_in_order
 from ..schema.layout_table import LayoutTable
 from ..schema.units import FloatArray, IntArray
@@ -140,7 +140,7 @@ def _as_tuples(matrix: FloatArray) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(value) for value in row) for row in matrix)
 
 
-def place_as_planned(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
+def place_as_planned(plan: TrainingPlan, cluster: ClusterSpec) -> ClusterSpec:
     """The cluster with its nodes in the order in which the plan's ranks lie on them, where links between nodes were measured."""
     if cluster.bandwidth_matrix is None:
         return cluster
@@ -162,7 +162,7 @@ class OnPools:
 
     boundaries: tuple[int, ...]
     pool_of_stage: tuple[int, ...]
-    estimate: Estimate
+    estimate: TrainingEstimate
     bound_s: float
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from ..cost_models.hardware.machine import HostRates, host_rates
-from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, Plan, SolverLimitError, Workload
+from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, SolverLimitError, TrainingPlan, Workload
 from ..schema.engine_facts import PLANNED_ENGINES
 from ..schema.layout import check_fields, parse_assignments
 from ..schema.layout_rules import VERSION_RULES
@@ -90,7 +90,7 @@ class OffloadRequest:
     host_attention_bytes_per_s: float | None = None
 
     @classmethod
-    def from_plan(cls, plan: Plan) -> OffloadRequest | None:
+    def from_plan(cls, plan: TrainingPlan) -> OffloadRequest | None:
         """Return what a plan's search was allowed to move; of a plan that does not say so, what its schedule was given."""
         allowed, schedule = plan.provenance.offload, plan.offload
         if allowed is not None:
@@ -205,7 +205,7 @@ class PlanRequest:
         return cls(model, cluster, workload, kept, runnable, offload, deadline, on_progress)
 
     @classmethod
-    def from_plan(cls, plan: Plan, deadline: Deadline | None = None) -> PlanRequest:
+    def from_plan(cls, plan: TrainingPlan, deadline: Deadline | None = None) -> PlanRequest:
         """Return what a plan answers; of a plan that does not say its space, the smallest one that has its layout."""
         runnable = plan.provenance.space == "runnable"
         if plan.provenance.space is None:

@@ -30,7 +30,7 @@ from typing import Unpack
 
 from ..cost_models.hardware.machine import peak_flops_per_s
 from ..cost_models.stage.step import step_flops_per_token
-from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, Plan, SolverLimitError, Workload
+from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, SolverLimitError, TrainingPlan, Workload
 from ..schema.offers import CostSummary, Outcome, SizeTried
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .objectives import HOUR_S, MONEY, STEP_TIME, Objective, beats, price_per_hour
@@ -112,8 +112,8 @@ def cheapest(
     front: bool = False,
     top: int = 4,
     **options: Unpack[RequestOptions],
-) -> Plan:
-    """Return the plan of the cheapest size that reaches the floor, with `Plan.cost` as its certificate.
+) -> TrainingPlan:
+    """Return the plan of the cheapest size that reaches the floor, with `TrainingPlan.cost` as its certificate.
 
     Args:
         offers: what can be rented; the batch is the same on every size.
@@ -341,7 +341,7 @@ def mark_front(sizes: Sequence[Size]) -> None:
                 size.close("on the front", "")
 
 
-def _plan_of_size(best: Size, sizes: Sequence[Size], top: int) -> Plan:
+def _plan_of_size(best: Size, sizes: Sequence[Size], top: int) -> TrainingPlan:
     """Build the plan of the size that was chosen, with its runner-ups."""
     request, result = best.request, best.result
     if result is not None:
@@ -389,7 +389,9 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
     )
 
 
-def summarise_cost(plan: Plan, best: Size, sizes: Sequence[Size], *, floor: float, tokens: float | None) -> CostSummary:
+def summarise_cost(
+    plan: TrainingPlan, best: Size, sizes: Sequence[Size], *, floor: float, tokens: float | None
+) -> CostSummary:
     """Return the certificate: the price of the plan, and the least that any size that reaches the floor may cost."""
     per_step, tokens_per_step = best.usd(plan.estimate.step_time_s), plan.workload.tokens_per_step
     reach = [size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined")]

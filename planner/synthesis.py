@@ -17,7 +17,7 @@ from ..cost_models.stage.contents import contents_between, pipeline_shape
 from ..cost_models.stage.memory import rank_headroom_bytes
 from ..cost_models.stage.step import StagePasses, estimate_step, pass_seconds
 from ..cost_models.stage.table import CostTable
-from ..schema import Estimate
+from ..schema import TrainingEstimate
 from ..schema.schedules import GIVEN, SMALLEST_OVER_A_V
 from ..schema.units import FloatArray
 from ..solvers.pipeline.greedy import quick_order
@@ -32,7 +32,7 @@ class SynthesisedOrder:
     """An order for given stages, and the estimate with it; it fits."""
 
     order: Order
-    estimate: Estimate
+    estimate: TrainingEstimate
 
 
 def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> SynthesisedOrder | None:

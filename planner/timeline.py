@@ -20,7 +20,7 @@ from ..cost_models.stage.contents import pipeline_shape
 from ..cost_models.stage.recompute import RecomputeCosts
 from ..cost_models.stage.step import StagePasses, copies_and_collectives, pass_seconds, transfer_of_stages
 from ..cost_models.stage.table import CostTable
-from ..schema import Plan
+from ..schema import TrainingPlan
 from ..schema.cluster import part_label
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.trace import COPIED, COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
@@ -42,7 +42,7 @@ from .synthesis import build_pipeline
 from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan
 
 
-def timeline(plan: Plan) -> StepTimeline:
+def timeline(plan: TrainingPlan) -> StepTimeline:
     """Replay the step of a plan.
 
     Raises:
@@ -69,7 +69,7 @@ def timeline(plan: Plan) -> StepTimeline:
     return StepTimeline(tuple(slices), ranks, max(s.start_s + s.seconds for s in slices))
 
 
-def _costs_of_plan(plan: Plan) -> CostTable:
+def _costs_of_plan(plan: TrainingPlan) -> CostTable:
     """Return the costs of the plan's layout (row 0), each layer with the recompute that its stage gives it."""
     batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
     cluster = plan.cluster if _is_on_pools(plan) else place_as_planned(plan, plan.cluster)
@@ -80,11 +80,11 @@ def _costs_of_plan(plan: Plan) -> CostTable:
     return RecomputeCosts.from_table(costs).assigned(0, options)
 
 
-def _is_on_pools(plan: Plan) -> bool:
+def _is_on_pools(plan: TrainingPlan) -> bool:
     return bool(plan.cluster.parts) and all(stage.device for stage in plan.estimate.stages)
 
 
-def _passes(plan: Plan, costs: CostTable, shape: PipelineShape) -> tuple[StagePasses, FloatArray]:
+def _passes(plan: TrainingPlan, costs: CostTable, shape: PipelineShape) -> tuple[StagePasses, FloatArray]:
     """Return seconds of one micro-batch in each stage, and of its transfers one way [S]."""
     first = np.array([stage.first_layer_idx for stage in plan.stages])
     boundaries = (*first.tolist(), int(first[-1]) + plan.stages[-1].num_layers)
@@ -98,7 +98,7 @@ def _passes(plan: Plan, costs: CostTable, shape: PipelineShape) -> tuple[StagePa
     return pass_seconds(placed, 0, boundaries, pool_of_stage), transfer_of_stages(placed, 0, pool_of_stage) / 2
 
 
-def _after_passes(plan: Plan, shape: PipelineShape, passes: StagePasses, end_s: float) -> list[Slice]:
+def _after_passes(plan: TrainingPlan, shape: PipelineShape, passes: StagePasses, end_s: float) -> list[Slice]:
     """Return what the estimate adds to the passes, of the rank that waits the longest for data parallelism."""
 
     def on_ranks(seconds: FloatArray) -> FloatArray:
@@ -144,7 +144,7 @@ _UPDATES = {
 }
 
 
-def _offload_timeline(plan: Plan) -> StepTimeline:
+def _offload_timeline(plan: TrainingPlan) -> StepTimeline:
     """Return the jobs of a plan's schedule, which is the same on every rank."""
     problem = problem_of_plan(plan)
     jobs, indices = microbatch_jobs(problem.instance, problem.choice, problem.prefetch)

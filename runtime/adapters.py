@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..schema.base import write_atomically
 from ..schema.errors import ConfigError
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype
 from .models.decoder import ADAPTER_DOWN as DOWN
 from .models.decoder import ADAPTER_UP as UP
@@ -38,7 +38,7 @@ _PRODUCTS = {
 }
 
 
-def apply_adapters(stage: Decoder, plan: Plan) -> None:
+def apply_adapters(stage: Decoder, plan: TrainingPlan) -> None:
     """Freeze a stage and give its products adapters, in place; after `apply_tensor_parallel`, before what wraps blocks.
 
     The frozen parameters take the dtype that they are computed in: no update needs more digits of them.
@@ -97,7 +97,7 @@ def save_adapters(model: ParallelModel, folder: str | Path) -> Path:
     return folder
 
 
-def _products(stage: Decoder, plan: Plan) -> Iterator[nn.Linear]:
+def _products(stage: Decoder, plan: TrainingPlan) -> Iterator[nn.Linear]:
     assert plan.workload.adapters is not None
     names = [name for target in plan.workload.adapters.targets for name in _PRODUCTS[target]]
     for block in stage.model.layers.values():

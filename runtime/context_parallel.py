@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from ..schema.errors import RuntimeMismatchError
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
@@ -53,7 +53,7 @@ class ContextRanks:
         return out if self.exchange is None else _heads_for_tokens(out, self.exchange)
 
 
-def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, device: torch.device) -> None:
+def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan, device: torch.device) -> None:
     """Let every block of a stage attend over cp, in place; nothing to do when cp is 1."""
     layout = plan.layout
     if layout.cp == 1:
@@ -73,7 +73,7 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan, devic
         block.self_attn.context = ContextRanks(mesh.exchange, mesh.ring)
 
 
-def local_positions(mesh: ParallelMesh, plan: Plan) -> Tensor:
+def local_positions(mesh: ParallelMesh, plan: TrainingPlan) -> Tensor:
     """Return the positions in the sequence of this rank's tokens [S / cp], ascending within each of its one or two runs."""
     layout, positions = plan.layout, torch.arange(plan.workload.seq_len)
     ring_size = layout.cp // layout.cp_ulysses

@@ -33,8 +33,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..schema.errors import RuntimeMismatchError
-from ..schema.plan import Plan
 from ..schema.task import Precision
+from ..schema.training_plan import TrainingPlan
 from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
@@ -48,7 +48,7 @@ _DTYPES: dict[Precision, torch.dtype] = {
 }
 
 
-def compute_dtype(plan: Plan) -> torch.dtype:
+def compute_dtype(plan: TrainingPlan) -> torch.dtype:
     """Return the dtype of matrix products and activations."""
     precision = plan.workload.precision
     if precision not in _DTYPES:
@@ -58,7 +58,7 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> "ReductionTimer | None":
+def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> "ReductionTimer | None":
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
     if is_replicated(mesh, plan):
         return apply_ddp(stage, mesh) if plan.workload.has_backward else None
@@ -77,7 +77,7 @@ def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> "Redu
 def shard_units(
     stage: nn.Module,
     mesh: ParallelMesh,
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     blocks: Sequence[tuple[int, nn.Module]],
     outer: Sequence[list[nn.Module]],
@@ -128,14 +128,14 @@ def shard_units(
     )
 
 
-def materialise(stage: Decoder, plan: Plan, device: torch.device) -> None:
+def materialise(stage: Decoder, plan: TrainingPlan, device: torch.device) -> None:
     """Give a stage on the meta device memory without contents; streamed parameters get theirs on the host."""
     streamed = _streamed(plan)
     on_host = {id(p) for name, p in stage.named_parameters() if layer_of(name, plan.model) in streamed}
     stage._apply(lambda tensor: torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else device))
 
 
-def _streamed(plan: Plan) -> frozenset[int]:
+def _streamed(plan: TrainingPlan) -> frozenset[int]:
     return frozenset() if plan.offload is None else frozenset(plan.offload.streamed_parameter_layers)
 
 
@@ -157,7 +157,7 @@ def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
     return units
 
 
-def before_micro_batch(stage: nn.Module, plan: Plan, *, is_last: bool) -> None:
+def before_micro_batch(stage: nn.Module, plan: TrainingPlan, *, is_last: bool) -> None:
     """Tell DDP or FSDP whether this micro-batch ends the step: below zero 2 gradients wait for it, parameters stay gathered."""
     if isinstance(stage, DDP):
         stage.set_requires_gradient_sync(is_last)
@@ -182,7 +182,7 @@ def reshard_all(module: torch.nn.Module) -> None:
 # --- unsharded replicas ----------------------------------------------------------------------------------------------
 
 
-def is_replicated(mesh: ParallelMesh, plan: Plan) -> bool:
+def is_replicated(mesh: ParallelMesh, plan: TrainingPlan) -> bool:
     """Tell whether ranks hold unsharded fp32 replicas of one stage and do nothing else: the case of DDP.
 
     Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.

@@ -24,13 +24,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from ..schema.errors import RuntimeMismatchError
 from ..schema.layers import Block, MoE
 from ..schema.layout import Layout
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import ExpertRanks, Experts, ExpertSlots, MixtureOfExperts
 
 
-def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
+def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> None:
     """Distribute the experts of a stage, in place; nothing to do without experts or with all of them on one rank."""
     ranks = _ranks(mesh, plan)
     if ranks is None:
@@ -73,7 +73,7 @@ def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Paramet
     return lambda parameter: placed if id(parameter) in of_experts else None
 
 
-def _ranks(mesh: ParallelMesh, plan: Plan) -> ExpertRanks | None:
+def _ranks(mesh: ParallelMesh, plan: TrainingPlan) -> ExpertRanks | None:
     if mesh.expert_mesh is not None:
         axes = mesh.expert_mesh.mesh_dim_names or ()
         exchange = mesh.expert_mesh["ep"].get_group() if "ep" in axes else None
@@ -83,7 +83,7 @@ def _ranks(mesh: ParallelMesh, plan: Plan) -> ExpertRanks | None:
     return ExpertRanks(None, mesh.tp, Shard(0) if plan.layout.sequence_parallel else Replicate())
 
 
-def _place(stage: Decoder, plan: Plan) -> None:
+def _place(stage: Decoder, plan: TrainingPlan) -> None:
     """Put experts into the slots of the plan, blocks counted as in the entire model."""
     if not plan.expert_slots:
         return

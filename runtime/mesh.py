@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.layout import Layout
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
@@ -132,7 +132,7 @@ class ParallelMesh:
         return group
 
 
-def build_mesh(plan: Plan, device_type: str) -> ParallelMesh:
+def build_mesh(plan: TrainingPlan, device_type: str) -> ParallelMesh:
     """Create the process groups of a plan; to be called by all ranks of an initialised default group of the plan's size.
 
     Raises:

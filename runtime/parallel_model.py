@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..cost_models.pipeline.simulation import Action
 from ..schema.errors import RuntimeMismatchError
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .context_parallel import local_positions
 from .data_parallel import ReductionTimer, before_micro_batch, reshard_all
 from .mesh import EXPERT_AXES, ParallelMesh
@@ -49,7 +49,7 @@ class LossScale:
     steps: int = 0
 
     @classmethod
-    def from_plan(cls, plan: Plan) -> LossScale:
+    def from_plan(cls, plan: TrainingPlan) -> LossScale:
         """Return the factor at the start of a run."""
         is_dynamic = plan.workload.precision == "fp16-mixed"
         return cls(INITIAL_SCALE if is_dynamic else 1.0, is_dynamic)
@@ -91,7 +91,7 @@ class ParallelModel:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TrainingPlan,
         mesh: ParallelMesh,
         module: nn.Module,
         device: torch.device,

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ..schema.errors import RuntimeMismatchError
-from ..schema.plan import Plan
 from ..schema.runnable import (
     require_our_engine,
     require_valid,
@@ -17,6 +16,7 @@ from ..schema.runnable import (
     why_not_runnable,
     why_not_trainable,
 )
+from ..schema.training_plan import TrainingPlan
 from .adapters import apply_adapters
 from .context_parallel import apply_context_parallel
 from .data_parallel import apply_data_parallel, compute_dtype, materialise
@@ -36,7 +36,7 @@ from .weights.load import load_weights
 
 def parallelize(
     model: nn.Module | None,
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     device: torch.device | None = None,
     seed: int = 0,
@@ -99,14 +99,14 @@ def parallelize(
     return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends, reduction=reduction)
 
 
-def _take_over(model: nn.Module | None, plan: Plan) -> Decoder:
+def _take_over(model: nn.Module | None, plan: TrainingPlan) -> Decoder:
     if isinstance(model, Decoder):
         return model
     with torch.device("meta"):
         return Decoder(plan.model, attention=plan.workload.attention)
 
 
-def _default_device(plan: Plan) -> torch.device:
+def _default_device(plan: TrainingPlan) -> torch.device:
     if plan.cluster.weakest_device.backend.is_host or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -114,7 +114,7 @@ def _default_device(plan: Plan) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _check(model: nn.Module | None, plan: Plan) -> None:
+def _check(model: nn.Module | None, plan: TrainingPlan) -> None:
     # Name and source say where a spec is from, not what it is.
     is_decoder = model is None or isinstance(model, Decoder)
     if isinstance(model, Decoder) and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:

@@ -28,8 +28,8 @@ from torch.distributed.pipelining.schedules import (
 
 from ..cost_models.pipeline.orders import pipeline_order, to_torch_csv
 from ..cost_models.pipeline.simulation import Action
-from ..schema.plan import Plan
 from ..schema.schedules import SCHEDULES
+from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
 from .models.layers import local_tensor
@@ -41,7 +41,7 @@ Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
 def build_schedule(
     parts: Sequence[nn.Module],
     mesh: ParallelMesh,
-    plan: Plan,
+    plan: TrainingPlan,
     device: torch.device,
     loss_scale: Callable[[], float],
     *,
@@ -150,7 +150,7 @@ def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _stage(
-    part: nn.Module, idx: int, mesh: ParallelMesh, plan: Plan, device: torch.device, is_sequence_unsharded: bool
+    part: nn.Module, idx: int, mesh: ParallelMesh, plan: TrainingPlan, device: torch.device, is_sequence_unsharded: bool
 ) -> PipelineStage:
     assert mesh.pp is not None
     layout, batch, last = plan.layout, plan.layout.micro_batch_size, len(plan.stages) - 1
@@ -178,7 +178,7 @@ def _group_ranks(mesh: ParallelMesh) -> list[int]:
     return [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
 
 
-def _load_order(runtime: _PipelineScheduleRuntime, plan: Plan, group_ranks: Sequence[int]) -> None:
+def _load_order(runtime: _PipelineScheduleRuntime, plan: TrainingPlan, group_ranks: Sequence[int]) -> None:
     """Give the runtime the plan's order, with transfers, and the gathering and reduction of sharded parameters.
 
     torch's own lowering drops gathered parameters of all but three stages between their passes: split backward passes then lose

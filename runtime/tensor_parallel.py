@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..schema.plan import Plan
+from ..schema.training_plan import TrainingPlan
 from .loss import VocabShard
 from .mesh import ParallelMesh
 from .models.attention import LatentSelfAttention
@@ -37,7 +37,7 @@ from .models.layers import (
 )
 
 
-def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: Plan) -> None:
+def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> None:
     """Split a stage's layers over tp, in place; nothing to do when tp is 1. All parameters become DTensors."""
     if mesh.tp is None:
         return

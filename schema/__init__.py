@@ -1,7 +1,6 @@
 """The nouns of Meshwright: frozen, validated data with a JSON round trip. Imports nothing else of the project."""
 
 from .base import SCHEMA_VERSION
-from .certificate import Certificate
 from .cluster import ClusterSpec
 from .devices import Device, Link, LinkLevel, NodeGroup
 from .errors import (
@@ -12,13 +11,15 @@ from .errors import (
     RuntimeMismatchError,
     SolverLimitError,
 )
+from .generation import GenerationPlan
 from .layout import Layout
 from .model import ModelSpec
 from .offers import CostSummary, Offer, ParetoPoint, SizeTried
 from .offload import OffloadLimits, OffloadMarginalValues, OffloadSchedule
-from .plan import Alternative, Estimate, Plan, Stage
+from .plan import Certificate, Estimate, Plan, PlanProvenance
 from .profile import Calibration, Profile
-from .task import Workload
+from .task import Generation, Workload
+from .training_plan import Alternative, Stage, TrainingEstimate, TrainingPlan
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -29,6 +30,8 @@ __all__ = [
     "CostSummary",
     "Device",
     "Estimate",
+    "Generation",
+    "GenerationPlan",
     "InfeasibleError",
     "Layout",
     "Link",
@@ -42,6 +45,7 @@ __all__ = [
     "OffloadMarginalValues",
     "ParetoPoint",
     "Plan",
+    "PlanProvenance",
     "Profile",
     "ProfileError",
     "RuntimeMismatchError",
@@ -49,5 +53,7 @@ __all__ = [
     "SizeTried",
     "SolverLimitError",
     "Stage",
+    "TrainingEstimate",
+    "TrainingPlan",
     "Workload",
 ]

@@ -10,7 +10,7 @@ import reprlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -68,7 +68,13 @@ class Frozen(BaseModel):
 class Document(Frozen):
     """Abstract base of the documents that live in files of their own (plan.json, profile.json)."""
 
+    document_kind: ClassVar[str] = "document"
     schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def class_of(cls, _data: dict[str, Any]) -> type[Self]:
+        """Return the class of a document that this one is the base of."""
+        return cls
 
     def save(self, path: str | Path) -> None:
         """Write the JSON form; the file is either the old one or the complete new one."""
@@ -82,7 +88,7 @@ class Document(Frozen):
             ConfigError: the file is missing, not JSON, truncated, of a newer schema or not this kind of document.
         """
         data = read_json(path)
-        kind = cls.__name__.lower()
+        kind = cls.document_kind
         if not isinstance(data, dict) or "schema_version" not in data:
             raise ConfigError(f"{path} is not a {kind} file: it has no schema_version")
         version = data["schema_version"]
@@ -92,7 +98,7 @@ class Document(Frozen):
                 help="install a newer meshwright, or write the file again with this one",
             )
         try:
-            return cls(**data)
+            return cls.class_of(data)(**data)
         except ConfigError as error:
             raise ConfigError(f"{path} is not a valid {kind} file", details=(error.message, *error.details)) from None
 

@@ -5,14 +5,12 @@ An estimate: nothing of this version serves a model. Layers are named by their i
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from .base import Document, Frozen
-from .certificate import Certificate
-from .cluster import ClusterSpec
-from .model import ModelSpec
+from .base import Frozen
+from .plan import Estimate, Plan
 from .task import Generation
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -89,7 +87,7 @@ class GenerationMarginalValues(Frozen):
     host_attention_per_gb_per_s: NonNegativeFloat = 0.0
 
 
-class GenerationEstimate(Frozen):
+class GenerationEstimate(Estimate):
     """Predicted seconds and bytes of a generation plan.
 
     Attributes:
@@ -102,7 +100,6 @@ class GenerationEstimate(Frozen):
     prefill_s: PositiveFloat
     decode_s: NonNegativeFloat
     latency_s: PositiveFloat
-    tokens_per_s: PositiveFloat
     device_bytes: NonNegativeInt
     device_budget_bytes: PositiveInt
     host_bytes: NonNegativeInt
@@ -124,7 +121,7 @@ class GenerationAlternative(Frozen):
     latency_s: PositiveFloat
 
 
-class GenerationPlan(Document):
+class GenerationPlan(Plan):
     """The answer of ``meshwright plan --infer``.
 
     Attributes:
@@ -137,8 +134,9 @@ class GenerationPlan(Document):
         latency_limit_s: what was asked; None: throughput alone.
     """
 
-    model: ModelSpec
-    cluster: ClusterSpec
+    task_field: ClassVar[str] = "generation"
+    task_name: ClassVar[str] = "generation"
+
     generation: Generation
     tp: PositiveInt = 1
     replicas: PositiveInt = 1
@@ -150,10 +148,8 @@ class GenerationPlan(Document):
     states: StateShares
     estimate: GenerationEstimate
     worth: GenerationMarginalValues = Field(default_factory=GenerationMarginalValues)
-    search: Certificate | None = None
     alternatives: tuple[GenerationAlternative, ...] = ()
     latency_limit_s: PositiveFloat | None = None
-    notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _layers_exist(self) -> Self:

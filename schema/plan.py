@@ -1,223 +1,105 @@
-"""Plan: the answer. Layout, stages, rank map, estimate, certificate, runner-ups, provenance."""
+"""Plan: the document that answers a request, whatever its task; with the certificate of its search."""
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from .certificate import Certificate
+from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from .cluster import ClusterSpec
-from .errors import ConfigError
-from .layout import Layout, Recompute
 from .model import ModelSpec
-from .offers import CostSummary, ParetoPoint
-from .offload import LayerOffload, OffloadLimits, OffloadSchedule
-from .schedules import SCHEDULES, placement
-from .task import Workload
+from .offload import OffloadLimits
+from .task import Task
 
-_STAGE_OF_PASS = re.compile(r"([0-9]{1,9})[FIWB]")
-"""A pass in a line of an order, as in ``0F3``."""
-
-
-class Interval(Frozen):
-    """A nominal 90 % interval."""
-
-    low: NonNegativeFloat
-    high: NonNegativeFloat
+Unit = Literal["s", "tokens_per_s", "usd_per_million_tokens"]
+_UNITS: tuple[Unit, ...] = ("s", "tokens_per_s", "usd_per_million_tokens")
+_MORE_IS_BETTER: frozenset[Unit] = frozenset({"tokens_per_s"})
 
 
-class TimeBreakdown(Frozen):
-    """Parts of one step on the critical path, seconds; they sum to the step time.
+class Certificate(Frozen):
+    """What a search proved. In JSON the unit is part of the names: ``objective_s``, ``bound_s``.
 
     Attributes:
-        compute: forward and backward of the busiest stage over its micro-batches, copies and sums of parameters and gradients.
-        recompute: forward work done again in the backward pass.
-        tp: exposed tensor-parallel communication.
-        cp: exposed exchange of keys and values between context-parallel ranks.
-        ep: tokens sent to their experts and back.
-        dp: exposed gathering of parameters and reduction of gradients.
-        pp: exposed transfers between stages.
-        bubble: waiting for other stages while the pipeline fills and drains.
-        optimizer: the update of the parameters.
-        offload: waiting for copies from and to the host.
+        status: optimal: everything was bounded; feasible: a time limit stopped that.
+        objective: of the best candidate, in ``unit``.
+        bound: nothing in the searched space is better.
+        gap: what the search leaves open, |objective - bound| over the larger of the two: another candidate, whose bound is better
+            than the objective, might be that much better. A plan's own step may be longer than the objective, where a simpler
+            layout was taken over the fastest one: `TrainingPlan.price_of_simplicity`.
+        evaluated: candidates costed exactly.
+        pruned: candidates that a bound or the memory excluded, of which pruned_in_groups with all others of the same degrees
+            by one bound.
+        bounded: candidates whose bound was a linear program of its own.
     """
 
-    compute: NonNegativeFloat
-    recompute: NonNegativeFloat
-    tp: NonNegativeFloat
-    cp: NonNegativeFloat = 0.0
-    ep: NonNegativeFloat = 0.0
-    dp: NonNegativeFloat
-    pp: NonNegativeFloat
-    bubble: NonNegativeFloat
-    optimizer: NonNegativeFloat
-    offload: NonNegativeFloat = 0.0
+    status: Literal["optimal", "feasible"]
+    objective: PositiveFloat
+    bound: NonNegativeFloat
+    unit: Unit = "s"
+    gap: NonNegativeFloat
+    evaluated: NonNegativeInt
+    pruned: NonNegativeInt
+    pruned_in_groups: NonNegativeInt = 0
+    bounded: NonNegativeInt = 0
+    search_s: NonNegativeFloat
+
+    @classmethod
+    def proved(cls, *, objective: float, bound: float, finished: bool, unit: Unit = "s", **counts: Any) -> Self:
+        """Return the certificate of a search that ``finished`` or was stopped by its time limit, with the gap worked out.
+
+        Args:
+            objective, bound: in ``unit``; rounding may have put the bound on the wrong side of the objective.
+            finished: everything was bounded.
+            unit: of both.
+            counts: evaluated, pruned, pruned_in_groups, bounded and search_s.
+        """
+        low, high = (objective, bound) if unit in _MORE_IS_BETTER else (bound, objective)
+        gap = max(0.0, (high - low) / high)
+        status: Any = "optimal" if finished else "feasible"
+        return cls(status=status, objective=objective, bound=bound, unit=unit, gap=gap, **counts)
 
     @property
-    def total(self) -> float:
-        """Seconds of one step."""
-        return float(sum(getattr(self, name) for name in type(self).model_fields))
-
-
-class MemoryBreakdown(Frozen):
-    """Parts of the allocated peak of one device, bytes; they sum to the peak.
-
-    Attributes:
-        parameters: the shard this device owns (fp32 master copies under mixed precision).
-        gradients: what is held between the backward pass and the update.
-        optimizer: optimizer states of the owned shard.
-        unsharded: gathered or cast copies of parameters.
-        activations: saved for the backward pass, for all micro-batches in flight.
-        logits: logits and their gradient on the last stage.
-        temporary: communication buffers and the working set of one layer.
-    """
-
-    parameters: NonNegativeInt
-    gradients: NonNegativeInt
-    optimizer: NonNegativeInt
-    unsharded: NonNegativeInt
-    activations: NonNegativeInt
-    logits: NonNegativeInt
-    temporary: NonNegativeInt
+    def objective_s(self) -> float:
+        """Return the objective of a search for the least seconds."""
+        assert self.unit == "s"
+        return self.objective
 
     @property
-    def total(self) -> int:
-        """Allocated peak, bytes."""
-        return int(sum(getattr(self, name) for name in type(self).model_fields))
+    def bound_s(self) -> float:
+        """Return the bound of a search for the least seconds."""
+        assert self.unit == "s"
+        return self.bound
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_units(cls, data: Any) -> Any:
+        unit = next((unit for unit in _UNITS if isinstance(data, dict) and f"bound_{unit}" in data), None)
+        if unit is None:
+            return data
+        fields = {key.removesuffix(f"_{unit}") if key in _names(unit) else key: value for key, value in data.items()}
+        if "objective" not in fields:  # documents of older versions about generation
+            fields |= {"objective": fields["bound"] * (1 - fields.get("gap", 0)), "status": "optimal"}
+        return {**fields, "unit": unit}
+
+    @model_serializer(mode="wrap")
+    def _write_units(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = handler(self)
+        unit = fields.pop("unit", self.unit)
+        if not self.bounded:
+            fields.pop("bounded", None)
+        return {f"{key}_{unit}" if key in ("objective", "bound") else key: value for key, value in fields.items()}
 
 
-class StageEstimate(Frozen):
-    """One pipeline stage: seconds of one micro-batch and the peak of one of its devices.
-
-    ``device`` says on which part of a mixed cluster it lies; empty: every rank is costed as the weakest device.
-    """
-
-    forward_s: NonNegativeFloat
-    backward_s: NonNegativeFloat
-    memory_bytes: MemoryBreakdown
-    device: str = ""
-
-
-class Estimate(Frozen):
-    """Predicted seconds and bytes of a layout.
-
-    Attributes:
-        mfu: model FLOPs (no recompute) over the peak of all devices.
-        peak_allocated_bytes: of the fullest device; reserved adds the caching allocator's slack, device (nvidia-smi) the
-            context and communication buffers outside the allocator.
-        memory_interval_bytes: nominal 90 % interval of the allocated peak; the other two vary by the same ratios.
-        required_bytes: what must be within ``budget_bytes``: the reserved peak times the engine's margin, a decision threshold
-            (few runs that fit are called too large) and not the interval's upper end.
-        fits: ``required_bytes`` is within ``budget_bytes``.
-        stages: one entry per pipeline stage.
-    """
-
-    step_time_s: PositiveFloat
-    step_time_interval_s: Interval
-    tokens_per_s: PositiveFloat
-    tokens_per_s_per_device: PositiveFloat
-    mfu: NonNegativeFloat
-    peak_allocated_bytes: PositiveInt
-    peak_reserved_bytes: PositiveInt
-    peak_device_bytes: NonNegativeInt = 0
-    memory_interval_bytes: Interval
-    required_bytes: NonNegativeInt = 0
-    budget_bytes: PositiveInt
-    fits: bool
-    breakdown_s: TimeBreakdown
-    memory_bytes: MemoryBreakdown
-    stages: tuple[StageEstimate, ...] = Field(min_length=1)
-
-
-class Stage(Frozen):
-    """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``ModelSpec.iter_layers()``.
-
-    Attributes:
-        recompute: of every block, unless ``layer_recompute`` has one for each layer (what has no block ignores it).
-        layer_offload: what of each layer's activations waits on the host (schema/offload.py), where any does: of blocks without
-            recompute what autograd saves, of blocks with full recompute their inputs. Selective recompute keeps its tensors where
-            torch's hooks do not see them.
-    """
-
-    first_layer_idx: NonNegativeInt
-    num_layers: PositiveInt
-    recompute: Recompute = "none"
-    layer_recompute: tuple[Recompute, ...] = ()
-    layer_offload: tuple[LayerOffload, ...] = ()
-
-    @model_validator(mode="after")
-    def _one_for_each_layer(self) -> Self:
-        if len(self.layer_recompute) not in (0, self.num_layers):
-            raise ValueError(f"layer_recompute has {len(self.layer_recompute)} entries for {self.num_layers} layers")
-        if len(self.layer_offload) not in (0, self.num_layers):
-            raise ValueError(f"layer_offload has {len(self.layer_offload)} entries for {self.num_layers} layers")
-        needed: dict[LayerOffload, Recompute] = {"activations": "none", "boundary": "full"}
-        for idx, offload in zip(self.layer_idxs, self.layer_offload, strict=False):
-            if offload != "none" and self.recompute_of(idx) != needed[offload]:
-                raise ValueError(
-                    f"layer {idx} offloads its {offload}, which needs recompute {needed[offload]}; it has "
-                    f"{self.recompute_of(idx)}"
-                )
-        return self
-
-    def recompute_of(self, layer_idx: int) -> Recompute:
-        """Return what a layer recomputes, given its index in ``ModelSpec.iter_layers()``."""
-        return self.layer_recompute[layer_idx - self.first_layer_idx] if self.layer_recompute else self.recompute
-
-    def offload_of(self, layer_idx: int) -> LayerOffload:
-        """Return which activations of a layer wait on the host, given its index in ``ModelSpec.iter_layers()``."""
-        return self.layer_offload[layer_idx - self.first_layer_idx] if self.layer_offload else "none"
-
-    @property
-    def layer_idxs(self) -> range:
-        """Indices into ``ModelSpec.iter_layers()``."""
-        return range(self.first_layer_idx, self.first_layer_idx + self.num_layers)
-
-
-class LayerSlots(Frozen):
-    """Placement of the experts of one layer: slots counted rank by rank along ep, an expert in one or several of them.
-
-    Attributes:
-        experts: expert of each slot.
-        shares: part of its expert's tokens that each slot takes; those of one expert add up to 1.
-    """
-
-    experts: tuple[NonNegativeInt, ...] = Field(min_length=1)
-    shares: tuple[float, ...]
-
-    @model_validator(mode="after")
-    def _shares_add_up(self) -> Self:
-        if len(self.shares) != len(self.experts) or any(not 0 <= share <= 1 + 1e-9 for share in self.shares):
-            raise ValueError(f"{len(self.experts)} slots need as many shares between 0 and 1")
-        taken = dict.fromkeys(self.experts, 0.0)
-        for expert, share in zip(self.experts, self.shares, strict=True):
-            taken[expert] += share
-        if set(taken) != set(range(len(taken))):
-            raise ValueError(f"the slots must hold each of the experts 0..{max(taken)}")
-        wrong = next((expert for expert, share in taken.items() if abs(share - 1) > 1e-6), None)
-        if wrong is not None:
-            raise ValueError(f"the shares of expert {wrong} add up to {taken[wrong]:g}, not 1")
-        return self
-
-
-class Alternative(Frozen):
-    """A layout that was not chosen, and why."""
-
-    layout: Layout
-    step_time_s: PositiveFloat
-    peak_reserved_bytes: PositiveInt
-    peak_device_bytes: NonNegativeInt = 0
-    reason: str
+def _names(unit: Unit) -> tuple[str, str]:
+    return f"objective_{unit}", f"bound_{unit}"
 
 
 class PlanProvenance(Frozen):
     """Origin of a plan: versions, inputs and the space that was searched.
 
     Attributes:
-        fixed: layout fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
+        fixed: fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
         space: runnable: only layouts that `meshwright apply` executes; full: all of the engine; None in plans of older versions.
         offload: what might leave the devices, also where the plan leaves everything there; None: nothing.
     """
@@ -230,133 +112,52 @@ class PlanProvenance(Frozen):
     offload: OffloadLimits | None = None
 
 
+class Estimate(Frozen):
+    """Predicted figures of a plan; every task adds those of its own, with the unit at the end of the name."""
+
+    tokens_per_s: PositiveFloat
+
+
 class Plan(Document):
-    """A layout for a model on a cluster, complete enough to run.
+    """Abstract base of the plans of all tasks. ``Plan.load`` reads any of them and returns the one of its task.
 
     Attributes:
-        rank_map: ``rank_map[rank]`` is the device (node-major index in the cluster) that runs ``rank``; ranks count
-            tp fastest, then cp, dp_shard, dp_replicate, pp.
-        stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
-        expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
-        pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
-            ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
-        offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
+        estimate: what the plan is predicted to cost and to give.
+        search: what was proved of it; None where nothing was searched.
         notes: what the reader should know about assumptions made.
-        cost: money, where the plan is the cheapest of several sizes (planner/sizes.py).
-        pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
     """
+
+    document_kind: ClassVar[str] = "plan"
+    task_field: ClassVar[str] = ""
+    """Field of the document that holds the task, different for every kind of task."""
+    task_name: ClassVar[str] = "any task"
 
     model: ModelSpec
     cluster: ClusterSpec
-    workload: Workload
-    layout: Layout
-    stages: tuple[Stage, ...]
-    rank_map: tuple[NonNegativeInt, ...]
     estimate: Estimate
     search: Certificate | None = None
-    alternatives: tuple[Alternative, ...] = ()
-    expert_slots: tuple[LayerSlots, ...] = ()
-    pipeline_order: tuple[str, ...] = ()
-    offload: OffloadSchedule | None = None
     notes: tuple[str, ...] = ()
-    cost: CostSummary | None = None
-    pareto: tuple[ParetoPoint, ...] = ()
-    provenance: PlanProvenance
+    provenance: PlanProvenance | None = None
 
     @property
-    def price_of_simplicity(self) -> float:
-        """Share by which the plan's step is longer than that of the fastest layout: the plan may be a simpler one."""
-        if self.search is None:
-            return 0.0
-        return max(0.0, self.estimate.step_time_s / self.search.objective_s - 1)
+    def task(self) -> Task:
+        """Return what the plan is for."""
+        task: Task = getattr(self, self.task_field)
+        return task
+
+    @classmethod
+    def class_of(cls, data: dict[str, Any]) -> type[Self]:
+        """Return the class of plans for the task of a document."""
+        kinds = [kind for kind in (cls, *cls.__subclasses__()) if kind.task_field in data]
+        return kinds[0] if kinds else cls
 
     @model_validator(mode="before")
     @classmethod
-    def _not_of_generation(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "generation" in data:
-            raise ValueError("it is an estimate of generation (plan --infer), which has no layout and is not run")
+    def _is_for_its_task(cls, data: Any) -> Any:
+        if isinstance(data, dict) and cls.task_field not in data:
+            others = [kind for kind in Plan.__subclasses__() if kind.task_field in data]
+            if others:
+                raise ValueError(f"it is a plan for {others[0].task_name}; one for {cls.task_name} is needed")
+            if cls is Plan:
+                raise ValueError(f"it names no task: {', '.join(kind.task_field for kind in Plan.__subclasses__())}")
         return data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        layout = self.layout
-        if len(self.stages) != layout.pp * layout.num_model_chunks:
-            raise ValueError(f"{len(self.stages)} stages for pp {layout.pp} x {layout.num_model_chunks} chunks")
-        ends = [0, *(stage.first_layer_idx + stage.num_layers for stage in self.stages)]
-        if ends[:-1] != [stage.first_layer_idx for stage in self.stages] or ends[-1] != self.model.num_layers:
-            raise ValueError(f"the stages must cover layers 0..{self.model.num_layers - 1} once and in order")
-        if layout.world_size != self.cluster.num_devices:
-            raise ValueError(
-                f"the layout has {layout.world_size} ranks, the cluster {self.cluster.num_devices} devices"
-            )
-        if sorted(self.rank_map) != list(range(layout.world_size)):
-            raise ValueError(f"rank_map must name each of the {layout.world_size} devices once")
-        if len(self.pipeline_order) != (layout.pp if SCHEDULES[layout.schedule].is_given else 0):
-            raise ValueError(
-                f"schedule {layout.schedule} over {layout.pp} ranks with {len(self.pipeline_order)} lines of an order"
-            )
-        choices = {
-            stage.recompute_of(idx) for stage in self.stages for idx in stage.layer_idxs if stage.layer_recompute
-        }
-        if choices and layout.recompute != "mixed":
-            raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
-        layout.num_microbatches(self.workload.global_batch_size)
-        self._check_slots()
-        self._check_offload()
-        return self
-
-    def _check_offload(self) -> None:
-        if (self.layout.offload == "scheduled") != (self.offload is not None):
-            have = "no offload schedule" if self.offload is None else "an offload schedule"
-            raise ValueError(f"{have} with offload {self.layout.offload}: offload=scheduled and a schedule go together")
-        layers = list(self.model.iter_layers())
-        for stage in self.stages:
-            for idx in stage.layer_idxs:
-                if stage.offload_of(idx) == "none":
-                    continue
-                if self.offload is None or not layers[idx].is_block:
-                    why = "is no block" if self.offload is not None else "has no offload schedule to belong to"
-                    raise ValueError(f"layer_offload {stage.offload_of(idx)} of layer {idx}, which {why}")
-        if self.offload is not None:
-            beyond = max(self.offload.off_device_layers, default=0)
-            if beyond >= len(layers):
-                raise ValueError(f"the offload schedule names layer {beyond} of {len(layers)}")
-
-    def _check_slots(self) -> None:
-        if not self.expert_slots:
-            return
-        blocks = [layer.experts for layer in self.model.iter_layers() if layer.is_block and layer.experts]
-        if self.layout.ep == 1 or len(self.expert_slots) != len(blocks):
-            raise ValueError(
-                f"expert_slots for {len(self.expert_slots)} layers with ep {self.layout.ep}: needs ep > 1 and the "
-                f"{len(blocks)} layers with experts"
-            )
-        for idx, (slots, moe) in enumerate(zip(self.expert_slots, blocks, strict=True)):
-            if len(slots.experts) % self.layout.ep or len(set(slots.experts)) != moe.num_experts:
-                raise ValueError(
-                    f"expert_slots[{idx}]: {len(slots.experts)} slots with {len(set(slots.experts))} experts do not hold "
-                    f"{moe.num_experts} experts on {self.layout.ep} ranks"
-                )
-
-    @property
-    def rank_of_stage(self) -> tuple[int, ...]:
-        """Position along pp of each stage: where the schedule places it, or where the plan's own order runs it.
-
-        Raises:
-            ConfigError: a stage of a synthesised order is on no rank or on several.
-        """
-        pp, chunks = self.layout.pp, self.layout.num_model_chunks
-        if not self.pipeline_order:
-            return placement(pp, chunks, SCHEDULES[self.layout.schedule].placement_of(chunks))
-        on_rank = [{int(stage) for stage in _STAGE_OF_PASS.findall(row)} for row in self.pipeline_order]
-        holders = [[r for r, stages in enumerate(on_rank) if s in stages] for s in range(len(self.stages))]
-        if any(len(ranks) != 1 for ranks in holders):
-            raise ConfigError(
-                f"the plan's pipeline_order runs each stage on one rank; its stages are on ranks {holders}"
-            )
-        return tuple(ranks[0] for ranks in holders)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of one step on each data-parallel rank."""
-        return self.layout.num_microbatches(self.workload.global_batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -390,6 +390,8 @@ class Profile(Document):
         calibration: what runs of `apply` on the machine say about the model's rates (`meshwright calibrate`).
         content_sha256: of everything else; empty in a profile of an older version, or in one that is not finished.
     """
+
+    document_kind: ClassVar[str] = "profile"
 
     machine: Machine
     created: str

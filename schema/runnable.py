@@ -13,9 +13,9 @@ from .layout_rules import RULES, ProblemFacts, Rule
 from .layout_table import LayoutRow
 from .model import ModelSpec
 from .offload import OffloadSchedule
-from .plan import Plan
 from .schedules import SCHEDULES
 from .task import Workload
+from .training_plan import TrainingPlan
 
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def why_not_trainable(workload: Workload) -> tuple[str, ...]:
     return tuple(_workload_reasons(workload))
 
 
-def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
+def why_not_offloadable(plan: TrainingPlan) -> tuple[str, ...]:
     """Return ``reason [name]`` of everything in a plan's offload schedule that torch or this version cannot execute."""
     schedule = plan.offload
     if schedule is None:
@@ -118,7 +118,7 @@ def why_not_offloadable(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def _optimizer_state_reasons(plan: Plan, schedule: OffloadSchedule) -> list[str]:
+def _optimizer_state_reasons(plan: TrainingPlan, schedule: OffloadSchedule) -> list[str]:
     reasons: list[str] = []
     optimizer, away = plan.workload.optimizer, schedule.host_optimizer_layers + schedule.streamed_optimizer_layers
     if optimizer != "adamw" and away + schedule.storage_optimizer_layers:
@@ -130,7 +130,7 @@ def _optimizer_state_reasons(plan: Plan, schedule: OffloadSchedule) -> list[str]
     return reasons
 
 
-def _streamed_parameter_reasons(plan: Plan, schedule: OffloadSchedule) -> list[str]:
+def _streamed_parameter_reasons(plan: TrainingPlan, schedule: OffloadSchedule) -> list[str]:
     streamed, layout, reasons = {*schedule.streamed_parameter_layers}, plan.layout, []
     if not streamed:
         return []

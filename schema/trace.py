@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from .layout import Layout
-    from .plan import Plan
+    from .training_plan import TrainingPlan
 
 Stream = Literal[
     "compute", "communication", "optimizer", "copies to the host", "copies to the device", "host processors", "storage"
@@ -63,7 +63,7 @@ class StepTimeline(NamedTuple):
     step_time_s: float
 
 
-def chrome_trace(plan: Plan, steps: StepTimeline) -> dict[str, Any]:
+def chrome_trace(plan: TrainingPlan, steps: StepTimeline) -> dict[str, Any]:
     """Return a predicted step as an object to be written as JSON."""
     processes = _processes(plan.layout)
     events = [
@@ -76,7 +76,7 @@ def chrome_trace(plan: Plan, steps: StepTimeline) -> dict[str, Any]:
 
 
 def measured_trace(
-    plan: Plan, by_rank: Sequence[Sequence[Slice]], *, starts_s: Sequence[float], step: int, step_time_s: float
+    plan: TrainingPlan, by_rank: Sequence[Sequence[Slice]], *, starts_s: Sequence[float], step: int, step_time_s: float
 ) -> dict[str, Any]:
     """Return a measured step as an object to be written as JSON; of ranks drawn as one, the one that computed longest.
 
@@ -103,7 +103,7 @@ def _processes(layout: Layout) -> tuple[range, ...]:
 
 
 def _trace(
-    plan: Plan, kind: str, processes: Sequence[range], events: list[dict[str, Any]], **others: Any
+    plan: TrainingPlan, kind: str, processes: Sequence[range], events: list[dict[str, Any]], **others: Any
 ) -> dict[str, Any]:
     used = {event["tid"] for event in events}
     streams = [stream for stream in _THREADS if stream in STREAMS or _THREADS.index(stream) in used]

@@ -11,7 +11,7 @@ import numpy as np
 from ..cost_models.coefficients import Coefficients
 from ..cost_models.stage.step import estimate_step, with_memory
 from ..cost_models.stage.table import CostTable
-from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
+from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate
 from ..schema.layers import Embedding
 from ..schema.layout_table import LayoutTable
 from ..solvers.stages import splits
@@ -24,7 +24,7 @@ class Prediction:
     """What we say about a row: an estimate, or why there is none."""
 
     inputs: RunInputs | None
-    estimate: Estimate | None
+    estimate: TrainingEstimate | None
     skipped: str | None
 
 
@@ -52,18 +52,18 @@ def with_calibrations(runs: Sequence[RunInputs], calibrations: Mapping[str, Cali
     return [replace(run, cluster=clusters[id(run.cluster)]) for run in runs]
 
 
-def estimate_runs(runs: Sequence[RunInputs], coefficients: Coefficients | None = None) -> list[Estimate | str]:
+def estimate_runs(runs: Sequence[RunInputs], coefficients: Coefficients | None = None) -> list[TrainingEstimate | str]:
     """Return an estimate of each run, or why the cost model has none; ``coefficients`` stand for the packaged ones."""
     batches: dict[object, list[int]] = defaultdict(list)
     for idx, run in enumerate(runs):
         batches[(id(run.model), id(run.cluster), run.workload)].append(idx)
-    estimates: dict[int, Estimate | str] = {}
+    estimates: dict[int, TrainingEstimate | str] = {}
     for members in batches.values():
         estimates.update(zip(members, _estimate_batch([runs[idx] for idx in members], coefficients), strict=True))
     return [estimates[idx] for idx in range(len(runs))]
 
 
-def _estimate_batch(runs: Sequence[RunInputs], coefficients: Coefficients | None) -> list[Estimate | str]:
+def _estimate_batch(runs: Sequence[RunInputs], coefficients: Coefficients | None) -> list[TrainingEstimate | str]:
     first = runs[0]
     try:
         layouts = LayoutTable.from_layouts([run.layout for run in runs], first.workload.global_batch_size)
@@ -73,7 +73,7 @@ def _estimate_batch(runs: Sequence[RunInputs], coefficients: Coefficients | None
     return [_estimate(costs, idx, run) for idx, run in enumerate(runs)]
 
 
-def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> Estimate:
+def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate:
     cuts = inputs.stage_cuts
     if not cuts or cuts[-1] != len(costs.kind_of_layer):
         cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
@@ -81,7 +81,9 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> Estimate:
     return _with_stage_layouts(costs, estimate, inputs, cuts) if inputs.stage_layouts else estimate
 
 
-def _with_stage_layouts(costs: CostTable, estimate: Estimate, inputs: RunInputs, cuts: tuple[int, ...]) -> Estimate:
+def _with_stage_layouts(
+    costs: CostTable, estimate: TrainingEstimate, inputs: RunInputs, cuts: tuple[int, ...]
+) -> TrainingEstimate:
     """Replace the memory by that of the fullest stage, each under its layout."""
     layouts = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
     stage_costs = costs.evaluate(layouts)

@@ -26,7 +26,7 @@ from ..cost_models.pipeline.orders import planned_order
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable
 from ..planner.plan import estimate
-from ..schema import Calibration, ClusterSpec, ConfigError, Estimate, Plan
+from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate, TrainingPlan
 from ..schema.base import read_text, shown
 from ..schema.layout_table import MIXED, LayoutTable
 from .inputs import RunInputs
@@ -48,7 +48,7 @@ _MIN_SHARE = 0.02
 class PlanRun:
     """A plan and what its run measured: seconds by term, of a step, and the peak of the fullest device."""
 
-    plan: Plan
+    plan: TrainingPlan
     terms_s: Mapping[str, float]
     step_time_s: float
     reserved_bytes: float
@@ -60,7 +60,7 @@ def read_run(plan: str | Path, metrics: str | Path) -> PlanRun:
     Raises:
         ConfigError: the metrics have no comparison at their end, or are of an older version without terms.
     """
-    loaded, last = Plan.load(plan), _last_record(metrics)
+    loaded, last = TrainingPlan.load(plan), _last_record(metrics)
     measured = last.get("measured")
     if not isinstance(measured, dict) or not isinstance(measured.get("parts_s"), dict) or not measured["parts_s"]:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _last_record(metrics: str | Path) -> dict[str, Any]:
     return last
 
 
-def reestimate(plan: Plan, cluster: ClusterSpec) -> Estimate:
+def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:
     """Return the estimate of a plan's layout and stages on a cluster; where blocks recompute differently, of new stages."""
     table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
     if table.recompute[0] == MIXED or cluster.parts:
@@ -129,13 +129,13 @@ def calibrate_from_runs(runs: Sequence[PlanRun], cluster: ClusterSpec) -> Calibr
     return calibration.replace(**left_out_scores(_log_errors(runs, before), errors_after))
 
 
-def _log_errors(runs: Sequence[PlanRun], estimates: Sequence[Estimate]) -> list[float]:
+def _log_errors(runs: Sequence[PlanRun], estimates: Sequence[TrainingEstimate]) -> list[float]:
     """Return the log of predicted over measured step time of each run."""
     return [math.log(e.step_time_s / run.step_time_s) for run, e in zip(runs, estimates, strict=True)]
 
 
 def _choose_trust(
-    runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec
+    runs: Sequence[PlanRun], before: Sequence[TrainingEstimate], cluster: ClusterSpec
 ) -> tuple[float, list[float]]:
     """Return how far to follow the ratios, and the log errors of the runs under it."""
     best, best_errors = TRUST[0], _log_errors(runs, before)
@@ -152,7 +152,7 @@ def _choose_trust(
 
 
 def _time_ratios(
-    runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec, trust: float
+    runs: Sequence[PlanRun], before: Sequence[TrainingEstimate], cluster: ClusterSpec, trust: float
 ) -> dict[str, float]:
     """Return the ratios of kernels and links, fields of Calibration."""
     compute_logs: list[float] = []
@@ -174,7 +174,9 @@ def _ratio(logs: Sequence[float], trust: float) -> float:
     return math.exp(trust * float(np.clip(np.mean(logs), -MAX_LOG_RATIO, MAX_LOG_RATIO))) if logs else 1.0
 
 
-def _memory_ratios(runs: Sequence[PlanRun], before: Sequence[Estimate], cluster: ClusterSpec) -> dict[str, float]:
+def _memory_ratios(
+    runs: Sequence[PlanRun], before: Sequence[TrainingEstimate], cluster: ClusterSpec
+) -> dict[str, float]:
     """Return memory's fields of Calibration, if they predict the runs at least as well as none."""
     measured = []
     for run in runs:

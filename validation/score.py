@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
-from ..schema import Estimate
+from ..schema import TrainingEstimate
 from ..schema.units import GIB, FloatArray
 from .predict import Prediction
 from .rows import RunRow
@@ -163,7 +163,7 @@ def memory_ratio(row: RunRow, prediction: Prediction) -> tuple[float, float, flo
     return measured, interval.low / allocated, interval.high / allocated
 
 
-def _predicted_bytes(estimate: Estimate, kind: str) -> int:
+def _predicted_bytes(estimate: TrainingEstimate, kind: str) -> int:
     """Return our figure for a kind of measurement; a framework's peak is torch's max_memory_allocated unless it says otherwise."""
     if kind in ("allocated", "peak"):
         return estimate.peak_allocated_bytes

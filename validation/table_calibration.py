@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..schema import Calibration, ClusterSpec, ConfigError, Estimate
+from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate
 from ..schema.units import GIB, BoolArray, FloatArray, IntArray
 from .inputs import RunInputs, run_inputs
 from .predict import estimate_runs
@@ -173,7 +173,7 @@ class _Shares:
         return np.asarray(self.log_seconds + np.log(np.maximum(factor, 0.05)), dtype=np.float64)
 
 
-def estimates_with(runs: Sequence[MeasuredRun], calibration: Calibration) -> list[Estimate | str]:
+def estimates_with(runs: Sequence[MeasuredRun], calibration: Calibration) -> list[TrainingEstimate | str]:
     """Return an estimate of each run on its cluster with ``calibration``, or why there is none."""
     clusters = {id(run.inputs.cluster): run.inputs.cluster for run in runs}
     calibrated = {key: cluster.replace(calibration=calibration) for key, cluster in clusters.items()}
@@ -181,7 +181,9 @@ def estimates_with(runs: Sequence[MeasuredRun], calibration: Calibration) -> lis
 
 
 def _seconds(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray:
-    return np.array([e.step_time_s if isinstance(e, Estimate) else np.nan for e in estimates_with(runs, calibration)])
+    return np.array(
+        [e.step_time_s if isinstance(e, TrainingEstimate) else np.nan for e in estimates_with(runs, calibration)]
+    )
 
 
 def _solve(shares: _Shares, target: FloatArray) -> FloatArray:
@@ -225,7 +227,7 @@ def memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     """
     with_memory = [run for run in runs if run.allocated_bytes or run.reserved_bytes]
     estimates = estimate_runs([run.inputs for run in with_memory])
-    pairs = [(run, e) for run, e in zip(with_memory, estimates, strict=True) if isinstance(e, Estimate)]
+    pairs = [(run, e) for run, e in zip(with_memory, estimates, strict=True) if isinstance(e, TrainingEstimate)]
     if not pairs:
         return {}
     allocated = np.array([float(e.peak_allocated_bytes) for _, e in pairs])
@@ -319,7 +321,7 @@ def _ratios(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray
     """Return predicted over measured [n, 2] of step time and of memory; NaN where either is not known."""
     ratios = np.full((len(runs), 2), np.nan)
     for idx, (run, e) in enumerate(zip(runs, estimates_with(runs, calibration), strict=True)):
-        if isinstance(e, Estimate):
+        if isinstance(e, TrainingEstimate):
             peak = e.peak_allocated_bytes if run.allocated_bytes else e.peak_reserved_bytes
             ratios[idx, 0] = e.step_time_s / (run.step_time_s or np.nan)
             ratios[idx, 1] = peak / (run.allocated_bytes or run.reserved_bytes or np.nan)

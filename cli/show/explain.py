@@ -16,7 +16,7 @@ from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload
 
 if TYPE_CHECKING:
     from ...planner.explain.explanation import Comparison, Explanation, StageHeadroom, WhyNot
-    from ...schema import Layout, Plan
+    from ...schema import Layout, TrainingPlan
 
 HOST_TITLES = {
     "host_bytes": "host memory of a node",
@@ -32,7 +32,7 @@ MAX_COLUMNS = 4
 """Runner-ups side by side."""
 
 
-def explanation_tables(plan: Plan, explanation: Explanation) -> Iterator[RenderableType]:
+def explanation_tables(plan: TrainingPlan, explanation: Explanation) -> Iterator[RenderableType]:
     """Yield what to print: the comparison that was asked for, or everything else."""
     layout, step_time_s = explanation.layout, explanation.step_time_s
     if explanation.why_not is not None:
@@ -51,7 +51,7 @@ def explanation_tables(plan: Plan, explanation: Explanation) -> Iterator[Rendera
         yield Text("\n".join(f"  {name}: {other.reason}" for name, other in named))
 
 
-def _summary(plan: Plan, explanation: Explanation) -> Table:
+def _summary(plan: TrainingPlan, explanation: Explanation) -> Table:
     step_time_s = explanation.step_time_s
     table = figures_table(f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}")
     table.add_row("[bold]plan", format_seconds(step_time_s), "", f"[bold]{explanation.layout}")

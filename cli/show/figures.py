@@ -17,7 +17,7 @@ from ...schema.units import GIB, format_bytes, format_seconds
 from .plan import TIME_TITLES
 
 if TYPE_CHECKING:
-    from ...schema import OffloadSchedule, Plan
+    from ...schema import OffloadSchedule, TrainingPlan
     from ...schema.trace import Slice
 
 Figure = dict[str, Any]
@@ -35,7 +35,7 @@ MAX_NODES = 256
 """Nodes drawn in the rank map."""
 
 
-def figures(plan: Plan) -> list[tuple[str, Figure | None, str]]:
+def figures(plan: TrainingPlan) -> list[tuple[str, Figure | None, str]]:
     """Return (title, figure, text below) of everything that the plan has."""
     try:
         passes: tuple[Figure | None, str] = step_timeline(plan)
@@ -52,7 +52,7 @@ def figures(plan: Plan) -> list[tuple[str, Figure | None, str]]:
     return drawn
 
 
-def step_waterfall(plan: Plan) -> tuple[Figure, str]:
+def step_waterfall(plan: TrainingPlan) -> tuple[Figure, str]:
     """Draw what each cause adds, from the time that only the FLOPs would take to the step."""
     terms, total = plan.estimate.breakdown_s, plan.estimate.step_time_s
     ideal = plan.estimate.mfu * total
@@ -74,7 +74,7 @@ def step_waterfall(plan: Plan) -> tuple[Figure, str]:
     return _figure(trace, yaxis={"title": {"text": "seconds"}}, height=400, showlegend=False), ""
 
 
-def step_timeline(plan: Plan) -> tuple[Figure, str]:
+def step_timeline(plan: TrainingPlan) -> tuple[Figure, str]:
     """Draw who runs which pass when: a row a rank of the pipeline, and one for each stream that works alongside it.
 
     Raises:
@@ -111,7 +111,7 @@ def _pass_title(piece: Slice) -> str:
     return f"stage {piece.stage}, micro-batch {piece.micro_batch}{layer}"
 
 
-def memory_of_stages(plan: Plan) -> tuple[Figure, str]:
+def memory_of_stages(plan: TrainingPlan) -> tuple[Figure, str]:
     """Draw the allocated peak of one device of each stage, and its budget."""
     costs, stages = plan.estimate, plan.estimate.stages
     names = [f"stage {s}" + (f" ({stage.device})" if stage.device else "") for s, stage in enumerate(stages)]
@@ -130,7 +130,7 @@ def memory_of_stages(plan: Plan) -> tuple[Figure, str]:
     )
 
 
-def time_and_memory(plan: Plan) -> tuple[Figure, str]:
+def time_and_memory(plan: TrainingPlan) -> tuple[Figure, str]:
     """Draw the plan, its runner-ups and, where it was requested, the front of layouts that no other beats in both."""
     costs = plan.estimate
     front = [(point.peak_reserved_bytes, point.step_time_s, str(point.layout)) for point in plan.pareto]
@@ -175,7 +175,7 @@ def _points(
     return (trace,)
 
 
-def rank_map(plan: Plan) -> tuple[Figure, str]:
+def rank_map(plan: TrainingPlan) -> tuple[Figure, str]:
     """Draw which stage each device runs, a row for each node."""
     sizes, num_nodes = plan.cluster.node_sizes[:MAX_NODES], plan.cluster.num_nodes
     ranks = iter(np.argsort(np.array(plan.rank_map)).tolist())
@@ -195,7 +195,7 @@ def rank_map(plan: Plan) -> tuple[Figure, str]:
     return _figure(trace, yaxis={"autorange": "reversed"}, height=max(240, min(22 * len(sizes), 1400) + 120)), text
 
 
-def _coordinates(rank: int, plan: Plan) -> str:
+def _coordinates(rank: int, plan: TrainingPlan) -> str:
     """Return the position of a rank on each axis that is used, tp fastest."""
     words, quotient = [f"rank {rank}"], rank
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
@@ -206,7 +206,7 @@ def _coordinates(rank: int, plan: Plan) -> str:
     return ", ".join(words)
 
 
-def expert_copies(plan: Plan) -> tuple[Figure, str]:
+def expert_copies(plan: TrainingPlan) -> tuple[Figure, str]:
     """Draw the copies of each expert of each layer with experts, where experts were placed by their loads."""
     copies = [np.bincount(slots.experts).tolist() for slots in plan.expert_slots]
     hover = "layer %{y}, expert %{x}: %{z} copies<extra></extra>"
@@ -231,7 +231,7 @@ OFFLOAD_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#009E73", "#0072B2")
 OFFLOAD_ROWS = ("activations", "optimizer states", "parameters")
 
 
-def offload_of_layers(plan: Plan, schedule: OffloadSchedule) -> tuple[Figure, str]:
+def offload_of_layers(plan: TrainingPlan, schedule: OffloadSchedule) -> tuple[Figure, str]:
     """Draw a column a layer; and say what moves, what it costs and what more of a resource would save."""
     layers = list(range(plan.model.num_layers))
     cells = [
@@ -285,7 +285,7 @@ def _states(schedule: OffloadSchedule, idx: int) -> tuple[int, str]:
     return _parameters(schedule, idx)
 
 
-def _activations(plan: Plan, idx: int) -> tuple[int, str]:
+def _activations(plan: TrainingPlan, idx: int) -> tuple[int, str]:
     stage = plan.stages[0]
     if not list(plan.model.iter_layers())[idx].is_block:
         return STAYS, "on the device"

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from ...schema import (
         ClusterSpec,
         CostSummary,
-        Estimate,
         Layout,
         ModelSpec,
         OffloadSchedule,
         ParetoPoint,
-        Plan,
         SizeTried,
         Stage,
+        TrainingEstimate,
+        TrainingPlan,
         Workload,
     )
     from ...schema.generation import GenerationPlan, PhaseEstimate
@@ -53,7 +53,7 @@ CACHE_TITLES = {
 STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on storage"}
 
 
-def plan_tables(plan: Plan) -> Iterator[Table]:
+def plan_tables(plan: TrainingPlan) -> Iterator[Table]:
     """Yield the table of a plan, and those of its cost and its Pareto front where it has them."""
     yield plan_table(plan)
     if plan.cost is not None:
@@ -62,7 +62,7 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
         yield pareto_table(plan.pareto)
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: TrainingPlan) -> Table:
     """Show everything a reader needs to judge a plan."""
     table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
     _add_stages(table, plan)
@@ -90,7 +90,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def estimate_table(
-    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: Estimate
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: TrainingEstimate
 ) -> Table:
     """Show layout, step time and what it consists of, throughput, and memory against the budget."""
     title = f"{model.name} ({format_count(model.num_params)}) on {cluster_title(cluster)}"
@@ -117,7 +117,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural if number != 1 else ''}"
 
 
-def _add_time(table: Table, estimate: Estimate) -> None:
+def _add_time(table: Table, estimate: TrainingEstimate) -> None:
     table.add_section()
     interval = estimate.step_time_interval_s
     between = f"between {format_seconds(interval.low)} and {format_seconds(interval.high)}"
@@ -136,7 +136,7 @@ def _add_time(table: Table, estimate: Estimate) -> None:
     )
 
 
-def _add_memory(table: Table, cluster: ClusterSpec, estimate: Estimate) -> None:
+def _add_memory(table: Table, cluster: ClusterSpec, estimate: TrainingEstimate) -> None:
     table.add_section()
     total, reserved = estimate.budget_bytes + cluster.reserved_bytes, cluster.reserved_bytes
     verdict = "[green]fits" if estimate.fits else "[red]does not fit"
@@ -193,7 +193,7 @@ def _ranges(layers: tuple[int, ...]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _add_stages(table: Table, plan: Plan) -> None:
+def _add_stages(table: Table, plan: TrainingPlan) -> None:
     """Add a row a stage; with model chunks the mean time of its rank's stages and the memory of its rank."""
     num_stages, chunks = len(plan.stages), plan.layout.num_model_chunks
     if num_stages == 1:

@@ -15,13 +15,13 @@ from ...schema.units import format_bytes, format_count, format_seconds
 from . import cluster_title
 
 if TYPE_CHECKING:
-    from ...schema import Plan
+    from ...schema import TrainingPlan
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 """The page; its data are those of `page_data`."""
 
 
-def write_report(plan: Plan, html: Path | None, trace: Path | None) -> None:
+def write_report(plan: TrainingPlan, html: Path | None, trace: Path | None) -> None:
     """Write the page and the trace that are asked for, each file in full or not at all.
 
     Raises:
@@ -38,7 +38,7 @@ def write_report(plan: Plan, html: Path | None, trace: Path | None) -> None:
         typer.echo(f"wrote {trace}; open it in ui.perfetto.dev", err=True)
 
 
-def page(plan: Plan) -> str:
+def page(plan: TrainingPlan) -> str:
     """Return the page as HTML.
 
     Raises:
@@ -58,7 +58,7 @@ def page(plan: Plan) -> str:
     return template.render(plotly=get_plotlyjs(), **page_data(plan))
 
 
-def page_data(plan: Plan) -> dict[str, Any]:
+def page_data(plan: TrainingPlan) -> dict[str, Any]:
     """Return what the template is filled with."""
     from .figures import figures
 
@@ -78,7 +78,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _facts(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _facts(plan: TrainingPlan) -> Iterator[tuple[str, str, str]]:
     """Yield the cards: what it is, its value, and what else there is to say."""
     costs, work = plan.estimate, plan.workload
     interval = costs.step_time_interval_s
@@ -96,7 +96,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "search", f"gap {100 * search.gap:.2f} %", effort
 
 
-def _assumptions(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _assumptions(plan: TrainingPlan) -> Iterator[tuple[str, str, str]]:
     """Yield what the figures rest on, and where it is from."""
     work, made = plan.workload, plan.provenance
     yield "model", plan.model.architecture, plan.model.source or "given by the user"

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...schema import Plan
+from ...schema import TrainingPlan
 from ...schema.base import shown
 from ...schema.errors import ConfigError
 from ...schema.schedules import SCHEDULES
@@ -341,12 +341,12 @@ def to_torch_csv(order: Order) -> str:
     return out.getvalue()
 
 
-def planned_order(plan: Plan) -> Order | None:
+def planned_order(plan: TrainingPlan) -> Order | None:
     """Return the order that a plan of the synthesised schedule brings along; None under a named one."""
     return from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
 
 
-def pipeline_order(plan: Plan) -> Order:
+def pipeline_order(plan: TrainingPlan) -> Order:
     """Return the passes of each rank of a plan's pipeline, in its order: that of the schedule, or the one the plan brings along.
 
     Raises:

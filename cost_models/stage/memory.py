@@ -46,7 +46,7 @@ import numpy as np
 
 from ...schema import Workload
 from ...schema.engine_facts import MemoryFacts
-from ...schema.plan import MemoryBreakdown
+from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array, FloatArray, IntArray
 from ..coefficients import Scenario
 from ..layer.data import has_copies, has_plain_replicas

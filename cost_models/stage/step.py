@@ -29,11 +29,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ...schema import Estimate, ModelSpec, Workload
+from ...schema import ModelSpec, TrainingEstimate, Workload
 from ...schema.cluster import part_label
 from ...schema.errors import ConfigError
 from ...schema.layout_table import MIXED
-from ...schema.plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
+from ...schema.training_plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario
 from ..hardware.machine import is_measured, peak_flops_per_s
@@ -72,7 +72,7 @@ class StagePasses(NamedTuple):
 
 def estimate_step(
     costs: CostTable, idx: int, boundaries: Sequence[int], pool_of_stage: IntArray | None = None
-) -> Estimate:
+) -> TrainingEstimate:
     """Return the estimate of layout ``idx`` whose stage s holds layers ``boundaries[s] .. boundaries[s+1] - 1``.
 
     With model chunks there are pp stages for each, or pp that stand for all the layers of a rank, its chunks equal to each other.
@@ -277,7 +277,7 @@ def estimate_from_terms(
     stages: tuple[StageEstimate, ...],
     fullest: int,
     scenario: Scenario | None = None,
-) -> Estimate:
+) -> TrainingEstimate:
     """Return the estimate that follows from the terms of a step and from what each stage holds.
 
     Memory is that of stage ``fullest``, whose device pool has ``scenario`` (None: that of the table).
@@ -288,7 +288,7 @@ def estimate_from_terms(
     tokens_per_s = workload.tokens_per_step / time
     flops = step_flops_per_token(model, workload) * tokens_per_s
     of_pool = scenario or costs.scenario
-    return Estimate(
+    return TrainingEstimate(
         step_time_s=time,
         step_time_interval_s=time_interval(breakdown_s, costs.scenario),
         tokens_per_s=tokens_per_s,
@@ -302,7 +302,7 @@ def estimate_from_terms(
     )
 
 
-def with_memory(estimate: Estimate, terms: MemoryBreakdown, scenario: Scenario) -> Estimate:
+def with_memory(estimate: TrainingEstimate, terms: MemoryBreakdown, scenario: Scenario) -> TrainingEstimate:
     """Return the estimate with another peak of the fullest device."""
     return estimate.replace(memory_bytes=terms, **_peaks(terms, scenario))
 

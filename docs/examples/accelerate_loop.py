@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from meshwright.runtime import build_optimizer, clip_gradients, parallelize
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    plan = Plan.load(os.environ["MESHWRIGHT_PLAN"])
+    plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
 
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(

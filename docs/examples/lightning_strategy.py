@@ -16,7 +16,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from meshwright.runtime import build_optimizer, clip_gradients, parallelize
 from meshwright.runtime.parallel_model import ParallelModel
-from meshwright.schema import Plan, RuntimeMismatchError
+from meshwright.schema import RuntimeMismatchError, TrainingPlan
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 class PlanStrategy(ModelParallelStrategy):
     """Joins the ranks and gives the model its plan. Lightning's own mesh has the same ranks side by side: tp goes fastest."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TrainingPlan) -> None:
         if plan.layout.pp > 1:
             raise RuntimeMismatchError("Lightning calls forward and backward itself: a pipeline needs both at once")
         layout = plan.layout
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     steps = parser.parse_args().steps
-    plan = Plan.load(os.environ["MESHWRIGHT_PLAN"])
+    plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
     tokens = torch.randint(0, 256, (64, 32), generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshwright.runtime import build_optimizer, clip_gradients, parallelize
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 def train_on_rank(settings: dict[str, Any]) -> None:
     """What every worker does; the process group is there."""
-    plan = Plan(**json.loads(settings["plan"]))
+    plan = TrainingPlan(**json.loads(settings["plan"]))
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    plan = Plan.load(arguments.plan)
+    plan = TrainingPlan.load(arguments.plan)
     on_gpu = plan.cluster.weakest_device.backend == "nccl"
     trainer = TorchTrainer(
         train_on_rank,

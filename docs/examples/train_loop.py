@@ -14,7 +14,7 @@ import os
 import torch
 import torch.distributed as dist
 from meshwright.runtime import build_optimizer, clip_gradients, parallelize
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     steps = parser.parse_args().steps
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
-    plan = Plan.load(os.environ["MESHWRIGHT_PLAN"])
+    plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
 
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(

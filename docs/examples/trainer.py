@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshwright.runtime import build_optimizer, parallelize
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
@@ -44,7 +44,7 @@ class OwnShare(Trainer):
 
 def main() -> None:
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
-    plan = Plan.load(os.environ["MESHWRIGHT_PLAN"])
+    plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -10,7 +10,7 @@ from html import escape
 
 from meshwright.planner import plan
 from meshwright.planner.timeline import timeline
-from meshwright.schema import ClusterSpec, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.trace import Slice
 from meshwright.schema.units import GIB, format_seconds
 
@@ -51,7 +51,7 @@ def drawing() -> str:
     return svg(plan(ModelSpec.named(MODEL), ClusterSpec.parse(CLUSTER), workload, fixed=FIXED))
 
 
-def svg(best: Plan) -> str:
+def svg(best: TrainingPlan) -> str:
     """A plan of several stages as a picture."""
     steps = timeline(best)
     num_rows = len(steps.ranks)
@@ -71,7 +71,7 @@ def svg(best: Plan) -> str:
     return "\n".join([head, f"<style>{STYLE}\n</style>", *body, "</svg>"]) + "\n"
 
 
-def _title(best: Plan) -> list[str]:
+def _title(best: TrainingPlan) -> list[str]:
     group = best.cluster.groups[0]
     found = best.estimate
     return [
@@ -94,7 +94,7 @@ def _passes(slices: Sequence[Slice], step_s: float) -> list[str]:
     return [f'<path class="{style}" d="{"".join(parts)}"/>' for style, parts in paths.items()]
 
 
-def _memory(best: Plan) -> list[str]:
+def _memory(best: TrainingPlan) -> list[str]:
     scale = (MEMORY_RIGHT - MEMORY_LEFT) / best.estimate.budget_bytes
     drawn = []
     for rank, stage in enumerate(best.estimate.stages):
@@ -108,7 +108,7 @@ def _memory(best: Plan) -> list[str]:
     return drawn
 
 
-def _below(best: Plan, bottom: int) -> list[str]:
+def _below(best: TrainingPlan, bottom: int) -> list[str]:
     """The ends of both scales."""
     limit = f"{best.estimate.budget_bytes / GIB:.0f}"
     return [

@@ -148,8 +148,8 @@ STOPS = (
         "{objective_s:.3f} s, no layout below {proved_s:.3f} s.",
     ),
     Stop(
-        "schema/plan.py",
-        ("Estimate", "Stage", "Plan"),
+        "schema/training_plan.py",
+        ("TrainingEstimate", "Stage", "TrainingPlan"),
         "The document that `plan` writes and every other command reads.",
     ),
     Stop(

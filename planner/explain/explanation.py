@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from ...schema import Estimate, Layout, OffloadSchedule, Plan
+from ...schema import Layout, OffloadSchedule, TrainingEstimate, TrainingPlan
 from ...schema.base import Frozen
 
 Resource = Literal[
@@ -156,7 +156,12 @@ class Explanation(Frozen):
 
 
 def compare(
-    plan: Plan, layout: Layout, other: Estimate, *, reason: str = "", schedule: OffloadSchedule | None = None
+    plan: TrainingPlan,
+    layout: Layout,
+    other: TrainingEstimate,
+    *,
+    reason: str = "",
+    schedule: OffloadSchedule | None = None,
 ) -> Comparison:
     """Compare every term of the step and of the fullest device's memory, and what offload schedules hold and move.
 

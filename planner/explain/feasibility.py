@@ -16,9 +16,9 @@ from ...cost_models.coefficients import Scenario
 from ...cost_models.stage import memory
 from ...cost_models.stage.bounds import budget_bytes, memory_bounds, uniform_time_bounds
 from ...cost_models.stage.table import CostTable
-from ...schema import ClusterSpec, ConfigError, Estimate, Layout, Workload
+from ...schema import ClusterSpec, ConfigError, Layout, TrainingEstimate, Workload
 from ...schema.cluster import part_label
-from ...schema.plan import MemoryBreakdown
+from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import format_bytes
 from ..expand import Candidate, expand_fitting, expand_row
 from ..request import PlanRequest
@@ -51,7 +51,7 @@ class StageDemand(NamedTuple):
         return self.budget_bytes - self.required_bytes
 
 
-def stage_demands(estimate: Estimate, workload: Workload, cluster: ClusterSpec) -> list[StageDemand]:
+def stage_demands(estimate: TrainingEstimate, workload: Workload, cluster: ClusterSpec) -> list[StageDemand]:
     """Return required and allowed bytes of each stage, on the device pool of a mixed cluster that it lies on."""
     pools = {part_label(cluster.parts, g): part.cluster for g, part in enumerate(cluster.parts)}
     demands = []
@@ -67,7 +67,7 @@ def tightest_stage(demands: Sequence[StageDemand]) -> int:
     return min(range(len(demands)), key=lambda s: (demands[s].free_bytes, s))
 
 
-def shortfall(layout: Layout, estimate: Estimate, workload: Workload, cluster: ClusterSpec) -> tuple[str, str]:
+def shortfall(layout: Layout, estimate: TrainingEstimate, workload: Workload, cluster: ClusterSpec) -> tuple[str, str]:
     """Say which stage needs how much more than it may have, and what its memory is made of."""
     demands = stage_demands(estimate, workload, cluster)
     fullest = tightest_stage(demands)
@@ -101,7 +101,7 @@ class Fit:
     """A layout that fits."""
 
     layout: Layout
-    estimate: Estimate
+    estimate: TrainingEstimate
 
 
 def find_fit(

@@ -30,7 +30,7 @@ from functools import partial
 
 import numpy as np
 
-from ...schema import ClusterSpec, Layout, MeshwrightError, Plan
+from ...schema import ClusterSpec, Layout, MeshwrightError, TrainingPlan
 from ...schema.units import GB, GIB, format_bytes
 from ...solvers.offload.bound import lower_bound_s
 from ...solvers.offload.instance import OffloadInstance
@@ -104,7 +104,7 @@ def resource_changes(cluster: ClusterSpec) -> tuple[ClusterChange, ...]:
     )
 
 
-def marginal_values(plan: Plan, request: PlanRequest) -> tuple[float | None, tuple[MarginalValue, ...]]:
+def marginal_values(plan: TrainingPlan, request: PlanRequest) -> tuple[float | None, tuple[MarginalValue, ...]]:
     """Return seconds of the fastest layout, and what each change gains for the plan's layout and for the fastest one."""
     planned_s = _planned_s(plan, plan.cluster)
     fastest = _fastest(request)
@@ -129,7 +129,9 @@ def marginal_values(plan: Plan, request: PlanRequest) -> tuple[float | None, tup
     return None if fastest is None else fastest.step_time_s, tuple(values)
 
 
-def link_uses(plan: Plan, seconds_on: Callable[[ClusterSpec], float | None] | None = None) -> tuple[LinkUse, ...]:
+def link_uses(
+    plan: TrainingPlan, seconds_on: Callable[[ClusterSpec], float | None] | None = None
+) -> tuple[LinkUse, ...]:
     """Return each link level, the axes that reach it, and what the plan's layout gains where it is twice as fast.
 
     A link that takes no time is beyond what the model of overlap describes: its traffic would slow down all compute next to it.
@@ -157,7 +159,7 @@ def link_uses(plan: Plan, seconds_on: Callable[[ClusterSpec], float | None] | No
     return tuple(uses)
 
 
-def _planned_s(plan: Plan, cluster: ClusterSpec) -> float | None:
+def _planned_s(plan: TrainingPlan, cluster: ClusterSpec) -> float | None:
     """Return the step time of the plan's layout on a cluster; None where this version cannot estimate it."""
     try:
         return estimate(plan.model, place_as_planned(plan, cluster), plan.workload, plan.layout).step_time_s
@@ -241,7 +243,7 @@ class _Case:
 class ScheduleMarginalValues:
     """What changes are worth to one plan with a schedule."""
 
-    def __init__(self, plan: Plan, request: PlanRequest) -> None:
+    def __init__(self, plan: TrainingPlan, request: PlanRequest) -> None:
         """Bound the plan's layout as it is."""
         assert request.offload is not None
         self._plan, self._request, self._offload = plan, request, request.offload

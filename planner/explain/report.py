@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cost_models.stage.recompute import RecomputeCosts
-from ...schema import Estimate, Layout, MeshwrightError, OffloadSchedule, Plan
+from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingEstimate, TrainingPlan
 from ...schema.layout import check_fields
 from ...schema.layout_rules import ENGINE_RULES
 from ...schema.layout_table import RECOMPUTES
@@ -45,7 +45,7 @@ SAME_PREDICTION = 1e-3
 
 
 def explain(
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     why_not: Mapping[str, Any] | None = None,
     time_limit_s: float = 60.0,
@@ -104,7 +104,7 @@ def explain(
     )
 
 
-def _stages(plan: Plan) -> tuple[StageHeadroom, ...]:
+def _stages(plan: TrainingPlan) -> tuple[StageHeadroom, ...]:
     """Return what each stage requires and has to spare."""
     rows = []
     demands = stage_demands(plan.estimate, plan.workload, plan.cluster)
@@ -125,7 +125,7 @@ def _stages(plan: Plan) -> tuple[StageHeadroom, ...]:
     return tuple(rows)
 
 
-def _bindings(plan: Plan, links: Sequence[LinkUse], values: Sequence[MarginalValue]) -> list[Binding]:
+def _bindings(plan: TrainingPlan, links: Sequence[LinkUse], values: Sequence[MarginalValue]) -> list[Binding]:
     """Return everything that costs a noticeable share of the step, and the memory."""
     terms, total, schedule = plan.estimate.breakdown_s, plan.estimate.step_time_s, plan.offload
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
@@ -158,7 +158,7 @@ def _bindings(plan: Plan, links: Sequence[LinkUse], values: Sequence[MarginalVal
     return sorted([*named, _memory_binding(plan, values)], key=lambda binding: -(binding.seconds or 0.0))
 
 
-def _memory_binding(plan: Plan, values: Sequence[MarginalValue]) -> Binding:
+def _memory_binding(plan: TrainingPlan, values: Sequence[MarginalValue]) -> Binding:
     demands = stage_demands(plan.estimate, plan.workload, plan.cluster)
     fullest = tightest_stage(demands)
     free, budget = demands[fullest].free_bytes, demands[fullest].budget_bytes
@@ -171,7 +171,7 @@ def _memory_binding(plan: Plan, values: Sequence[MarginalValue]) -> Binding:
     return Binding(resource="memory", seconds=max(0.0, unlimited), text=text + binds)
 
 
-def _runner_ups(plan: Plan, request: PlanRequest) -> Iterable[Comparison]:
+def _runner_ups(plan: TrainingPlan, request: PlanRequest) -> Iterable[Comparison]:
     """Estimate the plan's alternatives again, as far as this version can, and time allows for offload schedules."""
     for other in plan.alternatives:
         if other.layout.offload == "scheduled" and request.deadline.is_over:
@@ -184,7 +184,7 @@ def _runner_ups(plan: Plan, request: PlanRequest) -> Iterable[Comparison]:
         yield compare(plan, other.layout, again, reason=other.reason, schedule=schedule)
 
 
-def _notes(plan: Plan, *, was_searched: bool) -> tuple[str, ...]:
+def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
     notes = []
     try:
         again_s = _again_s(plan)
@@ -204,7 +204,7 @@ def _notes(plan: Plan, *, was_searched: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _again_s(plan: Plan) -> float:
+def _again_s(plan: TrainingPlan) -> float:
     """Return the step time of the plan's layout by this version, of an offload schedule with all its choices."""
     if plan.offload is None:
         return estimate(plan.model, place_as_planned(plan, plan.cluster), plan.workload, plan.layout).step_time_s
@@ -244,7 +244,7 @@ POLICIES = (
 )
 
 
-def under_policies(plan: Plan) -> Iterator[Comparison]:
+def under_policies(plan: TrainingPlan) -> Iterator[Comparison]:
     """Compare a plan with its layout without offload and under each policy, with the recompute that is best for it."""
     yield _without_offload(plan)
     request = OffloadRequest.from_plan(plan)
@@ -258,12 +258,12 @@ def under_policies(plan: Plan) -> Iterator[Comparison]:
             yield _compare_policy(plan, policy, options, *_best_choice(tried))
 
 
-def _without_offload(plan: Plan) -> Comparison:
+def _without_offload(plan: TrainingPlan) -> Comparison:
     """Compare with everything on the device, as any layout without a schedule is costed."""
     layouts = [plan.layout.replace(offload="none", recompute=recompute) for recompute in RECOMPUTES]
     costed = [(estimate(plan.model, plan.cluster, plan.workload, layout), layout) for layout in layouts]
 
-    def order(each: tuple[Estimate, Layout]) -> tuple[int, float]:
+    def order(each: tuple[TrainingEstimate, Layout]) -> tuple[int, float]:
         return max(0, each[0].required_bytes - each[0].budget_bytes), each[0].step_time_s
 
     plain, layout = min(costed, key=order)
@@ -295,7 +295,7 @@ def _best_choice(tried: list[tuple[OffloadInstance, OffloadChoice]]) -> tuple[Of
 
 
 def _compare_policy(
-    plan: Plan, policy: Policy, options: RecomputeCosts, problem: OffloadInstance, found: SimulatedChoice
+    plan: TrainingPlan, policy: Policy, options: RecomputeCosts, problem: OffloadInstance, found: SimulatedChoice
 ) -> Comparison:
     option = int(found.choice.option[problem.allowed.sum(axis=0).argmax()])
     recompute = RECOMPUTE_OF[option]
@@ -312,7 +312,9 @@ def _compare_policy(
     return compare(plan, layout, estimate, reason=reason, schedule=moved).replace(name=policy.name, fits=not lacking)
 
 
-def _lacking(plan: Plan, problem: OffloadInstance, found: SimulatedChoice, estimate: Estimate) -> list[str]:
+def _lacking(
+    plan: TrainingPlan, problem: OffloadInstance, found: SimulatedChoice, estimate: TrainingEstimate
+) -> list[str]:
     """Say which memory is too small for it, by the names of solvers/offload/instance.py."""
     ranks, needed = plan.cluster.largest_node, found.simulated.host_bytes
     lacking = []

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...schema import ConfigError, Estimate, InfeasibleError, Layout, OffloadSchedule, Plan, SolverLimitError
+from ...schema import (
+    ConfigError,
+    InfeasibleError,
+    Layout,
+    OffloadSchedule,
+    SolverLimitError,
+    TrainingEstimate,
+    TrainingPlan,
+)
 from ...schema.layout import format_assignments
 from ..request import OffloadRequest, PlanRequest
 from ..search import SearchResult
@@ -21,7 +29,7 @@ ROUNDING = 1e-6
 """Sums in another order differ by less."""
 
 
-def why_not(plan: Plan, request: PlanRequest, asked: Mapping[str, Any]) -> WhyNot:
+def why_not(plan: TrainingPlan, request: PlanRequest, asked: Mapping[str, Any]) -> WhyNot:
     """Compare the best layout with the fields ``asked`` with the plan's, or say what excludes all of them.
 
     The fields that the plan had to keep are kept too, unless ``asked`` changes them. Where the runtime excludes the fields and the
@@ -45,7 +53,7 @@ def why_not(plan: Plan, request: PlanRequest, asked: Mapping[str, Any]) -> WhyNo
     return answer.replace(reasons=tuple(dict.fromkeys(reasons)))
 
 
-def _compare_completion(plan: Plan, request: PlanRequest, asked: Mapping[str, Any]) -> WhyNot:
+def _compare_completion(plan: TrainingPlan, request: PlanRequest, asked: Mapping[str, Any]) -> WhyNot:
     """Compare the fastest completion: of layouts that need no offload schedule, and where the plan has one or one is asked for, of
     those with one.
     """
@@ -81,7 +89,7 @@ def _search_schedules(
         return None, (error.message,)
 
 
-def _compare_search(plan: Plan, request: PlanRequest, result: SearchResult) -> WhyNot:
+def _compare_search(plan: TrainingPlan, request: PlanRequest, result: SearchResult) -> WhyNot:
     batch = result.costs.layouts
     if result.feasible:
         best = result.feasible[0]
@@ -96,16 +104,16 @@ def _compare_search(plan: Plan, request: PlanRequest, result: SearchResult) -> W
     return WhyNot(status="too_large", asked="", reasons=lacking, best=comparison)
 
 
-def _compare_schedule(plan: Plan, request: PlanRequest, found: OffloadResult) -> WhyNot:
+def _compare_schedule(plan: TrainingPlan, request: PlanRequest, found: OffloadResult) -> WhyNot:
     bound_s = found.certificate.bound_s if found.certificate.status == "feasible" else None
     return _compare_feasible(plan, request, found.layout, found.estimate, bound_s, found.schedule)
 
 
 def _compare_feasible(
-    plan: Plan,
+    plan: TrainingPlan,
     request: PlanRequest,
     layout: Layout,
-    estimate: Estimate,
+    estimate: TrainingEstimate,
     bound_s: float | None,
     schedule: OffloadSchedule | None = None,
 ) -> WhyNot:
@@ -119,7 +127,7 @@ def _compare_feasible(
     return WhyNot(status="slower" if is_slower else "faster", asked="", reasons=tuple(reasons), best=comparison)
 
 
-def _verdict(plan: Plan, request: PlanRequest, slower: float) -> str:
+def _verdict(plan: TrainingPlan, request: PlanRequest, slower: float) -> str:
     if abs(slower) <= ROUNDING:
         return "the best layout with these fields takes as long"
     if slower > 0:

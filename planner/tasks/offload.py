@@ -19,13 +19,13 @@ from ...cost_models.stage.table import CostTable
 from ...schema import (
     Certificate,
     ConfigError,
-    Estimate,
     InfeasibleError,
     Layout,
     MeshwrightError,
     OffloadSchedule,
-    Plan,
     Stage,
+    TrainingEstimate,
+    TrainingPlan,
 )
 from ...schema.layout import format_assignments
 from ...schema.units import GIB, FloatArray, format_bytes
@@ -88,7 +88,7 @@ class SolvedLayout:
     row: int
     instance: OffloadInstance
     solution: OffloadSolution
-    estimate: Estimate
+    estimate: TrainingEstimate
 
     @property
     def step_time_s(self) -> float:
@@ -103,9 +103,9 @@ class OffloadResult:
     layout: Layout
     stage: Stage
     schedule: OffloadSchedule
-    estimate: Estimate
+    estimate: TrainingEstimate
     certificate: Certificate
-    runner_ups: tuple[tuple[Layout, Estimate], ...] = ()
+    runner_ups: tuple[tuple[Layout, TrainingEstimate], ...] = ()
 
 
 OffloadStep = Step[tuple[int, int], SolvedLayout]
@@ -272,7 +272,7 @@ def search_offload(
     return OffloadResult(layout, stage, schedule, best.estimate, certificate, named)
 
 
-def plan_schedule(request: PlanRequest, found: OffloadResult, plain: SearchResult | None, *, top: int) -> Plan:
+def plan_schedule(request: PlanRequest, found: OffloadResult, plain: SearchResult | None, *, top: int) -> TrainingPlan:
     """Return the plan with an offload schedule; its runner-ups are those of its search and of one without schedules."""
     notes = []
     if request.offload is not None and np.isinf(request.offload.rates(request.workload, request.cluster).memory_bytes):

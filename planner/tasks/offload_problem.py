@@ -15,12 +15,21 @@ from ...cost_models.stage.memory import stage_memory_terms
 from ...cost_models.stage.recompute import RecomputeCosts
 from ...cost_models.stage.step import estimate_from_terms, estimate_step
 from ...cost_models.stage.table import CostTable
-from ...schema import ClusterSpec, Estimate, Layout, ModelSpec, OffloadMarginalValues, OffloadSchedule, Plan, Stage
+from ...schema import (
+    ClusterSpec,
+    Layout,
+    ModelSpec,
+    OffloadMarginalValues,
+    OffloadSchedule,
+    Stage,
+    TrainingEstimate,
+    TrainingPlan,
+)
 from ...schema.layers import Block, Layer
 from ...schema.layout import Recompute
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.offload import LayerOffload
-from ...schema.plan import MemoryBreakdown
+from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import GB, GIB, FloatArray
 from ...solvers.offload.instance import OPTIONS, AllowedMoves, Links, OffloadChoice, OffloadInstance
 from ...solvers.offload.schedule import OffloadSolution
@@ -212,7 +221,7 @@ def constant_s(options: RecomputeCosts, idx: int) -> float:
 
 def build_estimate(
     options: RecomputeCosts, idx: int, instance: OffloadInstance, choice: OffloadChoice, simulated: SimulatedStep
-) -> Estimate:
+) -> TrainingEstimate:
     """Return the estimate of a layout with a schedule: the simulated step by terms, memory at the fuller phase."""
     costs = options.assigned(idx, [_RECOMPUTE_IDXS[k] for k in choice.option])
     plain = estimate_step(costs, 0, (0, instance.num_layers))
@@ -259,13 +268,13 @@ class PlanProblem:
     prefetch: int
 
     @property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> TrainingEstimate:
         """What this version says of the plan's schedule."""
         simulated = simulate(self.instance, self.choice, prefetch=self.prefetch)
         return build_estimate(self.options, 0, self.instance, self.choice, simulated)
 
 
-def problem_of_plan(plan: Plan) -> PlanProblem:
+def problem_of_plan(plan: TrainingPlan) -> PlanProblem:
     """Return the problem of a plan that has a schedule."""
     schedule, request = plan.offload, OffloadRequest.from_plan(plan)
     assert schedule is not None and request is not None
@@ -274,7 +283,7 @@ def problem_of_plan(plan: Plan) -> PlanProblem:
     return PlanProblem(options, problems[-1 if choice.parameters.any() else 0], choice, schedule.prefetch_layers)
 
 
-def option_costs_of_plan(plan: Plan, cluster: ClusterSpec) -> RecomputeCosts:
+def option_costs_of_plan(plan: TrainingPlan, cluster: ClusterSpec) -> RecomputeCosts:
     """Return the costs of the plan's layout on a cluster (row 0), whatever its blocks recompute."""
     layout = without_schedule(plan.layout)
     batch = LayoutTable.from_layouts([layout], plan.workload.global_batch_size)
@@ -286,7 +295,7 @@ def without_schedule(layout: Layout) -> Layout:
     return layout.replace(offload="none", recompute="mixed")
 
 
-def choice_of_plan(plan: Plan) -> OffloadChoice:
+def choice_of_plan(plan: TrainingPlan) -> OffloadChoice:
     """Return what a plan's stage and schedule say of each layer."""
     schedule, stage = plan.offload, plan.stages[0]
     assert schedule is not None

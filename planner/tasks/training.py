@@ -17,7 +17,16 @@ from ...cost_models.measured import measured_terms
 from ...cost_models.pipeline.orders import to_torch_csv
 from ...cost_models.pipeline.simulation import Order
 from ...cost_models.stage.table import CostTable
-from ...schema import Alternative, Certificate, Estimate, Layout, ModelSpec, OffloadSchedule, Plan, Stage
+from ...schema import (
+    Alternative,
+    Certificate,
+    Layout,
+    ModelSpec,
+    OffloadSchedule,
+    Stage,
+    TrainingEstimate,
+    TrainingPlan,
+)
 from ...schema.layout import Recompute, format_assignments
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
 from ...schema.plan import PlanProvenance
@@ -80,7 +89,7 @@ def build_plan(
     request: PlanRequest,
     layout: Layout,
     stages: tuple[Stage, ...],
-    estimate: Estimate,
+    estimate: TrainingEstimate,
     certificate: Certificate,
     *,
     nodes: Sequence[int] = (),
@@ -88,7 +97,7 @@ def build_plan(
     alternatives: tuple[Alternative, ...] = (),
     offload: OffloadSchedule | None = None,
     notes: Sequence[str] = (),
-) -> Plan:
+) -> TrainingPlan:
     """Write the answer to a request; ``nodes`` hold the ranks in this order (empty: as listed)."""
     model, cluster, workload = request.model, request.cluster, request.workload
     inputs = [
@@ -97,7 +106,7 @@ def build_plan(
         workload.model_dump_json(),
         repr(sorted(request.fixed.items())),
     ]
-    return Plan(
+    return TrainingPlan(
         model=model,
         cluster=cluster,
         workload=workload,
@@ -121,7 +130,7 @@ def build_plan(
     )
 
 
-def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> Plan:
+def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> TrainingPlan:
     """Return the plan of the simplest of the fastest layouts that a search found, none slower than ``slowest_s``."""
     chosen, batch = choose_simplest(result, slowest_s=slowest_s), result.costs.layouts
     return build_plan(
@@ -204,7 +213,7 @@ def build_alternatives(result: SearchResult, chosen: Candidate, top: int) -> tup
 
 
 def alternatives_with_schedules(
-    scheduled: Sequence[Alternative], result: SearchResult | None, chosen: Estimate, top: int
+    scheduled: Sequence[Alternative], result: SearchResult | None, chosen: TrainingEstimate, top: int
 ) -> tuple[Alternative, ...]:
     """Return the runner-ups of a plan with an offload schedule: the fastest of others with one, and of ``result`` without any."""
     plain: list[Alternative] = []
@@ -220,7 +229,7 @@ def _is_too_large(other: Alternative) -> bool:
     return other.reason.startswith(TOO_LARGE)
 
 
-def build_alternative(layout: Layout, estimate: Estimate, chosen: Estimate) -> Alternative:
+def build_alternative(layout: Layout, estimate: TrainingEstimate, chosen: TrainingEstimate) -> Alternative:
     """Return a layout that was not chosen, with the reason."""
     return Alternative(
         layout=layout,
@@ -230,7 +239,7 @@ def build_alternative(layout: Layout, estimate: Estimate, chosen: Estimate) -> A
     )
 
 
-def why_slower(other: Estimate, chosen: Estimate) -> str:
+def why_slower(other: TrainingEstimate, chosen: TrainingEstimate) -> str:
     """Return the term of the step that costs the loser the most, as a share of the winner's step."""
     lost = {name: getattr(other.breakdown_s, name) - getattr(chosen.breakdown_s, name) for name in TIME_TITLES}
     worst = max(lost, key=lost.__getitem__)
@@ -242,7 +251,7 @@ def why_slower(other: Estimate, chosen: Estimate) -> str:
     return f"{100 * slower:+.1f} %: {TIME_TITLES[worst]} {100 * lost[worst] / chosen.step_time_s:+.1f} %"
 
 
-def why_too_large(estimate: Estimate) -> str:
+def why_too_large(estimate: TrainingEstimate) -> str:
     """Return the bytes a layout would need against the budget, and its largest term."""
     terms = estimate.memory_bytes.model_dump()
     largest = max(terms, key=terms.__getitem__)

@@ -17,7 +17,7 @@ import torch
 from ...profilers.machine import cpu_rank_environment, num_cores
 from ...profilers.run.faults import explain_failure
 from ...profilers.run.processes import JobEnd, NodeJob, run_ranks
-from ...schema import NodeGroup, Plan
+from ...schema import NodeGroup, TrainingPlan
 from ...schema.errors import InterruptedRunError
 from . import worker
 from .machine import check_machine, local_group, memory_line
@@ -28,7 +28,7 @@ from .worker import Job
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def launch(plan: Plan, job: Job, *, rendezvous: Rendezvous | None = None) -> None:
+def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None) -> None:
     """Run a job on this node's devices to its end; return when every rank has ended well.
 
     Call it from the main thread: signals to this process end the ranks. Log lines of the built-in training's ranks are stored
@@ -74,7 +74,7 @@ def _variables(job: Job, group: NodeGroup) -> dict[str, str]:
     return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
 
 
-def _require_good_end(end: JobEnd, ranks: NodeJob, plan: Plan, watch: Watch) -> None:
+def _require_good_end(end: JobEnd, ranks: NodeJob, plan: TrainingPlan, watch: Watch) -> None:
     """Raise where a rank failed, or the ranks ended on request, here or on another node."""
     stopped = watch.folder / STOPPED_FILE
     if stopped.exists() or end.received:

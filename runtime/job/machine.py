@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ...profilers.machine import available_memory, num_cores
 from ...profilers.run.faults import is_out_of_memory
-from ...schema import MeshwrightError, NodeGroup, Plan, RuntimeMismatchError
+from ...schema import MeshwrightError, NodeGroup, RuntimeMismatchError, TrainingPlan
 from ...schema.units import format_bytes
 
 _MEMORY_TOLERANCE = 0.03
@@ -23,7 +23,7 @@ _MEMORY_TOLERANCE = 0.03
 _VARIANTS = ("pcie", "nvl")
 
 
-def local_group(plan: Plan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
+def local_group(plan: TrainingPlan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
     """Return the plan's description of this node.
 
     Args:
@@ -47,7 +47,7 @@ def local_group(plan: Plan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
     return nodes[node_rank]
 
 
-def check_machine(plan: Plan, group: NodeGroup) -> None:
+def check_machine(plan: TrainingPlan, group: NodeGroup) -> None:
     """Refuse a plan whose devices this machine does not have; looks at kind and number, without touching a GPU."""
     planned = f"{group.devices_per_node} x {group.device.name}"
     _check_host_memory(plan)
@@ -69,7 +69,7 @@ def check_machine(plan: Plan, group: NodeGroup) -> None:
         )
 
 
-def check_device(plan: Plan, group: NodeGroup, device: torch.device) -> None:
+def check_device(plan: TrainingPlan, group: NodeGroup, device: torch.device) -> None:
     """Refuse a GPU of another kind, or with less memory than the plan counts on."""
     if device.type != "cuda":
         return
@@ -109,7 +109,7 @@ def _words(name: str) -> list[str]:
     return [word for word in words if word and not re.fullmatch(r"\d+gb", word)]
 
 
-def _check_host_memory(plan: Plan) -> None:
+def _check_host_memory(plan: TrainingPlan) -> None:
     """Refuse where what the offload schedule puts on the host is not free there, besides what the ranks themselves take."""
     needed = 0 if plan.offload is None else plan.offload.host_bytes
     available = available_memory()
@@ -122,7 +122,7 @@ def _check_host_memory(plan: Plan) -> None:
         )
 
 
-def _check_host(plan: Plan, group: NodeGroup) -> None:
+def _check_host(plan: TrainingPlan, group: NodeGroup) -> None:
     ranks, cores, profile = group.devices_per_node, num_cores(), plan.cluster.profile
     measured = 0 if profile is None else profile.machine.num_devices // profile.machine.num_nodes
     if ranks > max(cores, measured):
@@ -152,7 +152,7 @@ OUT_OF_MEMORY_HELP = (
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(plan: Plan, device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(plan: TrainingPlan, device: torch.device) -> Iterator[None]:
     """Turn what torch and Python raise for want of memory into one message that names the rank."""
     try:
         yield
@@ -162,7 +162,7 @@ def explain_out_of_memory(plan: Plan, device: torch.device) -> Iterator[None]:
         raise _out_of_memory(plan, device, str(error).splitlines()[:1]) from None
 
 
-def _out_of_memory(plan: Plan, device: torch.device, said: list[str]) -> MeshwrightError:
+def _out_of_memory(plan: TrainingPlan, device: torch.device, said: list[str]) -> MeshwrightError:
     rank = plan.rank_map.index(dist.get_rank())
     return MeshwrightError(
         f"rank {rank} of {plan.layout.world_size} is out of memory on {device}",
@@ -177,7 +177,7 @@ def _process_limit() -> tuple[str, ...]:
     return (f"the process may take {format_bytes(min(finite))} (ulimit)",) if finite else ()
 
 
-def memory_line(plan: Plan, device: torch.device) -> str:
+def memory_line(plan: TrainingPlan, device: torch.device) -> str:
     """Return a line with predicted and available memory."""
     predicted = format_bytes(plan.estimate.peak_reserved_bytes)
     if device.type == "cuda":

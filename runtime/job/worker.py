@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import Field
 
 from ...profilers.run.processes import serve_rank
-from ...schema import ConfigError, Plan
+from ...schema import ConfigError, TrainingPlan
 from ...schema.base import Document
 from ..training.options import TrainOptions
 
@@ -46,7 +46,7 @@ def main() -> None:
     if not job.script:
         from ..training.train import train
 
-        train(Plan.load(job.plan), job.options, report=job.report, timeout_s=job.timeout_s)
+        train(TrainingPlan.load(job.plan), job.options, report=job.report, timeout_s=job.timeout_s)
         return
     script, *arguments = job.script
     if not Path(script).is_file():

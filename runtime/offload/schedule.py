@@ -9,7 +9,7 @@ from torch import nn
 
 from ...schema.model import ModelSpec
 from ...schema.offload import OffloadSchedule
-from ...schema.plan import Plan, Stage
+from ...schema.training_plan import Stage, TrainingPlan
 from ...schema.units import format_bytes
 from ..models.decoder import Decoder
 from ..models.layers import local_tensor
@@ -30,7 +30,7 @@ class HostOffload:
     """
 
     def __init__(
-        self, plan: Plan, device: torch.device, *, pin: Pin | None = None, smallest_bytes: int | None = None
+        self, plan: TrainingPlan, device: torch.device, *, pin: Pin | None = None, smallest_bytes: int | None = None
     ) -> None:
         assert plan.offload is not None
         self.schedule: OffloadSchedule = plan.offload

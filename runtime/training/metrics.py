@@ -27,7 +27,7 @@ from typing import Any, NotRequired, TextIO, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema import ConfigError, Plan
+from ...schema import ConfigError, TrainingPlan
 from .memory import MemorySource
 from .step_clock import STEP_PARTS, StepPart
 
@@ -116,13 +116,13 @@ class MetricsWriter:
             self._file.close()
 
 
-def mfu(plan: Plan, step_time_s: float) -> float:
+def mfu(plan: TrainingPlan, step_time_s: float) -> float:
     """Return the FLOPs of a step over what all devices could do at their peak in that time, as in the plan."""
     return plan.estimate.mfu * plan.estimate.step_time_s / step_time_s
 
 
 def summarise(
-    plan: Plan, step_times_s: Sequence[float], ranks: Sequence[RankRecord], *, memory_source: MemorySource
+    plan: TrainingPlan, step_times_s: Sequence[float], ranks: Sequence[RankRecord], *, memory_source: MemorySource
 ) -> dict[str, Any]:
     """Return the last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
 
@@ -171,7 +171,7 @@ def summarise(
     return {"predicted": predicted, "measured": measured, "ratio": ratio}
 
 
-def predicted_parts_s(plan: Plan) -> dict[str, float]:
+def predicted_parts_s(plan: TrainingPlan) -> dict[str, float]:
     """Return what the plan expects of the busiest rank, in the parts that a run can tell apart; they sum to the step time."""
     parts = plan.estimate.breakdown_s
     return {
@@ -203,7 +203,7 @@ def _parts_of_steps(
     )
 
 
-def _stragglers(plan: Plan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
+def _stragglers(plan: TrainingPlan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
     """Return slow ranks by their own work: passes and update on a CPU; on a GPU, whose passes include waiting, the update."""
     on_gpu = plan.cluster.weakest_device.backend.has_streams
     columns = [

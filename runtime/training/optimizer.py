@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ...schema.errors import RuntimeMismatchError
 from ...schema.layers import Block, MoE
-from ...schema.plan import Plan
+from ...schema.training_plan import TrainingPlan
 from ..models.decoder import parameter_seed
 from ..models.experts import MixtureOfExperts, Router
 from ..models.layers import local_part, local_tensor
@@ -159,7 +159,7 @@ def _sigmoid_routers(model: ParallelModel) -> dict[int, Router]:
     return {idx: mixture.gate for idx, mixture in mixtures.items() if mixture.gate.spec.router == "sigmoid"}
 
 
-def require_zeroth_order(plan: Plan) -> None:
+def require_zeroth_order(plan: TrainingPlan) -> None:
     """Refuse plans that cannot be trained so."""
     if plan.layout.pp > 1 or plan.offload is not None:
         raise RuntimeMismatchError(

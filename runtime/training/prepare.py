@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import shutil
 
-from ...schema import ConfigError, Plan, RuntimeMismatchError
+from ...schema import ConfigError, RuntimeMismatchError, TrainingPlan
 from ...schema.schedules import SCHEDULES
 from ..checkpoints import check_writable, list_checkpoints
 from ..data.samples import TokenBatches, TokenStream, open_data, tokenize_paths
 from .options import TrainOptions
 
 
-def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
+def prepare_options(plan: TrainingPlan, options: TrainOptions) -> TrainOptions:
     """Return the options with text made into tokens, after checking everything about them that can be wrong; starts nothing.
 
     Raises:
@@ -37,7 +37,7 @@ def prepare_options(plan: Plan, options: TrainOptions) -> TrainOptions:
     return options
 
 
-def check_weight_options(plan: Plan, options: TrainOptions) -> None:
+def check_weight_options(plan: TrainingPlan, options: TrainOptions) -> None:
     """Check the weights a run starts from and the place of those it ends with."""
     if options.zeroth_order or not plan.workload.has_backward:
         from .optimizer import require_zeroth_order
@@ -55,7 +55,9 @@ def check_weight_options(plan: Plan, options: TrainOptions) -> None:
         check_weights_target(plan.model, options.save_weights)
 
 
-def open_batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank: int) -> tuple[TokenBatches, str]:
+def open_batches(
+    plan: TrainingPlan, options: TrainOptions, *, local_batch: int, dp_rank: int
+) -> tuple[TokenBatches, str]:
     """Return the sequences of one data-parallel rank, and what tells these data from others."""
     vocab_size, seq_len = plan.model.vocab_size, plan.workload.seq_len
     stream: TokenStream = open_data(options.data, vocab_size=vocab_size)
@@ -65,7 +67,7 @@ def open_batches(plan: Plan, options: TrainOptions, *, local_batch: int, dp_rank
     return batches, hashlib.sha256(f"{stream.fingerprint} {seq_len}".encode()).hexdigest()
 
 
-def require_compilable(plan: Plan) -> None:
+def require_compilable(plan: TrainingPlan) -> None:
     """Refuse what torch.compile does not take."""
     reasons = []
     if SCHEDULES[plan.layout.schedule].splits_backward:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from ...cost_models.pipeline.simulation import Action
-from ...schema import Plan
+from ...schema import TrainingPlan
 from ...schema.base import write_atomically
 from ...schema.trace import DATA_PARALLEL, OPTIMIZER, Slice, Stream, measured_trace
 
@@ -198,7 +198,7 @@ class _RankStep(NamedTuple):
 class StepTrace:
     """Keeps one step of a run and writes it; every rank has one and calls both methods. Final."""
 
-    def __init__(self, plan: Plan, clock: StepClock, path: str) -> None:
+    def __init__(self, plan: TrainingPlan, clock: StepClock, path: str) -> None:
         self._plan, self._clock, self._path = plan, clock, path
         self._barrier_s = 0.0
 
@@ -230,7 +230,7 @@ class StepTrace:
             write_atomically(Path(self._path), json.dumps(trace))
 
 
-def step_slices(pieces: Sequence[StepSpan], plan: Plan, rank: int, step_time_s: float) -> list[Slice]:
+def step_slices(pieces: Sequence[StepSpan], plan: TrainingPlan, rank: int, step_time_s: float) -> list[Slice]:
     """Return what a rank did, from the beginning of its step."""
     passes_end_s = max((piece.end_s for piece in pieces if piece.action is not None), default=0.0)
     layout = plan.layout

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ...schema import ConfigError, MeshwrightError, Plan, RuntimeMismatchError
+from ...schema import ConfigError, MeshwrightError, RuntimeMismatchError, TrainingPlan
 from ..adapters import merge_adapters, save_adapters
 from ..checkpoints import list_checkpoints
 from ..checkpoints.checkpoint import CheckpointInfo, CheckpointWriter, TrainingProgress, load_checkpoint
@@ -263,7 +263,9 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def train(plan: Plan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0) -> None:
+def train(
+    plan: TrainingPlan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0
+) -> None:
     """Train the plan's model from scratch or from a checkpoint; each rank of a torchrun job calls it.
 
     Args:
@@ -328,7 +330,7 @@ def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tenso
             yield tokens
 
 
-def _join(plan: Plan, timeout_s: float) -> torch.device:
+def _join(plan: TrainingPlan, timeout_s: float) -> torch.device:
     """Enter the job's process group; return this rank's device."""
     cluster = plan.cluster
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -345,7 +347,7 @@ def _join(plan: Plan, timeout_s: float) -> torch.device:
     return device
 
 
-def _backend(plan: Plan) -> str:
+def _backend(plan: TrainingPlan) -> str:
     """Return the backend; streamed parameters and their gradients are reduced and counted on the host."""
     backend = plan.cluster.weakest_device.backend.collectives
     streams = plan.offload is not None and plan.offload.streamed_parameter_layers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...schema.errors import ConfigError, RuntimeMismatchError
 from ...schema.model import ModelSpec
-from ...schema.plan import Plan
+from ...schema.training_plan import TrainingPlan
 from ..data_parallel import shard_units
 from ..mesh import ParallelMesh, build_mesh
 from ..models.decoder import init_weights
@@ -31,7 +31,7 @@ _SAME = ("hidden_dim", "layers", "tie_embeddings")
 
 def parallelize_user_module(
     module: nn.Module,
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     device: torch.device,
     seed: int,
@@ -86,7 +86,7 @@ def parallelize_user_module(
     )
 
 
-def _check(module: nn.Module, structure: Structure, plan: Plan) -> None:
+def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
     layout, name = plan.layout, type(module).__name__
     for axis in ("cp", "ep", "etp"):
         if getattr(layout, axis) > 1:
@@ -129,7 +129,7 @@ def _check(module: nn.Module, structure: Structure, plan: Plan) -> None:
         )
 
 
-def _split(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan, *, is_tied: bool) -> None:
+def _split(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: TrainingPlan, *, is_tied: bool) -> None:
     if mesh.tp is None:
         return
     if structure.is_transformers:
@@ -138,7 +138,7 @@ def _split(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan
         split_plain(part, mesh.tp)
 
 
-def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Plan) -> None:
+def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: TrainingPlan) -> None:
     """Shard blocks one by one; embedding, and last norm with head; all that remains, and what is tied, with the part itself."""
     numbered = enumerate(structure.blocks_of(part), start=1)
     blocks = [(idx, block) for idx, block in numbered if any(True for _ in block.parameters())]

@@ -32,7 +32,7 @@ FOLDERS = (
 SETUP = """
 from meshwright.cost_models.pipeline.orders import order_of_schedule
 from meshwright.planner import cheapest, estimate, plan
-from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Offer, Plan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Offer, TrainingPlan, Workload
 model, workload = ModelSpec.named("llama-3.2-1b"), Workload(seq_len=2048, global_batch_size=32)
 cluster = ClusterSpec.parse("8xH100-SXM-80GB")
 def refusal(text):
@@ -44,7 +44,7 @@ def refusal(text):
 AXIS = """
 made = plan(model, cluster, workload, fixed={"spin": 2})
 assert made.layout.spin == 2 and "spin=2" in str(made.layout), made.layout
-assert Plan.model_validate_json(made.model_dump_json()) == made
+assert TrainingPlan.model_validate_json(made.model_dump_json()) == made
 plain = plan(model, cluster, workload)
 assert plain.layout.spin == 1 and plain.estimate.step_time_s == made.estimate.step_time_s
 assert "spin" in refusal("warp=2")
@@ -59,7 +59,7 @@ SCHEDULE = """
 made = plan(model, cluster, workload, fixed={"schedule": "toy", "pp": 2})
 assert made.layout.schedule == "toy" and str(made.layout).endswith("toy"), made.layout
 assert Layout.parse(str(made.layout)) == made.layout
-assert Plan.model_validate_json(made.model_dump_json()) == made
+assert TrainingPlan.model_validate_json(made.model_dump_json()) == made
 usual = estimate(model, cluster, workload, made.layout.replace(schedule="1f1b"))
 assert abs(made.estimate.step_time_s / usual.step_time_s - 1) < 1e-9
 assert order_of_schedule("toy", 2, 4, 1) == order_of_schedule("1f1b", 2, 4, 1)
@@ -69,7 +69,7 @@ OBJECTIVE = """
 offers = [Offer.from_cluster(ClusterSpec.parse("4x8xH100-SXM-80GB"), price_per_device_hour=2.0)]
 made = cheapest(model, offers, workload.replace(global_batch_size=64), runnable=True, top=0)
 assert made.cost.num_nodes == 1, made.cost
-assert Plan.model_validate_json(made.model_dump_json()) == made
+assert TrainingPlan.model_validate_json(made.model_dump_json()) == made
 """
 
 

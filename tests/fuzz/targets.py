@@ -35,7 +35,7 @@ from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import open_token_files
 from meshwright.runtime.job.rendezvous import slurm_rendezvous
 from meshwright.runtime.weights.load import find_weights
-from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.generation import GenerationPlan
 from meshwright.schema.layout import check_fields, format_assignments, parse_assignments
 from meshwright.schema.offers import offers_from_file
@@ -200,7 +200,7 @@ def _text(path: Path) -> None:
 
 
 @cache
-def small_plans() -> tuple[Plan, ...]:
+def small_plans() -> tuple[TrainingPlan, ...]:
     """A pipeline, a sharded one, one of experts, one with offload, one with an order of its own."""
     model = tiny_model(num_blocks=4)
     pipeline = make_plan(model, Layout(pp=2, dp_shard=2, zero_stage=1, recompute="mixed"), workload=STEP)
@@ -215,8 +215,8 @@ def small_plans() -> tuple[Plan, ...]:
 
 
 def _plan(path: Path) -> None:
-    plan = Plan.load(path)
-    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    plan = TrainingPlan.load(path)
+    assert TrainingPlan.model_validate_json(plan.model_dump_json()) == plan
     if plan.cluster.num_devices > MOST_DEVICES or plan.num_microbatches > 100:
         return
     engines = [lambda engine=engine: export(plan, engine) for engine in ENGINES]
@@ -292,7 +292,7 @@ def _profile(path: Path) -> None:
 
 
 @cache
-def _measured_plan() -> Plan:
+def _measured_plan() -> TrainingPlan:
     from meshwright.validation.run_calibration import reestimate
 
     plan = small_plans()[1]
@@ -498,7 +498,7 @@ def _exported(suffix: str) -> Callable[[], list[bytes]]:
     return documents
 
 
-def _made(plan: Plan) -> Iterator[Any]:
+def _made(plan: TrainingPlan) -> Iterator[Any]:
     for engine in ENGINES:
         for fixed in (plan, plan.replace(workload=plan.workload.replace(engine="megatron"))):
             try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from meshwright.schema import ConfigError, Plan, Profile
+from meshwright.schema import ConfigError, Profile, TrainingPlan
 from meshwright.schema.generation import GenerationPlan
 
 FOLDER = Path(__file__).parent / "documents"
@@ -18,7 +18,7 @@ GENERATION = ("generation.json",)
 
 def kind_of(name: str) -> Any:
     """Return the class that reads a document."""
-    return Profile if name in PROFILES else GenerationPlan if name in GENERATION else Plan
+    return Profile if name in PROFILES else GenerationPlan if name in GENERATION else TrainingPlan
 
 
 def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
@@ -50,4 +50,4 @@ def test_quick_order_of_passes_has_a_line_for_each_rank(lines: int, tmp_path: Pa
     document["pipeline_order"] = (2 * document["pipeline_order"])[:lines]
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=f"with {lines} lines of an order"):
-        Plan.load(tmp_path / "plan.json")
+        TrainingPlan.load(tmp_path / "plan.json")

@@ -28,7 +28,7 @@ from meshwright.runtime.checkpoints.checkpoint import TrainingProgress, load_che
 from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.training.optimizer import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Case:
     """
 
     name: str
-    plan: Plan
+    plan: TrainingPlan
     num_steps: int = 3
     own_model: bool = False
     saves: bool = False
@@ -203,7 +203,7 @@ def train(case: Case, folder: Path) -> Outcome:
     return outcome
 
 
-def local_tokens(plan: Plan, dp_rank: int, step: int) -> Tensor:
+def local_tokens(plan: TrainingPlan, dp_rank: int, step: int) -> Tensor:
     """Share of one data-parallel rank of a random global batch, [local_batch, seq_len + 1]."""
     generator = torch.Generator().manual_seed(step)
     shape = (plan.workload.global_batch_size, plan.workload.seq_len + 1)

@@ -8,14 +8,14 @@ from typing import Any, Literal
 from meshwright.schema import (
     ClusterSpec,
     Device,
-    Estimate,
     Layout,
     Link,
     LinkLevel,
     ModelSpec,
     NodeGroup,
-    Plan,
     Stage,
+    TrainingEstimate,
+    TrainingPlan,
     Workload,
 )
 from meshwright.schema.devices import CollectiveLatency, LinkEfficiency, PeakFlops
@@ -32,7 +32,8 @@ from meshwright.schema.layers import (
 )
 from meshwright.schema.layout import Recompute
 from meshwright.schema.offload import LayerOffload, OffloadSchedule
-from meshwright.schema.plan import Interval, LayerSlots, MemoryBreakdown, PlanProvenance, StageEstimate, TimeBreakdown
+from meshwright.schema.plan import PlanProvenance
+from meshwright.schema.training_plan import Interval, LayerSlots, MemoryBreakdown, StageEstimate, TimeBreakdown
 
 
 def tiny_model(
@@ -122,11 +123,11 @@ def make_plan(
     rank_map: tuple[int, ...] | None = None,
     pipeline_order: tuple[str, ...] = (),
     expert_slots: tuple[LayerSlots, ...] = (),
-) -> Plan:
+) -> TrainingPlan:
     """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
     num_stages = layout.pp * layout.num_model_chunks
     counts = blocks_per_stage or tuple((model.num_blocks + i) // num_stages for i in range(num_stages))
-    return Plan(
+    return TrainingPlan(
         model=model,
         cluster=cpu_cluster(layout.world_size),
         workload=workload,
@@ -140,11 +141,13 @@ def make_plan(
     )
 
 
-def with_offload(plan: Plan, schedule: OffloadSchedule, offloads: Sequence[LayerOffload]) -> tuple[Plan, Plan]:
+def with_offload(
+    plan: TrainingPlan, schedule: OffloadSchedule, offloads: Sequence[LayerOffload]
+) -> tuple[TrainingPlan, TrainingPlan]:
     """A plan with the recompute that these offloads need (one for each layer), without them and with them."""
     needed: dict[LayerOffload, Recompute] = {"none": "none", "activations": "none", "boundary": "full"}
     mixes = "boundary" in offloads
-    fields = {name: getattr(plan, name) for name in Plan.model_fields}
+    fields = {name: getattr(plan, name) for name in TrainingPlan.model_fields}
     layout = plan.layout.replace(recompute="mixed") if mixes else plan.layout
     stages = tuple(
         stage.replace(layer_recompute=tuple(needed[offloads[idx]] for idx in stage.layer_idxs) if mixes else ())
@@ -154,7 +157,7 @@ def with_offload(plan: Plan, schedule: OffloadSchedule, offloads: Sequence[Layer
         stage.replace(layer_offload=tuple(offloads[idx] for idx in stage.layer_idxs)) for stage in stages
     )
     scheduled = {"layout": layout.replace(offload="scheduled"), "stages": offloading, "offload": schedule}
-    return plan.replace(layout=layout, stages=stages), Plan(**{**fields, **scheduled})
+    return plan.replace(layout=layout, stages=stages), TrainingPlan(**{**fields, **scheduled})
 
 
 def _stages(blocks: tuple[int, ...], layout: Layout) -> tuple[Stage, ...]:
@@ -174,10 +177,10 @@ def _stage(first: int, num_layers: int, layout: Layout) -> Stage:
     return Stage(first_layer_idx=first, num_layers=num_layers, recompute="full", layer_recompute=in_turn)
 
 
-def _estimate(num_stages: int) -> Estimate:
+def _estimate(num_stages: int) -> TrainingEstimate:
     memory = MemoryBreakdown(parameters=1, gradients=1, optimizer=1, unsharded=0, activations=1, logits=1, temporary=1)
     parts: dict[str, Any] = dict.fromkeys(TimeBreakdown.model_fields, 0.0)
-    return Estimate(
+    return TrainingEstimate(
         step_time_s=1.0,
         step_time_interval_s=Interval(low=0.5, high=2.0),
         tokens_per_s=1.0,

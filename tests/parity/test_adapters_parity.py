@@ -13,7 +13,7 @@ from meshwright.runtime import build_optimizer, parallelize
 from meshwright.runtime.adapters import merge_adapters, save_adapters
 from meshwright.runtime.checkpoints.checkpoint import SafeReader
 from meshwright.runtime.models.decoder import is_adapter
-from meshwright.schema import Layout, OffloadSchedule, Plan, RuntimeMismatchError, Workload
+from meshwright.schema import Layout, OffloadSchedule, RuntimeMismatchError, TrainingPlan, Workload
 from meshwright.schema.layers import MoE
 from meshwright.schema.task import LowRank
 from plans import make_plan, tiny_model, with_offload
@@ -34,7 +34,7 @@ class Setup:
     is_zeroth: bool = False
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         if self.is_zeroth:
             return make_plan(MODEL, self.layout, workload=WORKLOAD.replace(adapters=None, passes="zeroth_order"))
         plan = make_plan(MODEL, self.layout, workload=WORKLOAD)

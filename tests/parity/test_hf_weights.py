@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import transformers
 from harness import Case, by_world_size, local_tokens, run_group
 from meshwright.runtime.weights.load import INDEX_FILE, find_weights
-from meshwright.schema import Layout, ModelSpec, Plan, Workload
-from meshwright.schema.plan import LayerSlots
+from meshwright.schema import Layout, ModelSpec, TrainingPlan, Workload
+from meshwright.schema.training_plan import LayerSlots
 from plans import make_plan
 
 LOSS_TOLERANCE = 3e-6
@@ -94,7 +94,7 @@ GROUPS = (
 )
 
 
-def plan_of(setup: Setup, folder: Path) -> Plan:
+def plan_of(setup: Setup, folder: Path) -> TrainingPlan:
     spec = ModelSpec.from_hf(folder / setup.model)
     return make_plan(spec, setup.layout, workload=WORKLOAD, expert_slots=setup.expert_slots)
 
@@ -114,7 +114,7 @@ def published(name: str, folder: Path) -> torch.nn.Module:
     return model.eval()
 
 
-def loss_of(model: torch.nn.Module, plan: Plan) -> float:
+def loss_of(model: torch.nn.Module, plan: TrainingPlan) -> float:
     tokens = torch.cat([local_tokens(plan, rank, 0) for rank in range(plan.layout.dp)])
     with torch.no_grad():
         logits = model(tokens[:, :-1]).logits

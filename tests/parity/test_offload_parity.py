@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Case, Outcome, by_world_size, run_group
-from meshwright.schema import Layout, ModelSpec, OffloadSchedule, Plan, Workload
+from meshwright.schema import Layout, ModelSpec, OffloadSchedule, TrainingPlan, Workload
 from meshwright.schema.layers import MoE
 from meshwright.schema.offload import LayerOffload
 from plans import make_plan, tiny_model, with_offload
@@ -34,7 +34,7 @@ class Setup:
     workload: Workload = WORKLOAD
     resumes: bool = False
 
-    def plans(self, folder: Path) -> tuple[Plan, Plan]:
+    def plans(self, folder: Path) -> tuple[TrainingPlan, TrainingPlan]:
         """Without and with the offload, both with the recompute that the offload needs."""
         schedule = self.schedule
         if schedule.storage_optimizer_layers:

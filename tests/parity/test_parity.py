@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Case, Outcome, by_world_size, run_group
-from meshwright.schema import Layout, Plan, Workload
+from meshwright.schema import Layout, TrainingPlan, Workload
 from meshwright.schema.layers import LatentAttention, MoE, Rope
-from meshwright.schema.plan import LayerSlots
+from meshwright.schema.training_plan import LayerSlots
 from plans import gpt2_model, make_plan, tiny_model
 
 LOSS_TOLERANCE = 1.5e-6
@@ -116,7 +116,7 @@ class Setup:
     expert_slots: tuple[LayerSlots, ...] = ()
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         return make_plan(
             MODELS[self.model],
             self.layout,

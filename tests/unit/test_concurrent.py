@@ -13,7 +13,7 @@ import pytest
 from meshwright.profilers import local
 from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import open_token_files
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 from meshwright.schema.base import write_atomically
 from targets import small_plans, small_profile
 
@@ -43,7 +43,7 @@ def write_and_read_plans(number: int, path: Path) -> None:
     plans = small_plans()
     for _ in range(ROUNDS):
         plans[number % len(plans)].save(path)
-        assert Plan.load(path) in plans
+        assert TrainingPlan.load(path) in plans
 
 
 def test_plans_written_at_once_are_whole(tmp_path: Path) -> None:

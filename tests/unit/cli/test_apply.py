@@ -17,7 +17,7 @@ import typer
 from meshwright.cli.apply import ApplyCommand, apply
 from meshwright.profilers.machine import identify, num_cores
 from meshwright.runtime.checkpoints import list_checkpoints
-from meshwright.schema import Layout, Plan
+from meshwright.schema import Layout, TrainingPlan
 from meshwright.schema.profile import Profile
 from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan
 from typer.testing import CliRunner
@@ -29,7 +29,7 @@ START_S = 240  # of a machine that is busy otherwise
 needs_two_cores = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
 
 
-def saved(plan: Plan, folder: Path) -> str:
+def saved(plan: TrainingPlan, folder: Path) -> str:
     path = folder / "plan.json"
     plan.save(path)
     return str(path)
@@ -120,7 +120,7 @@ import os, sys, time
 import torch
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.runtime.training.train import train
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 
 def busy(*_):
     end = time.thread_time() + 0.002
@@ -129,7 +129,7 @@ def busy(*_):
 
 if os.environ["RANK"] == "1":
     torch.nn.modules.module.register_module_forward_pre_hook(busy)
-train(Plan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=12), report=sys.argv[1])
+train(TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"]), TrainOptions(steps=12), report=sys.argv[1])
 """
 
 
@@ -267,7 +267,7 @@ def test_options_end_at_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ],
 )
 def test_what_cannot_run_is_refused_at_once(
-    tmp_path: Path, plan: Plan, options: Sequence[str], code: int, message: str
+    tmp_path: Path, plan: TrainingPlan, options: Sequence[str], code: int, message: str
 ) -> None:
     seen = in_process(saved(plan, tmp_path), *options)
     assert seen[0] == code

@@ -93,4 +93,4 @@ def test_apply_refuses_a_plan_for_generation() -> None:
     assert CliRunner().invoke(app, INFER).exit_code == 0
     result = CliRunner().invoke(app, ["apply", "plan.json"])
     assert result.exit_code == 2
-    assert "an estimate of generation" in result.stderr
+    assert "a plan for generation; one for training is needed" in result.stderr

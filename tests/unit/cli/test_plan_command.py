@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cli.main import app
-from meshwright.schema import Estimate, Plan
+from meshwright.schema import TrainingEstimate, TrainingPlan
 from typer.testing import CliRunner
 
 README_PLAN = [
@@ -47,7 +47,7 @@ def test_plan_prints_one_table_and_writes_the_plan(tmp_path) -> None:
     assert result.stderr.strip().splitlines()[-1] == (
         "wrote plan.json; next: meshwright explain plan.json, and on the cluster meshwright apply plan.json"
     )
-    plan = Plan.load(tmp_path / "plan.json")
+    plan = TrainingPlan.load(tmp_path / "plan.json")
     assert plan.layout.world_size == 256
     assert str(plan.layout).split()[0] in result.stdout
 
@@ -81,7 +81,7 @@ def test_estimate_json_is_an_estimate() -> None:
     args = ["estimate", *README_PLAN[1:], "--layout", "tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=selective"]
     result = CliRunner().invoke(app, [*args, "--json"])
     assert result.exit_code == 0, result.output
-    found = Estimate(**json.loads(result.stdout))
+    found = TrainingEstimate(**json.loads(result.stdout))
     assert len(found.stages) == 4
     assert CliRunner().invoke(app, args).exit_code == 0
 
@@ -141,7 +141,7 @@ def test_plan_for_another_engine_says_so_and_apply_refuses_it(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     assert "for megatron" in result.stdout
     assert result.stderr.strip().splitlines()[-1] == "wrote plan.json; next: meshwright export plan.json --to megatron"
-    assert Plan.load(tmp_path / "plan.json").workload.engine == "megatron"
+    assert TrainingPlan.load(tmp_path / "plan.json").workload.engine == "megatron"
     refused = CliRunner().invoke(app, ["apply", "plan.json"])
     assert refused.exit_code == 2
     assert "the plan is for megatron" in refused.stderr
@@ -175,7 +175,7 @@ def test_estimate_for_another_engine_costs_its_layouts() -> None:
     ]
     result = CliRunner().invoke(app, ["estimate", *options])
     assert result.exit_code == 0, result.output
-    Estimate.model_validate_json(result.stdout)
+    TrainingEstimate.model_validate_json(result.stdout)
     assert "it is costed for megatron" in result.stderr
     assert "this version" not in result.stderr
 
@@ -188,7 +188,7 @@ def test_stages_lie_where_the_order_of_passes_has_them(tmp_path) -> None:
     )
     assert result.exit_code == 0, result.output
     shown = {int(stage): int(rank) for stage, rank in re.findall(r"stage (\d+) on rank (\d+)", result.stdout)}
-    order = Plan.load(tmp_path / "plan.json").pipeline_order
+    order = TrainingPlan.load(tmp_path / "plan.json").pipeline_order
     assert shown == {int(stage): rank for rank, passes in enumerate(order) for stage in re.findall(r"(\d+)F", passes)}
 
 

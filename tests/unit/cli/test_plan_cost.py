@@ -6,7 +6,7 @@ import json
 
 import pytest
 from meshwright.cli.main import app
-from meshwright.schema import Plan
+from meshwright.schema import TrainingPlan
 from typer.testing import CliRunner
 
 PLAN = ["plan", "llama-3.2-1b", "--global-batch-size", "64", "--seq-len", "2048"]
@@ -24,7 +24,7 @@ def test_cost_of_a_cluster_is_shown_with_every_size(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     for expected in ("cheapest:", "chosen", "USD/1e9 tok", "whole run", "too slow"):
         assert expected in result.stdout
-    cost = Plan.load(tmp_path / "plan.json").cost
+    cost = TrainingPlan.load(tmp_path / "plan.json").cost
     assert cost.hours <= 100
     assert f"{cost.total:,.0f}" in result.stdout
     assert len(cost.sizes) == 3
@@ -48,7 +48,7 @@ def test_offers_are_compared_and_the_json_has_the_money(tmp_path) -> None:
 def test_pareto_front_is_part_of_the_plan(tmp_path) -> None:
     result = CliRunner().invoke(app, [*PLAN, "--cluster", "4xA100-SXM-80GB", "--pareto"])
     assert result.exit_code == 0, result.output
-    points = Plan.load(tmp_path / "plan.json").pareto
+    points = TrainingPlan.load(tmp_path / "plan.json").pareto
     assert len(points) >= 3
     assert all(str(point.layout) in result.stdout for point in points)
 

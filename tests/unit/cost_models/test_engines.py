@@ -12,7 +12,7 @@ from meshwright.cost_models.layer.layer import alternate_products_s
 from meshwright.cost_models.layer.operators import Gemm
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
-from meshwright.schema import ClusterSpec, Estimate, Layout, ModelSpec, Workload
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, TrainingEstimate, Workload
 from meshwright.schema.engine_facts import Engine
 from meshwright.schema.layers import Block
 from meshwright.schema.layout_table import LayoutTable
@@ -20,7 +20,7 @@ from meshwright.schema.layout_table import LayoutTable
 
 def run(
     engine: Engine, layout: Layout, cluster: str = "64xH100-SXM-80GB", batch: int = 128, **choices: str | bool
-) -> Estimate:
+) -> TrainingEstimate:
     workload = Workload(seq_len=4096, global_batch_size=batch, engine=engine, **choices)  # type: ignore[arg-type]
     return estimate(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse(cluster), workload, layout)
 

@@ -8,7 +8,7 @@ import pytest
 from meshwright.cost_models.coefficients import Scenario
 from meshwright.cost_models.stage.step import MIN_LOG_WIDTH, time_interval, time_shares
 from meshwright.schema import Calibration, ClusterSpec, Workload
-from meshwright.schema.plan import TimeBreakdown
+from meshwright.schema.training_plan import TimeBreakdown
 
 H100 = ClusterSpec.parse("8xH100-SXM-80GB")
 MEGATRON = Workload(seq_len=4096, global_batch_size=64, engine="megatron")

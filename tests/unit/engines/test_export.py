@@ -16,21 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_options import megatron_parser
 from meshwright.engines import ENGINES, Exported, export, read_configuration
-from meshwright.schema import ConfigError, Layout, ModelSpec, Plan, Workload
-from meshwright.schema.plan import LayerSlots
+from meshwright.schema import ConfigError, Layout, ModelSpec, TrainingPlan, Workload
+from meshwright.schema.training_plan import LayerSlots
 from plans import make_plan
 
 LLAMA = ModelSpec.named("llama-3.1-8b")
 DEEPSEEK = ModelSpec.named("deepseek-v3")
 
 
-def plan_of(layout: Layout, model: ModelSpec = LLAMA, **workload: Any) -> Plan:
+def plan_of(layout: Layout, model: ModelSpec = LLAMA, **workload: Any) -> TrainingPlan:
     """A plan with 16 micro-batches and even stages."""
     batch = workload.pop("global_batch_size", 16 * layout.dp * layout.micro_batch_size)
     return make_plan(model, layout, workload=Workload(seq_len=4096, global_batch_size=batch, **workload))
 
 
-def back(made: Exported, folder: Path, plan: Plan) -> Layout:
+def back(made: Exported, folder: Path, plan: TrainingPlan) -> Layout:
     """What the written configuration is read as."""
     path = made.write(folder)[0]
     return read_configuration(path, num_devices=plan.cluster.num_devices, model=plan.model).layout

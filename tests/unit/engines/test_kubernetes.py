@@ -14,7 +14,7 @@ import yaml
 from meshwright.engines import export
 from meshwright.engines.kubernetes import MAX_PLAN_BYTES
 from meshwright.runtime.job.rendezvous import Rendezvous
-from meshwright.schema import ConfigError, Layout, Plan, Workload
+from meshwright.schema import ConfigError, Layout, TrainingPlan, Workload
 from plans import cpu_cluster, make_plan, tiny_model
 
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ TRAINER = {
 """Fields of spec.trainer in that API, and what they hold."""
 
 
-def plan_of(num_devices: int = 2, *, num_nodes: int = 2, device: str | None = "H100-SXM-80GB") -> Plan:
+def plan_of(num_devices: int = 2, *, num_nodes: int = 2, device: str | None = "H100-SXM-80GB") -> TrainingPlan:
     """A data-parallel plan; ``device`` None: for CPUs."""
     layout = Layout(dp_replicate=num_devices)
     plan = make_plan(
@@ -60,7 +60,7 @@ def field(document: dict[str, Any], path: str) -> Any:
     return document
 
 
-def manifests(plan: Plan) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def manifests(plan: TrainingPlan) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """The two documents of each file, by the name of the file."""
     made = export(plan, "kubernetes")
     return {name: tuple(yaml.safe_load_all(text)) for name, text in made.files}  # type: ignore[misc]
@@ -116,7 +116,7 @@ def test_pods_apply_the_plan_from_their_place(file: str, tmp_path: Path) -> None
     script = script.replace("/tmp/plan.json", str(tmp_path / "plan.json"))
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", variable["name"]: config["data"]["plan.json"], **PLACES[file]}
     subprocess.run([*holder["command"], script], env=environment, check=True)
-    assert Plan.load(tmp_path / "plan.json") == plan
+    assert TrainingPlan.load(tmp_path / "plan.json") == plan
     command, path, *options = (tmp_path / "arguments").read_text().splitlines()
     assert (command, path) == ("apply", str(tmp_path / "plan.json"))
     given = dict(zip(options[::2], options[1::2], strict=True))

@@ -11,7 +11,7 @@ from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_boun
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate, plan
 from meshwright.planner.experts import with_imbalance
-from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layout_table import LayoutTable
 from typer.testing import CliRunner
 
@@ -21,11 +21,13 @@ LOAD = np.random.default_rng(0).lognormal(0, 0.9, (32, 8))
 
 
 @pytest.fixture(scope="module")
-def plans() -> tuple[Plan, Plan]:
+def plans() -> tuple[TrainingPlan, TrainingPlan]:
     return plan(MODEL, CLUSTER, WORKLOAD), plan(MODEL, CLUSTER, WORKLOAD, expert_load=LOAD)
 
 
-def test_imbalance_makes_the_plan_slower_and_its_expert_parallelism_smaller(plans: tuple[Plan, Plan]) -> None:
+def test_imbalance_makes_the_plan_slower_and_its_expert_parallelism_smaller(
+    plans: tuple[TrainingPlan, TrainingPlan],
+) -> None:
     even, measured = plans
     assert measured.estimate.step_time_s > even.estimate.step_time_s
     assert measured.layout.ep < even.layout.ep
@@ -35,9 +37,11 @@ def test_imbalance_makes_the_plan_slower_and_its_expert_parallelism_smaller(plan
     assert measured.estimate.step_time_s < kept.step_time_s
 
 
-def test_plan_says_where_the_experts_of_every_layer_stand(plans: tuple[Plan, Plan], tmp_path: Path) -> None:
+def test_plan_says_where_the_experts_of_every_layer_stand(
+    plans: tuple[TrainingPlan, TrainingPlan], tmp_path: Path
+) -> None:
     plans[1].save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
+    loaded = TrainingPlan.load(tmp_path / "plan.json")
     assert len(loaded.expert_slots) == 32
     fullest = []
     for slots, load in zip(loaded.expert_slots, LOAD, strict=True):

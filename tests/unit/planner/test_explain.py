@@ -10,7 +10,7 @@ from meshwright.planner.explain.cluster_changes import twice_as_fast, with_bandw
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.tasks.training import search_layouts
-from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layout import format_assignments, parse_assignments
 from meshwright.schema.units import GB, GIB
 
@@ -19,7 +19,7 @@ WORKLOAD = Workload(seq_len=4096, global_batch_size=64)
 
 
 @cache
-def made(fixed: str = "", engine: str = "fsdp2") -> Plan:
+def made(fixed: str = "", engine: str = "fsdp2") -> TrainingPlan:
     workload = WORKLOAD.replace(engine=engine)
     return plan(MODEL, CLUSTER, workload, fixed=parse_assignments(fixed))
 

@@ -14,7 +14,7 @@ from meshwright.planner.request import Deadline, OffloadRequest, PlanRequest
 from meshwright.planner.tasks.offload import search_offload
 from meshwright.planner.tasks.offload_problem import choice_of_plan, problem_of_plan
 from meshwright.planner.timeline import timeline
-from meshwright.schema import ClusterSpec, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.trace import chrome_trace
 from meshwright.schema.units import GIB
 
@@ -26,7 +26,7 @@ HOST = OffloadRequest(host_memory_bytes=100 * GIB)
 
 
 @cache
-def made(cluster: ClusterSpec = TIGHT, request: OffloadRequest = HOST) -> Plan:
+def made(cluster: ClusterSpec = TIGHT, request: OffloadRequest = HOST) -> TrainingPlan:
     found = plan(MODEL, cluster, STEP, offload=request, top=2)
     assert found.offload is not None
     return found

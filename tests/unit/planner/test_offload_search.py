@@ -9,7 +9,7 @@ from meshwright.cli.main import app
 from meshwright.planner import estimate, plan
 from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.space import build_space
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.task import parse_training
 from meshwright.schema.units import GIB
 from typer.testing import CliRunner
@@ -20,12 +20,12 @@ STEP = Workload(seq_len=4096, global_batch_size=4)
 
 
 @pytest.fixture(scope="module")
-def offloaded() -> Plan:
+def offloaded() -> TrainingPlan:
     """8 B parameters need 128 GB for states alone."""
     return plan(MODEL, ONE, STEP, offload=OffloadRequest(host_memory_bytes=200 * GIB))
 
 
-def test_a_model_larger_than_memory_fits_with_offload(offloaded: Plan) -> None:
+def test_a_model_larger_than_memory_fits_with_offload(offloaded: TrainingPlan) -> None:
     with pytest.raises(InfeasibleError):
         plan(MODEL, ONE, STEP, time_limit_s=5)
     found = offloaded.estimate
@@ -38,10 +38,10 @@ def test_a_model_larger_than_memory_fits_with_offload(offloaded: Plan) -> None:
     assert offloaded.offload.simulated_s == pytest.approx(found.step_time_s, rel=1e-6)
     assert offloaded.offload.bound_s <= found.step_time_s and offloaded.search is not None
     assert offloaded.search.bound_s <= found.step_time_s
-    assert Plan.model_validate_json(offloaded.model_dump_json()) == offloaded
+    assert TrainingPlan.model_validate_json(offloaded.model_dump_json()) == offloaded
 
 
-def test_states_on_the_host_are_what_the_devices_lack(offloaded: Plan) -> None:
+def test_states_on_the_host_are_what_the_devices_lack(offloaded: TrainingPlan) -> None:
     schedule = offloaded.offload
     assert schedule is not None
     trained = MODEL.num_params
@@ -91,7 +91,7 @@ def test_only_what_was_asked_for_leaves(kinds: str, memory_gib: int, seq_len: in
     assert bool(found.offload.off_device_layers) == (kinds == "optimizer")
 
 
-def test_a_layout_with_a_schedule_has_an_estimate(offloaded: Plan) -> None:
+def test_a_layout_with_a_schedule_has_an_estimate(offloaded: TrainingPlan) -> None:
     again = estimate(MODEL, ONE, STEP, offloaded.layout)
     # The plan's host memory was limited, the estimate's is not: it may be a little faster.
     assert 0.9 * offloaded.estimate.step_time_s <= again.step_time_s <= 1.05 * offloaded.estimate.step_time_s
@@ -117,7 +117,7 @@ def test_the_command_shows_the_schedule(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*base, "--offload", "auto", "--host-memory-gib", "200", "--out", out])
     assert result.exit_code == 0, result.stderr
     assert "offload=scheduled" in result.stdout and "more of each device" in result.stdout
-    assert Plan.load(out).offload is not None
+    assert TrainingPlan.load(out).offload is not None
 
 
 @pytest.mark.parametrize(

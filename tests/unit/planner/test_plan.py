@@ -20,8 +20,8 @@ from meshwright.schema import (
     InfeasibleError,
     Layout,
     ModelSpec,
-    Plan,
     SolverLimitError,
+    TrainingPlan,
     Workload,
 )
 
@@ -72,14 +72,14 @@ def make(
     *,
     runnable: bool | None = None,
     fixed: dict[str, int] | None = None,
-) -> Plan:
+) -> TrainingPlan:
     machine = ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=batch, precision=default_precision(machine))
     return plan(ModelSpec.named(model), machine, workload, runnable=runnable, fixed=fixed or {})
 
 
 @functools.cache
-def made(case: tuple[str, str, int, int]) -> Plan:
+def made(case: tuple[str, str, int, int]) -> TrainingPlan:
     """Planned once for all tests that look at the same plan."""
     return make(*case)
 
@@ -154,7 +154,7 @@ def test_plans_fit_by_hand_arithmetic_on_states(case: tuple[str, str, int, int])
 def test_plan_survives_a_json_round_trip(case: tuple[str, str, int, int], tmp_path) -> None:
     found = made(case)
     found.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == found
+    assert TrainingPlan.load(tmp_path / "plan.json") == found
 
 
 def test_plan_is_deterministic() -> None:

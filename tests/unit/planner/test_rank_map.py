@@ -15,7 +15,7 @@ from meshwright.planner.rank_map import best_case, device_of_rank, in_order, nod
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.runtime.mesh import require_ascending
-from meshwright.schema import ClusterSpec, Estimate, ModelSpec, Workload
+from meshwright.schema import ClusterSpec, ModelSpec, TrainingEstimate, Workload
 
 
 def with_matrix(spec: str, matrix: np.ndarray) -> ClusterSpec:
@@ -71,7 +71,9 @@ def test_no_map_beats_the_bound_and_the_found_one_is_never_worse_than_as_listed(
         found = expand.expand(costs, idx)
         row = batch.select(np.array([idx]))
 
-        def cost(order: tuple[int, ...], cut: tuple[int, ...] = found.boundaries, row=row, spec=spec) -> Estimate:
+        def cost(
+            order: tuple[int, ...], cut: tuple[int, ...] = found.boundaries, row=row, spec=spec
+        ) -> TrainingEstimate:
             there = CostTable.from_layouts(spec, workload, in_order(cluster, order), row)
             return estimate_step(there, 0, cut)
 

@@ -16,8 +16,8 @@ from meshwright.schema import (
     InfeasibleError,
     ModelSpec,
     Offer,
-    Plan,
     SolverLimitError,
+    TrainingPlan,
     Workload,
 )
 
@@ -127,7 +127,7 @@ def test_whole_run_adds_up() -> None:
 def test_plan_with_its_cost_survives_a_json_round_trip(tmp_path) -> None:
     found = cheapest(MODEL, OFFERS[:1], Workload(seq_len=2048, global_batch_size=48), tokens=1e9)
     found.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == found
+    assert TrainingPlan.load(tmp_path / "plan.json") == found
 
 
 def test_answer_is_the_same_every_time() -> None:

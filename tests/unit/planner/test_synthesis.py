@@ -11,7 +11,7 @@ from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
 from meshwright.planner.plan import estimate
 from meshwright.planner.synthesis import activation_headroom_bytes, pipeline_of
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.schedules import OVER_A_V
 from meshwright.solvers.pipeline.greedy import PipelineInstance, check
@@ -22,12 +22,12 @@ FIXED_TO_A_V = {"tp": 4, "cp": 2, "cp_ulysses": 1, "pp": 4, "dp_shard": 2, "num_
 
 
 @pytest.fixture(scope="module")
-def ordered() -> Plan:
+def ordered() -> TrainingPlan:
     """The budget is between what v-half and zb-v hold."""
     return plan(SPEC, CLUSTER, WORKLOAD, fixed={**FIXED_TO_A_V, "recompute": "none"}, runnable=True)
 
 
-def test_an_order_is_proposed_where_it_is_faster_than_every_named_one(ordered: Plan) -> None:
+def test_an_order_is_proposed_where_it_is_faster_than_every_named_one(ordered: TrainingPlan) -> None:
     assert ordered.layout.schedule == "synthesised"
     named = []
     for schedule in (v.name for v in OVER_A_V):
@@ -41,7 +41,7 @@ def test_an_order_is_proposed_where_it_is_faster_than_every_named_one(ordered: P
     assert ordered.estimate.step_time_s < 0.99 * min(named)
 
 
-def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Plan) -> None:
+def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: TrainingPlan) -> None:
     batch = LayoutTable.from_layouts([ordered.layout], WORKLOAD.global_batch_size)
     costs = CostTable.from_layouts(SPEC, WORKLOAD, CLUSTER, batch)
     boundaries = (0, *(stage.first_layer_idx + stage.num_layers for stage in ordered.stages))
@@ -56,7 +56,7 @@ def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Pl
     assert ordered.estimate.fits
 
 
-def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: Plan) -> None:
+def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: TrainingPlan) -> None:
     layouts = [ordered.layout.replace(schedule=schedule) for schedule in (*(v.name for v in OVER_A_V), "synthesised")]
     costs = CostTable.from_layouts(
         SPEC, WORKLOAD, CLUSTER, LayoutTable.from_layouts(layouts, WORKLOAD.global_batch_size)
@@ -68,8 +68,8 @@ def test_the_bound_of_a_named_v_holds_for_the_order_over_it(ordered: Plan) -> No
     assert ordered.search.bound_s <= ordered.search.objective_s
 
 
-def test_a_plan_with_an_order_is_written_read_and_estimated_again(ordered: Plan) -> None:
-    assert Plan.model_validate_json(ordered.model_dump_json()) == ordered
+def test_a_plan_with_an_order_is_written_read_and_estimated_again(ordered: TrainingPlan) -> None:
+    assert TrainingPlan.model_validate_json(ordered.model_dump_json()) == ordered
     again = estimate(SPEC, CLUSTER, WORKLOAD, ordered.layout)
     assert again.step_time_s == pytest.approx(ordered.estimate.step_time_s, rel=1e-9)
 
@@ -80,7 +80,7 @@ def test_a_fixed_schedule_is_kept_and_the_synthesised_one_can_be_asked_for() -> 
     assert len(found.pipeline_order) == 4
 
 
-def test_no_order_is_made_without_a_v(ordered: Plan) -> None:
+def test_no_order_is_made_without_a_v(ordered: TrainingPlan) -> None:
     one_stage = ordered.layout.replace(num_model_chunks=1)
     with pytest.raises(ConfigError, match="two model chunks"):
         estimate(SPEC, CLUSTER, WORKLOAD, one_stage)

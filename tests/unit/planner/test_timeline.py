@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from meshwright.planner import plan
 from meshwright.planner.timeline import timeline
-from meshwright.schema import ClusterSpec, ModelSpec, Plan, Workload
+from meshwright.schema import ClusterSpec, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.trace import chrome_trace
 
 MODEL = ModelSpec.named("llama-3.1-8b")
@@ -18,7 +18,7 @@ CLUSTER = ClusterSpec.parse("16xH100-SXM-80GB")
 WORKLOAD = Workload(seq_len=4096, global_batch_size=64)
 
 
-def made(**fixed: Any) -> Plan:
+def made(**fixed: Any) -> TrainingPlan:
     return plan(MODEL, CLUSTER, WORKLOAD, fixed=fixed, runnable=False)
 
 

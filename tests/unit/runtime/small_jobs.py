@@ -11,19 +11,19 @@ import psutil
 import pytest
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.runtime.training.train import train
-from meshwright.schema import Layout, Plan, Workload
+from meshwright.schema import Layout, TrainingPlan, Workload
 from meshwright.schema.units import GB
 from plans import cpu_cluster, make_plan, tiny_model
 
 WORKLOAD = Workload(seq_len=32, global_batch_size=4, precision="fp32")
 
 
-def small_plan(layout: Layout | None = None, **model: Any) -> Plan:
+def small_plan(layout: Layout | None = None, **model: Any) -> TrainingPlan:
     """A plan of four sequences a step for this machine's CPU."""
     return make_plan(tiny_model(**{"num_blocks": 2, "vocab_size": 256, **model}), layout or Layout(), workload=WORKLOAD)
 
 
-def plan_elsewhere(*, num_devices: int = 2, num_nodes: int = 1, device: str | None = None) -> Plan:
+def plan_elsewhere(*, num_devices: int = 2, num_nodes: int = 1, device: str | None = None) -> TrainingPlan:
     """A data-parallel plan for more nodes, or for a GPU."""
     cluster = cpu_cluster(num_devices)
     group = cluster.groups[0].replace(num_nodes=num_nodes, devices_per_node=num_devices // num_nodes)
@@ -33,7 +33,7 @@ def plan_elsewhere(*, num_devices: int = 2, num_nodes: int = 1, device: str | No
 
 
 def train_here(
-    monkeypatch: pytest.MonkeyPatch, plan: Plan, options: TrainOptions, report: Path
+    monkeypatch: pytest.MonkeyPatch, plan: TrainingPlan, options: TrainOptions, report: Path
 ) -> list[dict[str, Any]]:
     """Train a plan of one rank in this process; the records it reports."""
     with socket.socket() as free:

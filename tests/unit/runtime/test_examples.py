@@ -14,7 +14,7 @@ from meshwright.profilers.machine import num_cores
 from meshwright.runtime.checkpoints import list_checkpoints
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.worker import Job
-from meshwright.schema import Layout, Plan
+from meshwright.schema import Layout, TrainingPlan
 from small_jobs import plan_elsewhere, small_plan
 from warm_ranks import forked_ranks
 
@@ -27,7 +27,7 @@ TWO_LAYOUTS = {
 needs_two_cores = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
 
 
-def run(folder: Path, plan: Plan, script: str, *arguments: str) -> str:
+def run(folder: Path, plan: TrainingPlan, script: str, *arguments: str) -> str:
     """What a script writes that is started as `apply` starts it, with forked ranks."""
     plan.save(folder / "plan.json")
     output = folder / "output.txt"

@@ -14,7 +14,7 @@ from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.machine import is_same_chip
 from meshwright.runtime.job.rendezvous import Rendezvous
 from meshwright.runtime.job.worker import Job
-from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, Profile, RuntimeMismatchError
+from meshwright.schema import ConfigError, Layout, MeshwrightError, Profile, RuntimeMismatchError, TrainingPlan
 from meshwright.schema.profile import Machine
 from small_jobs import assert_gone, plan_elsewhere, small_plan
 
@@ -28,7 +28,7 @@ needs_two_cores = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two
 
 
 @pytest.fixture
-def two_ranks() -> Plan:
+def two_ranks() -> TrainingPlan:
     return small_plan(Layout(dp_replicate=2))
 
 
@@ -46,7 +46,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert_gone([child for child in psutil.Process().children(recursive=True) if child not in children])
 
 
-def script_job(folder: Path, plan: Plan, text: str, *arguments: str) -> Job:
+def script_job(folder: Path, plan: TrainingPlan, text: str, *arguments: str) -> Job:
     script = folder / "train.py"
     script.write_text(text)
     plan.save(folder / "plan.json")
@@ -59,7 +59,7 @@ def death(rank: int, exit_code: int, error: str = "", *, by_launcher: bool = Fal
 
 @needs_two_cores
 @pytest.mark.job
-def test_script_gets_its_arguments_the_plan_and_torchrun_variables(tmp_path: Path, two_ranks: Plan) -> None:
+def test_script_gets_its_arguments_the_plan_and_torchrun_variables(tmp_path: Path, two_ranks: TrainingPlan) -> None:
     text = """
 import os, pathlib, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MESHWRIGHT_PLAN")
@@ -74,7 +74,7 @@ pathlib.Path(__file__).with_name(os.environ["RANK"]).write_text("\\n".join(lines
 
 
 @needs_two_cores
-def test_script_that_raises_is_reported_with_its_rank_and_last_lines(tmp_path: Path, two_ranks: Plan) -> None:
+def test_script_that_raises_is_reported_with_its_rank_and_last_lines(tmp_path: Path, two_ranks: TrainingPlan) -> None:
     text = """
 import os, time
 if os.environ["RANK"] == "1":
@@ -90,7 +90,7 @@ time.sleep(60)
 
 @needs_two_cores
 @pytest.mark.job
-def test_killed_rank_is_named_and_its_own_children_end_too(tmp_path: Path, two_ranks: Plan) -> None:
+def test_killed_rank_is_named_and_its_own_children_end_too(tmp_path: Path, two_ranks: TrainingPlan) -> None:
     text = """
 import os, pathlib, signal, subprocess, time
 if os.environ["RANK"] == "1":
@@ -122,14 +122,14 @@ def test_exit_code_and_our_own_errors_cross_the_process_border(tmp_path: Path) -
     assert (caught.value.message, caught.value.details, caught.value.help) == ("what", ("numbers",), "fix")
 
 
-def test_plan_with_more_ranks_than_cores_is_refused(monkeypatch: pytest.MonkeyPatch, two_ranks: Plan) -> None:
+def test_plan_with_more_ranks_than_cores_is_refused(monkeypatch: pytest.MonkeyPatch, two_ranks: TrainingPlan) -> None:
     monkeypatch.setattr("meshwright.runtime.job.machine.num_cores", lambda: 1)
     with pytest.raises(RuntimeMismatchError, match="2 ranks on the CPU of each node; this machine has 1 cores"):
         launch(two_ranks, Job(plan="plan.json"))
 
 
 def test_ranks_that_were_measured_sharing_cores_may_share_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_ranks: Plan
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_ranks: TrainingPlan
 ) -> None:
     """The estimate of a plan from a profile of so many ranks holds for them."""
     machine = Machine(device="x", num_devices=2, host_memory_bytes=1, backend="gloo", torch="2.13.0", python="3.11")
@@ -148,7 +148,7 @@ def test_ranks_that_were_measured_sharing_cores_may_share_them(
     assert {path.name for path in tmp_path.glob("*.ran")} == {"0.ran", "1.ran"}
 
 
-def test_plan_that_needs_more_memory_than_the_host_has_is_refused(two_ranks: Plan) -> None:
+def test_plan_that_needs_more_memory_than_the_host_has_is_refused(two_ranks: TrainingPlan) -> None:
     large = two_ranks.replace(estimate=two_ranks.estimate.replace(peak_allocated_bytes=10**15))
     with pytest.raises(RuntimeMismatchError, match=r"the plan's 2 ranks need 1819\.\d TiB; this machine has"):
         launch(large, Job(plan="plan.json"))

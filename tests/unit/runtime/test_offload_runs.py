@@ -14,7 +14,7 @@ from meshwright.runtime.job.machine import check_machine
 from meshwright.runtime.parallelize_model import parallelize
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.runtime.training.train import TrainingRun
-from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, Plan, RuntimeMismatchError
+from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, RuntimeMismatchError, TrainingPlan
 from meshwright.schema.offload import LayerOffload
 from meshwright.schema.runnable import why_not_offloadable
 from meshwright.schema.task import LowRank
@@ -24,7 +24,7 @@ from small_jobs import losses, small_plan, train_here
 ACTIVATIONS: tuple[LayerOffload, ...] = ("none", "activations", "boundary", "none")
 
 
-def plans(tmp_path: Path, **fields: Any) -> tuple[Plan, Plan]:
+def plans(tmp_path: Path, **fields: Any) -> tuple[TrainingPlan, TrainingPlan]:
     schedule = {
         "host_optimizer_layers": (0,),
         "streamed_optimizer_layers": (1, 2),
@@ -63,7 +63,7 @@ def test_a_run_reports_what_it_moves_beside_the_plan(tmp_path: Path, monkeypatch
     assert not any("offload" in record for record in expected if "step" in record)
 
 
-def layer_bytes(plan: Plan, layer: int) -> int:
+def layer_bytes(plan: TrainingPlan, layer: int) -> int:
     return 4 * list(plan.model.iter_layers())[layer].num_params(plan.model.hidden_dim)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, parallelize
 from meshwright.runtime.mesh import ParallelMesh, require_ascending
-from meshwright.schema import ConfigError, Layout, Plan, RuntimeMismatchError, Workload
+from meshwright.schema import ConfigError, Layout, RuntimeMismatchError, TrainingPlan, Workload
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 from plans import make_plan, tiny_model
@@ -26,7 +26,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def plan_for(layout: Layout, **changes: object) -> Plan:
+def plan_for(layout: Layout, **changes: object) -> TrainingPlan:
     return make_plan(tiny_model(), layout, workload=WORKLOAD.replace(**changes))
 
 

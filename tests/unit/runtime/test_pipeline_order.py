@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from meshwright.cost_models.pipeline import orders
 from meshwright.cost_models.pipeline.orders import pipeline_order, to_torch_csv
-from meshwright.schema import ConfigError, Layout, Plan, Workload
+from meshwright.schema import ConfigError, Layout, TrainingPlan, Workload
 from meshwright.schema.schedules import SCHEDULE_NAMES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
@@ -17,7 +17,7 @@ from plans import make_plan, tiny_model
 WORKLOAD = Workload(seq_len=16, global_batch_size=8, precision="fp32")
 
 
-def plan_for(schedule: str, chunks: int = 1, *, order: tuple[str, ...] = (), **degrees: int) -> Plan:
+def plan_for(schedule: str, chunks: int = 1, *, order: tuple[str, ...] = (), **degrees: int) -> TrainingPlan:
     layout = Layout(**{"pp": 2, **degrees}, num_model_chunks=chunks, schedule=schedule, micro_batch_size=2)
     return make_plan(tiny_model(num_blocks=9), layout, workload=WORKLOAD, pipeline_order=order)
 

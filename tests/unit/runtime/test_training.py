@@ -19,7 +19,7 @@ from meshwright.runtime.parallel_model import LossScale
 from meshwright.runtime.training.optimizer import RouterBalance, build_scheduler
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.runtime.training.prepare import require_compilable
-from meshwright.schema import ConfigError, Layout, MeshwrightError, Plan, RuntimeMismatchError
+from meshwright.schema import ConfigError, Layout, MeshwrightError, RuntimeMismatchError, TrainingPlan
 from meshwright.schema.layers import MoE
 from plans import make_plan, tiny_model
 from small_jobs import WORKLOAD, losses, small_plan, train_here
@@ -34,7 +34,7 @@ def no_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def precision(name: str) -> Plan:
+def precision(name: str) -> TrainingPlan:
     plan = small_plan()
     return plan.replace(workload=plan.workload.replace(precision=name))
 

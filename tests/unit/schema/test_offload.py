@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 from meshwright.planner import plan
-from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, OffloadSchedule, Plan, Stage, Workload
+from meshwright.schema import (
+    ClusterSpec,
+    ConfigError,
+    Layout,
+    ModelSpec,
+    OffloadSchedule,
+    Stage,
+    TrainingPlan,
+    Workload,
+)
 
 
 @pytest.fixture(scope="module")
-def planned() -> Plan:
+def planned() -> TrainingPlan:
     """One layer after the embedding and so on, on one device."""
     return plan(
         ModelSpec.named("llama-3.2-1b"),
@@ -18,26 +27,28 @@ def planned() -> Plan:
     )
 
 
-def _scheduled(planned: Plan, schedule: OffloadSchedule, offloads: dict[int, str] | None = None) -> Plan:
+def _scheduled(
+    planned: TrainingPlan, schedule: OffloadSchedule, offloads: dict[int, str] | None = None
+) -> TrainingPlan:
     layers = planned.stages[0].num_layers
     stage = planned.stages[0].replace(layer_offload=tuple((offloads or {}).get(idx, "none") for idx in range(layers)))
     return planned.replace(layout=planned.layout.replace(offload="scheduled"), stages=(stage,), offload=schedule)
 
 
-def test_a_scheduled_plan_comes_back_from_json(planned: Plan) -> None:
+def test_a_scheduled_plan_comes_back_from_json(planned: TrainingPlan) -> None:
     schedule = OffloadSchedule(host_optimizer_layers=(0, 2), streamed_optimizer_layers=(1,), prefetch_layers=2)
     whole = _scheduled(planned, schedule, {3: "activations"})
-    again = Plan.model_validate_json(whole.model_dump_json())
+    again = TrainingPlan.model_validate_json(whole.model_dump_json())
     assert again == whole
     assert again.stages[0].offload_of(3) == "activations" and again.stages[0].offload_of(4) == "none"
     assert again.offload is not None and again.offload.off_device_layers == {0, 1, 2}
 
 
-def test_a_plan_without_the_new_fields_loads(planned: Plan) -> None:
+def test_a_plan_without_the_new_fields_loads(planned: TrainingPlan) -> None:
     data = planned.model_dump()
     del data["offload"]
     del data["stages"][0]["layer_offload"]
-    assert Plan(**data) == planned
+    assert TrainingPlan(**data) == planned
 
 
 @pytest.mark.parametrize(
@@ -64,7 +75,7 @@ def test_offloaded_activations_need_their_recompute() -> None:
         Stage(first_layer_idx=0, num_layers=1, layer_offload=("none", "none"))
 
 
-def test_a_plan_and_its_schedule_go_together(planned: Plan) -> None:
+def test_a_plan_and_its_schedule_go_together(planned: TrainingPlan) -> None:
     with pytest.raises(ConfigError, match="go together"):
         planned.replace(offload=OffloadSchedule())
     with pytest.raises(ConfigError, match="layer 0, which is no block"):

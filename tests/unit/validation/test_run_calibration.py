@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cli.validate import calibrate
 from meshwright.planner import plan
-from meshwright.schema import Calibration, ConfigError, Layout, Plan, Workload
+from meshwright.schema import Calibration, ConfigError, Layout, TrainingPlan, Workload
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
 from meshwright.validation.run_calibration import PlanRun, calibrate_from_runs, read_run, reestimate
 from plans import cpu_cluster, make_plan, tiny_model
@@ -22,14 +22,14 @@ LAYOUTS = (Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3), Layout(tp=2
 CLUSTER = cpu_cluster(2)
 
 
-def plans() -> list[Plan]:
+def plans() -> list[TrainingPlan]:
     workload = Workload(seq_len=64, global_batch_size=8, precision="fp32")
     model = tiny_model(num_blocks=4, vocab_size=256, hidden_dim=128, ffn_dim=512)
     made = [make_plan(model, layout, workload=workload) for layout in LAYOUTS]
     return [plan.replace(cluster=CLUSTER, estimate=reestimate(plan, CLUSTER)) for plan in made]
 
 
-def run_of(plan: Plan, *, kernels: float = 1.0, links: float = 1.0, memory: float = 1.0) -> PlanRun:
+def run_of(plan: TrainingPlan, *, kernels: float = 1.0, links: float = 1.0, memory: float = 1.0) -> PlanRun:
     """What a machine with slower kernels and links would measure."""
     parts = plan.estimate.breakdown_s
     compute, sent = kernels * (parts.compute + parts.recompute), links * (parts.tp + parts.cp + parts.ep + parts.dp)
@@ -89,7 +89,7 @@ def test_run_of_something_else_is_refused() -> None:
         calibrate_from_runs([], CLUSTER)
 
 
-def saved_run(folder: Path, plan: Plan) -> tuple[Path, Path]:
+def saved_run(folder: Path, plan: TrainingPlan) -> tuple[Path, Path]:
     run = run_of(plan, kernels=2.0)
     predicted = {"tokens_per_s": plan.estimate.tokens_per_s, "step_time_s": plan.estimate.step_time_s}
     measured = {"parts_s": run.terms_s, "step_time_s": run.step_time_s, "peak_reserved_bytes": run.reserved_bytes}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from meshwright.planner import estimate
-from meshwright.schema import Calibration, ClusterSpec, Estimate, Layout, ModelSpec, Workload
+from meshwright.schema import Calibration, ClusterSpec, Layout, ModelSpec, TrainingEstimate, Workload
 from meshwright.validation import RunInputs
 from meshwright.validation.table_calibration import MeasuredRun, calibrate, estimates_with
 
@@ -26,7 +26,7 @@ def runs_at(truth: Calibration, *, noise: float = 0.0) -> list[MeasuredRun]:
         for text in LAYOUTS
     ]
     scatter = np.exp(np.random.default_rng(0).normal(0, noise, len(bare)))
-    measured = [e for e in estimates_with(bare, truth) if isinstance(e, Estimate)]
+    measured = [e for e in estimates_with(bare, truth) if isinstance(e, TrainingEstimate)]
     assert len(measured) == len(bare)
     return [
         replace(run, step_time_s=e.step_time_s * factor, allocated_bytes=float(e.peak_allocated_bytes))
@@ -35,7 +35,7 @@ def runs_at(truth: Calibration, *, noise: float = 0.0) -> list[MeasuredRun]:
 
 
 def error(runs: list[MeasuredRun], calibration: Calibration) -> float:
-    estimates = [e for e in estimates_with(runs, calibration) if isinstance(e, Estimate)]
+    estimates = [e for e in estimates_with(runs, calibration) if isinstance(e, TrainingEstimate)]
     return float(np.mean([abs(e.step_time_s / run.step_time_s - 1) for e, run in zip(estimates, runs, strict=True)]))  # type: ignore[operator]
 
 

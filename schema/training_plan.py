@@ -1,0 +1,333 @@
+"""TrainingPlan: layout, stages, rank map, estimate and runner-ups of a training step."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .errors import ConfigError
+from .layout import Layout, Recompute
+from .offers import CostSummary, ParetoPoint
+from .offload import LayerOffload, OffloadSchedule
+from .plan import Estimate, Plan, PlanProvenance
+from .schedules import SCHEDULES, placement
+from .task import Workload
+
+_STAGE_OF_PASS = re.compile(r"([0-9]{1,9})[FIWB]")
+"""A pass in a line of an order, as in ``0F3``."""
+
+
+class Interval(Frozen):
+    """A nominal 90 % interval."""
+
+    low: NonNegativeFloat
+    high: NonNegativeFloat
+
+
+class TimeBreakdown(Frozen):
+    """Parts of one step on the critical path, seconds; they sum to the step time.
+
+    Attributes:
+        compute: forward and backward of the busiest stage over its micro-batches, copies and sums of parameters and gradients.
+        recompute: forward work done again in the backward pass.
+        tp: exposed tensor-parallel communication.
+        cp: exposed exchange of keys and values between context-parallel ranks.
+        ep: tokens sent to their experts and back.
+        dp: exposed gathering of parameters and reduction of gradients.
+        pp: exposed transfers between stages.
+        bubble: waiting for other stages while the pipeline fills and drains.
+        optimizer: the update of the parameters.
+        offload: waiting for copies from and to the host.
+    """
+
+    compute: NonNegativeFloat
+    recompute: NonNegativeFloat
+    tp: NonNegativeFloat
+    cp: NonNegativeFloat = 0.0
+    ep: NonNegativeFloat = 0.0
+    dp: NonNegativeFloat
+    pp: NonNegativeFloat
+    bubble: NonNegativeFloat
+    optimizer: NonNegativeFloat
+    offload: NonNegativeFloat = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of one step."""
+        return float(sum(getattr(self, name) for name in type(self).model_fields))
+
+
+class MemoryBreakdown(Frozen):
+    """Parts of the allocated peak of one device, bytes; they sum to the peak.
+
+    Attributes:
+        parameters: the shard this device owns (fp32 master copies under mixed precision).
+        gradients: what is held between the backward pass and the update.
+        optimizer: optimizer states of the owned shard.
+        unsharded: gathered or cast copies of parameters.
+        activations: saved for the backward pass, for all micro-batches in flight.
+        logits: logits and their gradient on the last stage.
+        temporary: communication buffers and the working set of one layer.
+    """
+
+    parameters: NonNegativeInt
+    gradients: NonNegativeInt
+    optimizer: NonNegativeInt
+    unsharded: NonNegativeInt
+    activations: NonNegativeInt
+    logits: NonNegativeInt
+    temporary: NonNegativeInt
+
+    @property
+    def total(self) -> int:
+        """Allocated peak, bytes."""
+        return int(sum(getattr(self, name) for name in type(self).model_fields))
+
+
+class StageEstimate(Frozen):
+    """One pipeline stage: seconds of one micro-batch and the peak of one of its devices.
+
+    ``device`` says on which part of a mixed cluster it lies; empty: every rank is costed as the weakest device.
+    """
+
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    memory_bytes: MemoryBreakdown
+    device: str = ""
+
+
+class TrainingEstimate(Estimate):
+    """Predicted seconds and bytes of a layout.
+
+    Attributes:
+        mfu: model FLOPs (no recompute) over the peak of all devices.
+        peak_allocated_bytes: of the fullest device; reserved adds the caching allocator's slack, device (nvidia-smi) the
+            context and communication buffers outside the allocator.
+        memory_interval_bytes: nominal 90 % interval of the allocated peak; the other two vary by the same ratios.
+        required_bytes: what must be within ``budget_bytes``: the reserved peak times the engine's margin, a decision threshold
+            (few runs that fit are called too large) and not the interval's upper end.
+        fits: ``required_bytes`` is within ``budget_bytes``.
+        stages: one entry per pipeline stage.
+    """
+
+    step_time_s: PositiveFloat
+    step_time_interval_s: Interval
+    tokens_per_s_per_device: PositiveFloat
+    mfu: NonNegativeFloat
+    peak_allocated_bytes: PositiveInt
+    peak_reserved_bytes: PositiveInt
+    peak_device_bytes: NonNegativeInt = 0
+    memory_interval_bytes: Interval
+    required_bytes: NonNegativeInt = 0
+    budget_bytes: PositiveInt
+    fits: bool
+    breakdown_s: TimeBreakdown
+    memory_bytes: MemoryBreakdown
+    stages: tuple[StageEstimate, ...] = Field(min_length=1)
+
+
+class Stage(Frozen):
+    """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``ModelSpec.iter_layers()``.
+
+    Attributes:
+        recompute: of every block, unless ``layer_recompute`` has one for each layer (what has no block ignores it).
+        layer_offload: what of each layer's activations waits on the host (schema/offload.py), where any does: of blocks without
+            recompute what autograd saves, of blocks with full recompute their inputs. Selective recompute keeps its tensors where
+            torch's hooks do not see them.
+    """
+
+    first_layer_idx: NonNegativeInt
+    num_layers: PositiveInt
+    recompute: Recompute = "none"
+    layer_recompute: tuple[Recompute, ...] = ()
+    layer_offload: tuple[LayerOffload, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_for_each_layer(self) -> Self:
+        if len(self.layer_recompute) not in (0, self.num_layers):
+            raise ValueError(f"layer_recompute has {len(self.layer_recompute)} entries for {self.num_layers} layers")
+        if len(self.layer_offload) not in (0, self.num_layers):
+            raise ValueError(f"layer_offload has {len(self.layer_offload)} entries for {self.num_layers} layers")
+        needed: dict[LayerOffload, Recompute] = {"activations": "none", "boundary": "full"}
+        for idx, offload in zip(self.layer_idxs, self.layer_offload, strict=False):
+            if offload != "none" and self.recompute_of(idx) != needed[offload]:
+                raise ValueError(
+                    f"layer {idx} offloads its {offload}, which needs recompute {needed[offload]}; it has "
+                    f"{self.recompute_of(idx)}"
+                )
+        return self
+
+    def recompute_of(self, layer_idx: int) -> Recompute:
+        """Return what a layer recomputes, given its index in ``ModelSpec.iter_layers()``."""
+        return self.layer_recompute[layer_idx - self.first_layer_idx] if self.layer_recompute else self.recompute
+
+    def offload_of(self, layer_idx: int) -> LayerOffload:
+        """Return which activations of a layer wait on the host, given its index in ``ModelSpec.iter_layers()``."""
+        return self.layer_offload[layer_idx - self.first_layer_idx] if self.layer_offload else "none"
+
+    @property
+    def layer_idxs(self) -> range:
+        """Indices into ``ModelSpec.iter_layers()``."""
+        return range(self.first_layer_idx, self.first_layer_idx + self.num_layers)
+
+
+class LayerSlots(Frozen):
+    """Placement of the experts of one layer: slots counted rank by rank along ep, an expert in one or several of them.
+
+    Attributes:
+        experts: expert of each slot.
+        shares: part of its expert's tokens that each slot takes; those of one expert add up to 1.
+    """
+
+    experts: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    shares: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> Self:
+        if len(self.shares) != len(self.experts) or any(not 0 <= share <= 1 + 1e-9 for share in self.shares):
+            raise ValueError(f"{len(self.experts)} slots need as many shares between 0 and 1")
+        taken = dict.fromkeys(self.experts, 0.0)
+        for expert, share in zip(self.experts, self.shares, strict=True):
+            taken[expert] += share
+        if set(taken) != set(range(len(taken))):
+            raise ValueError(f"the slots must hold each of the experts 0..{max(taken)}")
+        wrong = next((expert for expert, share in taken.items() if abs(share - 1) > 1e-6), None)
+        if wrong is not None:
+            raise ValueError(f"the shares of expert {wrong} add up to {taken[wrong]:g}, not 1")
+        return self
+
+
+class Alternative(Frozen):
+    """A layout that was not chosen, and why."""
+
+    layout: Layout
+    step_time_s: PositiveFloat
+    peak_reserved_bytes: PositiveInt
+    peak_device_bytes: NonNegativeInt = 0
+    reason: str
+
+
+class TrainingPlan(Plan):
+    """A layout for a model on a cluster, complete enough to run.
+
+    Attributes:
+        rank_map: ``rank_map[rank]`` is the device (node-major index in the cluster) that runs ``rank``; ranks count
+            tp fastest, then cp, dp_shard, dp_replicate, pp.
+        stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
+        expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
+        pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
+            ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
+        offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
+        cost: money, where the plan is the cheapest of several sizes (planner/sizes.py).
+        pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
+    """
+
+    task_field: ClassVar[str] = "workload"
+    task_name: ClassVar[str] = "training"
+
+    workload: Workload
+    layout: Layout
+    stages: tuple[Stage, ...]
+    rank_map: tuple[NonNegativeInt, ...]
+    estimate: TrainingEstimate
+    alternatives: tuple[Alternative, ...] = ()
+    expert_slots: tuple[LayerSlots, ...] = ()
+    pipeline_order: tuple[str, ...] = ()
+    offload: OffloadSchedule | None = None
+    cost: CostSummary | None = None
+    pareto: tuple[ParetoPoint, ...] = ()
+    provenance: PlanProvenance
+
+    @property
+    def price_of_simplicity(self) -> float:
+        """Share by which the plan's step is longer than that of the fastest layout: the plan may be a simpler one."""
+        if self.search is None:
+            return 0.0
+        return max(0.0, self.estimate.step_time_s / self.search.objective_s - 1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        layout = self.layout
+        if len(self.stages) != layout.pp * layout.num_model_chunks:
+            raise ValueError(f"{len(self.stages)} stages for pp {layout.pp} x {layout.num_model_chunks} chunks")
+        ends = [0, *(stage.first_layer_idx + stage.num_layers for stage in self.stages)]
+        if ends[:-1] != [stage.first_layer_idx for stage in self.stages] or ends[-1] != self.model.num_layers:
+            raise ValueError(f"the stages must cover layers 0..{self.model.num_layers - 1} once and in order")
+        if layout.world_size != self.cluster.num_devices:
+            raise ValueError(
+                f"the layout has {layout.world_size} ranks, the cluster {self.cluster.num_devices} devices"
+            )
+        if sorted(self.rank_map) != list(range(layout.world_size)):
+            raise ValueError(f"rank_map must name each of the {layout.world_size} devices once")
+        if len(self.pipeline_order) != (layout.pp if SCHEDULES[layout.schedule].is_given else 0):
+            raise ValueError(
+                f"schedule {layout.schedule} over {layout.pp} ranks with {len(self.pipeline_order)} lines of an order"
+            )
+        choices = {
+            stage.recompute_of(idx) for stage in self.stages for idx in stage.layer_idxs if stage.layer_recompute
+        }
+        if choices and layout.recompute != "mixed":
+            raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
+        layout.num_microbatches(self.workload.global_batch_size)
+        self._check_slots()
+        self._check_offload()
+        return self
+
+    def _check_offload(self) -> None:
+        if (self.layout.offload == "scheduled") != (self.offload is not None):
+            have = "no offload schedule" if self.offload is None else "an offload schedule"
+            raise ValueError(f"{have} with offload {self.layout.offload}: offload=scheduled and a schedule go together")
+        layers = list(self.model.iter_layers())
+        for stage in self.stages:
+            for idx in stage.layer_idxs:
+                if stage.offload_of(idx) == "none":
+                    continue
+                if self.offload is None or not layers[idx].is_block:
+                    why = "is no block" if self.offload is not None else "has no offload schedule to belong to"
+                    raise ValueError(f"layer_offload {stage.offload_of(idx)} of layer {idx}, which {why}")
+        if self.offload is not None:
+            beyond = max(self.offload.off_device_layers, default=0)
+            if beyond >= len(layers):
+                raise ValueError(f"the offload schedule names layer {beyond} of {len(layers)}")
+
+    def _check_slots(self) -> None:
+        if not self.expert_slots:
+            return
+        blocks = [layer.experts for layer in self.model.iter_layers() if layer.is_block and layer.experts]
+        if self.layout.ep == 1 or len(self.expert_slots) != len(blocks):
+            raise ValueError(
+                f"expert_slots for {len(self.expert_slots)} layers with ep {self.layout.ep}: needs ep > 1 and the "
+                f"{len(blocks)} layers with experts"
+            )
+        for idx, (slots, moe) in enumerate(zip(self.expert_slots, blocks, strict=True)):
+            if len(slots.experts) % self.layout.ep or len(set(slots.experts)) != moe.num_experts:
+                raise ValueError(
+                    f"expert_slots[{idx}]: {len(slots.experts)} slots with {len(set(slots.experts))} experts do not hold "
+                    f"{moe.num_experts} experts on {self.layout.ep} ranks"
+                )
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """Position along pp of each stage: where the schedule places it, or where the plan's own order runs it.
+
+        Raises:
+            ConfigError: a stage of a synthesised order is on no rank or on several.
+        """
+        pp, chunks = self.layout.pp, self.layout.num_model_chunks
+        if not self.pipeline_order:
+            return placement(pp, chunks, SCHEDULES[self.layout.schedule].placement_of(chunks))
+        on_rank = [{int(stage) for stage in _STAGE_OF_PASS.findall(row)} for row in self.pipeline_order]
+        holders = [[r for r, stages in enumerate(on_rank) if s in stages] for s in range(len(self.stages))]
+        if any(len(ranks) != 1 for ranks in holders):
+            raise ConfigError(
+                f"the plan's pipeline_order runs each stage on one rank; its stages are on ranks {holders}"
+            )
+        return tuple(ranks[0] for ranks in holders)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step on each data-parallel rank."""
+        return self.layout.num_microbatches(self.workload.global_batch_size)
