@@ -137,7 +137,6 @@ class Plan(Document):
     estimate: Estimate
     search: Certificate | None = None
     notes: tuple[str, ...] = ()
-    provenance: PlanProvenance | None = None
 
     @property
     def task(self) -> Task:
