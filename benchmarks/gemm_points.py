@@ -22,8 +22,7 @@ import numpy as np
 import pandas as pd
 from meshwright.cost_models.learned import calibration, kernels
 from meshwright.cost_models.learned.calibration import NUM_CANDIDATES, Covariance, most_informative_shapes
-from meshwright.cost_models.learned.kernels import GemmRates
-from meshwright.cost_models.learned.trees import ResidualModel
+from meshwright.cost_models.learned.kernels import GemmRates, ResidualModel
 from meshwright.fitting import gemm as gemm_fit
 
 NUMBERS = (0, 10, 30, 100, 200, 500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import sklearn
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ..cost_models.learned.trees import ResidualModel, Tree
+from ..cost_models.learned.kernels import ResidualModel
 from ..schema.units import FloatArray
 
 
@@ -64,9 +65,30 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
     def to_model(self, names: Sequence[str], provenance: Mapping[str, Any]) -> ResidualModel:
         """Return the fitted residual as plain arrays; ``names`` are those of the columns without the roofline."""
         check_is_fitted(self)
-        trees = [_tree(predictors[0].nodes) for predictors in self.residual_._predictors]
-        baseline = float(np.squeeze(self.residual_._baseline_prediction))
-        return ResidualModel.from_trees(names, self.low_, self.high_, trees, baseline, provenance)
+        trees = [predictors[0].nodes for predictors in self.residual_._predictors]
+        tables = [
+            np.unique(np.concatenate([t["num_threshold"][(t["feature_idx"] == idx) & ~_is_leaf(t)] for t in trees]))
+            for idx in range(len(names))
+        ]
+        roots = np.cumsum([0, *(len(tree) for tree in trees)])[:-1].astype(np.int64)
+        packed = [_packed(tree, int(root), tables) for tree, root in zip(trees, roots, strict=True)]
+        feature, split, left, right, value = (np.concatenate(column) for column in zip(*packed, strict=True))
+        return ResidualModel(
+            features=tuple(names),
+            low=self.low_,
+            high=self.high_,
+            thresholds=np.concatenate(tables),
+            offsets=np.cumsum([0, *(len(table) for table in tables)]).astype(np.int64),
+            feature=feature.astype(np.uint8),
+            split=split.astype(np.uint16),
+            left=left,
+            right=right,
+            value=value.astype(np.float32),
+            roots=roots,
+            depth=max(int(tree["depth"].max()) for tree in trees),
+            baseline=float(np.squeeze(self.residual_._baseline_prediction)),
+            provenance=dict(provenance),
+        )
 
     def _split(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return features and roofline seconds."""
@@ -80,10 +102,36 @@ class RooflineRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def _tree(nodes: Any) -> Tree:
-    is_leaf = nodes["is_leaf"].astype(bool)
-    left, right = (np.where(is_leaf, -1, nodes[side].astype(np.int64)) for side in ("left", "right"))
-    return Tree(nodes["feature_idx"].astype(np.int64), nodes["num_threshold"], left, right, nodes["value"])
+def _is_leaf(tree: NDArray[Any]) -> NDArray[np.bool_]:
+    return tree["is_leaf"].astype(bool)
+
+
+def _packed(tree: NDArray[Any], root: int, tables: Sequence[FloatArray]) -> tuple[NDArray[Any], ...]:
+    """Return feature, split, left, right and value of scikit-learn's nodes as `ResidualModel` has them."""
+    is_leaf, node = _is_leaf(tree), np.arange(len(tree))
+    feature = np.where(is_leaf, 0, tree["feature_idx"].astype(np.int64))
+    split = np.zeros(len(node), dtype=np.int64)
+    for idx, table in enumerate(tables):
+        chosen = ~is_leaf & (feature == idx)
+        split[chosen] = np.searchsorted(table, tree["num_threshold"][chosen])
+    left, right = (np.where(is_leaf, node, tree[side].astype(np.int64)) + root for side in ("left", "right"))
+    return feature, split, left, right, np.where(is_leaf, tree["value"], 0.0)
+
+
+def save_model(model: ResidualModel, path: Path) -> None:
+    """Write a compressed numpy archive that `ResidualModel.read` takes."""
+    arrays = ("low", "high", "thresholds", "offsets", "feature", "split", "value")
+    first = np.repeat(model.roots, np.diff([*model.roots, len(model.left)]))
+    header = {name: getattr(model, name) for name in ("features", "depth", "baseline", "provenance")}
+    np.savez_compressed(
+        path,
+        allow_pickle=False,
+        header=np.frombuffer(json.dumps(header, sort_keys=True).encode(), dtype=np.uint8),
+        roots=model.roots.astype(np.int32),
+        left=(model.left - first).astype(np.uint16),
+        right=(model.right - first).astype(np.uint16),
+        **{name: getattr(model, name) for name in arrays},
+    )
 
 
 def least_relative_squares(
@@ -107,7 +155,7 @@ def write_artefact(model: ResidualModel, folder: Path, name: str, scores: Mappin
         "scores": scores,
     }
     path = folder / f"{name}.npz"
-    replace(model, provenance={**model.provenance, **stamp}).save(path)
+    save_model(replace(model, provenance={**model.provenance, **stamp}), path)
     return f"{path}  {path.stat().st_size / 1000:.0f} kB\n" + score_lines(name, scores)
 
 

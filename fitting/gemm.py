@@ -28,8 +28,7 @@ from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.hardware.machine import gemm_device
 from ..cost_models.learned import calibration, kernels
 from ..cost_models.learned.calibration import FEATURES, Covariance, covariance_of
-from ..cost_models.learned.kernels import GemmCoefficients, GemmRates
-from ..cost_models.learned.trees import ResidualModel
+from ..cost_models.learned.kernels import GemmCoefficients, GemmRates, ResidualModel
 from ..schema.catalogue import find_device
 from ..schema.cluster_files import catalogue_device
 from ..schema.task import Precision
@@ -131,8 +130,8 @@ def fit_roofline(rows: pd.DataFrame, rates: GemmRates) -> GemmCoefficients:
     prior = np.log(_START)
 
     def misfit(z: FloatArray) -> FloatArray:
-        coefficients = GemmCoefficients(*np.exp(z))
-        error = np.log(kernels.roofline_s(*sizes, coefficients, rates.hardware, rates.element_bytes) / seconds)
+        moved = rates._replace(coefficients=GemmCoefficients(*np.exp(z)))
+        error = np.log(kernels.roofline_s(*sizes, moved) / seconds)
         return np.concatenate([calibration.soften_outliers(error * weight, 0.1), (z - prior) / _LOOSE])
 
     return GemmCoefficients(*(float(value) for value in np.exp(calibration.least_squares(misfit, prior))))
@@ -150,13 +149,12 @@ def design(rows: pd.DataFrame, rooflines: Rooflines) -> tuple[list[str], FloatAr
     names: list[str] = []
     x, roofline = None, np.zeros(len(rows))
     for build, idx in rows.groupby(["device", "software"]).indices.items():
-        sizes, coefficients = sizes_of(rows.iloc[idx]), rooflines[build]
-        _, sheet, software, element_bytes, *_ = device_rates(*build)
-        columns = kernels.features(*sizes, coefficients, sheet, element_bytes=element_bytes, software=software)
+        sizes, rates = sizes_of(rows.iloc[idx]), device_rates(*build)._replace(coefficients=rooflines[build])
+        columns = kernels.features(*sizes, rates)
         names = list(columns)
         x = np.zeros((len(rows), len(names))) if x is None else x
         x[idx] = np.stack(list(columns.values()), axis=1)
-        roofline[idx] = kernels.roofline_s(*sizes, coefficients, sheet, element_bytes)
+        roofline[idx] = kernels.roofline_s(*sizes, rates)
     assert x is not None
     return names, x, roofline
 
@@ -341,12 +339,10 @@ def family_samples(rows: pd.DataFrame, left_out: Sequence[str], family: str) -> 
         part = part.iloc[np.random.default_rng(0).permutation(len(part))[: _COEFFICIENT_POINTS + _DRAWS * _POINTS]]
         first, rest = part.iloc[:_COEFFICIENT_POINTS], part.iloc[_COEFFICIENT_POINTS:]
         points = *sizes_of(first), first.seconds.to_numpy()
-        fitted = calibration.calibrate(*points, rates, residual=residual, kernel=_kernel(_KERNEL_START)).coefficients
-        sizes, sheet, element_bytes = sizes_of(rest), rates.hardware, rates.element_bytes
-        columns = kernels.features(*sizes, fitted, sheet, element_bytes=element_bytes, software=rates.software)
+        fitted = calibration.calibrate(*points, rates, residual=residual, kernel=_kernel(_KERNEL_START))
+        columns = kernels.features(*sizes_of(rest), fitted)
         learned = residual.log_residual(columns)
-        roofline = kernels.roofline_s(*sizes, fitted, sheet, element_bytes)
-        unexplained = np.log(rest.seconds.to_numpy() / roofline) - learned
+        unexplained = np.log(rest.seconds.to_numpy() / kernels.roofline_s(*sizes_of(rest), fitted)) - learned
         samples.append(Sample(family, np.stack([columns[name] for name in FEATURES], axis=1), learned, unexplained))
     return samples
 

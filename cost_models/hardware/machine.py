@@ -37,7 +37,6 @@ from ..learned.kernels import (
     AttentionDevice,
     GemmDevice,
     GemmRates,
-    is_known,
     kernel_name,
     known_coefficients,
     known_devices,
@@ -248,7 +247,7 @@ def _dtype(device: Device, precision: Precision) -> str:
 
 def is_measured(device: Device) -> bool:
     """Return whether matrix products were measured on this device or on its kind, not only on its architecture."""
-    return device.gemm is not None or (not device.backend.is_host and is_known(device.name))
+    return device.gemm is not None or (not device.backend.is_host and device.name in known_devices())
 
 
 def gemm_device(device: Device, precision: Precision, coefficients: Coefficients) -> GemmDevice:

@@ -28,8 +28,16 @@ import numpy as np
 
 from ...schema.profile import MatmulPoint
 from ...schema.units import FloatArray
-from .kernels import GemmCoefficients, GemmDevice, GemmRates, features, known_coefficients, model, roofline_s
-from .trees import ResidualModel
+from .kernels import (
+    GemmCoefficients,
+    GemmDevice,
+    GemmRates,
+    ResidualModel,
+    features,
+    known_coefficients,
+    roofline_s,
+    shipped_model,
+)
 
 NUM_CANDIDATES = 1000
 
@@ -53,8 +61,7 @@ def candidate_shapes(rates: GemmRates, *, seed: int, max_s: float, max_bytes: fl
     octets = np.round(np.exp(rng.uniform(low, high, (3, 4 * NUM_CANDIDATES))))
     m, n, k = np.asarray(8.0 * octets, dtype=np.float64)
     num_bytes = rates.element_bytes * (m * n + m * k + n * k)
-    seconds = roofline_s(m, n, k, rates.coefficients, rates.hardware, rates.element_bytes)
-    fits = (seconds <= max_s) & (num_bytes <= max_bytes)
+    fits = (roofline_s(m, n, k, rates) <= max_s) & (num_bytes <= max_bytes)
     return tuple(size[fits][:NUM_CANDIDATES] for size in (m, n, k))
 
 
@@ -71,10 +78,7 @@ def informative_shapes(
 ) -> list[tuple[int, int, int]]:
     """Return up to ``count`` products (m, n, k) that are worth measuring on a device nobody has measured, best first.
 
-    Args:
-        flops_per_s: best rate measured so far; memory_bandwidth_bytes_per_s: likewise.
-        element_bytes: of an operand.
-        max_s, max_bytes: limits of one product.
+    Rates are the best measured so far, ``element_bytes`` those of an operand, ``max_s`` and ``max_bytes`` limits of one product.
     """
     coefficients, software = known_coefficients("", "")
     peak_flops_per_s = flops_per_s / coefficients.compute_efficiency
@@ -120,11 +124,10 @@ def most_informative_shapes(
 
     ``residual``, ``kernel``: in place of the shipped ones.
     """
-    fitted, sheet, trained = rates.coefficients, rates.hardware, residual or model()
-    columns = features(m, n, k, fitted, sheet, element_bytes=rates.element_bytes, software=rates.software)
+    trained, columns = residual or shipped_model("gemm"), features(m, n, k, rates)
     deviation = 1.0 + _OUTSIDE * _beyond_trained(columns, trained)
     prior = covariance(columns, trained.log_residual(columns), kernel) * np.outer(deviation, deviation)
-    slopes = coefficient_slopes(m, n, k, rates)
+    slopes = _coefficient_slopes(m, n, k, rates)
     return greedy_choice(prior + slopes @ slopes.T, kernel.noise, count)
 
 
@@ -190,7 +193,7 @@ def corrected_by(points: tuple[MatmulPoint, ...], dtype: str, rates: GemmRates) 
     if not of_dtype:
         return rates
     # Gradients of weights are as slow as forward products of their shape times a ratio.
-    ratio = float(model().provenance["weight_gradient_ratio"])
+    ratio = float(shipped_model("gemm").provenance["weight_gradient_ratio"])
     m, n, k = (np.array([getattr(p, name) for p in of_dtype], dtype=np.float64) for name in ("m", "n", "k"))
     seconds = [p.time_s / (ratio if p.which == "weight_gradient" else 1.0) for p in of_dtype]
     return calibrate(m, n, k, np.array(seconds, dtype=np.float64), rates)
@@ -209,8 +212,7 @@ def calibrate(
     """Return rates corrected by products measured on the device: a handful moves the coefficients, tens the residual too.
 
     Maximum a posteriori: coefficients around ``rates.coefficients`` with the deviation they have between device families, points
-    near each other counting as alike as the kernel says; then a Gaussian process through what remains. No
-    points give ``rates`` back.
+    near each other counting as alike as the kernel says; then a Gaussian process through what remains. No points give ``rates``.
 
     Args:
         m, n, k, seconds: [P] measured forward products; best spread over sizes from launch-bound to compute-bound.
@@ -218,39 +220,39 @@ def calibrate(
     """
     if len(seconds) == 0:
         return rates
-    prior, fitted, residual = np.log(rates.coefficients), rates.coefficients, residual or model()
-    sheet, size = rates.hardware, rates.element_bytes
+    prior, fitted, residual = np.log(rates.coefficients), rates, residual or shipped_model("gemm")
     for _ in range(3):
-        columns = features(m, n, k, fitted, sheet, element_bytes=size, software=rates.software)
+        columns = features(m, n, k, fitted)
         learned = residual.log_residual(columns)
-        whitening = whitening_of(columns, learned, kernel)
+        # It turns errors into independent ones of deviation 1: W with W C W' = 1, C the covariance of measured times.
+        noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(learned))
+        whitening = np.linalg.inv(np.linalg.cholesky(noisy))
 
         def misfit(z: FloatArray, learned: FloatArray = learned, whitening: FloatArray = whitening) -> FloatArray:
-            moved = GemmCoefficients(*np.exp(z))
-            error = np.log(roofline_s(m, n, k, moved, sheet, size) / seconds) + learned
+            error = np.log(roofline_s(m, n, k, _with_logs(rates, z)) / seconds) + learned
             return np.concatenate([soften_outliers(whitening @ error, _ODD), (z - prior) / _SPREAD])
 
-        fitted = GemmCoefficients(*(float(value) for value in np.exp(least_squares(misfit, prior))))
-    corrected = rates._replace(coefficients=fitted, correction=None)
-    columns = features(m, n, k, fitted, sheet, element_bytes=size, software=rates.software)
+        fitted = _with_logs(rates, least_squares(misfit, prior))
+    columns = features(m, n, k, fitted)
     learned = residual.log_residual(columns)
-    remaining = np.log(seconds / roofline_s(m, n, k, fitted, sheet, size)) - learned
-    return corrected._replace(correction=correction_through(columns, learned, remaining, kernel))
+    remaining = np.log(seconds / roofline_s(m, n, k, fitted)) - learned
+    return fitted._replace(correction=correction_through(columns, learned, remaining, kernel))
 
 
-def coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
+def _with_logs(rates: GemmRates, logs: FloatArray) -> GemmRates:
+    return rates._replace(coefficients=GemmCoefficients(*np.exp(logs).tolist()))
+
+
+def _coefficient_slopes(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
     """Return by how much log(seconds) moves with one deviation of each coefficient between families [N, 5]."""
     prior, step = np.log(rates.coefficients), 1e-3
-
-    def moved(z: FloatArray) -> FloatArray:
-        return np.log(roofline_s(m, n, k, GemmCoefficients(*np.exp(z)), rates.hardware, rates.element_bytes))
-
-    here = moved(prior)
-    return np.stack([(moved(prior + step * e) - here) / step for e in np.diag(_SPREAD)], axis=1)
+    moved = [roofline_s(m, n, k, _with_logs(rates, prior + step * e)) for e in np.diag(_SPREAD)]
+    start = np.log(roofline_s(m, n, k, _with_logs(rates, prior)))
+    return np.stack([(np.log(seconds) - start) / step for seconds in moved], axis=1)
 
 
 FEATURES = ("compute", "memory", "depth", "waves_128x128")
-"""Of `gemm.features`; the answer of the trees comes after them."""
+"""Of `kernels.features`; the answer of the trees comes after them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,12 +289,6 @@ def correction_through(
         slope=float(kernel.of_trees**2 * (learned @ weights)),
         offset=float(kernel.common**2 * weights.sum()),
     )
-
-
-def whitening_of(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """Return [P, P] W with W C W' = 1, C the covariance of measured times: it turns errors into independent ones of deviation 1."""
-    noisy = covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(learned))
-    return np.asarray(np.linalg.inv(np.linalg.cholesky(noisy)))
 
 
 def covariance(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:

@@ -19,18 +19,106 @@ attends to, B = 128 queries a thread block, W memory bandwidth. ``product`` is t
 ``softmax`` the exponentials next to them (their number does not grow with d), ``tail`` the last thread blocks of a launch that
 find the other processors idle. A kernel is a generation of code on a generation of hardware (`kernel_name`). Coefficients,
 residual and scores: attention.npz, written by fitting/attention.py. One device's kernels without a table take the median of all.
+
+**Residual**, regression trees as plain arrays, applied with numpy alone: thresholds are kept once per feature and sorted, so that a
+value is looked up once and every split compares two small integers; all trees are walked together, one level at a time.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schema.units import FloatArray
-from .trees import ResidualModel
+
+_CHUNK_ELEMENTS = 1 << 20  # rows * trees walked at once: bounds memory, stays in cache
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualModel:
+    """log_residual(x) = baseline + sum over trees of the leaf that clip(x, low, high) falls into.
+
+    A split sends x to the left where x <= threshold. The file is a numpy archive without pickled objects, written by
+    fitting/estimator.py.
+
+    Attributes:
+        features: names of the columns, in order; low, high: trained range of each [d].
+        thresholds: sorted split points of all features, one after the other; ``offsets`` [d + 1] cuts them.
+        feature, split, left, right, value: nodes of all trees; ``split`` counts within the feature's thresholds and a leaf
+            is a child of itself, so that walking further does no harm.
+        roots: first node of each tree; depth: longest path.
+        provenance: what the model was fitted on, by which command, how it scored, and coefficients of the physical model.
+    """
+
+    features: tuple[str, ...]
+    low: FloatArray
+    high: FloatArray
+    thresholds: FloatArray
+    offsets: NDArray[np.int64]
+    feature: NDArray[np.uint8]
+    split: NDArray[np.uint16]
+    left: NDArray[np.int64]
+    right: NDArray[np.int64]
+    value: NDArray[np.float32]
+    roots: NDArray[np.int64]
+    depth: int
+    baseline: float
+    provenance: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> ResidualModel:
+        """Read a file that can hold numbers and text only."""
+        with np.load(path, allow_pickle=False) as stored:
+            header = json.loads(stored["header"].tobytes())
+            roots = stored["roots"].astype(np.int64)
+            first = np.repeat(roots, np.diff([*roots, len(stored["left"])]))
+            names = ("low", "high", "thresholds", "offsets", "feature", "split", "value")
+            arrays = {name: stored[name] for name in names}
+            left, right = stored["left"] + first, stored["right"] + first
+        return cls(**header | {"features": tuple(header["features"])}, **arrays, roots=roots, left=left, right=right)
+
+    def log_residual(self, features: Mapping[str, FloatArray]) -> FloatArray:
+        """Return the logarithm of measured over roofline seconds [N] for named feature columns [N] (others are ignored)."""
+        columns = [np.asarray(features[name], dtype=np.float64) for name in self.features]
+        return self.predict(np.stack(np.broadcast_arrays(*columns), axis=1))
+
+    def predict(self, x: FloatArray) -> FloatArray:
+        """Return the log-residual of a matrix [N, d] whose columns are ``features`` in order."""
+        clipped = np.clip(x, self.low, self.high)
+        tables = np.split(self.thresholds, self.offsets[1:-1])
+        # How many thresholds of its feature lie below each value [N, d].
+        ranks = np.stack([np.searchsorted(table, clipped[:, idx]) for idx, table in enumerate(tables)], axis=1)
+        step = max(1, _CHUNK_ELEMENTS // len(self.roots))
+        chunks = [self._walk(ranks[start : start + step]) for start in range(0, len(ranks), step)]
+        return self.baseline + (np.concatenate(chunks) if chunks else np.zeros(0))
+
+    def _walk(self, ranks: NDArray[np.int64]) -> FloatArray:
+        num_rows, width = ranks.shape
+        node = np.broadcast_to(self.roots, (num_rows, len(self.roots)))
+        base = (np.arange(num_rows) * width)[:, None]
+        flat = ranks.ravel()
+        for _ in range(self.depth):
+            goes_left = flat.take(base + self.feature.take(node)) <= self.split.take(node)
+            node = np.where(goes_left, self.left.take(node), self.right.take(node))
+        return np.asarray(self.value.take(node).sum(axis=1, dtype=np.float64))
+
+
+@cache
+def shipped_model(name: Literal["gemm", "attention"]) -> ResidualModel:
+    """Return the shipped residual of products or attention, read once."""
+    with as_file(files(__package__).joinpath(f"{name}.npz")) as path:
+        return ResidualModel.read(path)
+
+
+# Products
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 
@@ -88,29 +176,19 @@ class GemmRates(NamedTuple):
     reference: GemmDevice | None = None
 
 
-def model() -> ResidualModel:
-    """Return the shipped residual; its provenance holds the coefficients of the devices it was fitted on."""
-    return ResidualModel.load("gemm")
-
-
 def known_coefficients(device: str, architecture: str) -> tuple[GemmCoefficients, float]:
     """Return coefficients for a device and its software column.
 
     A device without measurements takes its architecture's, an unknown architecture the median of all.
     """
-    fits = model().provenance["rooflines"]["bf16"]
+    fits = shipped_model("gemm").provenance["rooflines"]["bf16"]
     values = fits["devices"].get(device) or fits["architectures"].get(architecture) or fits["median"]
     return GemmCoefficients(*values), float(fits["software"])
 
 
 def known_devices() -> tuple[str, ...]:
     """Return the names of the devices whose products the model was fitted on."""
-    return tuple(model().provenance["rooflines"]["bf16"]["devices"])
-
-
-def is_known(device: str) -> bool:
-    """Return whether the model was fitted on products of this device."""
-    return device in known_devices()
+    return tuple(shipped_model("gemm").provenance["rooflines"]["bf16"]["devices"])
 
 
 def gemm_seconds(
@@ -126,7 +204,7 @@ def gemm_seconds(
     order = {"forward": (0, 1, 2), "input_gradient": (0, 2, 1), "weight_gradient": (2, 1, 0)}[which]
     distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in (shapes[idx] for idx in order))
     seconds = _seconds(distinct[0], distinct[1], distinct[2], rates)
-    ratio = float(model().provenance["weight_gradient_ratio"]) if which == "weight_gradient" else 1.0
+    ratio = float(shipped_model("gemm").provenance["weight_gradient_ratio"]) if which == "weight_gradient" else 1.0
     return np.asarray(ratio * seconds[inverse].reshape(shapes[0].shape))
 
 
@@ -151,57 +229,47 @@ def predict(
     m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, residual: ResidualModel | None = None
 ) -> FloatArray:
     """Return the seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
-    fit, sheet, size = rates.coefficients, rates.hardware, rates.element_bytes
-    columns = features(m, n, k, fit, rates.reference or sheet, element_bytes=size, software=rates.software)
-    log_residual = (residual or model()).log_residual(columns)
+    columns = features(m, n, k, rates._replace(hardware=rates.reference or rates.hardware))
+    log_residual = (residual or shipped_model("gemm")).log_residual(columns)
     if rates.correction is not None:
         log_residual = log_residual + rates.correction(columns, log_residual)
+    fit = rates.coefficients
     slowed = fit._replace(compute_efficiency=fit.compute_efficiency * rates.sustained_ratio)
-    return roofline_s(m, n, k, slowed, sheet, size) * np.exp(log_residual)
+    return roofline_s(m, n, k, rates._replace(coefficients=slowed)) * np.exp(log_residual)
 
 
-def roofline_terms_s(
-    m: FloatArray, n: FloatArray, k: FloatArray, fit: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
-) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of arithmetic (c) and of traffic (b) [N]."""
-    waves = m * n / (_TILE * _TILE * hardware.num_processors)
-    traffic = element_bytes * (m * n + m * k + n * k)
-    missed = _CACHED_COST + (1 - _CACHED_COST) * np.minimum(1.0, _CACHE_PARTS * traffic / hardware.cache_bytes)
-    compute = 2.0 * m * n * k / (hardware.peak_flops_per_s * fit.compute_efficiency) * (1 + fit.tail_waves / waves)
-    return compute, traffic * missed / (hardware.memory_bandwidth_bytes_per_s * fit.memory_efficiency)
-
-
-def roofline_s(
-    m: FloatArray, n: FloatArray, k: FloatArray, fit: GemmCoefficients, hardware: GemmDevice, element_bytes: float = 2.0
-) -> FloatArray:
-    """Return t0 + (c^p + b^p)^(1/p) [N]."""
-    compute, traffic = roofline_terms_s(m, n, k, fit, hardware, element_bytes)
+def roofline_s(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
+    """Return t0 + (c^p + b^p)^(1/p) [N]; neither residual nor ``sustained_ratio``."""
+    fit = rates.coefficients
+    compute, traffic = _roofline_terms_s(m, n, k, rates)
     longer, shorter = np.maximum(compute, traffic), np.minimum(compute, traffic)
     corner = (1 + (shorter / longer) ** fit.sharpness) ** (1 / fit.sharpness)
     return np.asarray(fit.launch_s + longer * corner)
 
 
-def features(
-    m: FloatArray,
-    n: FloatArray,
-    k: FloatArray,
-    fit: GemmCoefficients,
-    hardware: GemmDevice,
-    *,
-    element_bytes: float,
-    software: float,
-) -> dict[str, FloatArray]:
+def _roofline_terms_s(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of arithmetic (c) and of traffic (b) [N]."""
+    fit, hardware = rates.coefficients, rates.hardware
+    waves = m * n / (_TILE * _TILE * hardware.num_processors)
+    traffic = rates.element_bytes * (m * n + m * k + n * k)
+    missed = _CACHED_COST + (1 - _CACHED_COST) * np.minimum(1.0, _CACHE_PARTS * traffic / hardware.cache_bytes)
+    compute = 2.0 * m * n * k / (hardware.peak_flops_per_s * fit.compute_efficiency) * (1 + fit.tail_waves / waves)
+    return compute, traffic * missed / (hardware.memory_bandwidth_bytes_per_s * fit.memory_efficiency)
+
+
+def features(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> dict[str, FloatArray]:
     """Return dimensionless columns [N]: logarithms are to base two.
 
     compute, memory: c and b over t0; balance: c over b; waves_*: output tiles of a size over SMs, fill_*: how full the last
     wave is; row_fill, column_fill: useful part of the tiles of 128; depth: k in steps of 64; aspect: m over n; cache,
     panel_cache: all operands, and the smaller input panel, over the cache; processors, ridge: of the device.
     """
-    compute, traffic = roofline_terms_s(m, n, k, fit, hardware, element_bytes)
+    launch_s, hardware, element_bytes = rates.coefficients.launch_s, rates.hardware, rates.element_bytes
+    compute, traffic = _roofline_terms_s(m, n, k, rates)
     traffic_bytes = element_bytes * (m * n + m * k + n * k)
     columns = {
-        "compute": np.log2(compute / fit.launch_s),
-        "memory": np.log2(traffic / fit.launch_s),
+        "compute": np.log2(compute / launch_s),
+        "memory": np.log2(traffic / launch_s),
         "balance": np.log2(compute / traffic),
         "row_fill": m / (np.ceil(m / _TILE) * _TILE),
         "column_fill": n / (np.ceil(n / _TILE) * _TILE),
@@ -211,7 +279,7 @@ def features(
         "panel_cache": np.log2(element_bytes * np.minimum(m, n) * k / hardware.cache_bytes),
         "processors": np.full(m.shape, float(hardware.num_processors)),
         "ridge": np.full(m.shape, np.log2(hardware.peak_flops_per_s / hardware.memory_bandwidth_bytes_per_s)),
-        "software": np.full(m.shape, software),
+        "software": np.full(m.shape, rates.software),
     }
     for rows, width in ((128, 128), (128, 256), (256, 128), (64, 64)):
         waves = np.ceil(m / rows) * np.ceil(n / width) / hardware.num_processors
@@ -220,11 +288,12 @@ def features(
     return columns
 
 
+# Attention
+
 TERMS = ("launch_s", "product", "softmax", "tail", "traffic")
 
-QUERIES_A_BLOCK = 128
-
-REFERENCE_WIDTH = 64
+_QUERIES_A_BLOCK = 128
+_REFERENCE_WIDTH = 64
 
 PROCESSORS = {
     "volta": 80, "turing": 68, "ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148, "cdna2": 110, "cdna3": 304, "cdna4": 256,
@@ -259,13 +328,6 @@ class AttentionDevice(NamedTuple):
     processors: FloatArray | float
 
 
-class AttentionKernel(NamedTuple):
-    """Coefficients of the five terms [5], forward and backward."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-
 def kernel_name(architecture: str, *, uses_hopper_attention: bool) -> str:
     """Return the name of the kernel that runs on an architecture.
 
@@ -277,32 +339,27 @@ def kernel_name(architecture: str, *, uses_hopper_attention: bool) -> str:
     return architecture if architecture in ("ampere", "ada", "blackwell") else "other"
 
 
-@cache
-def kernel(name: str) -> AttentionKernel:
-    """Return the coefficients of a kernel."""
-    terms: dict[str, Any] = ResidualModel.load("attention").provenance["kernels"][name]
-    return AttentionKernel(tuple(terms["forward"]), tuple(terms["backward"]))
+def attention_terms(name: str, *, backward: bool) -> FloatArray:
+    """Return the coefficients [5] of a kernel's TERMS in one pass."""
+    passes = shipped_model("attention").provenance["kernels"][name]
+    return np.asarray(passes["backward" if backward else "forward"], dtype=np.float64)
 
 
 def term_columns(shape: AttentionShape, silicon: AttentionDevice, *, backward: bool) -> FloatArray:
     """Return what the coefficients multiply [N, 5], in seconds (the launch in units of one)."""
     passes = 2.5 if backward else 1.0
     product = 4 * passes * shape.rows * shape.seq_len * shape.context * shape.width / silicon.peak_flops_per_s
-    longest_block = 4 * passes * QUERIES_A_BLOCK * shape.longest * shape.width / silicon.peak_flops_per_s
+    longest_block = 4 * passes * _QUERIES_A_BLOCK * shape.longest * shape.width / silicon.peak_flops_per_s
+    # q, k, v and output once; the backward pass adds gradients and reads twice.
+    once = 2 * shape.element_bytes * shape.rows * shape.seq_len * shape.width * (1 + 1 / shape.group)
     columns = (
         np.ones_like(product),
         product,
-        product * REFERENCE_WIDTH / shape.width,
+        product * _REFERENCE_WIDTH / shape.width,
         longest_block * silicon.processors,
-        attention_bytes(shape, backward=backward) / silicon.bytes_per_s,
+        once * (2.0 if backward else 1.0) / silicon.bytes_per_s,
     )
     return np.stack(np.broadcast_arrays(*columns), axis=-1)
-
-
-def attention_bytes(shape: AttentionShape, *, backward: bool) -> FloatArray:
-    """Return the bytes [N] read and written at least: q, k, v and output; the backward pass adds gradients and reads twice."""
-    once = 2 * shape.element_bytes * shape.rows * shape.seq_len * shape.width * (1 + 1 / shape.group)
-    return np.asarray(once * (2.0 if backward else 1.0), dtype=np.float64)
 
 
 def residual_features(
@@ -311,7 +368,7 @@ def residual_features(
     """Return the features of the residual [N]: sizes, waves of thread blocks, and the share of each term in the roofline."""
     weighted = columns * terms
     share = weighted / weighted.sum(axis=-1, keepdims=True)
-    blocks = shape.rows * shape.seq_len / QUERIES_A_BLOCK
+    blocks = shape.rows * shape.seq_len / _QUERIES_A_BLOCK
     return {
         "log_seq_len": np.log2(shape.seq_len),
         "log_rows": np.log2(shape.rows),
@@ -338,14 +395,13 @@ def attention_seconds(
     ``arithmetic_ratio`` slows what is not traffic: kernels of an earlier generation move the same bytes. The residual takes the
     device for ``reference`` (unset: for what it is), so that it does not change with a device's rates alone.
     """
-    chosen = kernel(name)
     columns = term_columns(shape, silicon, backward=backward)
     slower = np.array([1.0, arithmetic_ratio, arithmetic_ratio, arithmetic_ratio, 1.0])
-    terms = np.asarray(chosen.backward if backward else chosen.forward) * slower
+    terms = attention_terms(name, backward=backward) * slower
     roofline = columns @ terms
     if backward:
         return np.asarray(roofline, dtype=np.float64)
     if reference is not None:
         silicon, columns = reference, term_columns(shape, reference, backward=False)
     features = residual_features(shape, silicon, columns, terms)
-    return np.asarray(roofline * np.exp(ResidualModel.load("attention").log_residual(features)), dtype=np.float64)
+    return np.asarray(roofline * np.exp(shipped_model("attention").log_residual(features)), dtype=np.float64)

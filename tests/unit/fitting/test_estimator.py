@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from meshwright.cost_models.learned.trees import ResidualModel
-from meshwright.fitting.estimator import RooflineRegressor
+from meshwright.cost_models.learned.kernels import ResidualModel
+from meshwright.fitting.estimator import RooflineRegressor, save_model
 from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -33,7 +33,7 @@ def test_residual_is_learned_whatever_the_scale_of_the_roofline():
 
 def test_packed_trees_predict_what_scikit_learn_does(tmp_path):
     regressor = _fitted(HistGradientBoostingRegressor(max_iter=30))
-    regressor.to_model(("a", "b", "c"), {"rows": 600}).save(tmp_path / "model.npz")
+    save_model(regressor.to_model(("a", "b", "c"), {"rows": 600}), tmp_path / "model.npz")
     model = ResidualModel.read(tmp_path / "model.npz")
     x, _ = _rows(seed=2)
     x[:100, :2] *= 3  # outside of the trained range too

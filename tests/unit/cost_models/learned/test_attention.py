@@ -13,11 +13,11 @@ from meshwright.cost_models.learned.kernels import (
     AttentionDevice,
     AttentionShape,
     attention_seconds,
-    kernel,
+    attention_terms,
     kernel_name,
+    shipped_model,
     term_columns,
 )
-from meshwright.cost_models.learned.trees import ResidualModel
 from meshwright.schema.engine_facts import ENGINES
 
 H100 = AttentionDevice(989.5e12, 3.35e12, PROCESSORS["hopper"])
@@ -74,14 +74,14 @@ def test_flash_attention_3_is_faster_than_2_on_hopper() -> None:
 )
 def test_more_heads_take_longer_and_never_less_each(seq_len, rows, name, backward) -> None:
     columns = [term_columns(causal(seq_len, n * rows), A100, backward=backward) for n in (1, 2)]
-    terms = np.asarray(kernel(name).backward if backward else kernel(name).forward)
+    terms = attention_terms(name, backward=backward)
     once, twice = (float((part @ terms)[0]) for part in columns)
     assert once <= twice <= 2 * once * (1 + 1e-12)
 
 
 def test_a_slower_generation_moves_the_same_bytes() -> None:
     shape = causal(128, 4096)
-    plain = term_columns(shape, A100, backward=False)[0] * np.asarray(kernel("ampere").forward)
+    plain = term_columns(shape, A100, backward=False)[0] * attention_terms("ampere", backward=False)
     new, old = (
         float(attention_seconds("ampere", shape, A100, backward=True, arithmetic_ratio=ratio)[0])
         for ratio in (1.0, 2.0)
@@ -105,7 +105,7 @@ def test_kernel_follows_device_and_engine(architecture, engine, name) -> None:
 
 
 def test_artefact_states_where_it_comes_from_and_how_good_it_is() -> None:
-    provenance = ResidualModel.load("attention").provenance
+    provenance = shipped_model("attention").provenance
     assert {"rows", "sources", "command", "date", "scores"} <= set(provenance)
     hundred = [score for name, score in provenance["scores"].items() if name.endswith("left out, 100 points")]
     assert len(hundred) == 4

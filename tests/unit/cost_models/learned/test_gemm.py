@@ -63,13 +63,13 @@ def test_gradients_are_products_of_the_same_three_sizes():
     rates, m, n, k = _rates("A100"), np.array([4096.0]), np.array([1536.0]), np.array([5120.0])
     backward = kernels.gemm_seconds(m, n, k, rates, which="input_gradient")
     assert backward == kernels.gemm_seconds(m, k, n, rates)
-    ratio = kernels.model().provenance["weight_gradient_ratio"]
+    ratio = kernels.shipped_model("gemm").provenance["weight_gradient_ratio"]
     assert 1.02 < ratio < 1.08
     assert kernels.gemm_seconds(m, n, k, rates, which="weight_gradient") == ratio * kernels.gemm_seconds(k, n, m, rates)
 
 
 def test_a_device_of_which_only_the_data_sheet_is_known_is_less_certain():
-    errors = kernels.model().provenance["relative_error"]
+    errors = kernels.shipped_model("gemm").provenance["relative_error"]
     assert 0.03 < errors["devices"] < errors["architectures"] < errors["unknown"] < 0.5
     assert is_measured(catalogue_device(*find_device("H100")))
     assert not is_measured(catalogue_device(*find_device("H20")))
@@ -141,7 +141,7 @@ def test_a_profile_is_the_models_own_data_for_its_device():
 
 
 def test_artefact_says_where_it_comes_from():
-    provenance = kernels.model().provenance
+    provenance = kernels.shipped_model("gemm").provenance
     assert provenance["rows"] > 100_000
     assert {"sources", "date", "command", "scikit_learn", "scores", "relative_error"} <= set(provenance)
 

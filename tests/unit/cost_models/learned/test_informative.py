@@ -11,7 +11,7 @@ from meshwright.cost_models.learned.calibration import (
     greedy_choice,
     most_informative_shapes,
 )
-from meshwright.cost_models.learned.kernels import GemmDevice, GemmRates, features, known_coefficients, model
+from meshwright.cost_models.learned.kernels import GemmDevice, GemmRates, features, known_coefficients, shipped_model
 
 
 def posterior_variance(covariance, noise, chosen):
@@ -43,8 +43,8 @@ def rates() -> GemmRates:
 
 def test_chosen_products_leave_less_to_be_unsure_of_than_the_same_number_at_random(rates):
     m, n, k = candidate_shapes(rates, seed=0, max_s=0.01, max_bytes=1e9)
-    columns = features(m, n, k, rates.coefficients, rates.hardware, element_bytes=2.0, software=0.0)
-    prior = covariance(columns, model().log_residual(columns), SHIPPED_COVARIANCE)
+    columns = features(m, n, k, rates)
+    prior = covariance(columns, shipped_model("gemm").log_residual(columns), SHIPPED_COVARIANCE)
     chosen = most_informative_shapes(m, n, k, rates, 30)
     at_random = np.random.default_rng(0).permutation(len(m))[:30]
     noise = SHIPPED_COVARIANCE.noise
