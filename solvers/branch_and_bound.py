@@ -15,7 +15,7 @@ What a node is stays with the problem. Four forms are in use:
     a row, again    a node may come back with a higher bound (`Node.raised`): a cheap bound first, a close one when its turn comes
     a block         one node for many rows in the order of their bounds, kept in arrays: expanding it opens its first row, or
                     bounds some more of them at once, and gives the rest back as one node
-    a subproblem    ranges of integer variables, for a linear relaxation (generation/placement.py)
+    a subproblem    ranges of integer variables, for a linear relaxation (generation.py)
 
 Nodes with equal bounds come in the order of their keys, so that a search does not depend on anything but its problem. A search
 that has ended can go on: with a wider cutoff, with nodes put back (`Search.push`), or under another rule for runner-ups.

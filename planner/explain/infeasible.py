@@ -29,8 +29,7 @@ from ...schema.layout import format_assignments
 from ...schema.runnable import why_not_runnable
 from ...schema.units import GIB, format_bytes, format_seconds
 from ...solvers.branch_and_bound import Answer
-from ...solvers.generation.instance import GenerationInstance
-from ...solvers.generation.placement import min_bytes, solve
+from ...solvers.generation import GenerationInstance, min_bytes, solve
 from ..expand import expand_layout
 from ..request import Deadline, OffloadRequest, PlanRequest
 from ..search import SearchResult

@@ -1,4 +1,4 @@
-"""Generation: which batch, how many devices to a replica, and what lies where (solvers/generation/instance.py).
+"""Generation: which batch, how many devices to a replica, and what lies where (solvers/generation.py).
 
 Every shape, (tp, sequences at once, batches in a block, whether layers may be away), is bounded by its compute only, then by
 its linear program, then solved with integer layers: always the one with the highest bound, until none may generate more than the
@@ -35,8 +35,18 @@ from ...schema.task import Generation
 from ...schema.units import GB, GIB, FloatArray, IntArray
 from ...solvers.backend import Status
 from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
-from ...solvers.generation.instance import RESOURCES, Capacity, GenerationInstance, Rates, busy_s, resident_bytes
-from ...solvers.generation.placement import GenerationSolution, RelaxedPlacement, solve, solve_relaxation
+from ...solvers.generation import (
+    RESOURCES,
+    Capacity,
+    GenerationInstance,
+    GenerationSolution,
+    Rates,
+    RelaxedPlacement,
+    busy_s,
+    resident_bytes,
+    solve,
+    solve_relaxation,
+)
 from ..request import OffloadRequest, PlanRequest
 
 BATCH_SIZES = tuple(sorted({2**i for i in range(11)} | {3 * 2**i for i in range(9)}))

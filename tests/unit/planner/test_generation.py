@@ -12,7 +12,7 @@ from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSp
 from meshwright.schema.generation import CacheShares, GenerationPlan
 from meshwright.schema.task import Generation
 from meshwright.schema.units import GIB
-from meshwright.solvers.generation.instance import GenerationPlacement, busy_s
+from meshwright.solvers.generation import GenerationPlacement, busy_s
 
 T4 = ClusterSpec.parse("1xT4-16GB")
 LLAMA = ModelSpec.named("llama-3.1-8b")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.solvers.backend import Status
-from meshwright.solvers.generation.instance import (
+from meshwright.solvers.generation import (
     RESOURCES,
     Capacity,
     GenerationInstance,
@@ -18,9 +18,11 @@ from meshwright.solvers.generation.instance import (
     Rates,
     busy_s,
     check,
+    min_bytes,
     resident_bytes,
+    solve,
+    solve_relaxation,
 )
-from meshwright.solvers.generation.placement import min_bytes, solve, solve_relaxation
 
 GB = 1e9
 
