@@ -1,11 +1,13 @@
 """Every combination of the choices that make a layout, as columns of arrays: degrees first, then what can be chosen for each.
 
 A step of the enumeration crosses the rows so far with the options of one more field and retains what is allowed. What is never
-enumerated unless it is asked for stands in space.py.
+enumerated unless it is asked for stands in space.py. Left out are also layouts another of which cannot be worse: splits of cp into
+a ring and an exchange (`exchanges_worth_trying`), and tp without sequence parallelism (`worth_whole_sequence`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,15 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema import ConfigError
+from ..cost_models.coefficients import Scenario
+from ..cost_models.layer.layer import context_of_attention
+from ..cost_models.layer.operators import CostInputs
+from ..cost_models.stage.table import CostTable
+from ..schema import ClusterSpec, ConfigError
 from ..schema.engine_facts import exchange_rules, sequence_rules
 from ..schema.layout import LAYOUT_FIELDS, Layout
 from ..schema.layout_rules import ProblemFacts, Rule
-from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, LayoutTable, column_of
+from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, RECOMPUTES, LayoutTable, column_of, distinct_rows
 from ..schema.runnable import problem_facts
 from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
-from ..schema.units import IntArray
-from .dominance import exchanges_worth_trying, worth_whole_sequence
+from ..schema.units import FloatArray, IntArray
 from .request import PlanRequest
 
 Columns = dict[str, IntArray]
@@ -31,6 +36,9 @@ Allowed = Callable[[Rows], NDArray[np.bool_]]
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
+
+SAME_SECONDS_FRACTION = 0.01
+"""Layouts this close are equal within any model's error: the one that needs less memory stays."""
 
 ENUMERATED = frozenset((
     "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "dp_shard",
@@ -113,38 +121,34 @@ class Enumeration:
     def _is_ours(self) -> bool:
         return self.request.workload.engine_facts.is_own_runtime
 
-    def constants(self, size: int) -> dict[str, NDArray[Any]]:
-        """Return the columns of ``size`` layouts that are the same in the entire space."""
-        return {name: self._constant(name, size) for name in CONSTANT}
-
-    def _constant(self, name: str, size: int) -> NDArray[Any]:
-        return column_of(name, self.request.fixed.get(name, Layout.model_fields[name].default), size)
+    def constants(self, size: int, *also: str) -> dict[str, NDArray[Any]]:
+        """Return the columns of ``size`` layouts that are the same in the entire space, and of fields taken as such."""
+        values = {name: self.request.fixed.get(name, Layout.model_fields[name].default) for name in (*CONSTANT, *also)}
+        return {name: column_of(name, value, size) for name, value in values.items()}
 
     def table(self, c: Rows) -> LayoutTable:
         """Return the rows as rules look at them: a field without a column is not chosen yet.
 
         What is recomputed counts as known: nothing, or what is asked for.
         """
-        size = len(c["tp"])
-        constants = self.constants(size) | {"recompute": self._constant("recompute", size)}
         chosen = {name: column for name, column in c.items() if name in LAYOUT_FIELDS}
         split = {} if "dp_shard" in c or "dp" not in c else {"dp": c["dp"]}
-        return LayoutTable(**constants | chosen | split)
+        return LayoutTable(**self.constants(len(c["tp"]), "recompute") | chosen | split)
 
-    def _holds(self, c: Rows, rules: Sequence[Rule]) -> NDArray[np.bool_]:
-        table, shape = self.table(c), c["tp"].shape
-        return np.all([np.broadcast_to(rule.holds(table, self.problem), shape) for rule in rules], axis=0)
+    def holds(self, table: LayoutTable, rule: Rule) -> NDArray[np.bool_]:
+        """Return which layouts [N] satisfy a rule."""
+        return np.broadcast_to(np.asarray(rule.holds(table, self.problem), dtype=bool), len(table))
+
+    def _all_hold(self, c: Rows, rules: Sequence[Rule]) -> NDArray[np.bool_]:
+        table = self.table(c)
+        return np.all([self.holds(table, rule) for rule in rules], axis=0)
 
     def _remaining(self, c: Rows, without: str = "") -> IntArray:
         """Return the ranks that the chosen degrees, but one, leave."""
-        taken = np.ones_like(c["tp"])
-        for name in _CHOSEN_DEGREES:
-            if name in c and name != without:
-                taken = taken * c[name]
-        return np.maximum(self.request.cluster.num_devices // taken, 1)
+        taken = [c[name] for name in _CHOSEN_DEGREES if name in c and name != without]
+        return np.maximum(self.request.cluster.num_devices // math.prod(taken, start=np.ones_like(c["tp"])), 1)
 
     def _divides(self, name: str) -> Allowed:
-        """The degree divides what the other ones leave."""
         return lambda c: self._remaining(c, without=name) % c[name] == 0
 
     def _cross(self, c: Columns, name: str, options: Sequence[int], allowed: Allowed) -> Columns:
@@ -194,11 +198,11 @@ class Enumeration:
         if "cp_ulysses" in request.fixed:
             return c, np.ones((len(c["tp"]), len(sizes)), dtype=bool)
         # A cp that the engine does not take at all is left to the rules, which say so.
-        holds = self._holds(c, exchange_rules(request.workload.engine))
+        holds = self._all_hold(c, exchange_rules(request.workload.engine))
         group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
         is_taken = np.bincount(group, weights=holds)[group] > 0
         c = select(c, holds | (~is_taken & (c["cp_ulysses"] == 1)))
-        worth_trying = exchanges_worth_trying(c, sizes, request.model, request.workload, request.cluster)
+        worth_trying = exchanges_worth_trying(c, sizes, request)
         rows = np.flatnonzero(worth_trying.any(axis=1))
         return _take(c, rows), worth_trying[rows]
 
@@ -224,11 +228,11 @@ class Enumeration:
             given = np.full_like(tp, request.fixed["sequence_parallel"])
             return select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
         split = (tp > 1) & (request.workload.seq_len % (c["cp"] * tp) == 0)
-        without = self._holds(c | {"sequence_parallel": np.zeros_like(tp)}, sequence_rules(request.workload.engine))
+        without = self._all_hold(c | {"sequence_parallel": np.zeros_like(tp)}, sequence_rules(request.workload.engine))
         # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
         choice = np.flatnonzero(split & without & (not request.workload.tp_overlap))
         if len(choice) and costed and not request.fixed.keys() & _IN_LAYERS:
-            choice = choice[worth_whole_sequence(_take(c, choice), request.model, request.workload, request.cluster)]
+            choice = choice[worth_whole_sequence(_take(c, choice), request)]
         has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
         return _take(c, np.concatenate([np.arange(len(tp)), choice])) | {"sequence_parallel": has_it}
 
@@ -330,3 +334,79 @@ def has_zero_stage(c: Rows) -> NDArray[np.bool_]:
     """Return where there are ranks to shard over if and only if something is sharded; only context ranks may be such."""
     stage = c["zero_stage"]
     return np.asarray(((c["dp_shard"] == 1) | (stage > 0)) & ((c["dp_shard"] * c["cp"] > 1) | (stage == 0)))
+
+
+def exchanges_worth_trying(c: Columns, micro_batch_sizes: Sequence[int], request: PlanRequest) -> NDArray[np.bool_]:
+    """Return where no other split of the same cp over the same tp is as good in everything [N, sizes]; the first of equal ones is.
+
+    Splits of cp keep the same bytes, gradients and stage transfers: they differ in what context parallelism adds to attention. One
+    is left out where another adds no more seconds in either pass and no more dispatches of the host, for every kind of attention:
+    with the same stages a step does not get faster when its layers take longer, because every start waits for what ends before it
+    and communication that hides next to a layer saves at most what that takes (overlap.pair_s).
+    """
+    model, workload, cluster = request.model, request.workload, request.cluster
+    keep = np.ones((len(c["tp"]), len(micro_batch_sizes)), dtype=bool)
+    open_rows = np.flatnonzero(c["cp"] > 1)
+    if workload.attention != "flash" or not len(open_rows) or _differs_by_place(cluster):
+        return keep
+    splits = {name: c[name][open_rows] for name in ("tp", "cp", "cp_ulysses")}
+    table = _filled(cross(splits, "micro_batch_size", micro_batch_sizes))
+    inputs = CostInputs(hidden_dim=model.hidden_dim, layouts=table, scenario=Scenario.build(workload, cluster))
+    added = []
+    for block in {block.attention: block for block, _ in reversed(model.block_runs)}.values():
+        cost = context_of_attention(block, inputs)
+        added += [cost.forward_s + cost.exposed_forward_s, cost.backward_s + cost.exposed_backward_s, cost.dispatches]
+    cost_of_split = np.stack(added, axis=-1).reshape(*keep[open_rows].shape, -1)
+    groups = distinct_rows([splits["tp"], splits["cp"]]).case_idx
+    for group in range(int(groups.max()) + 1):
+        rows = np.flatnonzero(groups == group)
+        costs = cost_of_split[rows]
+        no_worse = np.all(costs[:, None] <= costs[None, :], axis=-1)  # [i, j, size]: i in place of j
+        is_earlier = np.triu(np.ones((len(rows), len(rows)), dtype=bool), k=1)[:, :, None]
+        keep[open_rows[rows]] = ~np.any(no_worse & (~no_worse.transpose(1, 0, 2) | is_earlier), axis=0)
+    return keep
+
+
+def worth_whole_sequence(c: Columns, request: PlanRequest) -> NDArray[np.bool_]:
+    """Return which rows with tp > 1 may gain more than SAME_SECONDS_FRACTION by leaving sequence parallelism out [N].
+
+    Sequence parallelism never takes more memory, sends no more between stages and leaves less to do next to products, but its two
+    collectives in place of one may take longer, mostly where messages are small. It stays where no part of a stage has more than
+    this fraction less work for a micro-batch, whatever is recomputed. A step follows the work of its stages; how that is divided
+    between passes shows where a pipeline fills and drains, so this is measured, not a theorem.
+    """
+    if _differs_by_place(request.cluster):
+        return np.ones(len(c["tp"]), dtype=bool)
+    names = ("tp", "cp", "cp_ulysses", "micro_batch_size", "ep", "etp")
+    rows, case_idx = distinct_rows([*(c[name] for name in names), c["pp"] > 1, c["dp"] > 1])
+    unsharded = {name: c[name][rows] for name in (*names, "pp")} | {"dp_replicate": c["dp"][rows]}
+    table = _filled(cross(cross(unsharded, "recompute", range(len(RECOMPUTES))), "sequence_parallel", (0, 1)))
+    costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table)
+    work = _work(costs).reshape(-1, len(rows), len(RECOMPUTES), 2)
+    no_slower = work[..., 1] <= (1 + SAME_SECONDS_FRACTION) * work[..., 0]
+    return np.asarray(~np.all(no_slower, axis=(0, 2))[case_idx])
+
+
+def _differs_by_place(cluster: ClusterSpec) -> bool:
+    """Return whether what is better on one device or node may be worse on another."""
+    return cluster.is_mixed or cluster.bandwidth_matrix is not None
+
+
+def _filled(c: Columns) -> LayoutTable:
+    return LayoutTable.filled(len(c["tp"]), **c)
+
+
+def _work(costs: CostTable) -> FloatArray:
+    """Return seconds of one micro-batch, forward and backward, of the sets of layers that every stage is a sum of [sets, N].
+
+    A stage has a block for certain, so the embedding and the head count with one of every kind.
+    """
+    is_end = [kind.is_embedding or kind.is_head for kind in costs.kinds]
+    busy = [cost.busy_s for cost in costs.by_case]
+    ends = [seconds for seconds, end in zip(busy, is_end, strict=True) if end]
+    with_block = [np.zeros_like(ends[0]), *ends, np.sum(ends, axis=0)]
+    sets = []
+    for kind, seconds, end in zip(costs.kinds, busy, is_end, strict=True):
+        if not end:
+            sets += [seconds + other for other in (with_block if kind.is_block else with_block[:1])]
+    return np.stack(sets)[:, costs.case_idx]

@@ -11,8 +11,8 @@ What an engine executes is in schema/runnable.py. Of that, some combinations are
                    link levels, both alike
     chunks         as many as divide a stage's blocks, ceil(blocks / pp), into chunks of equal size; for our runtime two besides
     offloading, partial recompute
-    cp_ulysses     ways to split cp that cannot be better than another one (dominance.py)
-    sequence       tp without sequence parallelism, where no stage has 1 % less work by it (dominance.py)
+    cp_ulysses     ways to split cp that cannot be better than another one (enumeration.py)
+    sequence       tp without sequence parallelism, where no stage has 1 % less work by it (enumeration.py)
 
 The first two and cp_ulysses lose nothing; the others are restrictions of the space, and a certificate speaks of the space that
 remains.
@@ -37,7 +37,7 @@ from ..schema.engine_facts import rules_of
 from ..schema.layout_rules import Rule
 from ..schema.layout_table import LayoutTable, distinct_rows
 from ..schema.units import IntArray
-from .enumeration import Columns, Enumeration
+from .enumeration import Columns, Enumeration, select
 from .request import PlanRequest
 
 
@@ -64,16 +64,15 @@ class DegreeGroups:
     @cached_property
     def start(self) -> IntArray:
         """Position in the space of the first layout of each group [G]."""
-        return np.asarray(np.cumsum(self.count) - self.count)
+        return _starts(self.count)
 
     def members(self, groups: IntArray) -> tuple[LayoutTable, IntArray, IntArray]:
         """Return all layouts of some groups, the group of each and its position in the space [M]."""
         count = self.count[groups]
         of_group = np.repeat(groups, count)
-        within = np.arange(len(of_group)) - np.repeat(np.cumsum(count) - count, count)
-        option_idx = self.first[of_group] + within
+        within = np.arange(len(of_group)) - np.repeat(_starts(count), count)
         columns = {name: column[of_group] for name, column in self.degrees.items()}
-        columns |= {name: column[option_idx] for name, column in self.options.items()}
+        columns |= {name: column[self.first[of_group] + within] for name, column in self.options.items()}
         return self._table(columns), of_group, self.start[of_group] + within
 
     def relaxed(self, *, schedule: int, recompute: int) -> LayoutTable:
@@ -92,6 +91,10 @@ class DegreeGroups:
         size = len(columns["tp"])
         arrays: dict[str, Any] = columns | {name: np.full(size, value) for name, value in self.constants.items()}
         return LayoutTable(**arrays)
+
+
+def _starts(count: IntArray) -> IntArray:
+    return np.asarray(np.cumsum(count) - count)
 
 
 _KEY = ("tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches")
@@ -151,7 +154,7 @@ def build_space(request: PlanRequest) -> Space:
 
 
 class _Sieve:
-    """Retains the rows that no rule excludes, as far as their columns decide it; ``excluded`` counts the others by rule."""
+    """Select the rows that no rule excludes, as far as their columns decide it; ``excluded`` counts the others by rule."""
 
     def __init__(self, choices: Enumeration, rules: Sequence[Rule]) -> None:
         self.choices, self.rules = choices, rules
@@ -164,12 +167,11 @@ class _Sieve:
             self.choices.request.deadline.require(f"checking {len(remaining)} layouts against the rules")
             if not rule.is_decided(table.known):
                 continue
-            holds = np.broadcast_to(np.asarray(rule.holds(table, self.choices.problem), dtype=bool), remaining.shape)
+            holds = self.choices.holds(table, rule)
             self.undecided.discard(rule.name)
             self.excluded[rule.name] += int(np.count_nonzero(remaining & ~holds))
             remaining &= holds
-        rows = np.flatnonzero(remaining)
-        return {name: column[rows] for name, column in c.items()}
+        return select(c, remaining)
 
 
 def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
@@ -190,7 +192,7 @@ def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
     return DegreeGroups(
         degrees={name: column[has_options] for name, column in degrees.items() if name != "dp"},
         options={name: column[order] for name, column in options.items() if name not in _KEY},
-        first=(np.cumsum(count) - count)[case_idx],
+        first=_starts(count)[case_idx],
         count=count[case_idx],
         constants={name: column[0] for name, column in choices.constants(1).items()},
     )
@@ -202,7 +204,7 @@ def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str
     problem, remaining = choices.problem, np.ones(len(table), dtype=bool)
     reasons, decisive = [], []
     for rule in rules:
-        holds = np.broadcast_to(np.asarray(rule.holds(table, problem), dtype=bool), remaining.shape)
+        holds = choices.holds(table, rule)
         broken = np.flatnonzero(remaining & ~holds)
         if len(broken):
             reasons.append((len(broken), rule.explain(table.row(broken[0]), problem)))
@@ -213,7 +215,6 @@ def _reasons(choices: Enumeration, rules: Sequence[Rule]) -> list[tuple[int, str
 
 
 def _nothing_left(request: PlanRequest, reasons: list[tuple[int, str]]) -> ConfigError:
-    """Return the error with the rules that excluded the most."""
     size, num_devices = request.workload.global_batch_size, request.cluster.num_devices
     fixed = ", ".join(f"{name}={value}" for name, value in request.fixed.items())
     if not reasons:

@@ -7,7 +7,7 @@ import pytest
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import enumeration, plan, search
-from meshwright.planner.dominance import SAME_SECONDS_FRACTION
+from meshwright.planner.enumeration import SAME_SECONDS_FRACTION
 from meshwright.planner.expand import expand
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
