@@ -114,7 +114,6 @@ def _task(options: MeasureOptions) -> ProfileTask:
     return ProfileTask(
         backend="nccl" if visible_gpus()[0] else "gloo",
         parts=tuple(part for part in ALL_PARTS if part in parts or part == "compute"),  # all others build on it
-        is_thorough=True,
         num_rounds=1,
         budget_s=options.budget_s,
         sample_s=min(0.1, max(0.005, options.budget_s / 2400)),
@@ -144,7 +143,7 @@ def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
         memory_left_to_process,
         require_free_memory,
     )
-    from ..profilers.run.launch import launch_ranks
+    from ..profilers.run.protocol import launch_ranks
 
     if _is_rank():
         from ..profilers.run.rank import run_rank

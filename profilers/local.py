@@ -22,8 +22,7 @@ from ..schema.profile import Machine, Profile
 from ..schema.units import format_seconds
 from .machine import available_memory, busy_fraction, check_memory, identify, num_cores
 from .profiled_cluster import cluster_from_profile
-from .run.launch import launch_ranks
-from .run.protocol import ProfileTask
+from .run.protocol import ProfileTask, launch_ranks
 from .run.steps import brief_steps
 
 METHOD_VERSION = 3

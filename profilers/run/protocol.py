@@ -1,24 +1,37 @@
-"""The protocol of a measurement: the task that every rank is given, its steps, and the progress that it reports."""
+"""The protocol of a measurement: the task that every rank is given, its steps, the progress and the profile that it leaves.
+
+A launcher on this machine starts the ranks with a folder for their messages, follows how far they are, and ends them when the time
+is over; what they have stored by then counts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...schema.base import read_json, write_atomically
-from ...schema.profile import ProfileSectionName
-from ..measure.compute import CPU_LAYERS
-from ..measure.links import SIZES
-from ..measure.timing import Points
+from ...schema.errors import MeshwrightError, ProfileError
+from ...schema.profile import Profile, ProfileSection, ProfileSectionName
+from ..machine import cpu_rank_environment
+from .faults import cause_of, explain_failure
+from .processes import JobEnd, NodeJob, run_ranks
 
 if TYPE_CHECKING:
-    from ..measure.timing import Bench
+    from ..measure.timing import Bench, Points
 
 ALL_PARTS: tuple[ProfileSectionName, ...] = ("compute", "memory", "layers", "links", "host", "storage", "overlap")
-_PROGRESS = "progress.json"
+
+PROFILE_FILE = "profile.json"
+"""Written by the first rank into the launcher's folder after every part."""
+
+_PROGRESS_FILE = "progress.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +46,9 @@ class ProfileTask:
         budget_s: for everything, from ``started_at`` (seconds of the epoch), or where that is not given from when the ranks are up.
         finish_s: of the budget, for what the launcher does after the ranks.
         pace: of this machine against an idle one at the start.
-        parts: what to measure.
-        is_thorough: everything there is in a part; else only what describes a cluster.
         num_rounds: how often everything is measured; the quietest time of each point counts.
         sample_s: time for the samples of one point in one round.
-        num_layers, num_sizes: how many of the standard layers and message sizes to measure.
+        num_layers, num_sizes: how many of the standard layers and message sizes a brief measurement takes; None: all.
         model, seq_len, micro_batch_size: whose layers to measure: a ModelSpec in JSON; empty for none.
         storage_path: folder on the storage to measure; empty for none.
         out: file that the profile is written to after every part.
@@ -54,11 +65,10 @@ class ProfileTask:
     finish_s: float = 0.0
     pace: float = 1.0
     parts: tuple[ProfileSectionName, ...] = ("compute", "links")
-    is_thorough: bool = False
     num_rounds: int = 2
     sample_s: float = 0.02
-    num_layers: int = len(CPU_LAYERS)
-    num_sizes: int = len(SIZES)
+    num_layers: int | None = None
+    num_sizes: int | None = None
     model: str = ""
     seq_len: int = 0
     micro_batch_size: int = 1
@@ -72,15 +82,6 @@ class ProfileTask:
         """Return when ranks have to be done, seconds of the epoch; infinite where nobody said when it began."""
         return float("inf") if self.started_at is None else self.started_at + self.budget_s - self.finish_s
 
-    def save(self, path: Path) -> None:
-        """Write the JSON form."""
-        write_atomically(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: str | Path) -> ProfileTask:
-        """Read the JSON form."""
-        return cls(**read_json(path))
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
@@ -88,7 +89,6 @@ class RankPlace:
 
     rank: int
     local_rank: int
-    node: int
     num_nodes: int
     ranks_per_node: int
 
@@ -133,10 +133,91 @@ Tell = Callable[[ProfileProgress], None]
 
 def write_progress(folder: str | Path, progress: ProfileProgress) -> None:
     """Tell the launcher how far the measurement is; the first rank does it."""
-    write_atomically(Path(folder) / _PROGRESS, json.dumps(progress))
+    write_atomically(Path(folder) / _PROGRESS_FILE, json.dumps(progress))
 
 
-def read_progress(folder: str | Path) -> ProfileProgress | None:
-    """Return the last progress of the first rank; None where it has not begun."""
-    path = Path(folder) / _PROGRESS
+def _read_progress(folder: str | Path) -> ProfileProgress | None:
+    path = Path(folder) / _PROGRESS_FILE
     return ProfileProgress(*read_json(path)) if path.exists() else None
+
+
+# --- the launcher's side ---------------------------------------------------------------------------------------------
+
+
+def launch_ranks(
+    make_steps: MakeSteps, task: ProfileTask, num_ranks: int, *, on_progress: Tell | None = None
+) -> Profile:
+    """Measure with as many ranks of this machine, and return the profile that the first one leaves.
+
+    Args:
+        make_steps: a function of a module, which the ranks import; it runs in them only.
+
+    Raises:
+        MeshwrightError: what a rank refused to do; memory ran out; or the time was over before there was anything to keep.
+        ProfileError: a rank failed, or a signal ended them; it then does to this process what it would have done without us.
+    """
+    threads = {} if num_ranks == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    last: ProfileProgress | None = None
+
+    def follow(_: Mapping[int, int]) -> None:
+        nonlocal last
+        progress = _read_progress(task.folder) if on_progress is not None else None
+        if on_progress is not None and progress is not None and progress != last:
+            last = progress
+            on_progress(progress)
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        task = replace(task, folder=folder, steps=f"{make_steps.__module__}:{make_steps.__qualname__}")
+        path = Path(folder) / "task.json"
+        write_atomically(path, json.dumps(asdict(task)))
+        job = NodeJob(
+            command=(sys.executable, "-m", f"{__package__}.rank", str(path)),
+            folder=Path(folder),
+            num_ranks=num_ranks,
+            variables={**threads, **(cpu_rank_environment() if task.backend == "gloo" else {})},
+            ends_at=task.ends_at,
+        )
+        end = run_ranks(job, follow)
+        if not end.received:
+            return read_profile(task, end, num_ranks)
+    signal.raise_signal(end.received)
+    raise ProfileError(f"measuring this machine was ended by {end.received.name}")
+
+
+def read_profile(task: ProfileTask, end: JobEnd, num_ranks: int) -> Profile:
+    """Return what the ranks have left, after everything that speaks against it; late ones leave parts out."""
+    if end.deaths and not end.is_late:
+        raise profile_failure(end, num_ranks)
+    path = Path(task.folder) / PROFILE_FILE
+    if not path.exists():
+        progress, load = _read_progress(task.folder), 100 * (task.foreign_load_fraction or 0)
+        reached = "the start of the ranks" if progress is None else progress.what
+        raise MeshwrightError(
+            f"the {task.budget_s:g} s were over before there was anything to keep",
+            details=(f"reached: {reached}; other work used {load:.0f} % of the cores",),
+            help=f"give more time (--budget-s {max(30, round(3 * task.budget_s))}), or measure when the machine is idle",
+        )
+    profile = Profile.load(path)
+    if not end.is_late:
+        return profile
+    skipped = {"state": "skipped", "duration_s": 0.0, "num_points": 0, "reason": f"the {task.budget_s:g} s were over"}
+    names = [name for name in task.parts if name not in {part.name for part in profile.parts}]
+    parts = (*profile.parts, *(ProfileSection(name=name, **skipped) for name in names))
+    profile = profile.replace(parts=parts, content_sha256="").sealed()
+    if task.out:
+        profile.save(task.out)
+    return profile
+
+
+def profile_failure(end: JobEnd, num_ranks: int) -> MeshwrightError:
+    """Return the error of a measurement of which a rank failed."""
+    cause, error = cause_of(end.deaths), explain_failure(end.deaths, world_size=num_ranks)
+    if cause.payload is not None:
+        return error
+    if cause.ran_out_of_memory:
+        return MeshwrightError(
+            "memory ran out while this machine was measured",
+            details=(error.message, *cause.trace[-1:]),
+            help="end what uses the memory or raise its limit (ulimit -v), or measure with fewer ranks (--ranks)",
+        )
+    return ProfileError("measuring this machine failed", details=(error.message, *error.details[-3:]))

@@ -1,6 +1,6 @@
 """One rank of a measurement: joins the others, measures step by step within the budget, and the first rank keeps the profile.
 
-``python -m meshwright.profilers.run.rank TASK.json``, as `launch` starts it; or a process that torchrun or Slurm started.
+``python -m meshwright.profilers.run.rank TASK.json``, as `launch_ranks` starts it; or a process that torchrun or Slurm started.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from importlib.metadata import version
@@ -20,19 +20,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...schema.base import write_atomically
+from ...schema.base import read_json, write_atomically
 from ...schema.errors import MeshwrightError, ProfileError
 from ...schema.profile import Machine, Profile, ProfileProvenance, ProfileSection, ProfileSectionName
 from ...schema.units import GIB, format_bytes
 from ..machine import busy_fraction, first_host, gpu_state, identify, num_cores, total_memory
-from ..measure.comparison import FIELD, Comparison
 from ..measure.kernels import stream_bandwidth
 from ..measure.links import node_matrix
 from ..measure.timing import Bench, Points
-from .across_ranks import merge_points, merge_rounds, rank_reports
-from .launch import PROFILE_FILE
+from .across_ranks import COMPARISON, Comparison, merge_points, merge_rounds, rank_reports
 from .processes import serve_rank
-from .protocol import MakeSteps, MeasurementStep, ProfileProgress, ProfileTask, RankPlace, Tell, write_progress
+from .protocol import (
+    PROFILE_FILE,
+    MakeSteps,
+    MeasurementStep,
+    ProfileProgress,
+    ProfileTask,
+    RankPlace,
+    Tell,
+    write_progress,
+)
 
 MIN_FREE_BYTES = GIB // 2
 """Of a rank, beyond what the interpreter already holds: buffers out of cache need some hundred MiB."""
@@ -55,7 +62,7 @@ FIELDS_OF_PART: dict[ProfileSectionName, tuple[str, ...]] = {
 
 def main() -> None:
     """Measure the task named on the command line, by the steps that it names."""
-    task = ProfileTask.load(sys.argv[1])
+    task = ProfileTask(**read_json(sys.argv[1]))
     module, _, function = task.steps.partition(":")
     last_s = 0.0
 
@@ -69,13 +76,13 @@ def main() -> None:
 
 
 def run_rank(task: ProfileTask, make_steps: MakeSteps, tell: Tell) -> Profile | None:
-    """Measure as one rank of a job that torchrun, Slurm or `launch` started; the first rank returns the profile.
+    """Measure as one rank of a job that torchrun, Slurm or `launch_ranks` started; the first rank returns the profile.
 
     Raises:
         MeshwrightError: too little memory is free on some rank, or nodes differ in their number of ranks.
         ProfileError: the profile to resume is of another machine.
     """
-    place, device = join(task)
+    place, device = _join(task)
     bench = Bench(device, task.sample_s, ranks_per_node=place.ranks_per_node, pace=task.pace)
     require_memory(bench)
     session = _Session(task, place, bench, tell)
@@ -89,8 +96,7 @@ def run_rank(task: ProfileTask, make_steps: MakeSteps, tell: Tell) -> Profile | 
 # --- joining the others ----------------------------------------------------------------------------------------------
 
 
-def join(task: ProfileTask) -> tuple[RankPlace, torch.device]:
-    """Meet the other ranks."""
+def _join(task: ProfileTask) -> tuple[RankPlace, torch.device]:
     _take_names_from_slurm()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -98,12 +104,12 @@ def join(task: ProfileTask) -> tuple[RankPlace, torch.device]:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    options = {} if not task.folder else {"store": _store(Path(task.folder), rank), "rank": rank, "world_size": size}
-    timeout = timedelta(seconds=300)
-    dist.init_process_group(task.backend, timeout=timeout, device_id=device if on_gpu else None, **options)
-    bench = Bench(device, task.sample_s)
+    options: dict[str, Any] = {"timeout": timedelta(seconds=300), "device_id": device if on_gpu else None}
+    if task.folder:
+        options |= {"store": _store(Path(task.folder), rank), "rank": rank, "world_size": size}
+    dist.init_process_group(task.backend, **options)
     node_key = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", socket.gethostname()))
-    nodes = [(key, len(list(same))) for key, same in groupby(bench.gather(node_key))]
+    nodes = [(key, len(list(same))) for key, same in groupby(Bench(device, task.sample_s).gather(node_key))]
     if len({count for _, count in nodes}) > 1 or len({key for key, _ in nodes}) < len(nodes):
         raise MeshwrightError(
             f"the {size} ranks are not spread evenly over the nodes, node by node: "
@@ -113,13 +119,7 @@ def join(task: ProfileTask) -> tuple[RankPlace, torch.device]:
     ranks_per_node = nodes[0][1]
     if not on_gpu:
         torch.set_num_threads(task.threads or max(1, num_cores() // ranks_per_node))
-    place = RankPlace(
-        rank=rank,
-        local_rank=local_rank,
-        node=rank // ranks_per_node,
-        num_nodes=len(nodes),
-        ranks_per_node=ranks_per_node,
-    )
+    place = RankPlace(rank=rank, local_rank=local_rank, num_nodes=len(nodes), ranks_per_node=ranks_per_node)
     return place, device
 
 
@@ -166,11 +166,8 @@ class Budget:
     to all later ones, and one that overruns takes from them in proportion, never more than there is.
 
     Args:
-        total_s: seconds for everything.
-        values: of the steps in their order; only their ratios count.
         started_s: when it began, on ``clock``; unset, now.
-        reserve_s: reserved for what comes after the last step.
-        clock: seconds of any origin.
+        reserve_s: for what comes after the last step.
     """
 
     def __init__(
@@ -208,6 +205,14 @@ class _Session:
         load = task.foreign_load_fraction
         self._load = bench.agree(busy_fraction() if load is None else load)
         self._facts = bench.gather(_rank_facts(bench.device, place))
+        # One machine of all nodes together.
+        nodes = [Machine(**one["machine"]) for one in self._facts[:: place.ranks_per_node]]
+        self._machine = nodes[0].replace(
+            device=", ".join(dict.fromkeys(node.device for node in nodes)),
+            num_devices=place.world_size,
+            num_nodes=place.num_nodes,
+            host_memory_bytes=min(node.host_memory_bytes for node in nodes),
+        )
         self._old = self._profile_to_resume()
         self._old_points = _points_of(self._old)
         self._points: Points = {}
@@ -224,15 +229,14 @@ class _Session:
         values = [0.0 if step.skipped else step.value for step in planned]
         reserve_s = self._task.finish_s + _RESERVE_S * self._task.pace
         budget = Budget(self._task.budget_s, values, started_s=self._started_s, reserve_s=reserve_s)
-        idx = 0
-        for part, same in groupby(planned, key=lambda step: step.part):
+        for part, same in groupby(enumerate(planned), key=lambda numbered: numbered[1].part):
             begin, results, waiting = time.perf_counter(), [], list(same)
             while waiting:
                 if self._comparison is not None and self._bench.agree_min(budget.remaining_s()) > 0:
                     self._comparison.repeat()
-                results.append(self._run_step(waiting.pop(0), budget.share_s(idx)))
-                idx += 1
-                self._store_section(part, time.perf_counter() - begin, results, [step.what for step in waiting])
+                idx, step = waiting.pop(0)
+                results.append(self._run_step(step, budget.share_s(idx)))
+                self._store_section(part, time.perf_counter() - begin, results, [step.what for _, step in waiting])
 
     def finish(self) -> Profile | None:
         """Return the entire profile on the first rank, written and sealed."""
@@ -260,7 +264,7 @@ class _Session:
         return bench.end_budget(), sum(map(len, new.values()))
 
     def _gather_points(self) -> list[Points]:
-        compared = {} if self._comparison is None else {FIELD: self._comparison.points()}
+        compared = {} if self._comparison is None else {COMPARISON: self._comparison.points()}
         return self._bench.gather({**self._points, **compared})
 
     def _say(self, step: MeasurementStep, what: str) -> None:
@@ -295,12 +299,12 @@ class _Session:
         everything = [self._old_points, *self._by_rank]
         names = dict.fromkeys(name for points in everything for name in points)
         fields: dict[str, Any] = {name: merge_points(points.get(name, ()) for points in everything) for name in names}
-        allocator, _ = fields.pop("allocator", ()), fields.pop(FIELD, ())
-        hosts = [facts[rank]["host"] for rank in range(0, place.world_size, place.ranks_per_node)]
+        allocator, _ = fields.pop("allocator", ()), fields.pop(COMPARISON, ())
+        hosts = [one["host"] for one in facts[:: place.ranks_per_node]]
         nodes = [rank // place.ranks_per_node for rank in range(place.world_size)]
         ranks, slow = rank_reports(self._by_rank, [one["device"] for one in facts], nodes, hosts)
         profile = Profile(
-            machine=_machine(facts, place),
+            machine=self._machine,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             duration_s=time.perf_counter() - self._started_s + (self._old.duration_s if self._old else 0.0),
             budget_s=self._task.budget_s,
@@ -325,8 +329,8 @@ class _Session:
         text = self._bench.gather(text)[0]
         if not text:
             return None
-        old, machine = Profile.model_validate_json(text), _machine(self._facts, self._place)
-        require_same_machine(old, machine, path)
+        old = Profile.model_validate_json(text)
+        require_same_machine(old, self._machine, path)
         # A finished profile is resumed to get more of what its budget cut short.
         retained = [part for part in old.parts if part.state == "complete" or not old.content_sha256]
         return old.replace(parts=tuple(retained), content_sha256="")
@@ -365,18 +369,6 @@ def _points_of(profile: Profile | None) -> Points:
     names = [name for part in profile.parts for name in FIELDS_OF_PART[part.name]]
     fields = profile.model_dump(mode="json", include=set(names))
     return {name: points if isinstance(points, list) else [points] for name, points in fields.items() if points}
-
-
-def _machine(facts: Sequence[Mapping[str, Any]], place: RankPlace) -> Machine:
-    """Return the identity of all nodes together."""
-    nodes = [Machine(**facts[rank]["machine"]) for rank in range(0, place.world_size, place.ranks_per_node)]
-    devices = dict.fromkeys(node.device for node in nodes)
-    return nodes[0].replace(
-        device=", ".join(devices),
-        num_devices=place.world_size,
-        num_nodes=place.num_nodes,
-        host_memory_bytes=min(node.host_memory_bytes for node in nodes),
-    )
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.profilers.measure import links
-from meshwright.profilers.measure.comparison import FIELD, local_cores, pinned
 from meshwright.profilers.measure.host import check_folder, measure_storage
 from meshwright.profilers.measure.links import GroupAxis, axes_of, axis_groups, tournament
 from meshwright.profilers.measure.timing import Bench, summarise_samples
 from meshwright.profilers.measure.traced import LiveBytes
 from meshwright.profilers.run import across_ranks
-from meshwright.profilers.run.across_ranks import merge_points, merge_rounds
+from meshwright.profilers.run.across_ranks import COMPARISON, local_cores, merge_points, merge_rounds, pinned
 from meshwright.profilers.run.rank import Budget
 from meshwright.schema import ConfigError
 from meshwright.schema.profile import PairPoint
@@ -224,7 +223,7 @@ def test_slow_rank_is_named(slowness, names):
 def compared(*factors: float, number: int = 18) -> list[dict]:
     """Repetitions of ranks that take so many times as long, each of them disturbed now and then."""
     return [
-        {FIELD: [{"repetition": i, "time_s": f * (5.0 if (i + 3 * r) % 7 == 0 else 1.0)} for i in range(number)]}
+        {COMPARISON: [{"repetition": i, "time_s": f * (5.0 if (i + 3 * r) % 7 == 0 else 1.0)} for i in range(number)]}
         for r, f in enumerate(factors)
     ]
 

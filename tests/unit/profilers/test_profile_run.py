@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from meshwright.profilers.machine import busy_fraction
-from meshwright.profilers.measure.comparison import allowed_cores
 from meshwright.profilers.measure.timing import Bench
+from meshwright.profilers.run.across_ranks import allowed_cores
 from meshwright.profilers.run.faults import RankDeath, explain_failure, read_death, record_error
-from meshwright.profilers.run.launch import launch_ranks, profile_failure, read_profile
 from meshwright.profilers.run.processes import JobEnd
-from meshwright.profilers.run.protocol import ALL_PARTS, ProfileProgress, ProfileTask
+from meshwright.profilers.run.protocol import (
+    ALL_PARTS,
+    ProfileProgress,
+    ProfileTask,
+    launch_ranks,
+    profile_failure,
+    read_profile,
+)
 from meshwright.profilers.run.rank import require_memory, require_same_machine
 from meshwright.schema import MeshwrightError, ModelSpec, Profile, ProfileError
 from meshwright.schema.profile import LayerPoint
@@ -40,7 +46,6 @@ def task(tmp_path_factory) -> ProfileTask:
         backend="gloo",
         budget_s=10_000.0,  # no share of it is ever reached: the sizes are tiny
         parts=ALL_PARTS,
-        is_thorough=True,
         num_rounds=1,
         sample_s=0.0005,
         num_layers=1,
