@@ -10,9 +10,19 @@ from ..schema.errors import ConfigError
 from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from . import limits
-from .documents import Adapter, Exported, Imported, Table, positive_integer, remaining_devices, tables_in
-from .limits import Limit, placement_not_expressed, reduction_not_expressed
+from . import adapter
+from .adapter import (
+    Adapter,
+    Exported,
+    Imported,
+    Limit,
+    Table,
+    placement_not_expressed,
+    positive_integer,
+    reduction_not_expressed,
+    remaining_devices,
+    tables_in,
+)
 
 VERSION = "1.15"
 CONFIG = "accelerate.yaml"
@@ -20,23 +30,23 @@ _PREFIX = "parallelism_config_"
 _PRECISION = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8", "fp32": "no"}
 
 LIMITS = (
-    limits.NO_PIPELINE,
-    limits.NO_EXPERT_AXES,
-    limits.NO_ULYSSES,
-    limits.NO_LEVELS,
-    limits.VOCABULARY_AT_ENDS,
-    limits.FULL_TRAINING,
-    limits.ONE_RECOMPUTE,
+    adapter.NO_PIPELINE,
+    adapter.NO_EXPERT_AXES,
+    adapter.NO_ULYSSES,
+    adapter.NO_LEVELS,
+    adapter.VOCABULARY_AT_ENDS,
+    adapter.FULL_TRAINING,
+    adapter.ONE_RECOMPUTE,
     Limit(
         "full_recompute_only",
         lambda p: p.layout.recompute != "selective",
         lambda p: "recompute=selective: fsdp_activation_checkpointing recomputes entire blocks",
         "plan again with --fix recompute=full (or none)",
     ),
-    limits.offload_of(
+    adapter.offload_of(
         "accelerate", ("none", "parameters"), "fsdp_offload_params moves parameters, gradients and states together"
     ),
-    limits.precisions_of(
+    adapter.precisions_of(
         "accelerate", tuple(_PRECISION), "Accelerate has no, fp16, bf16 and fp8, with fp32 master parameters"
     ),
     Limit(
@@ -153,7 +163,6 @@ def _sharded_layout(fsdp: Table, axes: Table, devices: int) -> tuple[Layout, tup
 
 
 ADAPTER = Adapter(
-    name="accelerate",
     version=VERSION,
     limits=LIMITS,
     write=write,

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from ..schema.base import shown
 from ..schema.errors import ConfigError
-from ..schema.layers import Block
 from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from . import limits
-from .documents import (
+from . import adapter
+from .adapter import (
     Adapter,
     Exported,
     Imported,
+    Limit,
     Table,
+    placement_not_expressed,
     positive_integer,
+    recompute_by_stage,
     remaining_devices,
     require_num_devices,
     tables_in,
 )
-from .limits import Limit, devices_per_node, placement_not_expressed
 
 VERSION = "0.19"
 CONFIG = "ds_config.json"
 
 LIMITS = (
-    limits.rules_of("deepspeed"),
+    adapter.rules_of("deepspeed"),
     Limit(
         "no_islands",
         lambda p: p.layout.zero_stage != 3 or p.layout.dp_replicate == 1 or p.layout.optimizer_shard > 1,
@@ -39,17 +40,17 @@ LIMITS = (
         ),
         "--fix dp_replicate=1",
     ),
-    limits.FULL_TRAINING,
+    adapter.FULL_TRAINING,
     Limit(
         "recompute_of_all_blocks",
         lambda p: p.layout.recompute_fraction == 1,
         lambda p: f"recompute_fraction {p.layout.recompute_fraction:g}: the plan does not say of which blocks",
         "plan again with --fix recompute=full",
     ),
-    limits.offload_of(
+    adapter.offload_of(
         "deepspeed", ("none", "optimizer", "parameters"), "DeepSpeed moves optimizer states and parameters"
     ),
-    limits.precisions_of(
+    adapter.precisions_of(
         "deepspeed", ("bf16-mixed", "fp16-mixed", "fp32"), "DeepSpeed's configuration has bf16, fp16 and fp32"
     ),
 )
@@ -76,16 +77,15 @@ def write(plan: TrainingPlan) -> Exported:
         files=((CONFIG, json.dumps(content, indent=2) + "\n"),),
         not_expressed=(*placement_not_expressed(plan), *_of_model_code(plan)),
         to_set=("data, optimizer and learning rate: in the training script or under `optimizer` and `scheduler`",),
-        command=f"deepspeed --num_gpus {devices_per_node(plan)}{hosts} your_script.py --deepspeed_config {CONFIG}",
+        command=f"deepspeed --num_gpus {plan.cluster.largest_node}{hosts} your_script.py --deepspeed_config {CONFIG}",
     )
 
 
 def _of_model_code(plan: TrainingPlan) -> tuple[str, ...]:
     """Say what DeepSpeed takes from the training script."""
-    layout, layers = plan.layout, tuple(plan.model.iter_layers())
-    lines = []
+    layout, lines = plan.layout, []
     if layout.pp > 1:
-        blocks = [sum(isinstance(layers[idx], Block) for idx in stage.layer_idxs) for stage in plan.stages]
+        blocks = [len(choices) for choices in recompute_by_stage(plan)]
         lines += [
             f"pp: PipelineModule(layers, num_stages={layout.pp})",
             f"stages: blocks of each stage {blocks}: say so where the training script cuts the model",
@@ -99,12 +99,8 @@ def _of_model_code(plan: TrainingPlan) -> tuple[str, ...]:
 
 def _recomputed(plan: TrainingPlan) -> str:
     """Return the runs of blocks that recompute alike, counted from 0: ``blocks 0-3 (full), blocks 4-4 (selective)``."""
-    layers = tuple(plan.model.iter_layers())
-    choices = [
-        stage.recompute_of(idx) for stage in plan.stages for idx in stage.layer_idxs if isinstance(layers[idx], Block)
-    ]
     runs, start = [], 0
-    for choice, members in groupby(choices):
+    for choice, members in groupby(chain.from_iterable(recompute_by_stage(plan))):
         end = start + len(tuple(members))
         runs += [f"blocks {start}-{end - 1} ({choice})"] if choice != "none" else []
         start = end
@@ -200,23 +196,15 @@ def _precision(content: Table) -> str:
 
 
 def _offload(zero: Table) -> dict[str, Any]:
-    sections = {name: zero.get(f"offload_{name}") for name in ("param", "optimizer")}
-    used = {
-        name: section
-        for name, section in sections.items()
-        if isinstance(section, Mapping) and section.get("device") in ("cpu", "nvme")
-    }
-    if not used:
-        return {}
-    section = used.get("param") or used["optimizer"]
-    fields: dict[str, Any] = {"offload_to": "storage" if section["device"] == "nvme" else "host"}
-    if "param" in used:
-        return fields | {"offload": "parameters"}
-    return fields | {"offload": "optimizer", "offload_fraction": float(section.get("ratio", 1.0))}
+    for name, offload in (("offload_param", "parameters"), ("offload_optimizer", "optimizer")):
+        section = zero.get(name)
+        if isinstance(section, Mapping) and section.get("device") in ("cpu", "nvme"):
+            fields = {"offload": offload, "offload_to": "storage" if section["device"] == "nvme" else "host"}
+            return fields | ({"offload_fraction": section.get("ratio", 1.0)} if offload == "optimizer" else {})
+    return {}
 
 
 ADAPTER = Adapter(
-    name="deepspeed",
     version=VERSION,
     limits=LIMITS,
     write=write,

@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from ..schema.training_plan import TrainingPlan
-from .documents import Adapter, Exported
-from .limits import Limit, devices_per_node
+from .adapter import Adapter, Exported, Limit
 
 VERSION = "v1.9 (PyTorchJob), v2 (TrainJob)"
 PYTORCH_JOB, TRAIN_JOB = "pytorchjob.yaml", "trainjob.yaml"
@@ -62,10 +61,12 @@ LIMITS = (
 
 def write(plan: TrainingPlan) -> Exported:
     """Return the plan as two manifests; one of them is to be applied."""
-    name = _name(plan)
+    words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
+    name = f"meshwright-{words}"[:40].rstrip("-")  # by RFC 1035, short enough for the names of pods to be made of it
     head = f"# {plan.model.name} on {plan.layout.world_size} devices, {plan.layout}\n"
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_KEY: _text(plan)}}
     files = tuple(
-        (file, head + yaml.safe_dump_all([_config_map(plan, name), job], sort_keys=False))
+        (file, head + yaml.safe_dump_all([config_map, job], sort_keys=False))
         for file, job in ((PYTORCH_JOB, _pytorch_job(plan, name)), (TRAIN_JOB, _train_job(plan, name)))
     )
     return Exported(
@@ -82,48 +83,39 @@ def write(plan: TrainingPlan) -> Exported:
     )
 
 
-def _name(plan: TrainingPlan) -> str:
-    """Return a name by RFC 1035, short enough for the names of pods to be made of it."""
-    words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
-    return f"meshwright-{words}"[:40].rstrip("-")
-
-
 def _text(plan: TrainingPlan) -> str:
     """Return what `apply` needs of the plan."""
     return plan.replace(alternatives=(), pareto=()).model_dump_json()
 
 
-def _config_map(plan: TrainingPlan, name: str) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_KEY: _text(plan)}}
+def _container(plan: TrainingPlan, name: str, *, rank: str, address: str, port: str) -> dict[str, Any]:
+    """Return the fields that the container of a PyTorchJob and the trainer of a TrainJob share.
 
-
-def _script(plan: TrainingPlan, name: str, *, rank: str, address: str, port: str) -> str:
+    Args:
+        rank, address, port: variables in which the operator tells a pod its position and where the first one is.
+    """
     nodes = plan.cluster.num_nodes
     meet = f' --nnodes {nodes} --node-rank "${rank}" --rdzv-endpoint "${address}:${port}" --rdzv-id {name}'
-    return f'printf %s "${_VARIABLE}" > {_FILE} && exec meshwright apply {_FILE} --steps 100{meet if nodes > 1 else ""}'
-
-
-def _container(plan: TrainingPlan, name: str, script: str) -> dict[str, Any]:
-    """Return the fields that the container of a PyTorchJob and the trainer of a TrainJob share."""
-    reference = {"configMapKeyRef": {"name": name, "key": _KEY}}
+    script = (
+        f'printf %s "${_VARIABLE}" > {_FILE} && exec meshwright apply {_FILE} --steps 100{meet if nodes > 1 else ""}'
+    )
     return {
         "image": "meshwright:latest",
         "command": ["sh", "-c"],
         "args": [script],
-        "env": [{"name": _VARIABLE, "valueFrom": reference}],
+        "env": [{"name": _VARIABLE, "valueFrom": {"configMapKeyRef": {"name": name, "key": _KEY}}}],
     }
 
 
 def _resources(plan: TrainingPlan) -> dict[str, Any]:
-    amount = {_RESOURCES[plan.cluster.groups[0].device.vendor]: devices_per_node(plan)}
+    amount = {_RESOURCES[plan.cluster.groups[0].device.vendor]: plan.cluster.largest_node}
     return {"requests": dict(amount), "limits": dict(amount)}
 
 
 def _pytorch_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
-    script = _script(plan, name, rank="RANK", address="MASTER_ADDR", port="MASTER_PORT")
     container = {
         "name": "pytorch",
-        **_container(plan, name, script),
+        **_container(plan, name, rank="RANK", address="MASTER_ADDR", port="MASTER_PORT"),
         "resources": _resources(plan),
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
@@ -149,7 +141,6 @@ def _pytorch_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
 
 
 def _train_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
-    script = _script(plan, name, rank="PET_NODE_RANK", address="PET_MASTER_ADDR", port="PET_MASTER_PORT")
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -158,12 +149,12 @@ def _train_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
                 "numNodes": plan.cluster.num_nodes,
-                "numProcPerNode": devices_per_node(plan),
+                "numProcPerNode": plan.cluster.largest_node,
                 "resourcesPerNode": _resources(plan),
-                **_container(plan, name, script),
+                **_container(plan, name, rank="PET_NODE_RANK", address="PET_MASTER_ADDR", port="PET_MASTER_PORT"),
             },
         },
     }
 
 
-ADAPTER = Adapter(name="kubernetes", version=VERSION, limits=LIMITS, write=write)
+ADAPTER = Adapter(version=VERSION, limits=LIMITS, write=write)

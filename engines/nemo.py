@@ -9,8 +9,19 @@ import yaml
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import megatron_settings
-from .documents import Adapter, Exported, Imported, Table, optional_integer, require_num_devices, tables_in
-from .limits import placement_not_expressed, precisions_of, torchrun
+from .adapter import (
+    Adapter,
+    Exported,
+    Imported,
+    Table,
+    optional_integer,
+    placement_not_expressed,
+    positive_integer,
+    precisions_of,
+    require_num_devices,
+    tables_in,
+    torchrun,
+)
 from .megatron_settings import layout_from_settings, plan_settings, recompute_not_expressed
 
 VERSION = "Megatron Bridge 0.3"
@@ -51,10 +62,10 @@ def write(plan: TrainingPlan) -> Exported:
     content: dict[str, Any] = {
         section: {name: settings[name] for name in names if name in settings} for section, names in SECTIONS.items()
     }
+    if not plan.workload.tp_overlap:
+        del content["comm_overlap"]
     content["dataset"] = {"sequence_length": plan.workload.seq_len}
     content["mixed_precision"] = _PRECISION[plan.workload.precision]
-    if not content["comm_overlap"].get("tp_comm_overlap"):
-        del content["comm_overlap"]
     head = f"# {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}\n"
     return Exported(
         engine="nemo",
@@ -80,7 +91,7 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
     num_devices = require_num_devices(num_devices)
     layout, assumed = layout_from_settings(settings, num_devices, model)
     precisions = {value: name for name, value in _PRECISION.items()}
-    lengths = {"sequence_length": sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")}
+    seq_len = sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")
     known = {name for fields in SECTIONS.values() for name in fields}
     others = [f"{name}.{field}" for name in SECTIONS for field in sections[name] if field not in known]
     return Imported(
@@ -88,7 +99,7 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         layout=layout,
         num_devices=num_devices,
         global_batch_size=optional_integer(settings, "global_batch_size"),
-        seq_len=optional_integer({name: value for name, value in lengths.items() if value}, "sequence_length"),
+        seq_len=positive_integer(seq_len, "sequence_length") if seq_len else None,
         precision=precisions.get(str(content.get("mixed_precision"))),
         ignored=(*others, *(name for name in content if name not in (*names, "mixed_precision"))),
         assumed=assumed,
@@ -96,7 +107,6 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
 
 
 ADAPTER = Adapter(
-    name="nemo",
     version=VERSION,
     limits=LIMITS,
     write=write,

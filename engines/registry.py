@@ -1,11 +1,10 @@
-"""The engines whose configurations are written and read. A new one is a file of this folder and its name here."""
+"""The engines whose configurations are written and read: each is a file of this folder with an ``ADAPTER``."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,22 @@ from typing import Any
 import yaml
 
 from ..schema.base import read_text
+from ..schema.engine_facts import ENGINES as FACTS
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from .documents import Adapter, Exported, Imported, Table
-from .limits import require_expressible
+from .adapter import Adapter, Exported, Imported, Table
 
-TARGETS = ("torchtitan", "megatron", "nemo", "deepspeed", "accelerate", "kubernetes")
-"""What a plan can be written for: engines, and what starts our own one. Each is a module with an ``ADAPTER``."""
+_EXPORTERS = tuple(facts.exporter for facts in FACTS.values() if facts.exporter)
 
-ENGINES = tuple(name for name in TARGETS if name != "kubernetes")
-"""Those whose configurations are read."""
+ENGINES = tuple(dict.fromkeys(("torchtitan", "megatron", "nemo", "deepspeed", "accelerate", *_EXPORTERS)))
+"""Those whose configurations are read and written, in the order in which a file is tried; all exporters of engine_facts.py."""
+
+TARGETS = (*ENGINES, "kubernetes")
+"""What a plan can be written for: engines, and what starts our own one."""
 
 MAX_YAML_NODES = 100_000
 """Values of a YAML file, those that aliases stand for counted each time."""
-
-
-@cache
-def adapter(name: str) -> Adapter:
-    """Return the adapter of an engine.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    if name not in TARGETS:
-        raise ConfigError(f"unknown engine {name!r}", help=f"one of {', '.join(TARGETS)}")
-    loaded: Adapter = import_module(f".{name}", __package__).ADAPTER
-    return loaded
 
 
 def export(plan: TrainingPlan, engine: str) -> Exported:
@@ -48,8 +36,16 @@ def export(plan: TrainingPlan, engine: str) -> Exported:
     Raises:
         ConfigError: there is no such engine, or it cannot run the plan as it is: each reason with its numbers.
     """
-    chosen = adapter(engine)
-    require_expressible(plan, chosen.name, chosen.version, chosen.limits)
+    if engine not in TARGETS:
+        raise ConfigError(f"unknown engine {engine!r}", help=f"one of {', '.join(TARGETS)}")
+    chosen = _adapter(engine)
+    broken = [limit for limit in chosen.limits if not limit.holds(plan)]
+    if broken:
+        raise ConfigError(
+            f"{engine} {chosen.version} cannot run this plan",
+            details=tuple(f"{limit.reason(plan)}   [{limit.name}]" for limit in broken),
+            help=broken[0].help,
+        )
     return chosen.write(plan)
 
 
@@ -69,7 +65,7 @@ def read_configuration(
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}", help=f"one of {', '.join(ENGINES)}")
     text, suffix = read_text(path), Path(path).suffix
-    candidates = [adapter(name) for name in ENGINES if engine in (None, name)]
+    candidates = [_adapter(name) for name in ENGINES if engine in (None, name)]
     try:
         for reader in candidates:
             if reader.read_text and (suffix in reader.suffixes or not (reader.suffixes or suffix in _PARSERS)):
@@ -83,6 +79,11 @@ def read_configuration(
         raise ConfigError("no engine is recognised by its content", help=f"give --from: one of {', '.join(ENGINES)}")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
+
+
+def _adapter(engine: str) -> Adapter:
+    adapter: Adapter = import_module(f".{engine}", __package__).ADAPTER
+    return adapter
 
 
 def _parse(suffix: str, text: str) -> Table:

@@ -7,23 +7,25 @@ from typing import Any
 
 from ..schema.base import shown
 from ..schema.errors import ConfigError
-from ..schema.layers import Block, Embedding, Head
 from ..schema.layout import Layout, Recompute
 from ..schema.model import ModelSpec
 from ..schema.schedules import DEFAULT, SCHEDULES
 from ..schema.training_plan import TrainingPlan
-from . import limits
-from .documents import (
+from . import adapter
+from .adapter import (
     Adapter,
     Exported,
     Imported,
+    Limit,
     Table,
     optional_integer,
+    placement_not_expressed,
     positive_integer,
+    reduction_not_expressed,
     remaining_devices,
     tables_in,
+    torchrun,
 )
-from .limits import Limit, placement_not_expressed, reduction_not_expressed, torchrun
 
 VERSION = "0.3.0"
 MODULE = "meshwright_plan"
@@ -52,23 +54,23 @@ LIMITS = (
         lambda p: f"model {p.model.name}: torchtitan has configurations of {', '.join(MODELS)}",
         "add the model to torchtitan, or export to another engine",
     ),
-    limits.NO_LEVELS,
-    limits.NO_ULYSSES,
-    limits.VOCABULARY_AT_ENDS,
-    limits.FULL_TRAINING,
-    limits.ONE_RECOMPUTE,
+    adapter.NO_LEVELS,
+    adapter.NO_ULYSSES,
+    adapter.VOCABULARY_AT_ENDS,
+    adapter.FULL_TRAINING,
+    adapter.ONE_RECOMPUTE,
     Limit(
         "experts_over_ep",
         lambda p: p.layout.etp == 1 and (not p.model.is_moe or p.layout.tp == 1 or p.layout.ep > 1),
         lambda p: f"ep {p.layout.ep}, etp {p.layout.etp} with tp {p.layout.tp}: torchtitan splits experts over ep only",
         "--fix etp=1, and ep above 1 where tp is",
     ),
-    limits.offload_of(
+    adapter.offload_of(
         "torchtitan",
         ("none", "parameters"),
         "training.enable_cpu_offload moves parameters, gradients and states together",
     ),
-    limits.precisions_of(
+    adapter.precisions_of(
         "torchtitan", tuple(PRECISION), "fp8 is a converter of the model in torchtitan, fp16 it has not"
     ),
 )
@@ -78,9 +80,6 @@ def write(plan: TrainingPlan) -> Exported:
     """Return the plan as a module: `--module meshwright_plan --config plan`."""
     package, function = MODELS[plan.model.name]
     checkpointing = {"full": "FullAC", "selective": "SelectiveAC"}.get(plan.layout.recompute)
-    settings = {
-        f"{section}.{name}": value for section, fields in _settings(plan).items() for name, value in fields.items()
-    }
     lines = [
         f'"""torchtitan {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}"""',
         "",
@@ -91,7 +90,7 @@ def write(plan: TrainingPlan) -> Exported:
         "",
         "def plan() -> Trainer.Config:",
         f"    config = {function}()",
-        *(f"    config.{name} = {value!r}" for name, value in settings.items()),
+        *(f"    config.{name} = {value!r}" for name, value in _settings(plan).items()),
         f"    config.activation_checkpoint = {f'{checkpointing}.Config()' if checkpointing else None}",
         "    return config",
         "",
@@ -107,42 +106,37 @@ def write(plan: TrainingPlan) -> Exported:
     )
 
 
-def _settings(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
+def _settings(plan: TrainingPlan) -> Table:
     layout, work = plan.layout, plan.workload
     dtype, products = PRECISION[work.precision]
     pipelined = layout.pp > 1
-    parallelism: dict[str, Any] = {
-        "data_parallel_replicate_degree": layout.dp_replicate,
-        "data_parallel_shard_degree": layout.dp_shard,
-        "tensor_parallel_degree": layout.tp,
-        "enable_sequence_parallel": layout.sequence_parallel or layout.tp == 1,
-        "context_parallel_degree": layout.cp,
-        "pipeline_parallel_degree": layout.pp,
-        "expert_parallel_degree": layout.ep,
-        "fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
+    settings: dict[str, Any] = {
+        "training.local_batch_size": layout.micro_batch_size * (plan.num_microbatches if pipelined else 1),
+        "training.global_batch_size": work.global_batch_size,
+        "training.seq_len": work.seq_len,
+        "training.dtype": dtype,
+        "training.mixed_precision_param": products,
+        "training.enable_cpu_offload": layout.offload == "parameters",
+        # Graphs take neither pipelines nor experts that are sent to other ranks, and the plan was not made for them.
+        "training.disable_cuda_graphs": not work.cuda_graphs or pipelined or layout.ep > 1,
+        "parallelism.data_parallel_replicate_degree": layout.dp_replicate,
+        "parallelism.data_parallel_shard_degree": layout.dp_shard,
+        "parallelism.tensor_parallel_degree": layout.tp,
+        "parallelism.enable_sequence_parallel": layout.sequence_parallel or layout.tp == 1,
+        "parallelism.context_parallel_degree": layout.cp,
+        "parallelism.pipeline_parallel_degree": layout.pp,
+        "parallelism.expert_parallel_degree": layout.ep,
+        "parallelism.fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
     }
     if pipelined:
         name = _schedule_name(layout)
-        parallelism |= {
-            "pipeline_parallel_schedule": name or "_PipelineScheduleRuntime",
-            "pipeline_parallel_microbatch_size": layout.micro_batch_size,
-            "module_fqns_per_model_part": _module_names(plan),
+        settings |= {
+            "parallelism.pipeline_parallel_schedule": name or "_PipelineScheduleRuntime",
+            "parallelism.pipeline_parallel_microbatch_size": layout.micro_batch_size,
+            "parallelism.module_fqns_per_model_part": _module_names(plan),
+            **({} if name else {"parallelism.pipeline_parallel_schedule_csv": ORDER}),
         }
-        if not name:
-            parallelism["pipeline_parallel_schedule_csv"] = ORDER
-    return {
-        "training": {
-            "local_batch_size": layout.micro_batch_size * (plan.num_microbatches if pipelined else 1),
-            "global_batch_size": work.global_batch_size,
-            "seq_len": work.seq_len,
-            "dtype": dtype,
-            "mixed_precision_param": products,
-            "enable_cpu_offload": layout.offload == "parameters",
-            # Graphs take neither pipelines nor experts that are sent to other ranks, and the plan was not made for them.
-            "disable_cuda_graphs": not work.cuda_graphs or pipelined or layout.ep > 1,
-        },
-        "parallelism": parallelism,
-    }
+    return settings
 
 
 def _schedule_name(layout: Layout) -> str:
@@ -152,19 +146,16 @@ def _schedule_name(layout: Layout) -> str:
 
 def _module_names(plan: TrainingPlan) -> list[list[str]]:
     """Return the modules of each stage, in the order of the model."""
-    layers = tuple(plan.model.iter_layers())
-    names = []
-    for stage in plan.stages:
-        part: list[str] = []
-        for idx in stage.layer_idxs:
-            if isinstance(layers[idx], Embedding):
-                part.append("tok_embeddings")
-            elif isinstance(layers[idx], Block):
-                part.append(f"layers.{idx - 1}")
-            elif isinstance(layers[idx], Head):
-                part += ["norm", "lm_head"]
-        names.append(part)
-    return names
+    names = {
+        idx: [f"layers.{idx - 1}"]
+        if layer.is_block
+        else ["tok_embeddings"]
+        if layer.is_embedding
+        else ["norm", "lm_head"]
+        for idx, layer in enumerate(plan.model.iter_layers())
+        if layer.is_block or layer.is_embedding or layer.is_head
+    }
+    return [[name for idx in stage.layer_idxs for name in names.get(idx, ())] for stage in plan.stages]
 
 
 def _order(plan: TrainingPlan) -> str:
@@ -300,7 +291,6 @@ def _batches(training: Table, axes: Table, pp: int, dp: int) -> tuple[int, int]:
 
 
 ADAPTER = Adapter(
-    name="torchtitan",
     version=VERSION,
     limits=LIMITS,
     write=write,
