@@ -1,4 +1,4 @@
-"""What a profile measured on a device, in place of what the model says: one function for each kind of cost that consults it.
+"""What a profile measured on a device, in place of what the model says. Nothing here runs where no profile was measured.
 
 layers              A layer at some micro-batches and tensor-parallel shards. With t the measured and f the modelled seconds of a
                     point, operators of a layout with x tokens a rank take f(x) * exp(interpolated log(t / f)), linear in log x
@@ -22,23 +22,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from ..schema import ClusterSpec, Layout, Workload
 from ..schema.layout_table import LayoutTable
-from ..schema.profile import AttentionPoint, Direction, HostCopyPoint, LayerPoint, OverlapPoint
+from ..schema.profile import AttentionPoint, Direction, LayerPoint, Profile
 from ..schema.units import FloatArray, IntArray
-from .coefficients import Coefficients, Scenario
-from .hardware.overlap import STREAMS, Pair, pair_s, slowdown_law
+from .coefficients import Scenario
+from .hardware.collectives import Pair, pair_s, slowdown_law
 from .layer.operators import CostInputs, FusedAttention, Layer, attended_tokens, kernels_of
 
-LARGE_COPY_BYTES = 2**24
+_LARGE_COPY_BYTES = 2**24
 """Bytes from which a copy between host and device shows its bandwidth."""
 
-ADAM_BYTES = 28
+_ADAM_BYTES = 28
 """Parameter, gradient and two states read, all but the gradient written, in fp32."""
 
 _NEAR_OCTAVES = 2.0
@@ -46,7 +46,7 @@ _MIN_SLOWDOWN = 0.01
 """Of a pair that the law does not slow down: what its ratio multiplies."""
 
 _NUM_HALVINGS = 50
-_DTYPES = {"fp32": "fp32", "fp16": "fp16", "fp16-mixed": "fp16"}
+_DTYPES = {"fp32": "fp32", "fp16-mixed": "fp16"}
 _LAYER_DTYPES = {"bf16-mixed": ("bf16",), "bf16": ("bf16",), "fp16-mixed": ("fp16",), "fp32": ("fp32", "tf32")}
 
 PassSeconds = Callable[[CostInputs], tuple[FloatArray, FloatArray]]
@@ -54,25 +54,15 @@ PassSeconds = Callable[[CostInputs], tuple[FloatArray, FloatArray]]
 
 
 def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> tuple[FloatArray, FloatArray] | None:
-    """Return measured over modelled seconds of a layer's operators, forward and backward [N]; None without points of it."""
-    points = _layer_points(layer, inputs)
-    if not points:
-        return None
-    # The layouts that the points stand for: one rank's shard, no data parallelism.
-    layouts = [Layout(tp=point.tp, micro_batch_size=point.micro_batch_size) for point in points]
-    size = int(np.lcm.reduce([point.micro_batch_size for point in points]))
-    forward_s, backward_s = modelled_s(replace(inputs, layouts=LayoutTable.from_layouts(layouts, size)))
-    return _layer_ratio(points, forward_s, "forward", inputs), _layer_ratio(points, backward_s, "backward", inputs)
+    """Return measured over modelled seconds of a layer's operators, forward and backward [N]; None without points of it.
 
-
-def _layer_points(layer: Layer, inputs: CostInputs) -> list[LayerPoint]:
-    """Return the points of a layer under this workload's sequence length and dtype, without recompute."""
+    Those count that have the workload's sequence length and dtype, our own runtime and no recompute.
+    """
     profile, workload = inputs.cluster.profile, inputs.workload
-    is_ours = workload.engine_facts.is_own_runtime and workload.adapters is None
-    if profile is None or not profile.layers or not is_ours:
-        return []
+    if profile is None or not workload.engine_facts.is_own_runtime or workload.adapters is not None:
+        return None
     dtypes = _LAYER_DTYPES.get(workload.precision, ())
-    return [
+    points = [
         point
         for point in profile.layers
         if point.recompute == "none"
@@ -81,6 +71,13 @@ def _layer_points(layer: Layer, inputs: CostInputs) -> list[LayerPoint]:
         and point.dtype in dtypes
         and point.layer == layer
     ]
+    if not points:
+        return None
+    # The layouts that the points stand for: one rank's shard, no data parallelism.
+    layouts = [Layout(tp=point.tp, micro_batch_size=point.micro_batch_size) for point in points]
+    size = int(np.lcm.reduce([point.micro_batch_size for point in points]))
+    forward_s, backward_s = modelled_s(replace(inputs, layouts=LayoutTable.from_layouts(layouts, size)))
+    return _layer_ratio(points, forward_s, "forward", inputs), _layer_ratio(points, backward_s, "backward", inputs)
 
 
 def _layer_ratio(
@@ -113,20 +110,16 @@ def attention_ratio(
     direction: Direction,
     inputs: CostInputs,
     modelled_s: Callable[[FusedAttention, int, Direction], float],
-) -> FloatArray | None:
-    """Return measured over modelled seconds [N] of fused attention, from the point nearest to each layout; None without points.
+) -> FloatArray:
+    """Return measured over modelled seconds [N] of fused attention, from the point nearest to each layout; 1 without points.
 
-    Args:
-        op: the attention of the layouts.
-        direction: which pass.
-        inputs: the layouts.
-        modelled_s: seconds of an attention for so many tokens on one rank.
+    ``modelled_s`` gives the seconds of one pass of an attention for so many tokens on one rank.
     """
     profile, dtype = inputs.cluster.profile, _DTYPES.get(inputs.workload.precision, "bf16")
     measured = profile.attention if profile is not None else ()
     points = [p for p in measured if p.dtype == dtype and p.causal and p.direction == direction]
     if not points:
-        return None
+        return np.ones(len(inputs.layouts))
 
     def log_ratio(point: AttentionPoint) -> float:
         shape = FusedAttention(
@@ -150,23 +143,39 @@ def attention_ratio(
     return np.asarray(np.exp(logs[nearest] * 0.5 ** np.maximum(octaves - _NEAR_OCTAVES, 0.0)))
 
 
-def overlap_ratio(scenario: Scenario) -> float:
-    """Return the slow-down of kernels with a collective, measured over the law; 1 without such a point."""
-    profile = scenario.cluster.profile
-    if profile is None or not profile.overlaps:
-        return 1.0
-    memory_bytes_per_s = scenario.cluster.weakest_device.memory_bandwidth_bytes_per_s
-    return _overlap_ratio(profile.overlaps, memory_bytes_per_s, scenario.coefficients)
+class MeasuredRates(NamedTuple):
+    """What a profile says of the rates of a scenario; None or a ratio of 1 where it has no points.
+
+    Attributes:
+        elementwise_bytes_per_s: of memory-bound kernels in the workload's dtype.
+        copy_bytes_per_s: of one device's copies while all devices of its node copy, the slower direction.
+        host_update_bytes_per_s: traffic of one node's processors that update parameters, all its ranks at once.
+        overlap_ratio: slow-down of kernels with a collective over the law's.
+    """
+
+    elementwise_bytes_per_s: float | None = None
+    copy_bytes_per_s: float | None = None
+    host_update_bytes_per_s: float | None = None
+    overlap_ratio: float = 1.0
 
 
-@lru_cache(maxsize=16)
-def _overlap_ratio(points: tuple[OverlapPoint, ...], memory_bytes_per_s: float, coefficients: Coefficients) -> float:
-    ratios = []
-    for point in points:
+def rates_of_profile(profile: Profile, scenario: Scenario) -> MeasuredRates:
+    """Return what a profile says of the rates of a scenario."""
+    return MeasuredRates(
+        _elementwise_bytes_per_s(profile, scenario.workload, scenario.cluster),
+        _copy_bytes_per_s(profile, scenario.cluster),
+        _host_update_bytes_per_s(profile, scenario.cluster),
+        _overlap_ratio(profile, scenario),
+    )
+
+
+def _overlap_ratio(profile: Profile, scenario: Scenario) -> float:
+    memory_bytes_per_s, ratios = scenario.cluster.weakest_device.memory_bandwidth_bytes_per_s, []
+    for point in profile.overlaps:
         if set(point.streams) == {"compute", "collective"}:
             seconds = dict(zip(point.streams, point.alone_s, strict=True))
             sent = 2.0 * (point.group_size - 1) / point.group_size * point.collective_bytes
-            law = _floored(slowdown_law(sent / seconds["collective"] / memory_bytes_per_s, coefficients))
+            law = floored(slowdown_law(sent / seconds["collective"] / memory_bytes_per_s, scenario.coefficients))
             ratios.append(slowdown_ratio(law, seconds["compute"], seconds["collective"], point.together_s))
     return median(ratios) if ratios else 1.0
 
@@ -183,39 +192,22 @@ def slowdown_ratio(pair: Pair, first_s: float, second_s: float, together: float)
     return (low + high) / 2
 
 
-def interference(slowdown: FloatArray, points: Sequence[OverlapPoint]) -> FloatArray:
-    """Return slow-downs [4, 4] of streams with those of the measured pairs scaled."""
-    result = slowdown.copy()
-    ratios: dict[tuple[int, int], list[float]] = {}
-    for point in points:
-        if len(point.streams) == 2 and {"compute", "collective"} != set(point.streams):
-            i, j = (STREAMS.index(name) for name in point.streams)
-            law = _floored(Pair(slowdown[i, j], slowdown[j, i]))
-            ratio = slowdown_ratio(law, point.alone_s[0], point.alone_s[1], point.together_s)
-            ratios.setdefault((i, j), []).append(ratio)
-    for (i, j), of_pair in ratios.items():
-        law, ratio = _floored(Pair(slowdown[i, j], slowdown[j, i])), median(of_pair)
-        result[i, j], result[j, i] = ratio * float(law.compute), ratio * float(law.collective)
-    return result
-
-
-def _floored(pair: Pair) -> Pair:
+def floored(pair: Pair) -> Pair:
+    """Return the slow-downs, none so small that no ratio could make it the measured one."""
     return Pair(max(float(pair.compute), _MIN_SLOWDOWN), max(float(pair.collective), _MIN_SLOWDOWN))
 
 
-def elementwise_bytes_per_s(cluster: ClusterSpec, workload: Workload) -> float | None:
-    """Return the rate of memory-bound kernels in the workload's dtype: their bytes over their seconds; None without points.
+def _elementwise_bytes_per_s(profile: Profile, workload: Workload, cluster: ClusterSpec) -> float | None:
+    """Return bytes over seconds of a copy, a gated activation and a norm at the largest size, where launches no longer count.
 
-    A copy, a gated activation and a norm, each at the largest size, where caches and launches no longer count. A softmax is left
-    out: attention is one kernel with points of its own.
+    A softmax is left out: attention is one kernel with points of its own.
     """
-    points = cluster.profile.elementwise if cluster.profile is not None else ()
     kernels = kernels_of(workload, on_host=cluster.weakest_device.backend.is_host)
     traffic = {"copy": 2.0, "silu_mul": 5.0, "rms_norm": kernels.norm.forward}
     dtype = _DTYPES.get(workload.precision, "bf16")
     num_bytes = seconds = 0.0
     for op, count in traffic.items():
-        of_op = [point for point in points if point.op == op and point.dtype == dtype]
+        of_op = [point for point in profile.elementwise if point.op == op and point.dtype == dtype]
         if not of_op:
             return None
         largest = max(of_op, key=lambda point: point.num_elements)
@@ -224,54 +216,41 @@ def elementwise_bytes_per_s(cluster: ClusterSpec, workload: Workload) -> float |
     return num_bytes / seconds
 
 
-def copy_bytes_per_s(cluster: ClusterSpec) -> float | None:
-    """Return the rate of one device's copies while all devices of its node copy, the slower direction; None without points."""
-    points = cluster.profile.host_copies if cluster.profile is not None else ()
-    if not points or len(cluster.groups) > 1:
-        return None
-    rates = [pinned_rates(points, direction, cluster.largest_node) for direction in ("to_device", "to_host")]
-    return min(median(rate) for rate in rates) if all(rates) else None
-
-
-def pinned_rates(points: Sequence[HostCopyPoint], direction: str, devices_at_once: int) -> list[float]:
-    """Return the bytes/s of one device, of large pinned copies in one direction."""
-    return [
-        point.size_bytes / point.time_s
-        for point in points
-        if point.direction == direction
-        and point.host_memory == "pinned"
-        and point.devices_at_once == devices_at_once
-        and point.size_bytes >= LARGE_COPY_BYTES
+def _copy_bytes_per_s(profile: Profile, cluster: ClusterSpec) -> float | None:
+    large = [
+        point
+        for point in profile.host_copies
+        if point.host_memory == "pinned"
+        and point.devices_at_once == cluster.largest_node
+        and point.size_bytes >= _LARGE_COPY_BYTES
     ]
+    rates = [
+        [point.size_bytes / point.time_s for point in large if point.direction == direction]
+        for direction in ("to_device", "to_host")
+    ]
+    return min(median(rate) for rate in rates) if all(rates) and len(cluster.groups) == 1 else None
 
 
-def host_update_bytes_per_s(cluster: ClusterSpec) -> float | None:
-    """Return the traffic of one node's processors that update parameters, measured by all its ranks at once; None without."""
-    points = cluster.profile.cpu_adam if cluster.profile is not None else ()
-    of_node = [point for point in points if point.ranks_at_once == cluster.largest_node]
+def _host_update_bytes_per_s(profile: Profile, cluster: ClusterSpec) -> float | None:
+    of_node = [point for point in profile.cpu_adam if point.ranks_at_once == cluster.largest_node]
     if not of_node:
         return None
     largest = max(of_node, key=lambda point: point.num_parameters)
-    return ADAM_BYTES * largest.num_parameters * largest.ranks_at_once / largest.time_s
+    return _ADAM_BYTES * largest.num_parameters * largest.ranks_at_once / largest.time_s
 
 
-def measured_terms(
-    cluster: ClusterSpec, workload: Workload, coefficients: Coefficients | None = None
-) -> tuple[str, ...]:
+def measured_terms(profile: Profile, scenario: Scenario) -> tuple[str, ...]:
     """Return which terms of the estimate are read off the profile's points, in words with numbers."""
-    profile = cluster.profile
-    if profile is None:
-        return ()
-    terms = []
+    cluster, rates, terms = scenario.cluster, rates_of_profile(profile, scenario), []
     together = [point for point in profile.overlaps if set(point.streams) == {"compute", "collective"}]
     if together and cluster.weakest_device.backend.has_streams:
-        ratio = overlap_ratio(Scenario.build(workload, cluster, coefficients))
+        ratio = rates.overlap_ratio
         terms.append(f"slow-down of kernels beside collectives {ratio:.2f} times the law's ({len(together)} points)")
-    if (rate := elementwise_bytes_per_s(cluster, workload)) is not None:
+    if (rate := rates.elementwise_bytes_per_s) is not None:
         terms.append(f"elementwise kernels {rate / 1e9:.4g} GB/s ({len(profile.elementwise)} points)")
-    if (copies := copy_bytes_per_s(cluster)) is not None:
+    if (copies := rates.copy_bytes_per_s) is not None:
         terms.append(f"host link {copies / 1e9:.4g} GB/s a device with all of a node copying")
-    if (update := host_update_bytes_per_s(cluster)) is not None:
+    if (update := rates.host_update_bytes_per_s) is not None:
         terms.append(f"updates on the host {update / 1e9:.4g} GB/s a node")
     if profile.storage and cluster.groups[0].storage_bytes_per_s:
         terms.append(f"storage {cluster.groups[0].storage_bytes_per_s / 1e9:.4g} GB/s a node")

@@ -18,7 +18,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from ..cost_models.hardware.overlap import STREAMS, Pair, pair_s, together_s
+from ..cost_models.hardware.collectives import Pair, pair_s
+from ..cost_models.hardware.streams import STREAMS, together_s
 from ..schema.catalogue import find_device
 from ..schema.units import MB, FloatArray
 
@@ -113,7 +114,7 @@ def fit_slowdowns(overlaps: Overlaps) -> FloatArray:
 
 
 def fit_pair(overlaps: Overlaps) -> FloatArray:
-    """Return (channels, traffic, compute) of `overlap.slowdown_law` over all machines, by robust log error."""
+    """Return (channels, traffic, compute) of `collectives.slowdown_law` over all machines, by robust log error."""
     return np.asarray(
         least_squares(
             lambda law: np.log(predict_pair(overlaps, law) / overlaps.together_s),

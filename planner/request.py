@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from ..cost_models.hardware.machine import HostRates, host_rates
+from ..cost_models.hardware.streams import HostRates, host_rates
 from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, SolverLimitError, TrainingPlan, Workload
 from ..schema.engine_facts import PLANNED_ENGINES
 from ..schema.layout import check_fields, parse_assignments

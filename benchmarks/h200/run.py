@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from apply_accuracy import GPU_CASES, Case, run_case
 from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.machine import gemm_rates
-from meshwright.cost_models.hardware.overlap import STREAMS, Fabric, interference, together_s
+from meshwright.cost_models.hardware.streams import STREAMS, Fabric, interference, together_s
 from meshwright.cost_models.layer.layer import within_layer_cost
 from meshwright.cost_models.layer.operators import CostInputs
 from meshwright.cost_models.learned.calibration import calibrate

@@ -1,4 +1,4 @@
-"""Seconds of collectives: latency and transfer on every link level a group spans, hierarchical.
+"""Seconds of collectives: latency and transfer on every link level a group spans, hierarchical; and next to kernels.
 
 A group of ``group`` ranks with ``stride`` (neighbours are ``stride`` ranks apart; ranks count devices node by node) has m_l members
 inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes through each device's link, S the full buffer:
@@ -10,40 +10,16 @@ inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes
 | all-to-all, S the buffer of one rank | S (m - 1) / group | S (m - m_{l-1}) / group |
 
 Levels work at the same time on different chunks, so the slowest transfer decides; latencies add. On a level with measured
-points or curves (collective_curves.py) these say how long x = bytes / line rate takes. Where bandwidth between nodes was measured
-(node_links.py) the slowest pair that a group crosses, over the link's efficiency of a send, stands in for the line rate. Otherwise
+points or curves these say how long x = bytes / line rate takes. Where bandwidth between nodes was measured (`NodeLinks`) the
+slowest pair that a group crosses, over the link's efficiency of a send, stands in for the line rate. Otherwise
 
     latency + x / efficiency + sqrt(ramp x)
 
-with latency = base + per_hop log2(f): trees, exchanges, and everything inside a node. Between nodes all-gather and
-reduce-scatter have rings only, of every member and without ramp. NCCL takes the better of two protocols: a ring_step for
+with latency = base + per_hop log2(f): trees, exchanges, and everything inside a node. The square root is the pipeline fill: a
+message in k chunks over a path of latency a takes k a + (1 + 1/k) x / e, least at x / e + 2 sqrt(a x / e). Between nodes all-gather
+and reduce-scatter have rings only, of every member and without ramp. NCCL takes the better of two protocols: a ring_step for
 every crossing between nodes (and IN_NODE_RING_STEP_S inside) at full bandwidth (Simple), or LL_STEP_RATIO of that at
 LL_BANDWIDTH_RATIO of the bandwidth (LL).
-
-Measured shape of collectives: seconds against size, for each kind of link, operation and number of devices.
-
-A collective of n devices that moves b bytes through each device's link of rate W takes
-
-    t(x) = (latency + x / efficiency + sqrt(ramp * x)) * exp(residual(x)),   x = b / W
-
-with x the seconds at line rate. The square root is the pipeline fill: a message in k chunks over a path of latency a
-takes k a + (1 + 1/k) x / e, least at x / e + 2 sqrt(a x / e). The residual is piecewise linear in log x and holds what
-this shape misses: the switches of NCCL between its protocols (LL, LL128, Simple) and, for the all-reduce of Hopper and
-Blackwell, the reduction in the switch (NVLS). In units of x one curve serves links of other rates, such as the halved
-NVLink of an H800. Curves are made non-decreasing. Parameters: collective_curves.json, written by
-``python -m meshwright.fitting collectives``.
-
-Measured bandwidth between nodes: the slowest pair of nodes that a ring, a chain of hops or an exchange crosses.
-
-Ranks count devices node by node, so a group of ranks with a stride names the nodes it lies on. Its steps wait for the slowest
-pair of nodes that it crosses:
-
-    ring    neighbours, and the last with the first       collectives, stages with several chunks
-    chain   neighbours                                    pipeline stages
-    all     every pair of the group                       all-to-all
-
-BANDWIDTH[n, n'] is what one device of node n gets to its counterpart on node n' while the others of its node send as well; the
-slower direction counts, because groups send both ways.
 """
 
 from __future__ import annotations
@@ -52,7 +28,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +36,7 @@ from numpy.typing import NDArray
 from ...schema import ClusterSpec, LinkLevel
 from ...schema.profile import CollectivePoint
 from ...schema.units import FloatArray, IntArray
+from ..coefficients import Coefficients
 
 LL_STEP_RATIO = 0.2
 """Ring step of NCCL's LL protocol over that of Simple between nodes: 2.7 of 14 us (NVIDIA/nccl src/graph/tuning.cc)."""
@@ -70,14 +47,14 @@ IN_NODE_RING_STEP_S = 3.4e-6
 LL_BANDWIDTH_RATIO = 0.1
 """Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL at 45 of 400 GB/s on two Hopper nodes (tuning.cc)."""
 
-_SECONDS = tuple[FloatArray, FloatArray]
-"""Latency and transfer."""
-
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Pattern = Literal["ring", "chain", "all"]
+"""Who sends to whom: neighbours, and the last to the first (collectives, stages with several chunks); neighbours (pipeline stages);
+every pair of the group (all-to-all)."""
 
 
 class Hops(NamedTuple):
-    """Neighbours of groups [N] of ``group`` ranks, ``stride`` apart, send to one another: a ring, or a chain."""
+    """Neighbours of groups [N] of ``group`` ranks, ``stride`` apart, send to one another."""
 
     group: IntArray
     stride: IntArray
@@ -138,15 +115,19 @@ def _level_s(
     ranks: tuple[IntArray, IntArray, IntArray],
     level: LinkLevel,
     rate: tuple[float, FloatArray | float],
-) -> _SECONDS:
-    """Return latency and transfer of one level; ``ranks`` are members within the inner domain, within this one, and of the group.
+) -> tuple[FloatArray, FloatArray]:
+    """Return latency and transfer of one level.
 
-    Args:
-        rate: line rate of the level for each device, and the part of it that these groups have.
+    ``ranks`` are members within the inner domain, within this one, and of the group; ``rate`` the line rate of the level for each
+    device, and the part of it that these groups have.
     """
     inner, members, _ = ranks
     link = level.link
-    x = _moved_bytes(op, size, *ranks) / (rate[0] * rate[1] * _mesh_fraction(level, members // inner))
+    line_rate = rate[0] * rate[1]
+    if link.mesh_peers is not None:  # the share of a device's links that lead to members of its own group
+        peers = min(link.mesh_peers, max(level.domain_size - 1, 1))
+        line_rate = line_rate * np.clip((members // inner - 1) / peers, 1e-6, 1.0)
+    x = _moved_bytes(op, size, *ranks) / line_rate
     if points := [point for point in link.measured if point.op == op]:
         latency_s, transfer = _interpolated_s(op, points, size / inner, members // inner)
         return latency_s, transfer / rate[1]
@@ -176,17 +157,10 @@ def _moved_bytes(op: Op, size: FloatArray, inner: IntArray, members: IntArray, g
     return np.asarray(np.where(members == 2 * inner, size / inner, 2 * shared))
 
 
-def _mesh_fraction(level: LinkLevel, members: IntArray) -> FloatArray | float:
-    """Return the share of a device's links that lead to members of its own group."""
-    peers = level.link.mesh_peers
-    if peers is None:
-        return 1.0
-    return np.clip((members - 1) / min(peers, max(level.domain_size - 1, 1)), 1e-6, 1.0)
-
-
-def _interpolated_s(op: Op, points: Sequence[CollectivePoint], size: FloatArray, group: IntArray) -> _SECONDS:
-    """Measured points of the nearest number of ranks, log seconds over log size; another number in proportion to the bytes through
-    a link.
+def _interpolated_s(
+    op: Op, points: Sequence[CollectivePoint], size: FloatArray, group: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return what points of the nearest number of ranks say, log seconds over log size; of another in proportion to the bytes sent.
 
     Beyond the largest message seconds grow in proportion, below the smallest they stay.
     """
@@ -239,7 +213,7 @@ def _calibrated(level: LinkLevel, cluster: ClusterSpec) -> float:
     return cluster.calibration.scale_up if level.link.kind == "scale-up" else cluster.calibration.scale_out
 
 
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+# Measured curves
 
 KNOT_STEP = 2.0
 """Distance of the residual's knots in log2 of the seconds at line rate: a factor of four."""
@@ -251,14 +225,15 @@ MIN_X = 2.0 ** float(_LOG2_GRID[0])
 
 
 class CurveParameters(NamedTuple):
-    """One operation over one number of devices.
+    """t(x) = (latency + x / efficiency + sqrt(ramp x)) exp(residual(x)) of one operation over one number of devices.
+
+    The residual holds what the shape misses: the switches of NCCL between its protocols (LL, LL128, Simple) and, for the all-reduce
+    of Hopper and Blackwell, the reduction in the switch (NVLS). With x the seconds at line rate one curve serves links of other
+    rates, such as the halved NVLink of an H800. Written by ``python -m meshwright.fitting collectives``.
 
     Attributes:
-        latency_s: a message without content.
-        efficiency: share of the line rate that a long message approaches.
-        ramp_s: pipeline fill.
-        first_knot: log2 seconds at line rate of the first value of ``residual``; the others follow KNOT_STEP apart.
-        residual: log of measured over the shape; beyond the knots it stays what it is at the nearest.
+        first_knot: log2 x of the first value of ``residual``; the others follow KNOT_STEP apart.
+        residual: piecewise linear in log x; beyond the knots it stays what it is at the nearest.
     """
 
     latency_s: float
@@ -286,7 +261,7 @@ def knots(parameters: CurveParameters) -> FloatArray:
 
 
 def tabulated(by_group: Mapping[int, CurveParameters]) -> Curves:
-    """Return the curves of one operation from the parameters of each number of devices."""
+    """Return the curves of one operation, made non-decreasing, from the parameters of each number of devices."""
     groups, x = sorted(by_group), 2.0**_LOG2_GRID
     rows = []
     for group in groups:
@@ -309,11 +284,11 @@ def curve_s(curves: Curves, group: IntArray, x: FloatArray) -> tuple[FloatArray,
     log_x = np.log2(np.maximum(x, MIN_X))
     column, column_part = _place(log_x, _LOG2_GRID)
     table = curves.log_seconds
-    latency = np.exp(_mixed(table[row, 0], table[row + 1, 0], row_part))
-    low = _mixed(table[row, column], table[row, column + 1], column_part)
-    high = _mixed(table[row + 1, column], table[row + 1, column + 1], column_part)
+    latency = np.exp(_between(table[row, 0], table[row + 1, 0], row_part))
+    low = _between(table[row, column], table[row, column + 1], column_part)
+    high = _between(table[row + 1, column], table[row + 1, column + 1], column_part)
     beyond = 2.0 ** np.maximum(log_x - _LOG2_GRID[-1], 0.0)
-    total = np.exp(_mixed(low, high, row_part)) * beyond
+    total = np.exp(_between(low, high, row_part)) * beyond
     ends = np.exp(table[-2:, 0])
     hop = max(float(ends[1] - ends[0]), 0.0) / float(largest - 2.0 ** curves.log2_groups[-2])
     return latency + hop * np.maximum(group - largest, 0), np.maximum(total - latency, 0.0)
@@ -325,39 +300,44 @@ def _place(values: FloatArray, grid: FloatArray) -> tuple[IntArray, FloatArray]:
     return idx, np.clip((values - grid[idx]) / (grid[idx + 1] - grid[idx]), 0.0, 1.0)
 
 
-def _mixed(low: FloatArray, high: FloatArray, part: FloatArray) -> FloatArray:
+def _between(low: FloatArray, high: FloatArray, part: FloatArray) -> FloatArray:
     return np.asarray(low + (high - low) * part)
 
 
 @cache
 def link_curves(name: str) -> Mapping[Op, Curves] | None:
-    """Return the curves that a link's ``curve`` names; None where there are none of this name."""
-    entry = _document()["links"].get(name)
+    """Return the curves that a link's ``curve`` names; None where collective_curves.json has none of this name."""
+    entry = json.loads(files(__package__).joinpath("collective_curves.json").read_text(encoding="utf-8"))["links"].get(
+        name
+    )
     if entry is None:
         return None
     return {
-        op: tabulated({int(n): _parameters(values) for n, values in groups.items()}) for op, groups in entry.items()
+        op: tabulated(
+            {
+                int(group): CurveParameters(
+                    values["latency_us"] * 1e-6,
+                    values["efficiency"],
+                    values["ramp_us"] * 1e-6,
+                    values["first_knot"],
+                    tuple(values["residual"]),
+                )
+                for group, values in groups.items()
+            }
+        )
+        for op, groups in entry.items()
     }
 
 
-def _parameters(values: Mapping[str, Any]) -> CurveParameters:
-    return CurveParameters(
-        values["latency_us"] * 1e-6,
-        values["efficiency"],
-        values["ramp_us"] * 1e-6,
-        values["first_knot"],
-        tuple(values["residual"]),
-    )
-
-
-@cache
-def _document() -> dict[str, Any]:
-    text = files(__package__).joinpath("collective_curves.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+# Measured bandwidth between nodes
 
 
 class NodeLinks:
-    """BANDWIDTH [n, n] of the nodes in the order of the ranks, and which node each rank is on."""
+    """Bandwidth [n, n] of the nodes in the order of the ranks, and which node each rank is on.
+
+    It is what one device of node n gets to its counterpart on node n' while the others of its node send as well; the slower
+    direction counts, because groups send both ways. A group's steps wait for the slowest pair of nodes that it crosses.
+    """
 
     def __init__(self, matrix: tuple[tuple[float, ...], ...], node_sizes: tuple[int, ...]) -> None:
         """Take the devices of each node."""
@@ -369,10 +349,7 @@ class NodeLinks:
     def slowest(self, group: int, stride: int, pattern: Pattern, inner: int = 1, outer: int | None = None) -> float:
         """Return the bytes/s of the slowest pair that some group of ``group`` ranks crosses; infinite where none leaves its node.
 
-        Args:
-            group, stride: ranks of a group and the distance between neighbours.
-            pattern: who sends to whom.
-            inner, outer: only pairs in different domains of ``inner`` ranks and in the same one of ``outer`` ranks.
+        Only pairs in different domains of ``inner`` ranks and in the same one of ``outer`` ranks count.
         """
         key = (group, stride, pattern, inner, outer or len(self.node_of_rank))
         if key not in self._slowest:
@@ -401,16 +378,12 @@ class NodeLinks:
         return np.unique(nodes[nodes[:, 0] != nodes[:, 1]], axis=0)
 
 
-@lru_cache(maxsize=256)
-def _links(matrix: tuple[tuple[float, ...], ...], node_sizes: tuple[int, ...]) -> NodeLinks:
-    return NodeLinks(matrix, node_sizes)
+_links = lru_cache(maxsize=256)(NodeLinks)
 
 
 def node_links(cluster: ClusterSpec) -> NodeLinks | None:
     """Return what was measured between the nodes of a cluster; None where nothing was."""
-    if cluster.bandwidth_matrix is None:
-        return None
-    return _links(cluster.bandwidth_matrix, cluster.node_sizes)
+    return None if cluster.bandwidth_matrix is None else _links(cluster.bandwidth_matrix, cluster.node_sizes)
 
 
 def slowest_rates(
@@ -424,3 +397,46 @@ def slowest_rates(
     pairs, case_idx = np.unique(group * base + stride, return_inverse=True)
     rates = [links.slowest(*divmod(int(pair), base), pattern, inner, outer) for pair in pairs]
     return np.asarray(np.array(rates)[case_idx.reshape(group.shape)])
+
+
+# Next to kernels
+
+
+class Pair(NamedTuple):
+    """Slow-downs of two streams: extra seconds of one for each of its own seconds while the other runs. One element or [N].
+
+    Attributes:
+        compute: of kernels while a collective runs.
+        collective: of the collective while kernels run.
+    """
+
+    compute: FloatArray | float
+    collective: FloatArray | float
+
+
+def slowdown_law(traffic: FloatArray | float, coefficients: Coefficients) -> Pair:
+    """Return the slow-downs of kernels and a collective: a share for its channels' multiprocessors, one for its memory traffic.
+
+    Args:
+        traffic: bytes that a device sends per second over its memory's bandwidth.
+        coefficients: those of [overlap].
+    """
+    law = coefficients["overlap"]
+    return Pair(compute=law["channels"] + law["traffic"] * traffic, collective=law["compute"])
+
+
+def pair_s(compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
+    """Return seconds of kernels and a collective [N] at once: max(C + x a (1 + b) / (1 + a), x + C b (1 + a) / (1 + b)).
+
+    a and b are the slow-downs of compute and of the collective; each side of the maximum is the case in which the other ends first
+    (`streams.together_s` of two). With a b < 1 it is never slower than one after the other.
+    """
+    a, b = pair
+    by_compute = compute_s + collective_s * a * (1 + b) / (1 + a)
+    by_collective = collective_s + compute_s * b * (1 + a) / (1 + b)
+    return np.asarray(np.maximum(by_compute, by_collective))
+
+
+def exposed_s(compute_s: FloatArray, collective_s: FloatArray, pair: Pair) -> FloatArray:
+    """Return what a collective adds to the compute it overlaps [N]: at least the slow-down, at most what outlasts the compute."""
+    return pair_s(compute_s, collective_s, pair) - compute_s

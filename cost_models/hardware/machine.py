@@ -14,14 +14,13 @@ Source: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857 (storage
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import geometric_mean
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...schema import ClusterSpec, Device, Workload
+from ...schema import Device, Workload
 from ...schema.catalogue import find_device
 from ...schema.cluster_files import catalogue_device
 from ...schema.devices import GemmFit
@@ -29,7 +28,6 @@ from ...schema.errors import ConfigError
 from ...schema.profile import MatmulPoint
 from ...schema.task import Precision
 from ...schema.units import Array, FloatArray
-from .. import measured
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..learned.calibration import corrected_by
 from ..learned.kernels import (
@@ -41,7 +39,7 @@ from ..learned.kernels import (
     known_coefficients,
     known_devices,
 )
-from .overlap import STREAMS, interference
+from ..measured import MeasuredRates, rates_of_profile
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -108,6 +106,13 @@ class DeviceRates(NamedTuple):
 
 
 @lru_cache(maxsize=64)
+def measured_rates(scenario: Scenario) -> MeasuredRates:
+    """Return what the cluster's profile says of rates."""
+    profile = scenario.cluster.profile
+    return MeasuredRates() if profile is None else rates_of_profile(profile, scenario)
+
+
+@lru_cache(maxsize=64)
 def device_rates(scenario: Scenario) -> DeviceRates:
     """Return the rates of the weakest device of the scenario's cluster under its workload."""
     workload, cluster, c = scenario.workload, scenario.cluster, scenario.coefficients
@@ -119,7 +124,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     on_host = device.gemm or GemmFit(**{name: c["gemm"][name] for name in GemmFit.model_fields})
     fit = on_host if gemm is None else gemm.coefficients
     slowed = ratio.products if gemm is None else gemm.sustained_ratio
-    elementwise = measured.elementwise_bytes_per_s(cluster, workload)
+    elementwise = measured_rates(scenario).elementwise_bytes_per_s
     if elementwise is None:
         in_sheet = 1.0 if is_host else c["elementwise"]["memory_efficiency"]
         elementwise = device.memory_bandwidth_bytes_per_s * in_sheet
@@ -168,7 +173,7 @@ def _update_bytes_per_s(scenario: Scenario) -> float:
     device, cluster = scenario.cluster.weakest_device, scenario.cluster
     if not device.backend.is_host:
         return float(device.memory_bandwidth_bytes_per_s * scenario.coefficients["optimizer"]["memory_efficiency"])
-    of_node = measured.host_update_bytes_per_s(cluster)
+    of_node = measured_rates(scenario).host_update_bytes_per_s
     return device.memory_bandwidth_bytes_per_s if of_node is None else of_node / cluster.largest_node
 
 
@@ -287,14 +292,6 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
     return AttentionRates(kernel, rates(device, cluster.calibration.attention), ratio, reference)
 
 
-USABLE_HOST_MEMORY = 0.94
-"""Of a host's memory: published runs fill 94 to 96 % of it with states (SuperOffload, 25e9 parameters in 480 GB; MegaTrain, 120e9
-in 1.5 TB)."""
-
-_STACKED_MEMORY_BYTES_PER_S = 1.2e12
-"""Slowest stacked memory of the devices measured, which has room for copies next to kernels; the fastest GDDR is below it."""
-
-
 class HostCosts(NamedTuple):
     """Seconds the host needs, by the workload's engine.
 
@@ -365,8 +362,8 @@ def host_link_bytes_per_s(to_storage: Array, scenario: Scenario) -> Array:
     c, cluster = scenario.coefficients["offload"], scenario.cluster
     line = min(group.host_link_bytes_per_s or c["link_bytes_per_s"] for group in cluster.groups)
     of_host = c["host_over_link"] / cluster.largest_node if line < c["own_host_bytes_per_s"] else 1.0
-    link = measured.copy_bytes_per_s(cluster) or min(c["link_efficiency"], of_host) * line
-    return np.where(to_storage == 1, np.minimum(link, _storage_bytes_per_s(scenario) / cluster.largest_node), link)
+    link = measured_rates(scenario).copy_bytes_per_s or min(c["link_efficiency"], of_host) * line
+    return np.where(to_storage == 1, np.minimum(link, storage_bytes_per_s(scenario) / cluster.largest_node), link)
 
 
 def host_update_s_per_param(scenario: Scenario, to_storage: Array, update_bytes: float) -> Array:
@@ -378,70 +375,18 @@ def host_update_s_per_param(scenario: Scenario, to_storage: Array, update_bytes:
     )
     link = host_link_bytes_per_s(np.zeros_like(to_storage), scenario)
     moved = (gradient_bytes + workload.compute_bytes) / link
-    update = update_bytes * ranks / _host_update_bytes_per_s(scenario)
-    states = 2.0 * (workload.optimizer_bytes + workload.master_bytes) * ranks / _storage_bytes_per_s(scenario)
+    update = update_bytes * ranks / host_update_bytes_per_s(scenario)
+    states = 2.0 * (workload.optimizer_bytes + workload.master_bytes) * ranks / storage_bytes_per_s(scenario)
     return moved + np.maximum(update, np.where(to_storage == 1, states, 0.0))
 
 
-def _host_update_bytes_per_s(scenario: Scenario) -> float:
-    of_node = measured.host_update_bytes_per_s(scenario.cluster)
+def host_update_bytes_per_s(scenario: Scenario) -> float:
+    """Return the traffic of one node's processors that update parameters."""
+    of_node = measured_rates(scenario).host_update_bytes_per_s
     return float(scenario.coefficients["offload"]["host_update_bytes_per_s"]) if of_node is None else of_node
 
 
-def _storage_bytes_per_s(scenario: Scenario) -> float:
+def storage_bytes_per_s(scenario: Scenario) -> float:
+    """Return the rate of one node's storage."""
     default = scenario.coefficients["offload"]["storage_bytes_per_s"]
     return float(min(group.storage_bytes_per_s or default for group in scenario.cluster.groups))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostRates:
-    """One rank's rates, bytes per second; seconds of compute lost for each of a copy; host seconds to update one parameter.
-
-    Attributes:
-        link_bytes_per_s: of one direction alone; to_host_bytes_per_s, to_device_bytes_per_s: of copies that run with kernels.
-        duplex: copies of both directions at once reach 1 + duplex of one.
-        memory_bytes: of the host that the rank may use; infinite where it is not known.
-    """
-
-    link_bytes_per_s: float
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
-    duplex: float
-    compute_lost_to_host: float
-    compute_lost_to_device: float
-    update_s_per_param: float
-    storage_bytes_per_s: float
-    memory_bytes: float
-
-
-def host_rates(
-    workload: Workload,
-    cluster: ClusterSpec,
-    *,
-    memory_bytes: float | None = None,
-    coefficients: Coefficients | None = None,
-) -> HostRates:
-    """Return the rates of the weakest device's host; ``memory_bytes`` of a node stand in for what the cluster says."""
-    scenario, ranks = Scenario.build(workload, cluster, coefficients), cluster.largest_node
-    line = float(host_link_bytes_per_s(np.zeros(1), scenario)[0])
-    is_stacked = cluster.weakest_device.memory_bandwidth_bytes_per_s >= _STACKED_MEMORY_BYTES_PER_S
-    slow = interference("nvlink" if is_stacked else "pcie", scenario.coefficients)
-    if cluster.profile is not None:
-        slow = measured.interference(slow, cluster.profile.overlaps)
-    compute, to_device, to_host = (STREAMS.index(name) for name in ("compute", "to_device", "to_host"))
-    both = 1 / (1 + slow[to_device, to_host]) + 1 / (1 + slow[to_host, to_device])
-    if memory_bytes is None:
-        sizes = [group.host_memory_bytes for group in cluster.groups]
-        memory_bytes = USABLE_HOST_MEMORY * min(size or 0.0 for size in sizes) if all(sizes) else np.inf
-    is_host = cluster.weakest_device.backend.is_host  # a copy within one memory takes cores from the compute
-    return HostRates(
-        link_bytes_per_s=line,
-        to_host_bytes_per_s=line / (1 + float(slow[to_host, compute])),
-        to_device_bytes_per_s=line / (1 + float(slow[to_device, compute])),
-        duplex=0.0 if is_host else float(np.clip(both - 1, 0.0, 1.0)),
-        compute_lost_to_host=min(float(slow[compute, to_host]), 0.5),
-        compute_lost_to_device=min(float(slow[compute, to_device]), 0.5),
-        update_s_per_param=update_bytes_per_param(workload) * ranks / _host_update_bytes_per_s(scenario),
-        storage_bytes_per_s=_storage_bytes_per_s(scenario) / ranks,
-        memory_bytes=memory_bytes / ranks,
-    )

@@ -10,11 +10,15 @@ import numpy as np
 from ...schema import Workload
 from ...schema.layout_table import OFFLOADS, LayoutTable
 from ...schema.units import Array, FloatArray, IntArray
-from .. import measured
-from ..hardware.collectives import collective_s
+from ..hardware.collectives import Pair, collective_s, exposed_s, slowdown_law
 from ..hardware.compute import elementwise_update_s
-from ..hardware.machine import device_rates, host_link_bytes_per_s, host_update_s_per_param, update_bytes_per_param
-from ..hardware.overlap import Pair, exposed_s, slowdown_law
+from ..hardware.machine import (
+    device_rates,
+    host_link_bytes_per_s,
+    host_update_s_per_param,
+    measured_rates,
+    update_bytes_per_param,
+)
 from .operators import CostInputs
 from .parallel import sharded_params
 
@@ -212,7 +216,10 @@ def _added_s(compute_s: FloatArray, collective_s: FloatArray, sent_bytes: FloatA
     """
     layouts, memory = inputs.layouts, inputs.cluster.weakest_device.memory_bandwidth_bytes_per_s
     rate = np.divide(sent_bytes, collective_s, out=np.zeros_like(collective_s), where=collective_s > 0)
-    law, ratio = slowdown_law(rate / memory, inputs.scenario.coefficients), measured.overlap_ratio(inputs.scenario)
+    law, ratio = (
+        slowdown_law(rate / memory, inputs.scenario.coefficients),
+        measured_rates(inputs.scenario).overlap_ratio,
+    )
     pair = Pair(compute=law.compute * ratio, collective=law.collective * ratio)
     of_layer = exposed_s(compute_s, collective_s, pair)
     # With model chunks communication of one may run while others compute.

@@ -20,9 +20,9 @@ from ...schema import Workload
 from ...schema.layers import Block, MTPHead
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.units import FloatArray, IntArray
-from .. import measured
 from ..hardware.compute import OperatorTime, operator_time
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
+from ..measured import attention_ratio, layer_ratios
 from .data import LayerParams, data_parallel_s, has_copies, without_reductions
 from .memory import activation_bytes, frozen_bytes, tp_params, trained_params, with_adapters
 from .operators import (
@@ -151,7 +151,11 @@ def within_layer_cost(layer: Layer, inputs: CostInputs) -> LayerCost:
 def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     hidden_dim, layouts, workload = inputs.hidden_dim, inputs.layouts, inputs.workload
     operators, none = _operators(layer, inputs), np.zeros(len(layouts))
-    isolated = _as_measured(operator_times(operators, inputs), operators, layer, inputs)
+    isolated = operator_times(operators, inputs)
+    if inputs.cluster.profile is not None and (ratios := layer_ratios(layer, inputs, partial(_isolated_s, operators))):
+        # Where the host's dispatch adds to the device's time the measured one includes it.
+        adds = inputs.cluster.weakest_device.backend.is_host
+        isolated = [time.scaled(*ratios, with_dispatches=adds) for time in isolated]
     times, cp_s = _with_context(layer, operators, isolated, inputs)
     tp_s = tensor_parallel_s(layer, inputs)
     overlapped = overlapped_s(operators, times, inputs)
@@ -243,24 +247,11 @@ def operator_times(operators: tuple[Operator, ...], inputs: CostInputs) -> list[
             time = time_of(op, routed_tokens, layouts.expert_tp, layouts.sequence_parallel, ep=layouts.ep)
         else:
             time = time_of(op, inputs.tokens, layouts.tp, layouts.sequence_parallel)
-        if isinstance(op, FusedAttention):
-            forward = measured.attention_ratio(op, "forward", inputs, attention_s)
-            backward = measured.attention_ratio(op, "backward", inputs, attention_s)
-            time = time.scaled(1.0 if forward is None else forward, 1.0 if backward is None else backward)
+        if isinstance(op, FusedAttention) and inputs.cluster.profile is not None:
+            forward, backward = (attention_ratio(op, which, inputs, attention_s) for which in ("forward", "backward"))
+            time = time.scaled(forward, backward)
         times.append(time.take(case_idx))
     return times
-
-
-def _as_measured(
-    times: list[OperatorTime], operators: tuple[Operator, ...], layer: Layer, inputs: CostInputs
-) -> list[OperatorTime]:
-    """Return the times of a layer's operators, corrected by the profile's points of this layer; the same without any."""
-    ratios = measured.layer_ratios(layer, inputs, partial(_isolated_s, operators))
-    if ratios is None:
-        return times
-    # Where the host's dispatch adds to the device's time the measured one includes it.
-    adds = inputs.cluster.weakest_device.backend.is_host
-    return [time.scaled(*ratios, with_dispatches=adds) for time in times]
 
 
 def _isolated_s(operators: tuple[Operator, ...], inputs: CostInputs) -> tuple[FloatArray, FloatArray]:

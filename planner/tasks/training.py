@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import numpy as np
 
+from ...cost_models.coefficients import Scenario
 from ...cost_models.hardware.machine import is_measured
 from ...cost_models.measured import measured_terms
 from ...cost_models.pipeline.orders import to_torch_csv
@@ -299,7 +300,9 @@ def _notes(request: PlanRequest, chosen: Candidate, fastest: Candidate) -> list[
 
 def notes_on_measured(request: PlanRequest) -> list[str]:
     """Say what of the estimate comes from the profile besides products, attention, layers and collectives."""
-    terms = measured_terms(request.cluster, request.workload)
+    if (profile := request.cluster.profile) is None:
+        return []
+    terms = measured_terms(profile, Scenario.build(request.workload, request.cluster))
     return [f"from the profile: {'; '.join(terms)}"] if terms else []
 
 

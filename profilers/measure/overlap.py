@@ -1,7 +1,7 @@
 """What a product, a collective and copies cost one another when they run at once.
 
 Each stream is made about as long as the others, so that they overlap for most of the time; what is recorded is
-the seconds of each by itself and of all until the last one ends, as ``cost_models.hardware.overlap`` describes them.
+the seconds of each by itself and of all until the last one ends, as ``cost_models.hardware.streams`` describes them.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
-from meshwright.cost_models.hardware.machine import host_link_bytes_per_s, host_rates
-from meshwright.cost_models.hardware.overlap import Pair, interference, pair_s, slowdown_law
-from meshwright.cost_models.measured import elementwise_bytes_per_s, overlap_ratio, slowdown_ratio
-from meshwright.cost_models.measured import interference as interference_of_points
+from meshwright.cost_models.hardware.collectives import Pair, pair_s, slowdown_law
+from meshwright.cost_models.hardware.machine import host_link_bytes_per_s, measured_rates
+from meshwright.cost_models.hardware.streams import host_rates, interference, measured_interference
+from meshwright.cost_models.measured import slowdown_ratio
 from meshwright.planner import estimate, plan
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.profile import CpuAdamPoint, ElementwisePoint, HostCopyPoint, Machine, OverlapPoint, Profile
@@ -83,7 +83,8 @@ def test_times_that_no_slow_down_explains_end_at_the_bounds(together_s: float, s
 def test_a_point_that_the_law_predicts_changes_nothing() -> None:
     law = slowdown_law(1e11 / MEMORY, packaged_coefficients())
     as_predicted = float(pair_s(np.ones(1), np.ones(1), law)[0])
-    assert overlap_ratio(Scenario.build(WORKLOAD, cluster(overlaps=(overlap(as_predicted),)))) == pytest.approx(1.0)
+    rates = measured_rates(Scenario.build(WORKLOAD, cluster(overlaps=(overlap(as_predicted),))))
+    assert rates.overlap_ratio == pytest.approx(1.0)
     assert step_s(cluster(overlaps=(overlap(as_predicted),))) == pytest.approx(step_s(PLAIN), rel=1e-6)
 
 
@@ -108,7 +109,7 @@ def test_copies_that_slow_each_other_down_lower_the_rates_of_offload() -> None:
 
 def test_pairs_without_a_point_keep_the_law() -> None:
     law = interference("pcie", packaged_coefficients())
-    measured = interference_of_points(law, (overlap(1.5, ("to_device", "compute")), overlap(1.9)))
+    measured = measured_interference(law, (overlap(1.5, ("to_device", "compute")), overlap(1.9)))
     changed = {(2, 0), (0, 2)}
     assert all(
         measured[i, j] == law[i, j] or (i, j) in changed for i in range(4) for j in range(4)
@@ -120,8 +121,10 @@ def test_pairs_without_a_point_keep_the_law() -> None:
 
 def test_slower_elementwise_kernels_make_a_longer_step() -> None:
     fast, slow = cluster(elementwise=elementwise(1.6e12)), cluster(elementwise=elementwise(0.8e12))
-    assert elementwise_bytes_per_s(fast, WORKLOAD) == pytest.approx(2 * elementwise_bytes_per_s(slow, WORKLOAD))
-    assert elementwise_bytes_per_s(cluster(elementwise=elementwise(1e12)[:2]), WORKLOAD) is None
+    partial = cluster(elementwise=elementwise(1e12)[:2])
+    rates = [measured_rates(Scenario.build(WORKLOAD, of)).elementwise_bytes_per_s for of in (fast, slow, partial)]
+    assert rates[0] == pytest.approx(2 * rates[1])
+    assert rates[2] is None
     assert step_s(slow) > step_s(fast)
 
 

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.coefficients import packaged_coefficients
-from meshwright.cost_models.hardware.overlap import (
-    STREAMS,
-    Fabric,
-    Pair,
-    exposed_s,
-    interference,
-    pair_s,
-    slowdown_law,
-    together_s,
-)
+from meshwright.cost_models.hardware.collectives import Pair, exposed_s, pair_s, slowdown_law
+from meshwright.cost_models.hardware.streams import STREAMS, Fabric, interference, together_s
 
 SECONDS = st.floats(0, 10, allow_subnormal=False)
 SLOWDOWN = st.floats(0, 0.9)
