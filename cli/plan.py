@@ -28,7 +28,7 @@ from .terminal import INTERRUPTED
 
 if TYPE_CHECKING:
     from ..planner.request import Deadline
-    from ..schema import TrainingPlan
+    from ..schema import GenerationPlan, Plan, TrainingPlan
 
 
 class SearchOptions(OffloadOptions):
@@ -129,28 +129,30 @@ def plan(
 
     With --engine megatron or deepspeed the search is over what that engine executes; `meshwright apply` does not run such a plan.
     """
-    if generation is not None:
-        _plan_generation(model, cluster, generation, host, output)
-        return
-    assert step is not None and search is not None
     from ..planner.request import Deadline
     from .show import show_answer
     from .show.plan import plan_tables
     from .show.report import write_report
 
-    deadline = Deadline(search.time_limit_s)
-    answer = _search(model, step, cluster, search, cost, host, output, deadline)
+    deadline = Deadline() if search is None else Deadline(search.time_limit_s)
+    if generation is not None:
+        answer: Plan = _plan_generation(model, cluster, generation, host, output)
+        hint = "it is an estimate: meshwright runs no generation"
+    else:
+        assert step is not None and search is not None
+        answer = _plan_training(model, step, cluster, search, cost, host, output, deadline)
+        is_local = cluster.profile is not None or str(cluster.cluster).startswith("local")
+        hint = f"next: {_next_command(output.out, step.engine, is_local=is_local)}"
     answer.save(output.out)
     show_answer(answer, *plan_tables(answer), as_json=output.as_json)
-    if search.report is not None or search.trace is not None:
+    if search is not None and (search.report is not None or search.trace is not None):
         write_report(answer, search.report, search.trace)
-    is_local = cluster.profile is not None or str(cluster.cluster).startswith("local")
-    typer.echo(f"wrote {output.out}; next: {_next_command(output.out, step.engine, is_local=is_local)}", err=True)
+    typer.echo(f"wrote {output.out}; {hint}", err=True)
     if deadline.is_stopped:
         raise typer.Exit(INTERRUPTED)
 
 
-def _search(
+def _plan_training(
     model: str,
     step: TrainingOptions,
     cluster: ClusterOptions,
@@ -205,12 +207,11 @@ def _next_command(out: Path, engine: str, *, is_local: bool) -> str:
 
 def _plan_generation(
     model: str, cluster: ClusterOptions, generation: GenerationOptions, host: HostOptions, output: PlanOptions
-) -> None:
-    from ..planner import default_precision, plan_generation
-    from ..planner.request import OffloadRequest, PlanRequest
+) -> GenerationPlan:
+    from ..planner import default_precision
+    from ..planner import plan as most_tokens
+    from ..planner.request import OffloadRequest
     from ..schema import ModelSpec
-    from .show import show_answer
-    from .show.plan import generation_table
 
     spec, machine = ModelSpec.resolve(model), cluster.read()
     precision = (output.precision or default_precision(machine)).removesuffix("-mixed")
@@ -220,18 +221,15 @@ def _plan_generation(
             help="use --precision bf16",
         )
     rate = generation.host_attention_gb_per_s
-    away = OffloadRequest(
+    offload = OffloadRequest(
         host_memory_bytes=host.memory_bytes,
         storage_bytes=host.storage_bytes(),
         host_attention_bytes_per_s=None if rate is None else rate * GB,
     )
-    lengths = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
+    task = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
     fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
-    request = PlanRequest(spec, machine, lengths, fixed, offload=away, latency_limit_s=generation.latency_limit_s)
-    answer = plan_generation(request, top=output.top)
-    answer.save(output.out)
-    show_answer(answer, generation_table(answer), as_json=output.as_json)
-    typer.echo(f"wrote {output.out}; it is an estimate: meshwright runs no generation", err=True)
+    limit_s = generation.latency_limit_s
+    return most_tokens(spec, machine, task, top=output.top, fixed=fixed, offload=offload, latency_limit_s=limit_s)
 
 
 @command()

@@ -3,7 +3,7 @@
 from .explain.explanation import compare
 from .explain.report import explain
 from .pareto import pareto
-from .plan import default_precision, estimate, not_executed, plan, plan_generation
+from .plan import default_precision, estimate, not_executed, plan
 from .sizes import cheapest
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "not_executed",
     "pareto",
     "plan",
-    "plan_generation",
 ]

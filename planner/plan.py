@@ -1,31 +1,35 @@
-"""`plan` and `estimate`: model + cluster + workload -> Plan, in the order in which it happens.
+"""`plan` and `estimate`: model + cluster + task -> Plan, in the order in which it happens.
 
-PlanRequest (request.py): what is asked.
+PlanRequest (request.py): what is asked; its task says who answers (PLANNERS). For training:
 build_space (space.py): every layout that the rules allow, by groups of degrees.
 search (search.py): the layouts in the order of their bounds, each cut into stages (expand.py).
 plan_layout (tasks/training.py): the simplest of the fastest, its runner-ups and its notes.
 search_offload (tasks/offload.py), where offload is allowed: layouts with a schedule, where that is faster or nothing else fits.
+For generation: search_generation and build_generation_plan (tasks/generation.py).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any, Unpack, overload
 
 from ..schema import (
     ClusterSpec,
     ConfigError,
+    Generation,
+    GenerationPlan,
     InfeasibleError,
     Layout,
     ModelSpec,
+    Plan,
     TrainingEstimate,
     TrainingPlan,
     Workload,
 )
-from ..schema.generation import GenerationPlan
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES
 from ..schema.runnable import broken_rules, problem_facts, require_valid
-from ..schema.task import Precision
+from ..schema.task import Precision, Task
 from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance
 from .explain.infeasible import explain_infeasible, explain_no_batch
@@ -35,39 +39,57 @@ from .tasks.offload import Effort, OffloadResult, plan_schedule, schedule_layout
 from .tasks.training import WORTH_MOVING, plan_layout, search_layouts
 
 
+@overload
+def plan(
+    model: ModelSpec, cluster: ClusterSpec, task: Workload, *, top: int = 4, expert_load: Any = None,
+    **options: Unpack[RequestOptions],
+) -> TrainingPlan: ...  # fmt: skip
+@overload
+def plan(
+    model: ModelSpec, cluster: ClusterSpec, task: Generation, *, top: int = 4, **options: Unpack[RequestOptions]
+) -> GenerationPlan: ...
 def plan(
     model: ModelSpec,
     cluster: ClusterSpec,
-    workload: Workload,
+    task: Task,
     *,
     top: int = 4,
     expert_load: Any = None,
     **options: Unpack[RequestOptions],
-) -> TrainingPlan:
-    """Return the fastest layout that fits, with a certificate and its runner-ups.
+) -> Plan:
+    """Return the best plan that fits, with a certificate and its runner-ups.
 
     Args:
-        model, cluster, workload: what to train, where, and how.
+        model, cluster, task: what, where, and for what: a Workload is trained as fast as possible, a Generation generates as many
+            tokens a second as possible.
         top: runner-ups to report.
-        expert_load: tokens of each expert [layers with experts, experts], several workloads in front; what their imbalance
-            costs enters the choice of ep, and the plan says where experts stand.
-        options: ``fixed``: fields of Layout that the search must keep, e.g. ``{"tp": 8}``; ``runnable``: only layouts that
+        expert_load: of training: tokens of each expert [layers with experts, experts], several workloads in front; what their
+            imbalance costs enters the choice of ep, and the plan says where experts stand.
+        options: ``fixed``: fields that the search must keep, e.g. ``{"tp": 8}``; ``runnable``: only layouts that
             `meshwright apply` executes; ``time_limit_s``; ``offload``: what may lie on the host (docs/offload.md), without it
             nothing; the others are those of `PlanRequest.create`.
 
     Raises:
-        ConfigError: the input rules out every layout (a degree that does not divide, a precision the device lacks).
-        InfeasibleError: layouts exist, but none fits the memory; names what binds and the smallest change found that fits.
-        SolverLimitError: the time limit came before any layout that fits.
+        ConfigError: the input rules out every plan (a degree that does not divide, a precision the device lacks).
+        InfeasibleError: plans exist, but none fits the memory; names what binds and the smallest change that fits.
+        SolverLimitError: the time limit came before any plan that fits.
     """
-    if expert_load is not None:
-        workload = with_imbalance(model, cluster, workload, expert_load)
-    answer = plan_request(PlanRequest.create(model, cluster, workload, **options), top=top)
-    return answer if expert_load is None else with_experts_placed(answer, expert_load)
+    if expert_load is None:
+        return plan_request(PlanRequest.create(model, cluster, task, **options), top=top)
+    if not isinstance(task, Workload):
+        raise ConfigError("loads of experts are read for training only", help="leave out expert_load")
+    workload = with_imbalance(model, cluster, task, expert_load)
+    answer = plan_training(PlanRequest.create(model, cluster, workload, **options), top=top)
+    return with_experts_placed(answer, expert_load)
 
 
-def plan_request(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
+def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
     """Return the plan that answers a request; raises like `plan`."""
+    return PLANNERS[type(request.task)](request, top=top)
+
+
+def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
+    """Return the fastest layout that fits: without offload, or with it where that is faster or nothing else fits."""
     result = search_layouts(request, runner_ups=top)
     plain = plan_layout(request, result, top=top) if result.feasible else None
     if request.offload is None:
@@ -87,17 +109,16 @@ def plan_request(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     return plain.replace(notes=(*plain.notes, "no offload schedule that was found is faster"))
 
 
-def plan_generation(request: PlanRequest, *, top: int = 4) -> GenerationPlan:
-    """Return the batch and placement that generate the most tokens a second, or the most within a latency.
-
-    Raises:
-        ConfigError: the model cannot generate so many tokens, or the cluster has no accelerator.
-        InfeasibleError: nothing fits, or nothing is within the latency; says by how much.
-    """
+def plan_generation(request: PlanRequest, *, top: int) -> GenerationPlan:
+    """Return the batch and placement that generate the most tokens a second, or the most within a latency."""
     problem, answer = search_generation(request)
     if not problem.solved:
         raise explain_no_batch(problem, answer, request.deadline)
     return build_generation_plan(request, problem, answer, top=top)
+
+
+PLANNERS: dict[type[Task], Callable[..., Plan]] = {Workload: plan_training, Generation: plan_generation}
+"""What answers a request, by its task."""
 
 
 def estimate(

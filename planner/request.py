@@ -6,18 +6,30 @@ another cluster, other fixed fields, a smaller workload.
 
 from __future__ import annotations
 
+import datetime as dt
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Literal, TypedDict
 
 from ..cost_models.hardware.streams import HostRates, host_rates
-from ..schema import ClusterSpec, ConfigError, ModelSpec, OffloadLimits, SolverLimitError, TrainingPlan, Workload
+from ..schema import (
+    ClusterSpec,
+    ConfigError,
+    ModelSpec,
+    OffloadLimits,
+    PlanProvenance,
+    SolverLimitError,
+    TrainingPlan,
+    Workload,
+)
 from ..schema.engine_facts import PLANNED_ENGINES
-from ..schema.layout import check_fields, parse_assignments
+from ..schema.layout import check_fields, format_assignments, parse_assignments
 from ..schema.layout_rules import VERSION_RULES
 from ..schema.runnable import broken_rules, problem_facts, require_our_engine, why_not_runnable
-from ..schema.task import Generation
+from ..schema.task import Task
 from ..solvers.branch_and_bound import OnProgress
 
 OffloadKinds = Literal["none", "auto", "activations", "optimizer", "params"]
@@ -129,6 +141,7 @@ class RequestOptions(TypedDict, total=False):
     deadline: Deadline | None
     time_limit_s: float
     on_progress: OnProgress | None
+    latency_limit_s: float | None
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ class PlanRequest:
 
     model: ModelSpec
     cluster: ClusterSpec
-    task: Workload | Generation
+    task: Task
     fixed: Mapping[str, Any] = field(default_factory=dict)
     runnable: bool = False
     offload: OffloadRequest | None = None
@@ -168,7 +181,7 @@ class PlanRequest:
         cls,
         model: ModelSpec,
         cluster: ClusterSpec,
-        workload: Workload,
+        task: Task,
         *,
         fixed: Mapping[str, Any] | None = None,
         runnable: bool | None = None,
@@ -176,33 +189,54 @@ class PlanRequest:
         deadline: Deadline | None = None,
         time_limit_s: float = 60.0,
         on_progress: OnProgress | None = None,
+        latency_limit_s: float | None = None,
     ) -> PlanRequest:
         """Check what a user asks for and fill in what was left open.
 
         Args:
             fixed: as above; ``offload=scheduled`` asks for offload schedules, as ``offload`` does.
             runnable: None: where `meshwright apply` trains the model, and all of the engine where it does not.
+            latency_limit_s: of generation only.
             deadline: stands in for ``time_limit_s`` where somebody may end the search earlier (`Deadline.stop`).
 
         Raises:
             ConfigError: a field is unknown or out of range, or no plan is made for the engine.
         """
-        kept = dict(check_fields(fixed or {}))
-        if workload.engine_facts.rules is None:
+        fields = check_fields(fixed or {}, task.fixable)
+        deadline = deadline or Deadline(time_limit_s)
+        if not isinstance(task, Workload):
+            if runnable:
+                raise ConfigError("`meshwright apply` runs training only", help="leave out runnable (--space runnable)")
+            return cls(model, cluster, task, fields, False, offload, deadline, on_progress, latency_limit_s)
+        if latency_limit_s is not None:
             raise ConfigError(
-                f"cannot plan for {workload.engine}", help="plan for one of " + ", ".join(PLANNED_ENGINES)
+                "a step of training has no latency that could be limited", help="leave out latency_limit_s"
             )
-        if kept.get("offload") == "scheduled":
-            del kept["offload"]
+        if task.engine_facts.rules is None:
+            raise ConfigError(f"cannot plan for {task.engine}", help="plan for one of " + ", ".join(PLANNED_ENGINES))
+        if fields.get("offload") == "scheduled":
+            del fields["offload"]
             offload = offload or OffloadRequest()
         elif offload is not None and offload.kinds == "none":
             offload = None
         if runnable is None:
-            runnable = is_trained_by_apply(model, workload)
+            runnable = is_trained_by_apply(model, task)
         elif runnable:
-            require_our_engine(workload)
-        deadline = deadline or Deadline(time_limit_s)
-        return cls(model, cluster, workload, kept, runnable, offload, deadline, on_progress)
+            require_our_engine(task)
+        return cls(model, cluster, task, fields, runnable, offload, deadline, on_progress)
+
+    def provenance(self) -> PlanProvenance:
+        """Return where a plan that answers this request comes from."""
+        inputs = (self.model, self.cluster, self.task)
+        text = "\n".join([*(part.model_dump_json() for part in inputs), repr(sorted(self.fixed.items()))])
+        return PlanProvenance(
+            meshwright=version("meshwright"),
+            created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            inputs_sha256=hashlib.sha256(text.encode()).hexdigest(),
+            fixed=format_assignments(self.fixed),
+            space=("runnable" if self.runnable else "full") if isinstance(self.task, Workload) else None,
+            offload=None if self.offload is None else self.offload.limits,
+        )
 
     @classmethod
     def from_plan(cls, plan: TrainingPlan, deadline: Deadline | None = None) -> PlanRequest:

@@ -34,7 +34,7 @@ from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, SolverLimit
 from ..schema.offers import CostSummary, Outcome, SizeTried
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .objectives import HOUR_S, MONEY, STEP_TIME, Objective, beats, price_per_hour
-from .plan import plan_request
+from .plan import plan_training
 from .request import Deadline, PlanRequest, RequestOptions
 from .search import REL_GAP, Frontier, Pool, SearchResult, search
 from .space import build_space
@@ -374,7 +374,7 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
         requests = (size.request for size in sizes)
         largest = max(requests, key=lambda request: request.cluster.num_devices * request.cluster.memory_budget_bytes)
         try:
-            plan_request(replace(largest, deadline=Deadline(60.0)))
+            plan_training(replace(largest, deadline=Deadline(60.0)))
         except (ConfigError, InfeasibleError, SolverLimitError) as error:
             return error
         raise AssertionError("a size fits that no search found")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
@@ -342,29 +342,29 @@ SHORT_FIELD_NAMES = {"zero": "zero_stage", "micro_batch": "micro_batch_size"}
 """Short names under which tables show fields."""
 
 
-def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a subset of the fields of a Layout, each by itself: those that `plan` is asked to keep.
+def check_fields(fields: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
+    """Check fields that `plan` is asked to keep, each by itself: of a Layout, or ``names``, whose values are counts.
 
     Raises:
         ConfigError: a name is unknown or a value out of range.
     """
     for name, value in fields.items():
         info = Layout.model_fields.get(name)
-        if info is None:
-            raise _unknown_field(name)
+        if name not in (Layout.model_fields if names is None else names):
+            raise _unknown_field(name, Layout.model_fields if names is None else names)
         try:
-            field: Any = Annotated[info.annotation, *info.metadata, "without its default"]
+            field: Any = Count if info is None else Annotated[info.annotation, *info.metadata, "without its default"]
             TypeAdapter(field).validate_python(value)
         except ValidationError as error:
             raise ConfigError(f"{name} = {shown(value)}: {error.errors()[0]['msg']}") from None
     return dict(fields)
 
 
-def _unknown_field(name: str) -> ConfigError:
-    near = [field for field in Layout.model_fields if name and field.startswith(name)]
-    near = near or difflib.get_close_matches(name, Layout.model_fields, n=3, cutoff=0.5)
+def _unknown_field(name: str, names: Collection[str]) -> ConfigError:
+    near = [field for field in names if name and field.startswith(name)]
+    near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return ConfigError(f"unknown layout field {name!r}", help=f"{hint}fields are {', '.join(Layout.model_fields)}")
+    return ConfigError(f"unknown layout field {name!r}", help=f"{hint}fields are {', '.join(names)}")
 
 
 def parse_assignments(text: str) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class Plan(Document):
     estimate: Estimate
     search: Certificate | None = None
     notes: tuple[str, ...] = ()
+    provenance: PlanProvenance | None = None
 
     @property
     def task(self) -> Task:

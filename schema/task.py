@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Protocol
+from abc import abstractmethod
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,8 +39,12 @@ class Phase(Frozen):
     num_passes: Count
     tokens: Count
     first_context: Count
-    has_backward: bool = False
     state: Literal["none", "activations", "new_kv_cache", "kv_cache"] = "none"
+
+    @property
+    def has_backward(self) -> bool:
+        """True for passes that leave activations, which a backward pass of each reads."""
+        return self.state == "activations"
 
     @property
     def is_prefill(self) -> bool:
@@ -52,13 +58,21 @@ class Phase(Frozen):
         return tuple(self.first_context + idx * growth for idx in range(self.num_passes))
 
 
-class Task(Protocol):
-    """What a plan is for."""
+class Task(Frozen):
+    """Abstract base of what a plan is for. A step consists of phases; a request may fix fields and set limits that it names."""
+
+    fixable: ClassVar[frozenset[str] | None] = None
+    """Fields that a search may be told to keep; None: those of `Layout`."""
 
     @property
+    @abstractmethod
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases of a step, in order."""
-        ...
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Return whether gradients are made by a backward pass."""
+        return any(phase.has_backward for phase in self.phases)
 
 
 class LowRank(Frozen):
@@ -118,7 +132,7 @@ class EngineOptions(Frozen):
         return ENGINES[self.engine]
 
 
-class Workload(EngineOptions):
+class Workload(EngineOptions, Task):
     """One training step, and how an engine executes it (`EngineOptions`).
 
     Attributes:
@@ -154,23 +168,17 @@ class Workload(EngineOptions):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Return the one phase of a step: all sequences forward and, unless training is of zeroth order, backward."""
-        has_backward = self.has_backward
+        """Return the one phase of a step: forward and backward, or twice forward where training is of zeroth order."""
+        is_backward = self.passes == "backward"
         return (
             Phase(
                 name="step",
-                num_passes=1 if has_backward else 2,
+                num_passes=1 if is_backward else 2,
                 tokens=self.seq_len,
                 first_context=self.seq_len,
-                has_backward=has_backward,
-                state="activations" if has_backward else "none",
+                state="activations" if is_backward else "none",
             ),
         )
-
-    @property
-    def has_backward(self) -> bool:
-        """Return whether gradients are made by a backward pass."""
-        return self.passes == "backward"
 
     @property
     def tokens_per_step(self) -> int:
@@ -203,8 +211,10 @@ class Workload(EngineOptions):
         return 2 if self.precision == "bf16" else 4
 
 
-class Generation(Frozen):
+class Generation(Task):
     """A request to generate: for every sequence of a batch ``generate_len`` tokens after a prompt of ``prompt_len``."""
+
+    fixable: ClassVar[frozenset[str] | None] = frozenset({"batch_size"})
 
     prompt_len: Count
     generate_len: Count

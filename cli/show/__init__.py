@@ -9,11 +9,14 @@ import typer
 from pydantic import BaseModel
 from rich import box
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ...schema.units import format_count, format_seconds
+
 if TYPE_CHECKING:
-    from ...schema import ClusterSpec
+    from ...schema import Certificate, ClusterSpec, ModelSpec, Plan
 
 BAR_WIDTH = 20
 PIPE_WIDTH = 140
@@ -66,6 +69,26 @@ def cluster_title(cluster: ClusterSpec) -> str:
     groups = ", ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
     links = " + ".join(level.link.name for level in cluster.levels) if cluster.num_devices > 1 else ""
     return f"{groups} ({links})" if links else groups
+
+
+def model_title(model: ModelSpec, cluster: ClusterSpec) -> str:
+    """Return model, size, devices and links in a line."""
+    return f"{model.name} ({format_count(model.num_params)}) on {cluster_title(cluster)}"
+
+
+def add_search(table: Table, search: Certificate, effort: str, remark: str = "") -> None:
+    """Add what a search proved, and what it took."""
+    table.add_section()
+    took = f"{effort}, {format_seconds(search.search_s)}{remark}"
+    table.add_row("[bold]search", search.status, f"gap {100 * search.gap:.2g} %", took)
+
+
+def add_notes(table: Table, plan: Plan) -> None:
+    """Add the notes of a plan of any task."""
+    if plan.notes:
+        table.add_section()
+    for note in plan.notes:
+        table.add_row("[bold]note", "", "", escape(note))
 
 
 def bar(share: float) -> str:

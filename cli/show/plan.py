@@ -1,16 +1,17 @@
-"""Show plans, estimates, costs, Pareto fronts and plans for generation as tables."""
+"""Show plans, estimates, costs and Pareto fronts as tables."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
 
+from ...schema import GenerationPlan, TrainingPlan
 from ...schema.units import format_bytes, format_count, format_seconds
-from . import bar, cluster_title, figures_table, headed_table
+from . import add_notes, add_search, bar, figures_table, headed_table, model_title
+from .generation import generation_table
 
 if TYPE_CHECKING:
     from ...schema import (
@@ -20,13 +21,12 @@ if TYPE_CHECKING:
         ModelSpec,
         OffloadSchedule,
         ParetoPoint,
+        Plan,
         SizeTried,
         Stage,
         TrainingEstimate,
-        TrainingPlan,
         Workload,
     )
-    from ...schema.generation import GenerationPlan, PhaseEstimate
 
 MAX_STAGE_ROWS = 16
 
@@ -43,23 +43,38 @@ TIME_TITLES = {
     "offload": "waiting for the host",
 }
 
-CACHE_TITLES = {
-    "device": "on the device",
-    "host_attended": "on the host, which attends",
-    "host_copied": "on the host, copied up in each pass",
-    "storage_attended": "on storage, the host attends",
-    "storage_copied": "on storage, copied up in each pass",
-}
-STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on storage"}
+
+def plan_tables(plan: Plan) -> Iterator[Table]:
+    """Yield the tables of a plan of any task; where a task has none of its own, the figures of its estimate by their units."""
+    if isinstance(plan, GenerationPlan):
+        yield generation_table(plan)
+    elif isinstance(plan, TrainingPlan):
+        yield plan_table(plan)
+        if plan.cost is not None:
+            yield cost_table(plan.cost, plan.workload.tokens_per_step)
+        if plan.pareto:
+            yield pareto_table(plan.pareto)
+    else:
+        yield task_table(plan)
 
 
-def plan_tables(plan: TrainingPlan) -> Iterator[Table]:
-    """Yield the table of a plan, and those of its cost and its Pareto front where it has them."""
-    yield plan_table(plan)
-    if plan.cost is not None:
-        yield cost_table(plan.cost, plan.workload.tokens_per_step)
-    if plan.pareto:
-        yield pareto_table(plan.pareto)
+def task_table(plan: Plan) -> Table:
+    """Show what every plan has: the phases of its task, the figures of its estimate, its search and its notes."""
+    table = figures_table(model_title(plan.model, plan.cluster))
+    for phase in plan.task.phases:
+        table.add_row(f"[bold]{phase.name}", f"{phase.num_passes} x", f"{phase.tokens} tokens", phase.state)
+    table.add_section()
+    for name, value in plan.estimate:
+        unit = next((unit for unit in ("_per_s", "_s", "_bytes") if name.endswith(unit)), "")
+        show = {"_per_s": format_count, "_s": format_seconds, "_bytes": format_bytes}.get(unit, str)
+        if isinstance(value, int | float):
+            table.add_row(
+                f"[bold]{name.removesuffix(unit).replace('_', ' ')}", show(value), "/s" * (unit == "_per_s"), ""
+            )
+    if plan.search is not None:
+        add_search(table, plan.search, f"{plan.search.evaluated} evaluated, {plan.search.pruned} excluded by bounds")
+    add_notes(table, plan)
+    return table
 
 
 def plan_table(plan: TrainingPlan) -> Table:
@@ -69,23 +84,18 @@ def plan_table(plan: TrainingPlan) -> Table:
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
     if (search := plan.search) is not None:
-        table.add_section()
         grouped = f" ({search.pruned_in_groups} of them by those of their degrees)" if search.pruned_in_groups else ""
         price = plan.price_of_simplicity
         simpler = f"; simpler for {100 * price:.2g} % of time" if price > 0 else ""
         effort = f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds{grouped}"
-        effort += f", {format_seconds(search.search_s)}{simpler}"
-        table.add_row("[bold]search", search.status, f"gap {100 * search.gap:.2g} %", effort)
+        add_search(table, search, effort, simpler)
     if plan.alternatives:
         table.add_section()
         table.add_row("[bold]runner-ups", "step time", "memory", "why not")
         for other in plan.alternatives:
             memory = format_bytes(other.peak_reserved_bytes)
             table.add_row(f"  {other.layout}", format_seconds(other.step_time_s), memory, other.reason)
-    if plan.notes:
-        table.add_section()
-    for note in plan.notes:
-        table.add_row("[bold]note", "", "", escape(note))
+    add_notes(table, plan)
     return table
 
 
@@ -93,8 +103,7 @@ def estimate_table(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: TrainingEstimate
 ) -> Table:
     """Show layout, step time and what it consists of, throughput, and memory against the budget."""
-    title = f"{model.name} ({format_count(model.num_params)}) on {cluster_title(cluster)}"
-    table = figures_table(title)
+    table = figures_table(model_title(model, cluster))
     _add_layout(table, workload, layout)
     _add_time(table, estimate)
     _add_memory(table, cluster, estimate)
@@ -304,119 +313,3 @@ def pareto_table(points: Sequence[ParetoPoint]) -> Table:
             str(point.layout),
         )
     return table
-
-
-def generation_table(plan: GenerationPlan) -> Table:
-    """Show batch, times with what binds them, where things lie, memory, and what more of each resource would give."""
-    title = f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}: generation"
-    table = figures_table(title)
-    _add_batch(table, plan)
-    _add_times(table, plan)
-    _add_positions(table, plan)
-    _add_budgets(table, plan)
-    _add_marginal_values(table, plan)
-    _add_batches_searched(table, plan)
-    return table
-
-
-def _add_batch(table: Table, plan: GenerationPlan) -> None:
-    generation = plan.generation
-    table.add_row(
-        "[bold]batch",
-        f"[bold]{plan.batch_size}",
-        generation.precision,
-        f"{plan.num_device_batches} batches of {plan.device_batch_size} sequences a block, "
-        f"{generation.prompt_len} + {generation.generate_len} tokens each",
-    )
-    if plan.cluster.num_devices > 1:
-        table.add_row("  replicas", str(plan.replicas), f"tp {plan.tp}", "each with blocks of its own")
-
-
-def _add_times(table: Table, plan: GenerationPlan) -> None:
-    estimate = plan.estimate
-    table.add_section()
-    table.add_row(
-        "[bold]throughput", f"[bold]{estimate.tokens_per_s:,.4g} tok/s", "", "generated, over prefill and decoding"
-    )
-    table.add_row("[bold]latency", format_seconds(estimate.latency_s), "", "from the prompts to the last token of all")
-    for phase in estimate.phases:
-        passes = f"{phase.passes} x {format_seconds(phase.seconds_per_pass)}"
-        table.add_row(f"  {phase.name}", format_seconds(phase.passes * phase.seconds_per_pass), passes, _busy(phase))
-
-
-def _busy(phase: PhaseEstimate) -> str:
-    """Say what binds, and how busy the others are."""
-    shares = {name: seconds / phase.seconds_per_pass for name, seconds in phase.busy_s.items()}
-    others = sorted((name for name in shares if name != phase.binds), key=lambda name: -shares[name])
-    rest = [f"{name} {100 * shares[name]:.0f} %" for name in others if shares[name] >= 0.005][:3]
-    return f"[bold]{phase.binds}[/] binds" + (f"; {', '.join(rest)}" if rest else "")
-
-
-def _add_positions(table: Table, plan: GenerationPlan) -> None:
-    table.add_section()
-    layers = plan.model.num_layers
-    away = Counter(host=len(plan.host_layers), storage=len(plan.storage_layers))
-    table.add_row("[bold]weights", f"{layers - away.total()} layers", "", "on the device")
-    for place in ("host", "storage"):
-        if away[place]:
-            table.add_row("", f"{away[place]} layers", "", f"on {'the ' * (place == 'host')}{place}, up in each pass")
-    for title, shares, titles in (
-        ("keys and values", plan.cache, CACHE_TITLES),
-        ("hidden states", plan.states, STATE_TITLES),
-    ):
-        for name, where in titles.items():
-            share = getattr(shares, name)
-            if share >= 5e-4:
-                table.add_row(f"[bold]{title}" if title else "", f"{100 * share:.1f} %", "", where)
-                title = ""
-
-
-def _add_budgets(table: Table, plan: GenerationPlan) -> None:
-    e = plan.estimate
-    table.add_section()
-    for title, used, budget in (
-        ("memory per device", e.device_bytes, e.device_budget_bytes),
-        ("host memory per node", e.host_bytes, e.host_budget_bytes),
-        ("storage per node", e.storage_bytes, e.storage_budget_bytes),
-    ):
-        if budget:
-            share = used / budget
-            table.add_row(
-                f"[bold]{title}", format_bytes(used), f"{100 * share:.0f} %", f"{bar(share)} of {format_bytes(budget)}"
-            )
-        elif used:
-            table.add_row(f"[bold]{title}", format_bytes(used), "", "no limit known")
-
-
-def _add_marginal_values(table: Table, plan: GenerationPlan) -> None:
-    values, best = plan.worth, plan.estimate.tokens_per_s
-    rows = {
-        "1 GiB more of each device": values.device_per_gib,
-        "1 GiB more of the host": values.host_per_gib,
-        "1 GiB more storage": values.storage_per_gib,
-        "1 GB/s more of the link": values.link_per_gb_per_s,
-        "1 GB/s more storage": values.storage_per_gb_per_s,
-        "1 GB/s more attention there": values.host_attention_per_gb_per_s,
-    }
-    shown = {name: value for name, value in rows.items() if value > 1e-4 * best}
-    if not shown:
-        return
-    table.add_section()
-    for name, value in shown.items():
-        table.add_row(f"  {name}", f"+{value:,.3g} tok/s", f"{100 * value / best:.2g} %", "at the margin, same batch")
-
-
-def _add_batches_searched(table: Table, plan: GenerationPlan) -> None:
-    table.add_section()
-    if plan.search is not None:
-        search = plan.search
-        effort = f"{search.bounded} batches bounded, {search.evaluated} solved, {format_seconds(search.search_s)}"
-        rounding = f"with layers in parts this batch would be {100 * plan.estimate.gap:.2g} % quicker"
-        table.add_row("[bold]search", "", f"gap {100 * search.gap:.2g} %", f"{effort}; {rounding}")
-    if plan.alternatives:
-        table.add_row("[bold]runner-ups", "tok/s", "latency", "")
-        for other in plan.alternatives:
-            batch = f"{other.num_device_batches} x {other.device_batch_size} sequences, tp {other.tp}"
-            table.add_row("", f"{other.tokens_per_s:,.4g}", format_seconds(other.latency_s), batch)
-    for note in plan.notes:
-        table.add_row("[bold]note", "", "", escape(note))

@@ -190,15 +190,15 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         activation_bytes=saved * (1 - layouts.offload_activations),
         working_bytes=working,
     )
-    return cost if workload.has_backward else _forward_twice(cost)
+    return cost if workload.has_backward else _forward_only(cost, workload)
 
 
-def _forward_twice(cost: LayerCost) -> LayerCost:
-    """Return a second forward pass in place of the backward one: nothing is saved for it, and it makes no gradients."""
-    none = np.zeros_like(cost.forward_s)
+def _forward_only(cost: LayerCost, workload: Workload) -> LayerCost:
+    """Return the further forward passes of a step in place of the backward one: nothing is saved, and they make no gradients."""
+    again, none = sum(phase.num_passes for phase in workload.phases) - 1, np.zeros_like(cost.forward_s)
     return replace(
-        cost, backward_s=cost.forward_s, weight_s=none, recompute_s=none, tp_backward_s=cost.tp_forward_s,
-        cp_backward_s=cost.cp_forward_s, ep_backward_s=cost.ep_forward_s, activation_bytes=none,
+        cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, tp_backward_s=again * cost.tp_forward_s,
+        cp_backward_s=again * cost.cp_forward_s, ep_backward_s=again * cost.ep_forward_s, activation_bytes=none,
     )  # fmt: skip
 
 

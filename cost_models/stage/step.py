@@ -324,11 +324,12 @@ def _peaks(terms: MemoryBreakdown, scenario: Scenario) -> dict[str, Any]:
 
 
 def step_flops_per_token(model: ModelSpec, workload: Workload) -> float:
-    """Return the FLOPs that training needs for each token: forward and backward, or two forward passes, a third of it each."""
+    """Return the FLOPs that a step needs for each token: forward passes, a third of a training step each, and backward passes."""
     layers = tuple((run.layer, run.count) for run in model.layers)
     is_frozen = workload.adapters is not None and workload.has_backward
     flops = model_flops_per_token(layers, model.hidden_dim, workload.attended_len, frozen=is_frozen)
-    return float(flops if workload.has_backward else flops * 2 / 3)
+    thirds = sum(phase.num_passes * (3 if phase.has_backward else 1) for phase in workload.phases)
+    return float(flops * thirds / 3)
 
 
 def model_flops_per_token(

@@ -64,7 +64,7 @@ STOPS = (
     ),
     Stop(
         "planner/plan.py",
-        ("plan", "plan_request"),
+        ("plan", "plan_training"),
         "The method in the order in which it happens. Everything below is called from here.",
     ),
     Stop(

@@ -333,6 +333,7 @@ def build_generation_plan(
         ),
         latency_limit_s=request.latency_limit_s,
         notes=_notes(problem, chosen),
+        provenance=request.provenance(),
     )
 
 

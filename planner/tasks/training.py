@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 
 import numpy as np
 
@@ -28,9 +25,8 @@ from ...schema import (
     TrainingEstimate,
     TrainingPlan,
 )
-from ...schema.layout import Recompute, format_assignments
+from ...schema.layout import Recompute
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
-from ...schema.plan import PlanProvenance
 from ...schema.runnable import why_not_runnable
 from ...schema.schedules import OVER_A_V, SCHEDULES
 from ...schema.units import format_bytes
@@ -100,34 +96,20 @@ def build_plan(
     notes: Sequence[str] = (),
 ) -> TrainingPlan:
     """Write the answer to a request; ``nodes`` hold the ranks in this order (empty: as listed)."""
-    model, cluster, workload = request.model, request.cluster, request.workload
-    inputs = [
-        model.model_dump_json(),
-        cluster.model_dump_json(),
-        workload.model_dump_json(),
-        repr(sorted(request.fixed.items())),
-    ]
     return TrainingPlan(
-        model=model,
-        cluster=cluster,
-        workload=workload,
+        model=request.model,
+        cluster=request.cluster,
+        workload=request.workload,
         layout=layout,
         stages=stages,
         pipeline_order=tuple(to_torch_csv(order).splitlines()),
-        rank_map=device_of_rank(cluster, nodes),
+        rank_map=device_of_rank(request.cluster, nodes),
         estimate=estimate,
         search=certificate,
         alternatives=alternatives,
         offload=offload,
         notes=tuple(notes),
-        provenance=PlanProvenance(
-            meshwright=version("meshwright"),
-            created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-            inputs_sha256=hashlib.sha256("\n".join(inputs).encode()).hexdigest(),
-            fixed=format_assignments(request.fixed),
-            space="runnable" if request.runnable else "full",
-            offload=None if request.offload is None else request.offload.limits,
-        ),
+        provenance=request.provenance(),
     )
 
 

@@ -20,10 +20,10 @@ import mutations
 import numpy as np
 import torch
 import yaml
-from meshwright.cli.show.plan import generation_table
+from meshwright.cli.show.generation import generation_table
 from meshwright.cost_models.pipeline.orders import from_torch_csv, pipeline_order, to_torch_csv
 from meshwright.engines import ENGINES, export, read_configuration
-from meshwright.planner import estimate, plan_generation
+from meshwright.planner import estimate, plan
 from meshwright.planner.expert_files import read_loads, read_trace
 from meshwright.planner.experts import read_placement
 from meshwright.planner.request import PlanRequest
@@ -35,7 +35,7 @@ from meshwright.runtime.data.text import find_text, make_token_file
 from meshwright.runtime.data.token_files import open_token_files
 from meshwright.runtime.job.rendezvous import slurm_rendezvous
 from meshwright.runtime.weights.load import find_weights
-from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, TrainingPlan, Workload
+from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, Plan, TrainingPlan, Workload
 from meshwright.schema.generation import GenerationPlan
 from meshwright.schema.layout import check_fields, format_assignments, parse_assignments
 from meshwright.schema.offers import offers_from_file
@@ -230,11 +230,11 @@ def small_generation() -> GenerationPlan:
     group = cluster.groups[0]
     device = group.device.replace(memory_bytes=cluster.reserved_bytes + 300 * 2**20)
     cluster = cluster.replace(groups=(group.replace(device=device, host_memory_bytes=2**30),))
-    return plan_generation(PlanRequest(tiny_model(num_blocks=4), cluster, Generation(prompt_len=16, generate_len=4)))
+    return plan(tiny_model(num_blocks=4), cluster, Generation(prompt_len=16, generate_len=4))
 
 
 def _generation(path: Path) -> None:
-    found = GenerationPlan.load(path)
+    found = Plan.load(path)
     assert GenerationPlan.model_validate_json(found.model_dump_json()) == found
     generation_table(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.stage.generation import cache_bytes_per_token, layer_groups, pass_costs
-from meshwright.planner import plan_generation
+from meshwright.planner import plan
 from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.tasks.generation import GenerationProblem
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec
@@ -26,9 +26,7 @@ def made(
     batch_size, latency_limit_s = given.pop("batch_size"), given.pop("latency_limit_s", None)
     fixed = {} if batch_size is None else {"batch_size": batch_size}
     offload = OffloadRequest(**given)
-    return plan_generation(
-        PlanRequest(model, cluster, generation, fixed, offload=offload, latency_limit_s=latency_limit_s)
-    )
+    return plan(model, cluster, generation, fixed=fixed, offload=offload, latency_limit_s=latency_limit_s)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "opt-6.7b", "mixtral-8x7b", "deepseek-v2-lite", "gemma-2-9b"])
