@@ -286,7 +286,7 @@ class Enumeration:
         schedule, possible = np.where(fills, DEFAULT.idx, FOR_FEW_MICROBATCHES.idx), _all_rows(c)
         if "schedule" in fixed:
             schedule = np.full_like(schedule, SCHEDULES[fixed["schedule"]].idx)
-            # An order is made over a V (planner/synthesis.py), where the named schedules that it stands in for are defined.
+            # An order is made over a V (stage_choice.py), where the named schedules that it stands in for are defined.
             possible &= (fixed["schedule"] != GIVEN.name) | ((chunks == 2) & (microbatches >= pp))
         if fixed.get("offload") == "parameters":
             possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)

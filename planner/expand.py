@@ -1,10 +1,10 @@
 """Expanding a layout: its layers cut into stages exactly, its ranks mapped to nodes, costed.
 
-    cut       two even cuts (solvers/stages/splits.py, splits.py): for the pipeline only, and with what stages do once
+    cut       two even cuts (solvers/stages/splits.py): for the pipeline only, and with what stages do once
     replay    of one stage a rank and of chunks: what no cut beats when the schedule is replayed (solvers/stages/split_bound.py),
               and the cut that this bound comes from
     choices   of mixed layouts also what each block recomputes (stage_choice.py)
-    order     of the synthesised schedule an order of passes made for the cut (synthesis.py)
+    order     of the synthesised schedule an order of passes made for the cut (stage_choice.py)
     map       on mixed clusters stages on device pools, with measured links nodes in an order (rank_map.py)
 
 Vectorised bounds (cost_models/stage/bounds.py) order a space; the bounds here are worked out for one layout, when its turn comes.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +36,16 @@ from ..solvers.backend import Status
 from ..solvers.stages import split_bound, splits
 from .rank_map import expand_on_pools, in_order, node_order, nodes_in_order
 from .request import PlanRequest
-from .stage_choice import Layers, Stages, choose_stages, last_layers_that_fit
-from .synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
+from .stage_choice import (
+    LEANEST,
+    SYNTHESISED,
+    Layers,
+    Stages,
+    choose_stages,
+    last_layers_that_fit,
+    synthesise,
+    with_schedule,
+)
 
 Cut = tuple[int, ...]
 """Boundaries of stages: first layer of each, and the number of layers."""
@@ -82,27 +89,19 @@ class Candidate:
 
 
 def expand_layout(request: PlanRequest, layout: Layout) -> Candidate:
-    """`expand` one given layout; without memory limits where no split is within them."""
+    """`expand` one given layout."""
     table = LayoutTable.from_layouts([layout], request.workload.global_batch_size)
     return expand(CostTable.from_layouts(request.model, request.workload, request.cluster, table), 0)
 
 
-def expand_row(costs: CostTable, row: int, *, bound_s: float = 0.0) -> Candidate:
+def expand_row(costs: CostTable, row: int) -> Candidate:
     """`expand` one layout of a large space, without costing the others."""
-    return replace(expand(costs.select(np.array([row])).compacted(), 0, bound_s=bound_s), idx=row)
+    return replace(expand(costs.select(np.array([row])).compacted(), 0), idx=row)
 
 
-def expand(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate:
-    """Cut the layers of layout ``idx`` into stages and cost them; without memory limits where no split is within them.
-
-    Two cuts are tried: the even one for the pipeline (the objective of solvers/stages/splits.py), and one that also counts what a
-    stage adds to the step once, its exposed communication and its update, spread over the micro-batches. The faster one that fits
-    is taken.
-
-    Args:
-        bound_s: of the layout before it is cut; the result's bound is raised to what its stages can have at best.
-    """
-    candidate = expand_fitting(costs, idx, bound_s=bound_s)
+def expand(costs: CostTable, idx: int) -> Candidate:
+    """Cut the layers of layout ``idx`` into stages and cost them; without memory limits where no split is within them."""
+    candidate = expand_fitting(costs, idx)
     if candidate is not None:
         return candidate
     if costs.layouts.recompute[idx] == MIXED:
@@ -110,11 +109,15 @@ def expand(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate:
     if costs.layouts.schedule[idx] == SYNTHESISED:
         costs, idx = with_schedule(costs.select(np.array([idx])), LEANEST), 0
     cut = _even_cuts(costs, idx, cap_bytes=np.inf)[0][0]
-    return Candidate(idx, cut, estimate_step(costs, idx, cut), bound_s, _uniform_options(costs, idx))
+    return Candidate(idx, cut, estimate_step(costs, idx, cut), 0.0, _uniform_options(costs, idx))
 
 
 def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
-    """`expand`, or return None where no split into stages is within memory."""
+    """`expand`, or return None where no split into stages is within memory.
+
+    Args:
+        bound_s: of the layout before it is cut; the result's bound is raised to what its stages can have at best.
+    """
     if costs.device_pools and is_aligned(costs.select(np.array([idx])))[0]:
         return _expand_on_pools(costs, idx, bound_s)
     candidate = _expand_as_listed(costs, idx, bound_s=bound_s)
@@ -180,11 +183,8 @@ def _expand_with_order(costs: CostTable, idx: int, bound_s: float) -> Candidate 
     named = [with_schedule(row, schedule.idx) for schedule in OVER_A_V]
     cuts = dict.fromkeys(cut for under in named for cut in _even_cuts(under, 0, cap_bytes=budget)[0])
     options = _uniform_options(costs, idx)
-    candidates = [
-        Candidate(idx, cut, made.estimate, bound_s, options, order=made.order)
-        for cut in cuts
-        if (made := synthesise(costs, idx, cut)) is not None
-    ]
+    ordered = [(cut, *made) for cut in cuts if (made := synthesise(costs, idx, cut)) is not None]
+    candidates = [Candidate(idx, cut, estimate, bound_s, options, order=order) for cut, order, estimate in ordered]
     return min(candidates, key=lambda c: c.step_time_s, default=None)
 
 
@@ -248,7 +248,6 @@ def _split_bound_s(costs: CostTable, idx: int, slowest_s: float, fits: Fits) -> 
 
 
 def _required_bytes(costs: CostTable, idx: int) -> splits.Required:
-    """Return the bytes that each rank of a layout requires, as a function of the boundaries of its stages."""
 
     def required_bytes(boundaries: IntArray) -> FloatArray:
         contents = contents_between(costs, idx, boundaries[:, :-1], boundaries[:, 1:])
@@ -299,14 +298,7 @@ def _with_replayed_cut(costs: CostTable, candidate: Candidate) -> Candidate:
     return replace(candidate, boundaries=cut, estimate=estimate)
 
 
-class ReplayedBound(NamedTuple):
-    """Seconds of a step that no split beats, and the blocks of each rank in the split they come from; empty if none is."""
-
-    bound_s: float
-    sizes: tuple[int, ...] = ()
-
-
-def replayed_bound(costs: CostTable, idx: int, *, below_s: float, fits: Fits | None = None) -> ReplayedBound:
+def replayed_bound(costs: CostTable, idx: int, *, below_s: float, fits: Fits | None = None) -> split_bound.SplitBound:
     """Return what no split of layout ``idx`` is faster than; ``below_s`` where none is below that, zero where nothing is replayed.
 
     Of a mixed layout each block counts under the option that is lowest in everything.
@@ -317,10 +309,10 @@ def replayed_bound(costs: CostTable, idx: int, *, below_s: float, fits: Fits | N
     """
     instance = _split_bound_instance(costs, idx, fits)
     if instance is None:
-        return ReplayedBound(0.0)
+        return split_bound.SplitBound(0.0, ())
     edges_s = float(costs.dp_edges_s[idx])
     bound = split_bound.lower_bound_s(instance, below_s=below_s - edges_s)
-    return ReplayedBound(bound.bound_s + edges_s, bound.sizes)
+    return replace(bound, bound_s=bound.bound_s + edges_s)
 
 
 def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> split_bound.SplitBoundInstance | None:
@@ -335,13 +327,14 @@ def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> spli
     choices = RecomputeCosts.from_table(costs) if table.recompute[idx] == MIXED else None
     exposed_by_kind = costs.dp_exposed_by_kind if choices is None else choices.min_exposed_by_kind
     seconds, once = _seconds(costs, idx), _once_s(costs, idx, exposed_by_kind)
-    by_option = () if choices is None else choices.by_option
-    of_options = [(_seconds(option, idx), _once_s(option, idx, option.dp_exposed_by_kind)) for option in by_option]
+    by_option = [
+        (_seconds(option, idx), _once_s(option, idx, option.dp_exposed_by_kind))
+        for option in (choices.by_option if choices else ())
+    ]
     blocks = np.flatnonzero(costs.is_block)
     fixed, once_fixed = np.zeros((3, shape.num_stages)), np.zeros((len(once), shape.num_stages))
     fixed[:2] = costs.transfer_s[idx] / shape.num_model_chunks
-    ends = ((0, costs.kind_of_layer[: blocks[0]]), (-1, costs.kind_of_layer[blocks[-1] + 1 :]))
-    for stage, kinds in ends:
+    for stage, kinds in ((0, costs.kind_of_layer[: blocks[0]]), (-1, costs.kind_of_layer[blocks[-1] + 1 :])):
         fixed[:, stage] += seconds[:, kinds].sum(axis=1)
         once_fixed[:, stage] += once[:, kinds].sum(axis=1)
     kinds = costs.kind_of_layer[blocks]
@@ -355,7 +348,7 @@ def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> spli
         once_fixed,
         np.array(fullest),
         _fits_of_blocks(fits, costs.is_block),
-        tuple((of_kind[:, kinds], once_of_kind[:, kinds]) for of_kind, once_of_kind in of_options),
+        tuple((of_kind[:, kinds], once_of_kind[:, kinds]) for of_kind, once_of_kind in by_option),
     )
 
 
@@ -371,10 +364,8 @@ def _seconds(costs: CostTable, idx: int) -> FloatArray:
 def _once_s(costs: CostTable, idx: int, exposed_by_kind: Sequence[FloatArray]) -> FloatArray:
     """Return what a layer of each kind adds to its rank once, exposed communication and its update [2, K]."""
     case_idx = costs.case_idx[idx]
-    trained = np.array([cost.num_trained[case_idx] for cost in costs.by_case])
-    experts = np.array([cost.expert_params[case_idx] for cost in costs.by_case])
-    exposed = np.array([seconds[idx] for seconds in exposed_by_kind])
-    return np.stack([exposed, costs.update_s(trained, experts, idx)])
+    trained, experts = np.array([(c.num_trained[case_idx], c.expert_params[case_idx]) for c in costs.by_case]).T
+    return np.stack([[seconds[idx] for seconds in exposed_by_kind], costs.update_s(trained, experts, idx)])
 
 
 def _fits_of_blocks(fits: Fits | None, is_block: NDArray[np.bool_]) -> Fits | None:

@@ -1,7 +1,12 @@
-"""Stages of a mixed layout: which layers each holds and what every block of them recomputes (solvers/stages/stage_program.py).
+"""What is chosen for the stages of one layout: layers with their recompute, and an order of passes.
 
-Where an engine recomputes any block, each stage fills its memory by itself. Where it recomputes the first blocks of every stage, as
-many on each (EngineFacts.recomputes_first_blocks), there is a program for each number of them, without choices of its own.
+A mixed layout: which layers each stage holds and what every block of them recomputes (solvers/stages/stage_program.py). Where an
+engine recomputes any block, each stage fills its memory by itself. Where it recomputes the first blocks of every stage, as many on
+each (EngineFacts.recomputes_first_blocks), there is a program for each number of them, without choices of its own.
+
+A synthesised schedule: named ones are made for passes of equal length and for one amount of memory. Where a rank holds the first
+and the last stage of a V, an order made for the real passes and for all of a device's memory is shorter between the steps of memory
+of v-min, v-half and zb-v (solvers/pipeline/greedy.py).
 """
 
 from __future__ import annotations
@@ -9,17 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost_models.pipeline.replay import PENDING_GRADIENTS, PipelineShape
+from ..cost_models.pipeline.simulation import Order, Pipeline
 from ..cost_models.stage import memory
-from ..cost_models.stage.contents import contents_between
-from ..cost_models.stage.memory import stage_headroom_bytes, stage_memory_terms
+from ..cost_models.stage.contents import contents_between, pipeline_shape
+from ..cost_models.stage.memory import rank_headroom_bytes, stage_headroom_bytes, stage_memory_terms
 from ..cost_models.stage.recompute import RecomputeCosts
+from ..cost_models.stage.step import StagePasses, estimate_step, pass_seconds
+from ..cost_models.stage.table import CostTable
+from ..schema import TrainingEstimate
 from ..schema.layout_table import RECOMPUTES
+from ..schema.schedules import GIVEN, SMALLEST_OVER_A_V
 from ..schema.units import FloatArray, IntArray
+from ..solvers.pipeline.greedy import PipelineInstance, quick_order
 from ..solvers.stages import splits
 from ..solvers.stages.stage_program import (
     StageFilling,
@@ -29,6 +41,10 @@ from ..solvers.stages.stage_program import (
     lower_bound_s,
     solve,
 )
+
+SYNTHESISED = GIVEN.idx
+LEANEST = SMALLEST_OVER_A_V.idx
+"""Of the named schedules over a V the one that holds least."""
 
 NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective", "full"))
 
@@ -126,15 +142,13 @@ class Layers:
     @cached_property
     def best_uniform_s(self) -> float:
         """(O) of the best split with one option for all; infinite where none fits."""
-        seconds = []
+        seconds, (slowest, total) = [], self.weights
         for option, fits in enumerate(self.fits):
-            boundaries = splits.fastest_split(splits.StageSplitInstance(self.busy_s[option], fits))
-            if boundaries:
-                ends = np.array(boundaries)
+            ends = splits.fastest_split(splits.StageSplitInstance(self.busy_s[option], fits))
+            if ends:
                 of_layers = (self.busy_s[option], self.exposed_s[option], self.update_s)
-                busy, exposed, update = (np.diff(_prefix(values)[ends]) for values in of_layers)
+                busy, exposed, update = (np.diff(_prefix(values)[list(ends)]) for values in of_layers)
                 stage_s = busy + self.transfer_s
-                slowest, total = self.weights
                 seconds.append(slowest * stage_s.max() + total * stage_s.sum() + exposed.max() + update.max())
         return float(min(seconds, default=np.inf))
 
@@ -166,11 +180,10 @@ class Layers:
         stage, first, last = self.spans
         costs, cap_bytes = self.costs.minimum, self.memory_budget_bytes
         contents = contents_between(costs, self.idx, first, last)
-        reserved = (np.full(len(stage), working) for working in self.costs.working_bytes(self.idx))
-        headroom = [
-            stage_headroom_bytes(costs, self.idx, replace(contents, working_bytes=bytes_), stage, cap_bytes=cap_bytes)
-            for bytes_ in reserved
-        ]
+        headroom = []
+        for working in self.costs.working_bytes(self.idx):
+            reserving = replace(contents, working_bytes=np.full(len(stage), working))
+            headroom.append(stage_headroom_bytes(costs, self.idx, reserving, stage, cap_bytes=cap_bytes))
         return np.stack(headroom, axis=1)
 
     def first_blocks(self, values: FloatArray, count: int) -> FloatArray:
@@ -194,36 +207,36 @@ class Program(NamedTuple):
     first: int = 0
 
 
+def _instance(layers: Layers, spans: NDArray[np.bool_] | slice, **of_spans: Any) -> StageProgramInstance:
+    """Return the instance of some spans of the layers."""
+    stage, first, last = (of_span[spans] for of_span in layers.spans)
+    slowest, total = layers.weights
+    sizes = {"num_layers": len(layers.kinds), "num_stages": layers.num_stages}
+    weights = {"slowest_weight": slowest, "sum_weight": total}
+    return StageProgramInstance(stage=stage, first=first, last=last, **sizes, **weights, **of_spans)
+
+
 def free_program(layers: Layers) -> Program:
     """Return the program in which each stage has a choice for each of its blocks."""
-    stage, first, last = layers.spans
     kinds = np.flatnonzero(layers.costs.has_choice)
     fixed, busy = ~layers.has_choice, layers.costs.of_kinds("busy_s", layers.idx)[kinds]
-    exposed = layers.costs.exposed_s(layers.idx)[kinds]
-    working = layers.costs.working_bytes(layers.idx)
+    exposed, working = layers.costs.exposed_s(layers.idx)[kinds], layers.costs.working_bytes(layers.idx)
     shape = (layers.num_stages, *busy.shape)
     is_kind = np.array([layers.kinds == kind for kind in kinds], dtype=np.float64)
     always_retained = layers.between(layers.retained_bytes[NONE] * fixed)
-    slowest, total = layers.weights
-    return Program(
-        StageProgramInstance(
-            num_layers=len(layers.kinds),
-            num_stages=layers.num_stages,
-            stage=stage,
-            first=first,
-            last=last,
-            fixed_s=layers.between(layers.busy_s[NONE] * fixed) + layers.transfer_s,
-            fixed_once_s=np.stack([layers.between(layers.exposed_s[NONE] * fixed), layers.between(layers.update_s)]),
-            counts=np.rint(layers.between(is_kind)).astype(np.int64).T,
-            seconds=np.broadcast_to(busy, shape),
-            once_s=np.stack([np.broadcast_to(exposed, shape), np.zeros(shape)]),
-            retained_bytes=layers.costs.of_kinds("activation_bytes", layers.idx)[kinds],
-            room_bytes=layers.room_bytes - always_retained[:, None],
-            uses=working[None, :] <= working[:, None],
-            slowest_weight=slowest,
-            sum_weight=total,
-        )
+    instance = _instance(
+        layers,
+        slice(None),
+        fixed_s=layers.between(layers.busy_s[NONE] * fixed) + layers.transfer_s,
+        fixed_once_s=np.stack([layers.between(layers.exposed_s[NONE] * fixed), layers.between(layers.update_s)]),
+        counts=np.rint(layers.between(is_kind)).astype(np.int64).T,
+        seconds=np.broadcast_to(busy, shape),
+        once_s=np.stack([np.broadcast_to(exposed, shape), np.zeros(shape)]),
+        retained_bytes=layers.costs.of_kinds("activation_bytes", layers.idx)[kinds],
+        room_bytes=layers.room_bytes - always_retained[:, None],
+        uses=working[None, :] <= working[:, None],
     )
+    return Program(instance)
 
 
 def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bool = True) -> Program:
@@ -231,38 +244,27 @@ def first_blocks_program(layers: Layers, option: int, count: int, *, limited: bo
 
     Unless ``limited``, without limits of memory.
     """
-    stage, first, last = layers.spans
 
     def between(values: FloatArray) -> FloatArray:
         return layers.between(values[NONE]) + layers.first_blocks(values[option] - values[NONE], count)
 
-    keep = np.ones(len(stage), dtype=bool)
+    keep = np.ones(len(layers.spans[0]), dtype=bool)
     if limited:
         keep = between(layers.retained_bytes) <= layers.room_bytes[:, option if count else NONE]
-    slowest, total = layers.weights
-    once = np.stack([between(layers.exposed_s), layers.between(layers.update_s)])
-    none = (layers.num_stages, 0, 1)
-    return Program(
-        StageProgramInstance(
-            num_layers=len(layers.kinds),
-            num_stages=layers.num_stages,
-            stage=stage[keep],
-            first=first[keep],
-            last=last[keep],
-            fixed_s=(between(layers.busy_s) + layers.transfer_s)[keep],
-            fixed_once_s=once[:, keep],
-            counts=np.zeros((int(keep.sum()), 0), dtype=np.int64),
-            seconds=np.zeros(none),
-            once_s=np.zeros((2, *none)),
-            retained_bytes=np.zeros((0, 1)),
-            room_bytes=np.zeros((int(keep.sum()), 1)),
-            uses=np.ones((1, 1), dtype=bool),
-            slowest_weight=slowest,
-            sum_weight=total,
-        ),
-        option,
-        count,
+    once, none = np.stack([between(layers.exposed_s), layers.between(layers.update_s)]), (layers.num_stages, 0, 1)
+    instance = _instance(
+        layers,
+        keep,
+        fixed_s=(between(layers.busy_s) + layers.transfer_s)[keep],
+        fixed_once_s=once[:, keep],
+        counts=np.zeros((int(keep.sum()), 0), dtype=np.int64),
+        seconds=np.zeros(none),
+        once_s=np.zeros((2, *none)),
+        retained_bytes=np.zeros((0, 1)),
+        room_bytes=np.zeros((int(keep.sum()), 1)),
+        uses=np.ones((1, 1), dtype=bool),
     )
+    return Program(instance, option, count)
 
 
 def programs(layers: Layers, best_s: Callable[[], float]) -> Iterator[Program]:
@@ -338,3 +340,54 @@ def _stages(layers: Layers, program: Program, filling: StageFilling, objective_s
             counts = filling.counts[s, k][::-1]
             options[local[layers.kinds[local] == kind]] = np.repeat(np.arange(len(counts))[::-1], counts)
     return Stages(filling.boundaries, tuple(int(option) for option in options), objective_s + layers.constant_s, 0.0)
+
+
+def with_schedule(costs: CostTable, schedule: int) -> CostTable:
+    """Return the same layouts with another schedule: nothing that one layer costs differs."""
+    return costs.with_layouts(costs.layouts.replace(schedule=np.full_like(costs.layouts.schedule, schedule)))
+
+
+def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> tuple[Order, TrainingEstimate] | None:
+    """Return the best order of passes found for the stages of a layout, whatever its schedule; None where none is within memory."""
+    row = with_schedule(costs.select(np.array([idx])), SYNTHESISED)
+    instance = order_instance(row, boundaries)
+    order = quick_order(instance.pipeline, instance.cap_bytes)
+    if order is None:
+        return None
+    estimate = estimate_step(replace(row, order=order), 0, boundaries)
+    return (order, estimate) if estimate.fits else None
+
+
+def order_instance(costs: CostTable, boundaries: tuple[int, ...]) -> PipelineInstance:
+    """Return the passes of a layout (row 0) as `estimate_step` replays them, and what each rank may hold of activations."""
+    shape, contents = (
+        pipeline_shape(costs, 0),
+        contents_between(costs, 0, np.array(boundaries[:-1]), np.array(boundaries[1:])),
+    )
+    each_way_s = np.full(shape.num_stages, float(costs.transfer_s[0]) / shape.num_model_chunks)
+    pipeline = build_pipeline(shape, pass_seconds(costs, 0, boundaries), each_way_s, contents.activation_bytes)
+    headroom = rank_headroom_bytes(costs, 0, contents, cap_bytes=costs.cluster.memory_budget_bytes)
+    return PipelineInstance(pipeline, tuple(float(bytes_) for bytes_ in headroom))
+
+
+def build_pipeline(
+    shape: PipelineShape, passes: StagePasses, each_way_s: FloatArray, retained_bytes: FloatArray | None = None
+) -> Pipeline:
+    """Return passes whose transfers are part of them, as both ranks wait for a transfer.
+
+    Args:
+        each_way_s: seconds of a transfer after each stage [S].
+        retained_bytes: activations of a micro-batch in each stage [S]; None where only times are of interest.
+    """
+    retained = np.ones(shape.num_stages) if retained_bytes is None else retained_bytes
+    return Pipeline(
+        num_microbatches=shape.num_microbatches,
+        rank_of_stage=shape.rank_of_stage,
+        forward_s=tuple((passes.forward + each_way_s).tolist()),
+        backward_s=tuple((passes.backward - passes.weight + each_way_s).tolist()),
+        weight_s=tuple(passes.weight.tolist()),
+        transfer_s=(0.0,) * (shape.num_stages - 1),
+        held_bytes=tuple(retained.tolist()),
+        backward_freed_bytes=tuple((-PENDING_GRADIENTS * retained).tolist()),
+        weight_freed_bytes=tuple(((1 + PENDING_GRADIENTS) * retained).tolist()),
+    )

@@ -38,7 +38,7 @@ from ..solvers.offload.simulation import (
     update_jobs,
 )
 from .rank_map import in_order_of_pools, place_as_planned
-from .synthesis import build_pipeline
+from .stage_choice import build_pipeline
 from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan
 
 

@@ -35,7 +35,7 @@ from ..rank_map import device_of_rank
 from ..request import Deadline, PlanRequest
 from ..search import REL_GAP, SearchResult, search
 from ..space import Space, build_space
-from ..synthesis import LEANEST, SYNTHESISED, synthesise, with_schedule
+from ..stage_choice import LEANEST, SYNTHESISED, synthesise, with_schedule
 
 WORTH_MOVING = 1e-4
 """The share of a step that an offload schedule saves at least, where the model fits without."""
@@ -307,7 +307,7 @@ def _note_on_pools(chosen: Candidate) -> str:
 
 
 def add_synthesised_orders(result: SearchResult, deadline: Deadline) -> None:
-    """Add layouts with orders of passes made for them (planner/synthesis.py) where that makes a layout over a V the fastest.
+    """Add layouts with orders of passes made for them (`synthesise`) where that makes a layout over a V the fastest.
 
     Layouts over a V are tried whose bound under any order (cost_models/pipeline) is below the best. The result's bound is about
     named schedules: an order that is faster than that takes the bound along.
@@ -368,9 +368,9 @@ def synthesise_orders(
         if deadline.is_over or candidate.any_order_s >= best_s * (1 - REL_GAP):
             break
         made = synthesise(costs, candidate.idx, candidate.boundaries)
-        if made is not None and made.estimate.step_time_s < best_s * (1 - REL_GAP):
-            ordered.append(replace(candidate, estimate=made.estimate, order=made.order))
-            best_s = made.estimate.step_time_s
+        if made is not None and made[1].step_time_s < best_s * (1 - REL_GAP):
+            ordered.append(replace(candidate, order=made[0], estimate=made[1]))
+            best_s = made[1].step_time_s
     return ordered
 
 
