@@ -29,9 +29,15 @@ from ..schema.units import FloatArray, IntArray
 from ..solvers import rank_mapping
 from ..solvers.stages.splits import StageSplitInstance, min_slowest_s, solve_stages
 
+MAX_POOLS_IN_EVERY_ORDER = 4
+"""Of more pools only the order as listed, its reverse, and both by memory are tried."""
+
+StageFits = Callable[[CostTable, int, float], NDArray[np.bool_]]
+"""FITS [S, L+1, L+1] of a layout whose devices are all equal, within so many bytes."""
+
 
 def best_case(cluster: ClusterSpec, *, tied: bool) -> ClusterSpec:
-    """A cluster on which no layout takes longer than under any map of its ranks, for bounds.
+    """Return a cluster on which no layout takes longer than under any map of its ranks, for bounds.
 
     Where one level joins the nodes, the groups of an axis that leaves its nodes touch all of them, and a node is no faster than its
     best link. With more levels, or ``tied`` embeddings, which the first and last stage alone exchange, the fastest link of all
@@ -50,20 +56,13 @@ def best_case(cluster: ClusterSpec, *, tied: bool) -> ClusterSpec:
 
 
 def in_order(cluster: ClusterSpec, nodes: Sequence[int]) -> ClusterSpec:
-    """The cluster whose k-th place in the order of ranks is filled by ``nodes[k]``, a node of the same kind."""
+    """Return the cluster whose k-th place in the order of ranks is filled by ``nodes[k]``, a node of the same kind."""
     links = np.array(cluster.bandwidth_matrix)
     return cluster.replace(bandwidth_matrix=_as_tuples(links[np.ix_(nodes, nodes)]))
 
 
-def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...]:
-    """Plan.rank_map of an order of nodes; empty stands for the order in which they are listed."""
-    sizes = cluster.node_sizes
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    return tuple(int(first[n]) + i for n in nodes or range(len(sizes)) for i in range(sizes[n]))
-
-
 def node_order(costs: CostTable, idx: int, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """The order of nodes found for layout ``idx``, whose stages begin at ``boundaries``; empty where it is as listed.
+    """Return the order of nodes found for layout ``idx``, whose stages begin at ``boundaries``; empty where it is as listed.
 
     Nodes move as wholes, among those of their group. Where a replica of a stage fills neither whole nodes nor a part of one, or
     nodes differ in size, ranks stay as listed.
@@ -75,13 +74,12 @@ def node_order(costs: CostTable, idx: int, boundaries: Sequence[int]) -> tuple[i
         return ()
     kind = np.repeat(np.arange(len(cluster.groups)), [group.num_nodes for group in cluster.groups])
     axes = _axes(costs, row, links, boundaries)
-    found = rank_mapping.solve(rank_mapping.RankMappingInstance(links.bandwidth, axes, kind, block))
-    nodes = found.choice or ()
+    nodes = rank_mapping.solve(rank_mapping.RankMappingInstance(links.bandwidth, axes, kind, block)).choice or ()
     return () if nodes == tuple(range(cluster.num_nodes)) else nodes
 
 
 def _block_of_place(cluster: ClusterSpec, row: LayoutTable) -> IntArray | None:
-    """Which replica of which stage [K] each place is part of, where a place is part of one or holds some whole."""
+    """Return which replica of which stage each place [K] is part of; None where places hold fractions of several."""
     size = cluster.largest_node
     ranks = int(row.tp[0] * row.cp[0] * row.dp_shard[0])
     if set(cluster.node_sizes) != {size} or (ranks % size and size % ranks):
@@ -90,9 +88,8 @@ def _block_of_place(cluster: ClusterSpec, row: LayoutTable) -> IntArray | None:
 
 
 def axis_hops(row: LayoutTable) -> tuple[Hops, ...]:
-    """Who sends to whom under one layout: the groups of every axis."""
-    is_expert = ~row.experts_follow_tp
-    experts = row.ep * row.expert_tp
+    """Return who sends to whom under one layout: the groups of every axis."""
+    is_expert, experts = ~row.experts_follow_tp, row.ep * row.expert_tp
     closed = int(row.num_model_chunks[0]) > 1
     return (
         Hops(row.tp, np.ones_like(row.tp), "ring"),
@@ -110,50 +107,39 @@ def axis_hops(row: LayoutTable) -> tuple[Hops, ...]:
 def _axes(
     costs: CostTable, row: LayoutTable, links: NodeLinks, boundaries: Sequence[int]
 ) -> tuple[rank_mapping.Axis, ...]:
-    """WEIGHT and PAIRS of every axis that leaves its nodes: its seconds when it alone has the slowest of all links."""
+    """Return WEIGHT and PAIRS of every axis that leaves its nodes: its seconds when it alone has the slowest of all links."""
     away = links.bandwidth[~np.eye(len(links.bandwidth), dtype=bool)]
     fast, slow = float(away.max()), float(away.min())
-    crossed = {links.crossed(int(h.group[0]), int(h.stride[0]), h.pattern).tobytes(): h for h in axis_hops(row)}
-    axes = []
     if fast <= slow:
         return ()
+
+    def step_s(matrix: FloatArray) -> float:
+        cluster = costs.cluster.replace(bandwidth_matrix=_as_tuples(matrix))
+        return estimate_step(costs.evaluate(row, cluster), 0, boundaries).step_time_s
+
     everywhere = np.full(links.bandwidth.shape, fast)
-    least_s = _step_s(costs, row, everywhere, boundaries)
-    for hops in crossed.values():
-        pairs = links.crossed(int(hops.group[0]), int(hops.stride[0]), hops.pattern)
-        if not len(pairs):
-            continue
+    min_s = step_s(everywhere)
+    crossed = [links.crossed(int(hops.group[0]), int(hops.stride[0]), hops.pattern) for hops in axis_hops(row)]
+    axes = []
+    for pairs in {pairs.tobytes(): pairs for pairs in crossed if len(pairs)}.values():
         matrix = everywhere.copy()
         matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = slow
-        added_s = _step_s(costs, row, matrix, boundaries) - least_s
+        added_s = step_s(matrix) - min_s
         if added_s > 0:
             axes.append(rank_mapping.Axis(added_s / (1 / slow - 1 / fast), pairs))
     return tuple(axes)
 
 
-def _step_s(costs: CostTable, row: LayoutTable, matrix: FloatArray, boundaries: Sequence[int]) -> float:
-    cluster = costs.cluster.replace(bandwidth_matrix=_as_tuples(matrix))
-    return estimate_step(costs.evaluate(row, cluster), 0, boundaries).step_time_s
-
-
 def _as_tuples(matrix: FloatArray) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(value) for value in row) for row in matrix)
+    return tuple(map(tuple, matrix.tolist()))
 
 
 def place_as_planned(plan: TrainingPlan, cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with its nodes in the order in which the plan's ranks lie on them, where links between nodes were measured."""
+    """Return the cluster with its nodes in the order of the plan's ranks, where links between nodes were measured."""
     if cluster.bandwidth_matrix is None:
         return cluster
     node_of_device = [node for node, size in enumerate(cluster.node_sizes) for _ in range(size)]
     return in_order(cluster, list(dict.fromkeys(node_of_device[device] for device in plan.rank_map)))
-
-
-MAX_POOLS_IN_EVERY_ORDER = 4
-"""Of more pools only the order as listed, its reverse, and both by memory are tried."""
-
-
-StageFits = Callable[[CostTable, int, float], NDArray[np.bool_]]
-"""FITS [S, L+1, L+1] of a layout whose devices are all equal, within so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +160,11 @@ def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits) -> OnPool
     """
     if costs.cluster.bandwidth_matrix is not None:  # every order has links of its own between the stages
         costs, idx = costs.select(np.array([idx])), 0
-    fits = [_fits_on_pool(pool, idx, stage_fits) for pool in costs.device_pools]
+    fits = []
+    for pool in costs.device_pools:  # of every stage if it lay on this pool, with a block for each chunk
+        blocks = np.concatenate([[0], np.cumsum(pool.is_block)])
+        has_blocks = blocks[None, :] - blocks[:, None] >= pool.layouts.num_model_chunks[idx]
+        fits.append(stage_fits(pool, idx, pool.cluster.memory_budget_bytes) & has_blocks)
     best: OnPools | None = None
     bound_s = np.inf
     for order in orders(costs):
@@ -213,24 +203,19 @@ def in_order_of_pools(costs: CostTable, order: tuple[int, ...]) -> CostTable:
     return replace(costs, device_pools=tuple(replace(pool, cluster_of_pools=links) for pool in costs.device_pools))
 
 
-def _fits_on_pool(pool: CostTable, idx: int, stage_fits: StageFits) -> NDArray[np.bool_]:
-    """Return FITS of every stage if it lay on this pool, with a block for each chunk."""
-    blocks = np.concatenate([[0], np.cumsum(pool.is_block)])
-    has_blocks = blocks[None, :] - blocks[:, None] >= pool.layouts.num_model_chunks[idx]
-    return np.asarray(stage_fits(pool, idx, pool.cluster.memory_budget_bytes) & has_blocks)
-
-
 def _splits(
     costs: CostTable, idx: int, pool_of_stage: IntArray, fits: NDArray[np.bool_]
 ) -> tuple[list[tuple[int, ...]], float]:
     """Return boundaries worth costing in this order of the pools, none where none fits, and what no split in it is faster than."""
     m = int(costs.layouts.num_microbatches[idx])
 
-    def of_stages(of_pool: Callable[[CostTable], FloatArray]) -> FloatArray:
-        return values_of_stages(costs, pool_of_stage, of_pool)
-
-    busy, exposed = of_stages(lambda pool: pool.per_layer("busy_s", idx)), of_stages(lambda pool: pool.exposed_s(idx))
-    update, transfer = of_stages(lambda pool: pool.layer_updates_s(idx)), transfer_of_stages(costs, idx, pool_of_stage)
+    per_layer: tuple[Callable[[CostTable], FloatArray], ...] = (
+        lambda pool: pool.per_layer("busy_s", idx),
+        lambda pool: pool.exposed_s(idx),
+        lambda pool: pool.layer_updates_s(idx),
+    )
+    busy, exposed, update = (values_of_stages(costs, pool_of_stage, of_pool) for of_pool in per_layer)
+    transfer = transfer_of_stages(costs, idx, pool_of_stage)
     instance = StageSplitInstance(busy, fits, transfer, m - 1.0)
     even = solve_stages(instance)
     if even.choice is None:

@@ -18,6 +18,7 @@ from ...cost_models.stage.table import CostTable
 from ...schema import (
     Alternative,
     Certificate,
+    ClusterSpec,
     Layout,
     ModelSpec,
     OffloadSchedule,
@@ -31,7 +32,6 @@ from ...schema.runnable import why_not_runnable
 from ...schema.schedules import OVER_A_V, SCHEDULES
 from ...schema.units import format_bytes
 from ..expand import Candidate, expand_fitting
-from ..rank_map import device_of_rank
 from ..request import Deadline, PlanRequest
 from ..search import REL_GAP, SearchResult, search
 from ..space import Space, build_space
@@ -111,6 +111,13 @@ def build_plan(
         notes=tuple(notes),
         provenance=request.provenance(),
     )
+
+
+def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return TrainingPlan.rank_map of an order of nodes; empty stands for the order in which they are listed."""
+    sizes = cluster.node_sizes
+    first = list(itertools.accumulate(sizes, initial=0))
+    return tuple(first[n] + i for n in nodes or range(len(sizes)) for i in range(sizes[n]))
 
 
 def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> TrainingPlan:

@@ -11,9 +11,10 @@ from meshwright.cost_models.stage.bounds import uniform_time_bounds
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import expand, plan, search
-from meshwright.planner.rank_map import best_case, device_of_rank, in_order, node_order
+from meshwright.planner.rank_map import best_case, in_order, node_order
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
+from meshwright.planner.tasks.training import device_of_rank
 from meshwright.runtime.mesh import require_ascending
 from meshwright.schema import ClusterSpec, ModelSpec, TrainingEstimate, Workload
 
