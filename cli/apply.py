@@ -150,7 +150,7 @@ def _train(
     is_only_node: bool,
 ) -> None:
     """Run the built-in training and show what it reports."""
-    from ..runtime.training.prepare import prepare_options
+    from ..runtime.training.options import prepare_options
     from .show.run import running_report
 
     if options.count_memory and not plan.cluster.weakest_device.backend.is_host:
@@ -204,7 +204,7 @@ def tokens(
     ] = None,
 ) -> None:
     """Make a token file for `meshwright apply --data` from text."""
-    from ..runtime.data.text import find_text, make_token_file
+    from ..runtime.training.data_files import find_text, make_token_file
 
     if out.suffix != ".bin":
         raise ConfigError(f"--out {out}: token files end in .bin")

@@ -4,38 +4,43 @@ Of the cp ranks, `cp_ulysses` neighbours form an exchange group; the cp / cp_uly
 
     exchange (Ulysses)   before attention each rank gives away heads and gets the group's tokens of those it keeps: one all-to-all
                          of q, k and v, and one back of the outputs
-    ring                 keys and values go round, and each rank attends to one rank's after the other
+    ring                 keys and values go round, and each rank attends to one rank's after the other, by the flash kernels
 
-Order of tokens: the ring's shares are cut so that causal work is even. A sequence of 2 R pieces gives ring position r the pieces r
-and 2 R - 1 - r; within an exchange group each rank has a run of that share. Positions go with the tokens.
+Shapes: B micro-batch, H heads, K kv heads, S this rank's tokens, C head_dim. Order of tokens: ring position r of R has the pieces r
+and 2 R - 1 - r of 2 R, one after the other; within an exchange group each rank has a run of that share. Positions go with the
+tokens. So against the keys of position j it needs
+    j = r   all of them, causally (its two pieces ascend)
+    j < r   the first half of the keys, for all queries
+    j > r   all keys, for the second half of the queries
+two pieces' worth of pairs but for the first step: every rank has the same work. Source: Brandon et al., Striped Attention,
+arXiv:2311.09431 (the imbalance), and the head-tail order of torch's context parallelism; Liu et al., arXiv:2310.01889 (the ring).
+
+Partial outputs o_j with log-sum-exps l_j merge as out = sum_j exp(l_j - l) o_j, l = log sum_j exp(l_j). The backward kernel takes
+out and l of the full row, so each step gives its part of every gradient; those of keys and values travel on with them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
 from .models.decoder import Decoder, DecoderBlock
-from .models.ring_attention import ring_attention
 
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """Attention over the ranks that share each sequence.
-
-    Attributes:
-        exchange: ranks that swap tokens for heads; None for none.
-        ring: ranks among which keys and values go round; None for none.
-    """
+    """Attention over the ranks that share each sequence: those that swap tokens for heads, and those of a ring; None for none."""
 
     exchange: dist.ProcessGroup | None
     ring: dist.ProcessGroup | None
@@ -44,11 +49,10 @@ class ContextRanks:
         """Attend causally from this rank's tokens to the entire sequence; query [B, H, S, C], key and value [B, K, S, C]."""
         if self.exchange is not None:
             query, key, value = (_tokens_for_heads(x, self.exchange) for x in (query, key, value))
-        groups = query.shape[1] // key.shape[1]
         if self.ring is not None:
-            out = ring_attention(query, key, value, self.ring.group_name)
+            out = _ring_attention(query, key, value, self.ring.group_name)[0]
         else:
-            key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+            key, value = (_repeated(x, query.shape[1], dim=1) for x in (key, value))
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return out if self.exchange is None else _heads_for_tokens(out, self.exchange)
 
@@ -74,7 +78,7 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPla
 
 
 def local_positions(mesh: ParallelMesh, plan: TrainingPlan) -> Tensor:
-    """Return the positions in the sequence of this rank's tokens [S / cp], ascending within each of its one or two runs."""
+    """Return the positions in the sequence of this rank's tokens [S / cp]."""
     layout, positions = plan.layout, torch.arange(plan.workload.seq_len)
     ring_size = layout.cp // layout.cp_ulysses
     ring_rank, exchange_rank = divmod(mesh.coordinates["cp"], layout.cp_ulysses)
@@ -102,3 +106,128 @@ def _exchanged(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
     ones = [1] * group.size()
     result: Tensor = all_to_all_single_autograd(rows, ones, ones, group)
     return result
+
+
+_aten = torch.ops.aten
+
+
+@torch.library.custom_op("meshwright::ring_attention", mutates_args=())
+def _ring_attention(query: Tensor, key: Tensor, value: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Return out [B, H, S, C] in the query's dtype, and the log-sum-exps [B, H, S] in fp32."""
+    group = _resolve_process_group(group_name)
+    rank, size = group.rank(), group.size()
+    query = query.contiguous()
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    moving = torch.stack((key, value))
+    for step in range(size):
+        arriving = _Passing(moving, group) if step + 1 < size else None
+        queries, keys, causal = _needed(rank, (rank - step) % size, query.shape[2])
+        part, part_lse = _forward(query[:, :, queries], moving[:, :, :, keys], causal)
+        merged = torch.logaddexp(lse[:, :, queries], part_lse)
+        out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
+        out[:, :, queries] += part * (part_lse - merged).exp()[..., None]
+        lse[:, :, queries] = merged
+        moving = arriving.wait() if arriving is not None else moving
+    return out.to(query.dtype), lse
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.group_name = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_ring(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    query, key, value, out, lse = ctx.saved_tensors
+    group = _resolve_process_group(ctx.group_name)
+    rank, size = group.rank(), group.size()
+    query, grad_out = query.contiguous(), grad_out.contiguous()
+    grad_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    moving = torch.stack((key, value))
+    grads = torch.zeros_like(moving)
+    arriving_grads: _Passing | None = None
+    for step in range(size):
+        arriving = _Passing(moving, group) if step + 1 < size else None
+        queries, keys, causal = _needed(rank, (rank - step) % size, query.shape[2])
+        rows = (x[:, :, queries] for x in (grad_out, query, out, lse))
+        part_query, part_grads = _backward(*rows, moving[:, :, :, keys], causal)
+        grad_query[:, :, queries] += part_query
+        grads = arriving_grads.wait() if arriving_grads is not None else grads
+        grads[:, :, :, keys] += part_grads
+        arriving_grads = _Passing(grads, group)
+        moving = arriving.wait() if arriving is not None else moving
+    assert arriving_grads is not None
+    grad_key, grad_value = arriving_grads.wait()
+    return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _needed(rank: int, source: int, num_tokens: int) -> tuple[slice, slice, bool]:
+    """Return the queries and keys that meet, and whether causally."""
+    everything, half = slice(0, num_tokens), num_tokens // 2
+    if source == rank:
+        return everything, everything, True
+    if source < rank:
+        return everything, slice(0, half), False
+    return slice(half, num_tokens), everything, False
+
+
+class _Passing:
+    """A tensor on its way to the next rank of a ring, and the previous rank's on its way here."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self._sent = tensor.contiguous()
+        self._received = torch.empty_like(self._sent)
+        ranks, rank = dist.get_process_group_ranks(group), group.rank()
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, ranks[(rank + 1) % len(ranks)], group),
+                dist.P2POp(dist.irecv, self._received, ranks[(rank - 1) % len(ranks)], group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """Return what has arrived."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _forward(query: Tensor, key_value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return out [B, H, Sq, C] and log-sum-exps [B, H, Sq] of one block; key_value [2, B, K, Sk, C]."""
+    key, value = _repeated(key_value, query.shape[1])
+    if query.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    else:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def _repeated(key_value: Tensor, num_heads: int, dim: int = 2) -> Tensor:
+    """Repeat each kv head as often as queries use it: [2, B, H, S, C]."""
+    groups = num_heads // key_value.shape[dim]
+    return key_value.repeat_interleave(groups, dim) if groups > 1 else key_value
+
+
+_ring_attention.register_autograd(_backward_ring, setup_context=_setup)
+
+
+RING_ATTENTION = torch.ops.meshwright.ring_attention.default
+"""One operator, so that recomputation may keep its output and pass nothing round again."""
+
+
+def _backward(
+    grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, key_value: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the query and of key_value."""
+    key, value = _repeated(key_value, query.shape[1])
+    rows = (grad_out.contiguous(), query, key, value, out.contiguous(), lse.contiguous())
+    if query.device.type == "cpu":
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, causal)
+    else:
+        sizes = (None, None, query.shape[2], key.shape[2])
+        seed = torch.zeros(0, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+        grads = _aten._scaled_dot_product_flash_attention_backward(*rows, *sizes, 0.0, causal, seed, seed)
+    batch, kv_heads = key_value.shape[1:3]
+    summed = [grad.view(batch, kv_heads, -1, *grad.shape[2:]).sum(2) for grad in grads[1:]]
+    return grads[0], torch.stack(summed)

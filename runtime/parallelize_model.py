@@ -29,8 +29,8 @@ from .parallel_model import LossScale, ParallelModel
 from .pipeline_parallel import build_schedule
 from .recompute import apply_recompute
 from .tensor_parallel import apply_tensor_parallel
-from .training.prepare import require_compilable
-from .user_modules.build import LossFunction, parallelize_user_module
+from .training.options import require_compilable
+from .user_modules import LossFunction, parallelize_user_module
 from .weights.load import load_weights
 
 

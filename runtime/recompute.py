@@ -16,10 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..schema.layout import Recompute
 from ..schema.model import ModelSpec
+from .context_parallel import RING_ATTENTION
 from .models.decoder import ADAPTER_UP, Decoder, DecoderBlock, init_weights
 from .models.experts import Experts, MixtureOfExperts
 from .models.layers import ReplicatedLinear
-from .models.ring_attention import RING_ATTENTION
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})

@@ -4,27 +4,26 @@ Latent attention is as trained: keys and values expanded for every head.
 
 Shapes: B micro-batch, S sequence, D hidden_dim, H heads and K kv heads (this rank's share under tensor parallelism), C head_dim. Of
 latent attention C = N + R is the width of a query or key, of which N without and R with position, V the width of a value.
-
-Rotary position embedding: cos and sin tables, and the rotation. Shapes: B batch, H heads, S sequence, C head_dim.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.errors import RuntimeMismatchError
 from ...schema.layers import LatentAttention, Rope, SoftmaxAttention
-from .layers import ReplicatedLinear, RMSNorm, redistribute
-from .ring_attention import SequenceRanks
+from .layers import ReplicatedLinear, RMSNorm, gathered, redistribute
+
+AttentionKind = Literal["flash", "math"]
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms of compressed vectors. Source: DeepSeek's modeling files, whose RMSNorm defaults to it there."""
@@ -40,8 +39,7 @@ class Rotary:
     """
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
-        self.rope = rope
-        self.head_dim = head_dim
+        self.rope, self.head_dim = rope, head_dim
         self.positions: Tensor | None = None
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -71,6 +69,14 @@ class Rotary:
         return self._tables
 
 
+class SequenceRanks(Protocol):
+    """Attention over ranks that share each sequence."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend: query [B, H, S, C] of this rank's tokens, key and value [B, K, S, C] to [B, H, S, C]."""
+        ...
+
+
 class LatentSelfAttention(nn.Module):
     """Causal attention whose queries, keys and values are made from compressed vectors.
 
@@ -82,9 +88,9 @@ class LatentSelfAttention(nn.Module):
 
     context: SequenceRanks | None = None
 
-    def __init__(self, hidden_dim: int, spec: LatentAttention, rotary: Rotary, *, is_flash: bool) -> None:
+    def __init__(self, hidden_dim: int, spec: LatentAttention, rotary: Rotary, kind: AttentionKind) -> None:
         super().__init__()
-        self.spec, self.rotary, self.is_flash = spec, rotary, is_flash
+        self.spec, self.rotary, self.kind = spec, rotary, kind
         rank, heads = spec.q_lora_rank, spec.num_heads
         if rank is None:
             self.q_proj = nn.Linear(hidden_dim, spec.q_dim, bias=False)
@@ -101,7 +107,9 @@ class LatentSelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D]."""
-        hidden = self._gathered(hidden)
+        if self.tp is not None and not self.hidden.is_replicate():
+            # What is made of the entire sequence is the same on all ranks, and so is its gradient.
+            hidden = redistribute(hidden, self.tp, self.hidden, Replicate())
         query, (key, value) = self._query(hidden), self._key_value(hidden)
         # The kernels take one width only: values are filled up with zeros, whose outputs are dropped.
         width = self.spec.v_head_dim
@@ -123,20 +131,10 @@ class LatentSelfAttention(nn.Module):
         compressed, shared = self.kv_a_proj_with_mqa(hidden).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         expanded = self._heads(self.kv_b_proj(self.kv_a_layernorm(compressed)))
         still, value = expanded.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
-        turned = self._rotated(self._shared(shared)[:, None]).expand(-1, still.shape[1], -1, -1)
+        if self.tp is not None:
+            shared = gathered(shared, self.tp, Replicate())  # the heads of all ranks read it
+        turned = self._rotated(shared[:, None]).expand(-1, still.shape[1], -1, -1)
         return torch.cat((still, turned), dim=-1), value
-
-    def _gathered(self, hidden: Tensor) -> Tensor:
-        """Gather the entire sequence on every rank; what is made of it is the same on all, and so is its gradient."""
-        if self.tp is None or self.hidden.is_replicate():
-            return hidden
-        return redistribute(hidden, self.tp, self.hidden, Replicate())
-
-    def _shared(self, x: Tensor) -> Tensor:
-        """Return what the heads of all ranks read: each rank's gradient of it is a part."""
-        if self.tp is None:
-            return x
-        return redistribute(x, self.tp, Replicate(), Replicate(), gradient=Partial())
 
     def _heads(self, x: Tensor) -> Tensor:
         """Reshape [B, S, H * width] to [B, H, S, width]; H of this rank."""
@@ -144,22 +142,14 @@ class LatentSelfAttention(nn.Module):
         return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """Rotate pairs that stand side by side in the published weights.
-
-        (2 i, 2 i + 1) is turned as (i, i + R / 2) is elsewhere.
-        """
+        """Rotate pairs that stand side by side in the published weights: (2 i, 2 i + 1) as (i, i + R / 2) elsewhere."""
         cos, sin = self.rotary.tables(x.shape[2], x.device, x.dtype)
         return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.context is not None:
             return self.context.attend(query, key, value)
-        backend: AbstractContextManager[None] = nullcontext() if self.is_flash else sdpa_kernel(SDPBackend.MATH)
-        with backend:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-AttentionKind = Literal["flash", "math"]
+        return _causal(query, key, value, self.kind)
 
 
 class SelfAttention(nn.Module):
@@ -218,9 +208,13 @@ class SelfAttention(nn.Module):
         native = query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
         if groups > 1 and not native:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if self.kind == "math" else nullcontext()
-        with backend:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)
+        return _causal(query, key, value, self.kind, enable_gqa=groups > 1 and native)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, enable_gqa: bool = False) -> Tensor:
+    backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if kind == "math" else nullcontext()
+    with backend:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=enable_gqa)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:

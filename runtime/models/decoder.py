@@ -60,7 +60,7 @@ def _attention(
     if isinstance(spec.attention, SoftmaxAttention):
         return SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
     assert rotary is not None
-    return LatentSelfAttention(model.hidden_dim, spec.attention, rotary, is_flash=kind == "flash")
+    return LatentSelfAttention(model.hidden_dim, spec.attention, rotary, kind)
 
 
 class DecoderTrunk(nn.Module):

@@ -13,7 +13,7 @@ those that all ranks send to them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Partial, Placement
 
 from ...schema.layers import DenseMLP, MoE
-from .layers import ReplicatedLinear, SwiGLU, local_tensor, redistribute, silu_product
+from .layers import ReplicatedLinear, SwiGLU, gathered, local_tensor, redistribute, silu_product
 
 _MIN_SUM = 1e-20
 """Beside the sum of the chosen scores, against division by zero (DeepSeek-V3's modeling file)."""
@@ -49,15 +49,11 @@ class ExpertRanks:
 
     def gather(self, tokens: Tensor) -> Tensor:
         """Gather tokens [T, D] of this rank to those of all ranks that share its experts."""
-        if self.cut is None:
-            return tokens
-        return redistribute(tokens, self.cut, self.tokens, Replicate(), gradient=Partial())
+        return tokens if self.cut is None else gathered(tokens, self.cut, self.tokens)
 
     def reduce(self, outputs: Tensor) -> Tensor:
         """Sum the parts of all ranks that share these experts: for the tokens of this rank."""
-        if self.cut is None:
-            return outputs
-        return redistribute(outputs, self.cut, Partial(), self.tokens)
+        return outputs if self.cut is None else redistribute(outputs, self.cut, Partial(), self.tokens)
 
 
 class Router(ReplicatedLinear):
@@ -165,29 +161,19 @@ class ExpertSlots:
 
     @cached_property
     def of_expert(self) -> tuple[Tensor, Tensor]:
-        """Return the slots of each expert [E, R], and the share that they and those before take [E, R].
-
-        Unused ones repeat the last.
-        """
+        """Return the slots of each expert [E, R], unused ones repeating the last, and the share up to and with each [E, R]."""
         slots: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.experts):
             slots[expert].append(slot)
-        max_replicas = max(len(expert_slots) for expert_slots in slots)
-        table = torch.tensor(
-            [expert_slots + [expert_slots[-1]] * (max_replicas - len(expert_slots)) for expert_slots in slots]
-        )
+        num_replicas = torch.tensor([len(replicas) for replicas in slots])
+        width = int(num_replicas.max())
+        table = torch.tensor([replicas + [replicas[-1]] * (width - len(replicas)) for replicas in slots])
         taken = torch.tensor(self.shares, dtype=torch.float64)[table]
-        is_unused = (
-            torch.arange(max_replicas)[None] >= torch.tensor([len(expert_slots) for expert_slots in slots])[:, None]
-        )
-        taken = taken.masked_fill(is_unused, 0.0).cumsum(1)
+        taken = taken.masked_fill(torch.arange(width)[None] >= num_replicas[:, None], 0.0).cumsum(1)
         return table, taken / taken[:, -1:]
 
     def slot_of_rows(self, expert_of_row: Tensor, counts: Tensor) -> Tensor:
-        """Return the slot of each row [M], rows sorted by expert with ``counts`` [E] of them each.
-
-        Cut into pieces by the shares.
-        """
+        """Return the slot of each row [M], rows sorted by expert with ``counts`` [E] of them each, cut by the shares."""
         table, taken = (tensor.to(counts.device) for tensor in self.of_expert)
         first = counts.cumsum(0) - counts
         position = torch.arange(len(expert_of_row), device=counts.device) - first[expert_of_row]
@@ -204,13 +190,13 @@ class ExpertSlots:
         sent = [[expert - stored_here.start for expert in slots if expert in stored_here] for slots in slots_of_rank]
         owners = [expert // num_stored for expert in slots_of_rank[rank]]
         received = [owners.count(owner) for owner in range(ranks)]
-        rows = stored.flatten(1)[torch.tensor(_flatten(sent), dtype=torch.long, device=stored.device)]
+        rows = stored.flatten(1)[
+            torch.tensor([row for rows in sent for row in rows], dtype=torch.long, device=stored.device)
+        ]
         arrived: Tensor = all_to_all_single_autograd(rows, received, [len(part) for part in sent], group)
         # They arrive by owner, each owner's in the order of this rank's slots.
-        by_owner = sorted(range(len(owners)), key=lambda slot: owners[slot])
-        back = torch.empty(len(by_owner), dtype=torch.long)
-        back[torch.tensor(by_owner)] = torch.arange(len(by_owner))
-        return arrived[back.to(stored.device)].view(-1, *stored.shape[1:])
+        by_owner = torch.tensor(owners, device=stored.device).argsort(stable=True)
+        return arrived[_inverse(by_owner)].view(-1, *stored.shape[1:])
 
 
 class MixtureOfExperts(nn.Module):
@@ -312,7 +298,3 @@ def _inverse(order: Tensor) -> Tensor:
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     result: Tensor = all_to_all_single_autograd(rows, received, sent, group)
     return result
-
-
-def _flatten(lists: Sequence[Sequence[int]]) -> list[int]:
-    return [item for items in lists for item in items]

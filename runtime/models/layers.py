@@ -171,6 +171,11 @@ def redistribute(
     return tensor.to_local(grad_placements=None if gradient is None else [gradient])
 
 
+def gathered(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """Return x in full, of which every rank has all or a part; each rank's gradient of it is a part of a sum."""
+    return redistribute(x, mesh, placement, Replicate(), gradient=Partial())
+
+
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements_of: Callable[[str], Sequence[Placement]]) -> None:
     """Make a module's own parameters DTensors, in place, each of the placements of its name.
 

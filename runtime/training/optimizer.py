@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...schema.errors import RuntimeMismatchError
 from ...schema.layers import Block, MoE
-from ...schema.training_plan import TrainingPlan
 from ..models.decoder import parameter_seed
 from ..models.experts import MixtureOfExperts, Router
 from ..models.layers import local_part, local_tensor
 from ..offload.optimizer import OffloadedAdamW
 from ..parallel_model import ParallelModel
-from .options import TrainOptions
+from .options import TrainOptions, require_zeroth_order
 
 
 def build_optimizer(
@@ -157,16 +155,6 @@ def _sigmoid_routers(model: ParallelModel) -> dict[int, Router]:
     layers = model.module.model.layers.items()
     mixtures = {int(name): block.mlp for name, block in layers if isinstance(block.mlp, MixtureOfExperts)}
     return {idx: mixture.gate for idx, mixture in mixtures.items() if mixture.gate.spec.router == "sigmoid"}
-
-
-def require_zeroth_order(plan: TrainingPlan) -> None:
-    """Refuse plans that cannot be trained so."""
-    if plan.layout.pp > 1 or plan.offload is not None:
-        raise RuntimeMismatchError(
-            "zeroth-order training does not run over a pipeline, nor with an offload schedule",
-            details=(f"pp {plan.layout.pp}, offload {plan.layout.offload}",),
-            help="plan with --fix pp=1 and without --offload",
-        )
 
 
 EPSILON = 1e-3

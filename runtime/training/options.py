@@ -1,16 +1,25 @@
-"""Options of the built-in training, as `meshwright apply` takes them; nothing of torch is imported here."""
+"""Options of the built-in training, the checks that a launcher makes of them, and where checkpoints lie; all without torch.
+
+What only some options need (data, weights) is imported where it is looked at.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ...schema import ConfigError, RuntimeMismatchError, TrainingPlan
 from ...schema.base import Count, Frozen, OptionSpec
+from ...schema.schedules import SCHEDULES
 
-_WARMUP_FRACTION = 0.1
-_FINAL_FRACTION = 0.1
+INFO_FILE = "checkpoint.json"
+_STEP_FOLDER = re.compile(r"step-(\d{8})")
 
 _Folder = OptionSpec(metavar="FOLDER")
 _OfCheckpoints = OptionSpec(needs=("checkpoint_dir",))
@@ -74,9 +83,92 @@ class TrainOptions(Frozen):
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the share of ``learning_rate`` at a step from 1: a linear warm-up, then down to a tenth, or constant."""
-        warmup = self.warmup_steps if self.warmup_steps is not None else max(1, round(self.steps * _WARMUP_FRACTION))
+        warmup = self.warmup_steps if self.warmup_steps is not None else max(1, round(self.steps * 0.1))
         if step <= warmup:
             return step / warmup
         progress = min(1.0, (step - warmup) / max(1, self.steps - warmup))
         remaining = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}
-        return _FINAL_FRACTION + (1 - _FINAL_FRACTION) * remaining[self.schedule]
+        return 0.1 + 0.9 * remaining[self.schedule]
+
+
+def prepare_options(plan: TrainingPlan, options: TrainOptions) -> TrainOptions:
+    """Return the options with text made into tokens, after checking everything about them that can be wrong; starts nothing.
+
+    Raises:
+        ConfigError: no data, too little of it, not those of the model's vocabulary, or options that contradict.
+        RuntimeMismatchError: the plan cannot be compiled, or trained so.
+    """
+    from .samples import open_batches, tokenize_paths
+
+    if options.checkpoint_dir is None and (options.checkpoint_every or options.resume):
+        raise ConfigError("--checkpoint-every and --resume need a folder", help="add --checkpoint-dir DIR")
+    present = list_checkpoints(options.checkpoint_dir) if options.checkpoint_dir and not options.resume else ()
+    if present:
+        raise ConfigError(
+            f"{options.checkpoint_dir} already holds {present[-1].name}",
+            help="add --resume to go on from it, or give another --checkpoint-dir",
+        )
+    if options.compile_blocks:
+        require_compilable(plan)
+    if options.checkpoint_dir:
+        _require_writable(options.checkpoint_dir)
+    if options.zeroth_order or not plan.workload.has_backward:
+        require_zeroth_order(plan)
+    if options.save_adapters and plan.workload.adapters is None:
+        raise ConfigError("--save-adapters, but the plan trains no adapters", help="plan with --train lora:r=16")
+    if options.weights:
+        from ..weights.load import check_weights
+
+        check_weights(plan.model, options.weights)
+    if options.save_weights:
+        from ..weights.save import check_weights_target
+
+        check_weights_target(plan.model, options.save_weights)
+    options = options.replace(data=tokenize_paths(options.data, options.tokenizer), tokenizer=None)
+    open_batches(plan, options.data, seed=options.seed, local_batch=1, dp_rank=0)
+    return options
+
+
+def require_compilable(plan: TrainingPlan) -> None:
+    """Refuse what torch.compile does not take."""
+    reasons = []
+    if SCHEDULES[plan.layout.schedule].splits_backward:
+        reasons.append(f"schedule {plan.layout.schedule} splits backward passes, a compiled block has one")
+    if plan.layout.cp > 1:
+        reasons.append("attention over the ranks of cp cannot be traced")
+    if any(stage.offload_of(idx) != "none" for stage in plan.stages for idx in stage.layer_idxs):
+        reasons.append("what a compiled block keeps is not what the offload schedule moves")
+    if plan.cluster.weakest_device.backend.is_host and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        reasons.append("on a CPU torch.compile needs a C++ compiler (g++), and there is none")
+    if reasons:
+        raise RuntimeMismatchError(
+            "--compile does not suit this plan", details=tuple(reasons), help="leave out --compile"
+        )
+
+
+def require_zeroth_order(plan: TrainingPlan) -> None:
+    """Refuse plans that cannot be trained by two forward passes."""
+    if plan.layout.pp > 1 or plan.offload is not None:
+        raise RuntimeMismatchError(
+            "zeroth-order training does not run over a pipeline, nor with an offload schedule",
+            details=(f"pp {plan.layout.pp}, offload {plan.layout.offload}",),
+            help="plan with --fix pp=1 and without --offload",
+        )
+
+
+def list_checkpoints(root: str | Path) -> tuple[Path, ...]:
+    """Return the complete checkpoints under ``root``, oldest first; none where the folder does not exist."""
+    root = Path(root)
+    folders = root.iterdir() if root.is_dir() else ()
+    complete = (path for path in folders if _STEP_FOLDER.fullmatch(path.name) and (path / INFO_FILE).is_file())
+    return tuple(sorted(complete, key=lambda path: path.name))
+
+
+def _require_writable(root: str) -> None:
+    """Make the folder of the checkpoints and write in it, before a run depends on it."""
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(b"checkpoints fit")
+    except OSError as error:
+        raise ConfigError(f"cannot write checkpoints to {root}: {error.strerror}") from None

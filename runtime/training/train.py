@@ -21,19 +21,17 @@ import torch.distributed as dist
 
 from ...schema import ConfigError, MeshwrightError, RuntimeMismatchError, TrainingPlan
 from ..adapters import merge_adapters, save_adapters
-from ..checkpoints import list_checkpoints
-from ..checkpoints.checkpoint import CheckpointInfo, CheckpointWriter, TrainingProgress, load_checkpoint
-from ..data.samples import TokenBatches
 from ..job.machine import check_device, explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
 from ..parallel_model import ParallelModel
 from ..parallelize_model import parallelize
 from ..weights.save import save_weights
+from .checkpoint import CheckpointInfo, CheckpointWriter, TrainingProgress, load_checkpoint
 from .memory import MemoryMeter
 from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
 from .optimizer import RouterBalance, ZerothOrderSGD, build_optimizer, build_scheduler, local_square, scale_gradients
-from .options import TrainOptions
-from .prepare import open_batches, prepare_options
+from .options import TrainOptions, list_checkpoints, prepare_options
+from .samples import TokenBatches, open_batches
 from .step_clock import StepPart, StepTrace, clock_waiting
 
 T = TypeVar("T")
@@ -284,7 +282,9 @@ def train(
             None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks
         )
         local_batch = plan.workload.global_batch_size // model.mesh.dp_degree
-        batches, data = open_batches(plan, options, local_batch=local_batch, dp_rank=model.mesh.dp_rank)
+        batches, data = open_batches(
+            plan, options.data, seed=options.seed, local_batch=local_batch, dp_rank=model.mesh.dp_rank
+        )
         if len(set(gather(data))) > 1:
             raise RuntimeMismatchError(
                 "the ranks found different data", help="give --data a folder that all nodes share"

@@ -31,8 +31,7 @@ from ...schema.hf_export import hf_config
 from ...schema.units import GB, format_bytes
 from ..models.decoder import Decoder, is_adapter
 from ..models.layers import local_region, local_tensor
-from .load import INDEX_FILE, SINGLE_FILE, blocks, decoder_shapes
-from .names import TIED_HEAD, pieces_of, pieces_of_model
+from .load import INDEX_FILE, SINGLE_FILE, TIED_HEAD, blocks, decoder_shapes, pieces_of, pieces_of_model
 
 if TYPE_CHECKING:
     from ..parallel_model import ParallelModel

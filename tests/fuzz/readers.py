@@ -37,8 +37,8 @@ from targets import TARGETS, Target, attempt  # noqa: E402
 
 ROOT = str(Path(meshwright.schema.__file__).resolve().parents[1])
 TRACED = ("/schema/", "/engines/", "/planner/expert_", "/planner/run_calibration", "/planner/validation/", "/solvers/pipeline_csv",
-          "/solvers/expert_", "/runtime/data/", "/runtime/job/slurm", "/runtime/weights/", "/runtime/checkpoints/",
-          "/profilers/files/")  # fmt: skip
+          "/solvers/expert_", "/runtime/training/data_files", "/runtime/job/rendezvous", "/runtime/weights/",
+          "/runtime/training/checkpoint", "/profilers/files/")  # fmt: skip
 FORBIDDEN = frozenset({
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect",
     "os.remove", "os.mkdir", "os.rename", "os.rmdir", "os.putenv", "os.kill", "shutil.rmtree", "pty.spawn", "urllib.Request",

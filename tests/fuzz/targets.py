@@ -30,10 +30,9 @@ from meshwright.planner.request import PlanRequest
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.files import compare, merge_profiles, summary
 from meshwright.profilers.profiled_cluster import profiled_cluster
-from meshwright.runtime.checkpoints.checkpoint import CheckpointInfo, SafeReader
-from meshwright.runtime.data.text import find_text, make_token_file
-from meshwright.runtime.data.token_files import open_token_files
 from meshwright.runtime.job.rendezvous import slurm_rendezvous
+from meshwright.runtime.training.checkpoint import CheckpointInfo, SafeReader
+from meshwright.runtime.training.data_files import find_text, make_token_file, open_token_files
 from meshwright.runtime.weights.load import find_weights
 from meshwright.schema import ClusterSpec, Layout, MeshwrightError, ModelSpec, Plan, TrainingPlan, Workload
 from meshwright.schema.generation import GenerationPlan
@@ -427,10 +426,10 @@ def _corpus(path: Path) -> None:
 
 
 def _token_file(width: int = 2, count: int = 4, largest: int = 9) -> bytes:
-    from meshwright.runtime.data import token_files
+    from meshwright.runtime.training import data_files
 
     ids = np.arange(count, dtype=f"<u{width}").tobytes()
-    return token_files._HEADER.pack(token_files.MAGIC, token_files._VERSION, width, count, largest) + ids
+    return data_files._HEADER.pack(data_files.MAGIC, data_files._VERSION, width, count, largest) + ids
 
 
 def safetensors(header: Any, data: bytes = b"") -> bytes:

@@ -24,8 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
-from meshwright.runtime.checkpoints.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from meshwright.runtime.models.decoder import init_weights
+from meshwright.runtime.training.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from meshwright.runtime.training.optimizer import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
 from meshwright.schema import TrainingPlan
@@ -46,7 +46,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.profiler",
     "meshwright.runtime.parallelize_model",
-    "meshwright.runtime.checkpoints.checkpoint",
+    "meshwright.runtime.training.checkpoint",
     "meshwright.runtime.training.optimizer",
     "meshwright.runtime.weights.save",
 ]

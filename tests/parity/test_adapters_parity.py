@@ -11,8 +11,8 @@ import torch.distributed as dist
 from harness import SEED, Case, Outcome, by_world_size, local_tokens, run_group
 from meshwright.runtime import build_optimizer, parallelize
 from meshwright.runtime.adapters import merge_adapters, save_adapters
-from meshwright.runtime.checkpoints.checkpoint import SafeReader
 from meshwright.runtime.models.decoder import is_adapter
+from meshwright.runtime.training.checkpoint import SafeReader
 from meshwright.schema import Layout, OffloadSchedule, RuntimeMismatchError, TrainingPlan, Workload
 from meshwright.schema.layers import MoE
 from meshwright.schema.task import LowRank

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from meshwright.profilers import local
-from meshwright.runtime.data.text import find_text, make_token_file
-from meshwright.runtime.data.token_files import open_token_files
+from meshwright.runtime.training.data_files import find_text, make_token_file, open_token_files
 from meshwright.schema import TrainingPlan
 from meshwright.schema.base import write_atomically
 from targets import small_plans, small_profile

@@ -30,7 +30,7 @@ PRELOADED = [
     "meshwright.profilers.run.rank",
     "meshwright.runtime.job.worker",
     "meshwright.runtime.parallelize_model",
-    "meshwright.runtime.checkpoints.checkpoint",
+    "meshwright.runtime.training.checkpoint",
     "meshwright.runtime.training.train",
     "meshwright.runtime.weights.save",
 ]

@@ -16,7 +16,7 @@ import pytest
 import typer
 from meshwright.cli.apply import ApplyCommand, apply
 from meshwright.profilers.machine import identify, num_cores
-from meshwright.runtime.checkpoints import list_checkpoints
+from meshwright.runtime.training.options import list_checkpoints
 from meshwright.schema import Layout, TrainingPlan
 from meshwright.schema.profile import Profile
 from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from meshwright.profilers.machine import num_cores
-from meshwright.runtime.checkpoints import list_checkpoints
+from meshwright.runtime.training.options import list_checkpoints
 from meshwright.schema import Layout
 from small_jobs import assert_gone, read_lines, small_plan
 from test_apply import finish, saved, start, training_ranks

@@ -11,7 +11,7 @@ from meshwright.cli.apply import apply
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.worker import Job
 from meshwright.runtime.training.metrics import read_new_records
-from meshwright.runtime.training.prepare import prepare_options
+from meshwright.runtime.training.options import prepare_options
 print(*sorted({"torch._dynamo", "torch.distributed.tensor", "sympy", "sklearn", "transformers"} & sys.modules.keys()))
 """
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from meshwright.profilers.machine import num_cores
-from meshwright.runtime.checkpoints import list_checkpoints
+from meshwright.runtime.training.options import list_checkpoints
 from small_jobs import plan_elsewhere, read_lines
 
 pytestmark = [pytest.mark.job, pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")]

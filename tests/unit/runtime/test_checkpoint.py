@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshwright.runtime import ParallelModel, build_optimizer, parallelize
-from meshwright.runtime.checkpoints import list_checkpoints
-from meshwright.runtime.checkpoints.checkpoint import (
+from meshwright.runtime.training.checkpoint import (
     SafeReader,
     TrainingProgress,
     checkpoint_state,
     load_checkpoint,
     save_checkpoint,
 )
-from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.options import TrainOptions, list_checkpoints
 from meshwright.schema import ConfigError, MeshwrightError
 from small_jobs import losses, small_plan, train_here
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshwright.runtime.data.samples import TokenBatches
-from meshwright.runtime.data.text import find_text
+from meshwright.runtime.training.data_files import find_text
+from meshwright.runtime.training.samples import TokenBatches
 from meshwright.schema import ConfigError
 
 
@@ -30,7 +30,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def test_files_are_joined_in_sorted_order(texts: Path) -> None:
-    assert find_text([texts]).read(95, 12) == bytes(range(96, 108))
+    assert find_text([texts]).tokens(95, 12).tolist() == [*range(96, 108)]
 
 
 def test_binary_hidden_and_empty_files_are_left_out(texts: Path) -> None:
@@ -43,7 +43,7 @@ def test_binary_hidden_and_empty_files_are_left_out(texts: Path) -> None:
 def test_default_is_the_standard_library() -> None:
     corpus = find_text()
     assert all(path.suffix == ".py" for path in corpus.files)
-    assert corpus.num_bytes > 1_000_000
+    assert corpus.num_tokens > 1_000_000
 
 
 @pytest.mark.parametrize("dp_degree", [2, 4])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from meshwright.profilers.machine import num_cores
-from meshwright.runtime.checkpoints import list_checkpoints
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.worker import Job
+from meshwright.runtime.training.options import list_checkpoints
 from meshwright.schema import Layout, TrainingPlan
 from small_jobs import plan_elsewhere, small_plan
 from warm_ranks import forked_ranks

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from meshwright.runtime.user_modules.build import parallelize_user_module
-from meshwright.runtime.user_modules.structure import find_structure
-from meshwright.runtime.user_modules.tensor import (
+from meshwright.runtime.user_modules import find_structure, parallelize_user_module, require_decoder
+from meshwright.runtime.user_tensor_parallel import (
     _compare,
     _trial,
     derived_regions,
@@ -41,8 +40,8 @@ def test_structure_of_a_decoder() -> None:
         "transformer", "transformer.h", ("wte", "wpe"), ("ln_f",),
     )  # fmt: skip
     assert (found.embedding, found.head, found.is_transformers) == ("transformer.wte", "lm_head", True)
-    assert found.is_tied(build("gpt2", "meta"))
-    assert not found.is_tied(build("gpt2").requires_grad_(False).to("meta"))  # moved: no longer one parameter
+    assert found.is_tied
+    assert not find_structure(build("gpt2").requires_grad_(False).to("meta")).is_tied  # moved: no longer one parameter
 
 
 def test_blocks_are_the_longest_list_and_not_their_experts() -> None:
@@ -71,7 +70,7 @@ def test_styles_without_a_rule_are_refused() -> None:
 def test_fused_projections_are_refused_under_tp() -> None:
     model = build("gpt2", "meta")
     with pytest.raises(RuntimeMismatchError, match="c_attn makes queries, keys and values in one product"):
-        split_transformers(model, find_structure(model), None, sequence_parallel=False, is_tied=True)  # type: ignore[arg-type]
+        split_transformers(model, None, blocks="", head=None, sequence_parallel=False)  # type: ignore[arg-type]
 
 
 def test_rules_of_a_plain_module_are_derived() -> None:
@@ -123,7 +122,5 @@ def test_model_of_another_plan_is_refused() -> None:
 
 def test_pipeline_of_a_plain_module_is_refused(tmp_path: Path) -> None:
     structure = find_structure(build("plain", "meta"))
-    from meshwright.runtime.user_modules.structure import require_decoder
-
     with pytest.raises(RuntimeMismatchError, match="PlainModel is a plain module"):
         require_decoder(build("plain", "meta"), structure, "pp 2")

@@ -21,8 +21,8 @@ from meshwright.runtime.weights.load import (
     check_weights,
     decoder_shapes,
     load_weights,
+    pieces_of,
 )
-from meshwright.runtime.weights.names import pieces_of
 from meshwright.runtime.weights.save import check_weights_target
 from meshwright.schema import ConfigError, Layout, MeshwrightError, ModelSpec, Workload
 from meshwright.schema.hf_export import hf_config

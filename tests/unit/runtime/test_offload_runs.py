@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meshwright.runtime.checkpoints import list_checkpoints
 from meshwright.runtime.job.machine import check_machine
 from meshwright.runtime.parallelize_model import parallelize
-from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.options import TrainOptions, list_checkpoints
 from meshwright.runtime.training.train import TrainingRun
 from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, RuntimeMismatchError, TrainingPlan
 from meshwright.schema.offload import LayerOffload

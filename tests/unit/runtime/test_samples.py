@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.runtime.data.samples import TokenBatches, shuffled
+from meshwright.runtime.training.samples import TokenBatches, shuffled
 from meshwright.schema import ConfigError
 
 

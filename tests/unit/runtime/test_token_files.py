@@ -5,9 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.runtime.data.samples import open_data, tokenize_paths
-from meshwright.runtime.data.text import find_text, make_token_file
-from meshwright.runtime.data.token_files import TokenFiles, open_token_files, write_tokens
+from meshwright.runtime.training.data_files import (
+    TokenFiles,
+    find_text,
+    make_token_file,
+    open_token_files,
+    write_tokens,
+)
+from meshwright.runtime.training.samples import open_data, tokenize_paths
 from meshwright.schema import ConfigError
 from typer.testing import CliRunner
 

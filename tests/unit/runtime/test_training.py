@@ -13,12 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.runtime import parallel_model, parallelize
-from meshwright.runtime.checkpoints import list_checkpoints
 from meshwright.runtime.job.machine import explain_out_of_memory
 from meshwright.runtime.parallel_model import LossScale
 from meshwright.runtime.training.optimizer import RouterBalance, build_scheduler
-from meshwright.runtime.training.options import TrainOptions
-from meshwright.runtime.training.prepare import require_compilable
+from meshwright.runtime.training.options import TrainOptions, list_checkpoints, require_compilable
 from meshwright.schema import ConfigError, Layout, MeshwrightError, RuntimeMismatchError, TrainingPlan
 from meshwright.schema.layers import MoE
 from plans import make_plan, tiny_model

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from meshwright.runtime import build_optimizer, parallelize
 from meshwright.runtime.training.optimizer import ZerothOrderSGD
-from meshwright.runtime.training.options import TrainOptions
-from meshwright.runtime.training.prepare import prepare_options
+from meshwright.runtime.training.options import TrainOptions, prepare_options
 from meshwright.schema import Layout, RuntimeMismatchError
 from small_jobs import losses, small_plan, train_here
 

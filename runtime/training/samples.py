@@ -10,36 +10,17 @@ where it leaves the range: no list of samples is stored, however many there are.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from ...schema import ConfigError
-from .text import BYTE_VOCAB_SIZE, TextCorpus, find_text
-from .token_files import TokenFiles, has_header, is_token_file, open_token_files
+from ...schema import ConfigError, TrainingPlan
+from .data_files import BYTE_VOCAB_SIZE, MAGIC, TokenStream, cached_token_file, find_text, open_token_files
 
 _ROUNDS = 6
-
-
-class TokenStream(Protocol):
-    """Tokens that can be read at any place."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a text that is equal on every machine that would read the same tokens."""
-
-    def tokens(self, start: int, length: int) -> np.ndarray:
-        """Return the tokens ``start .. start + length - 1``."""
-
-    def describe(self) -> str:
-        """Return the size, for messages."""
 
 
 def shuffled(positions: np.ndarray, num_samples: int, *, seed: int, epoch: int) -> np.ndarray:
@@ -71,7 +52,6 @@ class TokenBatches:
     """The part of every global batch that one data-parallel rank trains on.
 
     Args:
-        stream: where the tokens are from.
         seq_len: tokens of a sequence; one more is read as the last target.
         local_batch: sequences of one step on this data-parallel rank.
         dp_rank: sequences ``dp_rank * local_batch .. + local_batch - 1`` of each global batch are this rank's.
@@ -98,36 +78,38 @@ class TokenBatches:
                 f"{seq_len} tokens and its last target needs {seq_len + 1}",
                 help="give more with --data, or plan for a shorter sequence",
             )
-        self._stream = stream
-        self._seq_len = seq_len
+        self._stream, self._seq_len, self._seed, self._vocab_size = stream, seq_len, seed, vocab_size
         self._rows = dp_rank * local_batch + np.arange(local_batch)
-        self._seed = seed
-        self._vocab_size = vocab_size
-
-    @property
-    def num_samples(self) -> int:
-        """Return the number of sequences of an epoch."""
-        return (self._stream.num_tokens - 1) // self._seq_len
+        self._num_samples = (stream.num_tokens - 1) // seq_len
 
     def batch(self, seen: int) -> torch.Tensor:
         """Return the tokens of the step after the run has seen so many sequences, int64 [local_batch, seq_len + 1]."""
-        rows = [self._stream.tokens(start, self._seq_len + 1) for start in self._starts(seen).tolist()]
+        epochs, positions = np.divmod(seen + self._rows, self._num_samples)
+        samples = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            is_its = epochs == epoch
+            samples[is_its] = shuffled(positions[is_its], self._num_samples, seed=self._seed, epoch=epoch)
+        rows = [self._stream.tokens(sample * self._seq_len, self._seq_len + 1) for sample in samples.tolist()]
         tokens = np.stack(rows).astype(np.int64)
         if self._vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             wrong = tokens.max() if tokens.max() >= self._vocab_size else tokens.min()
             raise ConfigError(f"the data holds the token id {wrong}; the model's vocabulary has {self._vocab_size}")
         return torch.from_numpy(tokens)
 
-    def _starts(self, seen: int) -> np.ndarray:
-        epochs, positions = np.divmod(seen + self._rows, self.num_samples)
-        samples = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            is_its = epochs == epoch
-            samples[is_its] = shuffled(positions[is_its], self.num_samples, seed=self._seed, epoch=epoch)
-        return samples * self._seq_len
+
+def open_batches(
+    plan: TrainingPlan, paths: Sequence[str], *, seed: int, local_batch: int, dp_rank: int
+) -> tuple[TokenBatches, str]:
+    """Return the sequences of one data-parallel rank, and what tells these data from others."""
+    vocab_size, seq_len = plan.model.vocab_size, plan.workload.seq_len
+    stream = open_data(paths, vocab_size=vocab_size)
+    batches = TokenBatches(
+        stream, seq_len=seq_len, local_batch=local_batch, dp_rank=dp_rank, seed=seed, vocab_size=vocab_size
+    )
+    return batches, hashlib.sha256(f"{stream.fingerprint} {seq_len}".encode()).hexdigest()
 
 
-def open_data(paths: Sequence[str], *, vocab_size: int) -> TextCorpus | TokenFiles:
+def open_data(paths: Sequence[str], *, vocab_size: int) -> TokenStream:
     """Open text as bytes, or token files: named ``.bin`` and ``.npy`` files, and folders that hold ``.bin`` files of ours."""
     token_files = [_token_files(Path(path)) for path in paths]
     if not any(token_files):
@@ -155,16 +137,23 @@ def tokenize_paths(paths: Sequence[str], tokenizer: str | None) -> tuple[str, ..
         return tuple(paths)
     if any(_token_files(Path(path)) for path in paths):
         raise ConfigError("--tokenizer is for text; --data names token files")
-    from .text import cached_token_file
-
     return (str(cached_token_file(find_text(paths), tokenizer)),)
 
 
 def _token_files(path: Path) -> list[Path]:
+    """Return a file whose name says that it holds ids, or those files of a folder that `write_tokens` made."""
     if not path.is_dir():
-        return [path] if path.is_file() and is_token_file(path) else []
+        return [path] if path.is_file() and path.suffix in (".bin", ".npy") else []
     try:
         files = sorted(path.iterdir())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    return [file for file in files if file.suffix == ".bin" and has_header(file)]
+    return [file for file in files if file.suffix == ".bin" and _has_header(file)]
+
+
+def _has_header(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False

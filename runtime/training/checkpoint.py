@@ -47,7 +47,7 @@ from ...schema.base import Document, Frozen
 from ...schema.units import format_bytes
 from ..models.decoder import is_adapter
 from ..parallel_model import ParallelModel
-from . import INFO_FILE, list_checkpoints
+from .options import INFO_FILE, list_checkpoints
 
 NUM_RETAINED = 2
 """The newest checkpoints that stay; older ones are deleted once a newer one is complete."""

@@ -8,17 +8,10 @@
 | by_slice    | columns over tp          | full, of which it takes   | sum over ranks        |
 | heads_norm  | unsharded on every rank  | this rank's heads         | this rank's heads     |
 
-A model of transformers states its rules itself (`base_model_tp_plan`). For any other module they are derived: a module with
-projections of queries, keys, values and outputs is split by heads; of the other linear layers in a row, one or several from D to
-F followed by one from F back are split along F, if there is nothing but element-wise modules and dropout between them. What a
-module's own forward does between them is not seen: each is tried on random input.
-
-Each split layer has its part of the weight as a DTensor under its old name, and its forward sees the local part. Before a region
-the input is full on every rank, and its gradient is summed over them; behind it the outputs are summed. Everything else is
-unsharded on every rank and gets full gradients.
-
-Sequence parallelism, for decoders of transformers: between the first block and the last one a rank has its part of the sequence,
-which is gathered before a region and cut behind it; weights of norms there get parts of their gradient, which are summed at once.
+A model of transformers states its rules itself (`base_model_tp_plan`). For any other module they are derived, and each region is
+tried on random input, because what a module's own forward does between its layers is not seen. Everything that is not split is
+unsharded on every rank and gets full gradients. Sequence parallelism is for decoders of transformers: between the first block and
+the last one a rank has its part of the sequence, and weights of norms there get parts of their gradient, which are summed at once.
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,9 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from ...schema.errors import RuntimeMismatchError
-from ..models.layers import local_tensor, redistribute, shard_parameters
-from .structure import Structure, require_decoder
+from ..schema.errors import RuntimeMismatchError
+from .models.layers import gathered, local_tensor, redistribute, shard_parameters
 
 Rule = Literal["by_output", "by_input", "gathered", "by_slice", "heads_norm"]
 
@@ -57,7 +49,7 @@ _OUT = ("o_proj", "out_proj", "wo", "to_out", "out_lin", "o", "out", "dense", "p
 _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity,
                 nn.Dropout, nn.Softplus, nn.Hardswish)  # fmt: skip
 
-HEAD_COUNTS = (
+_HEAD_COUNTS = (
     "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads",
 )  # fmt: skip
 """Attributes of an attention module that count its heads; each rank has its part of them."""
@@ -65,13 +57,7 @@ HEAD_COUNTS = (
 
 @dataclass(frozen=True)
 class Region:
-    """Layers that are split together.
-
-    Attributes:
-        parent: path of the module that contains them.
-        rules: by path.
-        is_attention: split by heads.
-    """
+    """Layers in the module ``parent`` that are split together, with the rule of each path; attention is split by heads."""
 
     parent: str
     rules: Mapping[str, Rule]
@@ -99,62 +85,55 @@ def transformers_rules(model: Any) -> dict[str, Rule]:
 
 
 def derived_regions(module: nn.Module) -> list[Region]:
-    """Return the regions of a plain module, outermost first."""
-    return [region for path, parent in module.named_modules() for region in _regions_in(path, parent)]
+    """Return the regions of a plain module, outermost first.
 
-
-def _regions_in(path: str, parent: nn.Module) -> Iterator[Region]:
-    children = dict(parent.named_children())
-    linears = {name: child for name, child in children.items() if type(child) is nn.Linear}
-    attention = _attention_of(linears)
-    if attention:
-        rules: dict[str, Rule] = {_path_to(path, name): "by_output" for name in attention[:3]}
-        yield Region(path, {**rules, _path_to(path, attention[3]): "by_input"}, is_attention=True)
-    rest = [name for name in children if name not in attention]
-    for group in _pairs(rest, children):
-        rules = {_path_to(path, name): "by_output" for name in group[:-1]}
-        yield Region(path, {**rules, _path_to(path, group[-1]): "by_input"})
+    A module with projections of queries, keys, values and outputs is split by heads. Of the other linear layers in a row, one or
+    several from D to F followed by one from F back are split along F, if there is nothing but element-wise modules between them.
+    """
+    regions = []
+    for path, parent in module.named_modules():
+        children = dict(parent.named_children())
+        attention = _attention_of({name: child for name, child in children.items() if type(child) is nn.Linear})
+        runs = _pairs({name: child for name, child in children.items() if name not in attention})
+        for names in [list(attention), *runs] if attention else runs:
+            *first, last = [f"{path}.{name}" if path else name for name in names]
+            rules: dict[str, Rule] = {**dict.fromkeys(first, "by_output"), last: "by_input"}
+            regions.append(Region(path, rules, is_attention=names == [*attention]))
+    return regions
 
 
 def _attention_of(linears: Mapping[str, nn.Linear]) -> tuple[str, ...]:
     """Return the names of the projections of queries, keys, values and outputs; none where one is missing."""
-    projections = [next((name for name in names if name in linears), None) for names in (_QUERY, _KEY, _VALUE, _OUT)]
-    if any(name is None for name in projections):
-        return ()
-    names = tuple(str(name) for name in projections)
-    return names if linears[names[0]].out_features == linears[names[3]].in_features else ()
+    projections = [next((name for name in given if name in linears), "") for given in (_QUERY, _KEY, _VALUE, _OUT)]
+    is_attention = all(projections) and linears[projections[0]].out_features == linears[projections[3]].in_features
+    return tuple(projections) if is_attention else ()
 
 
-def _pairs(names: list[str], children: Mapping[str, nn.Module]) -> Iterator[list[str]]:
-    """Yield runs of linear layers D to F with one from F to D behind them."""
-    run: list[str] = []
-    for name in names:
-        child = children[name]
+def _pairs(children: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return runs of linear layers D to F with one from F to D behind them."""
+    pairs, run, first = [], list[str](), None
+    for name, child in children.items():
         if type(child) is not nn.Linear:
             run = run if isinstance(child, _ELEMENTWISE) else []
-            continue
-        first = children[run[0]] if run else None
-        assert first is None or isinstance(first, nn.Linear)
-        if first is not None and (child.in_features, child.out_features) == (first.out_features, first.in_features):
-            yield [*run, name]
+        elif run and first and (child.in_features, child.out_features) == (first.out_features, first.in_features):
+            pairs.append([*run, name])
             run = []
-        elif first is not None and (child.in_features, child.out_features) == (first.in_features, first.out_features):
+        elif run and first and (child.in_features, child.out_features) == (first.in_features, first.out_features):
             run.append(name)
         else:
-            run = [name]
-
-
-def _path_to(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-_LAST = -1
+            run, first = [name], child
+    return pairs
 
 
 def split_transformers(
-    model: nn.Module, structure: Structure, tp: DeviceMesh, *, sequence_parallel: bool, is_tied: bool
+    model: nn.Module, tp: DeviceMesh, *, blocks: str, head: str | None, sequence_parallel: bool
 ) -> dict[str, Rule]:
-    """Split a model of transformers over tp as it says itself, in place; what was split, by path."""
+    """Split a model of transformers over tp as it says itself, in place; return what was split, by path.
+
+    Args:
+        blocks: path of the list of blocks.
+        head: path of a head that is not tied to the embedding, which is unsharded on every rank.
+    """
     rules = transformers_rules(model)
     if not rules:
         raise RuntimeMismatchError(
@@ -171,18 +150,17 @@ def split_transformers(
             _split(model.get_submodule(path), rule, tp, hidden, sums_inputs=False)
         _enter(model.get_submodule(parent), tp, hidden)
     if sequence_parallel:
-        _cut_sequence(model, structure, tp, set(rules))
-    # A tied head is the embedding, which is unsharded on every rank.
-    if structure.head is not None and not is_tied:
-        head = model.get_submodule(structure.head)
-        if isinstance(head, nn.Linear) and head.out_features % tp.size() == 0:
-            _split(head, "gathered", tp, Replicate(), sums_inputs=True)
-            rules[structure.head] = "gathered"
+        _cut_sequence(model, blocks, tp, set(rules))
+    if head is not None:
+        layer = model.get_submodule(head)
+        if isinstance(layer, nn.Linear) and layer.out_features % tp.size() == 0:
+            _split(layer, "gathered", tp, Replicate(), sums_inputs=True)
+            rules[head] = "gathered"
     return rules
 
 
 def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
-    """Split a plain module by derived rules, in place; what was split, by path."""
+    """Split a plain module by derived rules, in place; return what was split, by path."""
     regions = derived_regions(module)
     if not regions:
         raise RuntimeMismatchError(
@@ -191,11 +169,10 @@ def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
             help="plan with --fix tp=1",
         )
     for region in regions:
-        parent = module.get_submodule(region.parent)
         _require_even(module, region.rules, tp)
         before = _trial(module, region)
         if region.is_attention:
-            _divide_heads(parent, region, tp)
+            _divide_heads(module.get_submodule(region.parent), region, tp)
         for path, rule in region.rules.items():
             _split(module.get_submodule(path), rule, tp, Replicate(), sums_inputs=rule == "by_output")
         _compare(region, before, _trial(module, region))
@@ -204,8 +181,7 @@ def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
 
 def _require_all(model: nn.Module, parent: str, inside: Mapping[str, Rule]) -> None:
     """Require a rule for every parameter of a region: the gradient of its input is summed over ranks."""
-    owner = model.get_submodule(parent)
-    named = {name.rpartition(".")[0] for name, _ in owner.named_parameters()}
+    named = {name.rpartition(".")[0] for name, _ in model.get_submodule(parent).named_parameters()}
     without = sorted(name for name in named if f"{parent}.{name}" not in inside)
     if without:
         raise RuntimeMismatchError(
@@ -223,11 +199,11 @@ def _require_even(module: nn.Module, rules: Mapping[str, Rule], tp: DeviceMesh) 
             raise RuntimeMismatchError(
                 f"{path} is a {type(layer).__name__}, of which no split is known: a Linear is split"
             )
-        width = layer.out_features if rule in ("by_output", "gathered") else layer.in_features
+        is_rows = rule in ("by_output", "gathered")
+        width = layer.out_features if is_rows else layer.in_features
         if width % tp.size():
             raise RuntimeMismatchError(
-                f"{path}: its {'outputs' if rule in ('by_output', 'gathered') else 'inputs'}, {width}, are not a multiple of "
-                f"tp {tp.size()}",
+                f"{path}: its {'outputs' if is_rows else 'inputs'}, {width}, are not a multiple of tp {tp.size()}",
                 help=f"plan with a tp that divides {width}",
             )
 
@@ -235,7 +211,7 @@ def _require_even(module: nn.Module, rules: Mapping[str, Rule], tp: DeviceMesh) 
 def _split(layer: nn.Module, rule: Rule, tp: DeviceMesh, hidden: Placement, *, sums_inputs: bool) -> None:
     """Split one layer: its parameters over tp, and what happens to its input and output."""
     if rule == "heads_norm":
-        sum_weight_gradients(layer, tp)
+        _sum_weight_gradients(layer, tp)
         return
     is_rows = rule in ("by_output", "gathered")
 
@@ -247,60 +223,50 @@ def _split(layer: nn.Module, rule: Rule, tp: DeviceMesh, hidden: Placement, *, s
 
     def forward(x: Tensor) -> Tensor:
         if sums_inputs:
-            x = gathered_input(x, tp, Replicate())
+            x = gathered(x, tp, Replicate())
         if rule == "by_slice":
-            x = redistribute(x, tp, Replicate(), Shard(_LAST))
+            x = redistribute(x, tp, Replicate(), Shard(x.ndim - 1))
         out: Tensor = original(x)
         if rule == "gathered":
             return redistribute(out, tp, Shard(out.ndim - 1), Replicate())
         if is_rows:
             return out
         out = redistribute(out, tp, Partial(), hidden)
-        bias = layer.bias
-        return out if bias is None else out + _local_bias(bias, tp, hidden)
+        if layer.bias is None:
+            return out
+        bias = local_tensor(layer.bias)
+        return out + (gathered(bias, tp, Replicate()) if hidden.is_shard() else bias)
 
     layer.forward = forward  # type: ignore[method-assign]
 
 
-def _local_bias(bias: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
-    local = local_tensor(bias)
-    return gathered_input(local, tp, Replicate()) if hidden.is_shard() else local
-
-
 def _with_local_weights(
-    layer: nn.Module, *, has_bias: bool = True, change: Callable[[Tensor], Tensor] | None = None
+    layer: nn.Module, *, has_bias: bool = True, change: Callable[[Tensor], Tensor] = lambda local: local
 ) -> Callable[..., Any]:
     """Return the layer's forward on this rank's parts of its parameters; without the bias where that comes after a sum."""
     original = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # An attribute of the instance is found before a parameter of the same name.
-        locals_by_name: dict[str, Tensor | None] = {}
-        for name, parameter in layer.named_parameters(recurse=False):
-            local = local_tensor(parameter)
-            locals_by_name[name] = local if change is None else change(local)
+        weights: dict[str, Tensor | None] = {
+            name: change(local_tensor(parameter)) for name, parameter in layer.named_parameters(recurse=False)
+        }
         if not has_bias:
-            locals_by_name["bias"] = None
-        vars(layer).update(locals_by_name)
+            weights["bias"] = None
+        vars(layer).update(weights)
         try:
             return original(*args, **kwargs)
         finally:
-            for name in locals_by_name:
+            for name in weights:
                 del vars(layer)[name]
 
     return forward
 
 
-def sum_weight_gradients(layer: nn.Module, tp: DeviceMesh) -> None:
+def _sum_weight_gradients(layer: nn.Module, tp: DeviceMesh) -> None:
     """Leave a layer unsharded of which each rank sees a part of the work: the gradients of its weights are summed."""
-    layer.forward = _with_local_weights(  # type: ignore[method-assign]
-        layer, change=functools.partial(gathered_input, tp=tp, hidden=Replicate())
-    )
-
-
-def gathered_input(x: Tensor, tp: DeviceMesh, hidden: Placement) -> Tensor:
-    """Return x in full, of which every rank has all or a part; each rank's gradient of it is a part of a sum."""
-    return redistribute(x, tp, hidden, Replicate(), gradient=Partial())
+    change = functools.partial(gathered, mesh=tp, placement=Replicate())
+    layer.forward = _with_local_weights(layer, change=change)  # type: ignore[method-assign]
 
 
 def _enter(parent: nn.Module, tp: DeviceMesh, hidden: Placement) -> None:
@@ -309,22 +275,21 @@ def _enter(parent: nn.Module, tp: DeviceMesh, hidden: Placement) -> None:
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (gathered_input(args[0], tp, hidden), *args[1:]), kwargs
-        return args, {**kwargs, name: gathered_input(kwargs[name], tp, hidden)}
+            return (gathered(args[0], tp, hidden), *args[1:]), kwargs
+        return args, {**kwargs, name: gathered(kwargs[name], tp, hidden)}
 
     parent.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _cut_sequence(model: nn.Module, structure: Structure, tp: DeviceMesh, split: set[str]) -> None:
+def _cut_sequence(model: nn.Module, blocks: str, tp: DeviceMesh, split: set[str]) -> None:
     """Cut the sequence before the first block of this rank, gather it behind the last one."""
-    require_decoder(model, structure, "sequence parallelism")
-    blocks = [block for block in structure.blocks_of(model) if any(True for _ in block.parameters())]
     inside = {path.rpartition(".")[0] for path in split}
     for path, layer in model.named_modules():
-        is_outer = path.startswith(f"{structure.blocks}.") and not any(path.startswith(f"{p}.") for p in inside)
+        is_outer = path.startswith(f"{blocks}.") and not any(path.startswith(f"{p}.") for p in inside)
         if is_outer and any(True for _ in layer.parameters(recurse=False)):
-            sum_weight_gradients(layer, tp)
-    if not blocks:
+            _sum_weight_gradients(layer, tp)
+    local = [block for block in model.get_submodule(blocks).children() if any(True for _ in block.parameters())]
+    if not local:
         return
 
     def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -333,12 +298,12 @@ def _cut_sequence(model: nn.Module, structure: Structure, tp: DeviceMesh, split:
     def gather(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         return redistribute(out, tp, Shard(1), Replicate())
 
-    blocks[0].register_forward_pre_hook(cut)
-    blocks[-1].register_forward_hook(gather)
+    local[0].register_forward_pre_hook(cut)
+    local[-1].register_forward_hook(gather)
 
 
 def _divide_heads(attention: nn.Module, region: Region, tp: DeviceMesh) -> None:
-    for name in HEAD_COUNTS:
+    for name in _HEAD_COUNTS:
         count = getattr(attention, name, None)
         if not isinstance(count, int) or isinstance(count, bool):
             continue
