@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from ...schema import GenerationPlan, TrainingPlan
+from ...schema import GenerationPlan, Plan, TrainingPlan
 from ...schema.units import format_bytes, format_count, format_seconds
 from . import add_notes, add_search, bar, figures_table, headed_table, model_title
 from .generation import generation_table
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         ModelSpec,
         OffloadSchedule,
         ParetoPoint,
-        Plan,
         SizeTried,
         Stage,
         TrainingEstimate,
@@ -59,17 +58,19 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
 
 
 def task_table(plan: Plan) -> Table:
-    """Show what every plan has: the phases of its task, the figures of its estimate, its search and its notes."""
+    """Show what every plan has: the phases of its task, what was chosen, the figures of its estimate, its search and its notes."""
     table = figures_table(model_title(plan.model, plan.cluster))
     for phase in plan.task.phases:
-        table.add_row(f"[bold]{phase.name}", f"{phase.num_passes} x", f"{phase.tokens} tokens", phase.state)
+        table.add_row(f"[bold]{phase.name}", f"{phase.num_passes} x", f"{phase.tokens} tokens", "")
     table.add_section()
+    for name in [name for name in type(plan).model_fields if name not in (*Plan.model_fields, plan.task_field)]:
+        table.add_row(f"[bold]{name.replace('_', ' ')}", "", "", escape(str(getattr(plan, name))))
+    units = {"_s": format_seconds, "_bytes": format_bytes}
     for name, value in plan.estimate:
-        unit = next((unit for unit in ("_per_s", "_s", "_bytes") if name.endswith(unit)), "")
-        show = {"_per_s": format_count, "_s": format_seconds, "_bytes": format_bytes}.get(unit, str)
+        unit = next((unit for unit in units if name.endswith(unit) and not name.endswith("_per_s")), "")
         if isinstance(value, int | float):
             table.add_row(
-                f"[bold]{name.removesuffix(unit).replace('_', ' ')}", show(value), "/s" * (unit == "_per_s"), ""
+                f"[bold]{name.removesuffix(unit).replace('_', ' ')}", units.get(unit, format_count)(value), "", ""
             )
     if plan.search is not None:
         add_search(table, plan.search, f"{plan.search.evaluated} evaluated, {plan.search.pruned} excluded by bounds")

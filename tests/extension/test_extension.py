@@ -1,4 +1,4 @@
-"""What it takes to add an axis, a schedule or an objective: a patch of few files, applied to a copy of the tree and run.
+"""What it takes to add an axis, a schedule, an objective or a task: a patch of few files, applied to a copy of the tree and run.
 
 The toys change no number. Where a change of the tree moves the lines that a patch is for, write the patch again.
 """
@@ -71,11 +71,29 @@ made = cheapest(model, offers, workload.replace(global_batch_size=64), runnable=
 assert made.cost.num_nodes == 1, made.cost
 assert TrainingPlan.model_validate_json(made.model_dump_json()) == made
 """
+TASK = """
+from typer.testing import CliRunner
+from meshwright.cli.main import app
+from meshwright.schema import Plan
+command = "plan llama-3.2-1b --cluster 8xH100-SXM-80GB --global-batch-size 32 --seq-len 2048".split()
+shown = CliRunner().invoke(app, [*command, "--evaluate", "--out", "evaluation.json"])
+assert shown.exit_code == 0, shown.output
+assert "evaluate" in shown.stdout and "dp_shard" in shown.stdout and "tokens per s" in shown.stdout, shown.stdout
+made = Plan.load("evaluation.json")
+assert type(made).__name__ == "EvaluationPlan" and made.search.status == "optimal"
+twice = plan(model, cluster, workload.replace(passes="zeroth_order"), fixed={"dp_shard": made.layout.dp_shard})
+assert made.estimate.batch_s < twice.estimate.step_time_s
+refused = CliRunner().invoke(app, [*command, "--evaluate", "--optimizer", "sgd"])
+assert refused.exit_code == 2 and "--optimizer with --evaluate" in refused.stderr, refused.stderr
+refused = CliRunner().invoke(app, ["apply", "evaluation.json"])
+assert refused.exit_code == 2 and "a plan for evaluation; one for training is needed" in refused.stderr
+"""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "max_files", "script"), [("axis", 5, AXIS), ("schedule", 2, SCHEDULE), ("objective", 2, OBJECTIVE)]
+    ("name", "max_files", "script"),
+    [("axis", 5, AXIS), ("schedule", 2, SCHEDULE), ("objective", 2, OBJECTIVE), ("task", 4, TASK)],
 )
 def test_toy_is_a_patch_of_few_files(name: str, max_files: int, script: str, tmp_path: Path) -> None:
     patch = PATCHES / f"{name}.patch"

@@ -8,7 +8,7 @@ from meshwright.cost_models.stage.generation import cache_bytes_per_token, layer
 from meshwright.planner import plan
 from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.tasks.generation import GenerationProblem
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, TrainingPlan, Workload
 from meshwright.schema.generation import CacheShares, GenerationPlan
 from meshwright.schema.task import Generation
 from meshwright.schema.units import GIB
@@ -83,6 +83,26 @@ def test_plan_is_consistent_and_round_trips(tmp_path) -> None:
     assert plan.search is not None and plan.search.gap <= 2e-3
     plan.save(tmp_path / "plan.json")
     assert GenerationPlan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(ConfigError, match="is not a valid plan file") as refused:
+        TrainingPlan.load(tmp_path / "plan.json")
+    assert "it is a plan for generation; one for training is needed" in str(refused.value.details)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "said"),
+    [
+        (SHORT, {"fixed": {"tp": 8}}, "unknown layout field 'tp'"),
+        (SHORT, {"fixed": {"batch_size": 0}}, "batch_size = 0"),
+        (SHORT, {"runnable": True}, "runs training only"),
+        (SHORT, {"expert_load": np.ones((1, 8))}, "for training only"),
+        (Workload(seq_len=64, global_batch_size=8), {"latency_limit_s": 1.0}, "no latency"),
+        (Workload(seq_len=64, global_batch_size=8), {"fixed": {"batch_size": 8}}, "unknown layout field 'batch_size'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_belong_to_the_task_is_refused(task, options, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan(LLAMA, T4, task, **options)
 
 
 def test_more_of_anything_is_never_slower() -> None:
