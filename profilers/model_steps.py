@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..schema.layers import Block, Embedding, Head, LayerRun, MoE, SoftmaxAttention
 from ..schema.layout import Recompute
 from ..schema.model import ModelSpec
-from .measure.compute import FIRST_RATE, torch_dtype
+from .measure.compute import FIRST_RATE, best_rate, torch_dtype
 from .measure.kernels import allocator_bytes, measure_passes
 from .measure.traced import TRACED_DEPTHS, trace_layer, trace_step
 from .run.protocol import MeasurementStep, ProfileTask, RankPlace
@@ -223,7 +223,6 @@ def _share_traces(bench: Bench, traces: Sequence[tuple[str, Any]], expected_s: f
         if not bench.has_time(expected_s, f"the memory of {batch[0][0]}"):
             bench.leave_out("", len(traces) - first - 1)
             break
-        bench.say(f"memory of {batch[0][0]}")
         if rank < len(batch):
             with torch.enable_grad():
                 points.append(batch[rank][1]())
@@ -240,21 +239,19 @@ def _time_layers(build_model: BuildModel, cases: Sequence[LayerCase], bench: Ben
     traced = {_case_key(point): point for rank_points in by_rank for point in rank_points if point["source"] == "fake"}
     layers: list[dict[str, Any]] = []
     memory: list[dict[str, Any]] = []
-    rates = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points["matmuls"] if p["dtype"] == cases[0].dtype]
+    flops_per_s = best_rate(points["matmuls"], cases[0].dtype) or FIRST_RATE
     for case in cases:
         needed = _needed_bytes(case, traced.get(_case_key(case.fields())))
-        expected_s = _expected_s(case, max(rates, default=FIRST_RATE), bench)
+        expected_s = _expected_s(case, flops_per_s, bench)
         if not bench.has_memory(needed) or not bench.has_time(expected_s, case.label):
             continue
-        bench.say(case.label)
         module, inputs = build_layer(build_model, case, bench.device)
-        forward, backward = measure_passes(bench, module, inputs, sample_s=bench.sample_s)
         fields = case.fields()
-        layers.append({**fields, "direction": "forward", **forward.fields()})
-        layers.append({**fields, "direction": "backward", **backward.fields()})
+        for direction, timing in zip(("forward", "backward"), measure_passes(bench, module, inputs()), strict=True):
+            layers.append({**fields, "direction": direction, **timing._asdict()})
         if bench.device.type == "cuda":
             parameters = sum(p.numel() * p.element_size() for p in module.parameters())
-            resident = allocator_bytes(bench.device, module, inputs)
+            resident = allocator_bytes(bench.device, module, inputs())
             memory.append({**fields, "parameter_bytes": parameters, **resident, "source": "allocator"})
         del module, inputs
     # Ranks may differ by some blocks of the allocator: the first one's are stored.

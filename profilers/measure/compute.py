@@ -36,6 +36,16 @@ class LinearShape(NamedTuple):
     n: int
     forward_only: bool = False
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Return the names of the products that training makes with it."""
+        return ("forward",) if self.forward_only else ("forward", "input_gradient", "weight_gradient")
+
+    @property
+    def num_elements(self) -> int:
+        """Return the elements of both operands and the result."""
+        return self.m * self.k + self.k * self.n + self.m * self.n
+
 
 CPU_LAYERS = (
     LinearShape(512, 576, 1536),  # first, so that a slow machine has at least one typical layer
@@ -68,7 +78,11 @@ FIRST_RATE = 1e10
 """FLOP/s that the first product is expected to reach, and of other formats the part ``_UNKNOWN_FORMAT`` of the best fp32 rate."""
 
 _UNKNOWN_FORMAT = 1 / 8
-_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+
+_MAKING_BYTES_PER_S = 2e9
+"""Of operands, by one core: written, read and written again."""
+
+_NOISE_ELEMENTS = 2**18
 
 
 def measure_matmuls(bench: Bench, layers: Sequence[LinearShape]) -> list[dict[str, Any]]:
@@ -83,20 +97,23 @@ def measure_matmuls(bench: Bench, layers: Sequence[LinearShape]) -> list[dict[st
     for i, layer in enumerate(layers):
         for dtype in dtypes:
             rate = rates.get(dtype) or (rates["fp32"] * _UNKNOWN_FORMAT if rates else FIRST_RATE)
-            products = _PRODUCTS[: 1 if layer.forward_only else 3]
-            if not bench.has_time(
-                products_s(bench, layer, dtype, rate, len(products)), f"{dtype} {product_title(layer)}"
-            ):
-                products = _PRODUCTS[:1] if i == 0 else ()
-            points += _measure_layer(bench, ring, layer, dtype, products)
-            measured_rates = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points if p["dtype"] == dtype]
-            if measured_rates:
-                rates[dtype] = max(measured_rates)
+            if _has_time(bench, layer, dtype, rate):
+                points += _measure_layer(bench, ring, layer, dtype)
+            elif i == 0:
+                points += _measure_layer(bench, ring, layer._replace(forward_only=True), dtype)
+            if (best := best_rate(points, dtype)) is not None:
+                rates[dtype] = best
         if i == 0:
             forward = {point["dtype"]: bench.agree(point["time_s"]) for point in reversed(points)}
             slowest_s = forward["fp32"] / USEFUL_RATIO
             dtypes = [dtype for dtype in dtypes if forward.get(dtype, float("inf")) <= slowest_s]
     return points
+
+
+def best_rate(points: Sequence[dict[str, Any]], dtype: str) -> float | None:
+    """Return the best rate of the products measured so far in a format, FLOP/s."""
+    rates = (2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points if p["dtype"] == dtype)
+    return max(rates, default=None)
 
 
 def measure_shapes(
@@ -110,36 +127,21 @@ def measure_shapes(
     ring = _Ring(bench.device)
     for i, (m, n, k) in enumerate(shapes):
         layer = LinearShape(m, k, n, forward_only=i % 4 != 3)
-        products = _PRODUCTS[: 1 if layer.forward_only else 3]
-        num_bytes = 2 * WEIGHT_RING_BYTES + 2 * DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
-        if not bench.has_memory(num_bytes):
+        if not bench.has_memory(2 * WEIGHT_RING_BYTES + 2 * DTYPE_BYTES[dtype] * layer.num_elements):
             continue
-        if bench.has_time(
-            products_s(bench, layer, dtype, flops_per_s, len(products)), f"{dtype} {product_title(layer)}"
-        ):
-            points += _measure_layer(bench, ring, layer, dtype, products)
+        if _has_time(bench, layer, dtype, flops_per_s):
+            points += _measure_layer(bench, ring, layer, dtype)
         elif bench.remaining_s() <= 0:
             bench.leave_out("", len(shapes) - i - 1)
             break
     return points
 
 
-def products_s(bench: Bench, layer: LinearShape, dtype: str, flops_per_s: float, count: int) -> float:
-    """Return the expected seconds of ``count`` products of a layer, the making of their operands included."""
-    made = DTYPE_BYTES[dtype] * (layer.m * layer.k + layer.m * layer.n + layer.k * layer.n)
-    call_s = 2 * layer.m * layer.k * layer.n / flops_per_s
-    return count * bench.point_s(call_s) + made / _MAKING_BYTES_PER_S
-
-
-def product_title(layer: LinearShape) -> str:
-    """Return a title for people."""
-    return f"product {layer.m} x {layer.n} x {layer.k}"
-
-
-_MAKING_BYTES_PER_S = 2e9
-"""Of operands, by one core: written, read and written again."""
-
-_NOISE_ELEMENTS = 2**18
+def _has_time(bench: Bench, layer: LinearShape, dtype: str, flops_per_s: float) -> bool:
+    m, k, n, _ = layer
+    call_s = 2 * m * k * n / flops_per_s
+    made_s = DTYPE_BYTES[dtype] * layer.num_elements / _MAKING_BYTES_PER_S
+    return bench.has_time(len(layer.products) * bench.point_s(call_s) + made_s, f"{dtype} product {m} x {n} x {k}")
 
 
 def random_tensor(shape: Sequence[int], device: torch.device, dtype: str) -> torch.Tensor:
@@ -190,20 +192,15 @@ class _Ring:
         return list(self._made[dtype][: count * n * k].view(count, n, k).unbind())
 
 
-def _measure_layer(
-    bench: Bench, ring: _Ring, layer: LinearShape, dtype: str, products: Sequence[str]
-) -> list[dict[str, Any]]:
+def _measure_layer(bench: Bench, ring: _Ring, layer: LinearShape, dtype: str) -> list[dict[str, Any]]:
     import torch
 
-    if not products:
-        return []
-    bench.say(f"{dtype} {product_title(layer)}")
     m, k, n, _ = layer
 
     def random(*shape: int) -> torch.Tensor:
         return random_tensor(shape, bench.device, dtype)  # zeros would flatter a GPU: less power, higher clocks
 
-    tokens, grad = random(m, k), random(m, n) if len(products) > 1 else None
+    tokens, grad = random(m, k), random(m, n) if not layer.forward_only else None
     weights = ring.weights(n, k, dtype)
     copies, turn = len(weights), iter(range(10**9))
     calls: dict[str, tuple[tuple[int, int, int], Callable[[], Any]]] = {
@@ -214,10 +211,10 @@ def _measure_layer(
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     points = []
-    for which in products:
+    for which in layer.products:
         (rows, columns, inner), call = calls[which]
         fields = {"dtype": dtype, "m": rows, "n": columns, "k": inner, "which": which}
-        points.append({**fields, **bench.measure(call).fields()})
+        points.append({**fields, **bench.measure(call)._asdict()})
     torch.set_float32_matmul_precision(precision)
     return points
 
@@ -241,7 +238,8 @@ def fit_gemm(points: Sequence[MatmulPoint], memory_bandwidth: float, source: str
     peaks = peak_flops(points)
     times = np.array([point.time_s for point in points])
     compute_s = np.array([2 * p.m * p.n * p.k / (getattr(peaks, p.dtype) or 1.0) for p in points])
-    memory_s = np.array([_matmul_bytes(point) for point in points]) / memory_bandwidth
+    num_bytes = [DTYPE_BYTES[p.dtype] * LinearShape(p.m, p.k, p.n).num_elements for p in points]
+    memory_s = np.array(num_bytes) / memory_bandwidth
 
     def best(launch: FloatArray, compute: FloatArray, memory: FloatArray) -> tuple[float, float, float, float]:
         grid = np.ix_(launch, compute, memory)
@@ -262,7 +260,3 @@ def fit_gemm(points: Sequence[MatmulPoint], memory_bandwidth: float, source: str
         memory_efficiency=memory,
         source=f"{source}: {len(points)} products, mean error {100 * error:.0f} %",
     )
-
-
-def _matmul_bytes(point: MatmulPoint) -> int:
-    return DTYPE_BYTES[point.dtype] * (point.m * point.k + point.k * point.n + point.m * point.n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...schema.units import MIB
@@ -16,11 +17,16 @@ if TYPE_CHECKING:
 
     from .timing import Bench
 
-
 STREAM_BYTES = 128 * MIB
 """Size of the tensors for memory bandwidth, beyond the caches; less where a rank has little memory."""
 
 _NORM_DIM = 4096
+
+_PASSES = {"copy": 2, "rms_norm": 2, "silu_mul": 5, "softmax": 2}
+"""Elements read and written for each element of a tensor."""
+
+_SLOWEST_PASSES = 16
+"""Of a kernel before it was measured, as if it moved its elements so often: a softmax on one core computes more than it moves."""
 
 _ATTENTION_PART = 2.0
 """Expected seconds of attention over those of products of as many FLOPs."""
@@ -75,18 +81,19 @@ GPU_GROUPED = (
 
 
 def measure_streams(bench: Bench) -> list[dict[str, Any]]:
-    """Measure ``c = a + b`` and ``c *= s`` out of cache, which memory bandwidth is taken from.
-
-    Return fields of ElementwisePoint.
-    """
+    """Measure ``c = a + b`` and ``c *= s`` out of cache, for the memory bandwidth; return fields of ElementwisePoint."""
     import torch
 
     size = int(min(STREAM_BYTES, max(64 * MIB, bench.agree_min(bench.free_bytes()) // 16)))
     a, b, c = (torch.ones(size // 4, device=bench.device) for _ in range(3))
+    calls: dict[str, tuple[int, Callable[[], Any]]] = {
+        "add": (3 * size, lambda: torch.add(a, b, out=c)),
+        "scale": (2 * size, lambda: c.mul_(1.0)),
+    }
     shape = {"dtype": "fp32", "num_elements": size // 4}
     return [
-        {"op": "add", **shape, "traffic_bytes": 3 * size, **bench.measure(lambda: torch.add(a, b, out=c)).fields()},
-        {"op": "scale", **shape, "traffic_bytes": 2 * size, **bench.measure(lambda: c.mul_(1.0)).fields()},
+        {"op": op, **shape, "traffic_bytes": traffic, **bench.measure(call)._asdict()}
+        for op, (traffic, call) in calls.items()
     ]
 
 
@@ -96,60 +103,37 @@ def stream_bandwidth(points: Sequence[dict[str, Any]]) -> float:
     return float(sum(point["traffic_bytes"] for point in streams) / sum(point["time_s"] for point in streams))
 
 
-_SLOWEST_PASSES = 16
-"""Of a kernel before it was measured, as if it moved its elements so often: a softmax on one core computes more than it moves."""
-
-
 def measure_elementwise(
     bench: Bench, dtype: str, sizes: Sequence[int], bandwidth_bytes_per_s: float
 ) -> list[dict[str, Any]]:
     """Measure the kernels of a decoder at these numbers of elements; return fields of ElementwisePoint."""
     points = []
-    element_s = {}
+    element_s = dict.fromkeys(_PASSES, _SLOWEST_PASSES * DTYPE_BYTES[dtype] / bandwidth_bytes_per_s)
     for size in sizes:
         num_bytes = size * DTYPE_BYTES[dtype]
-        for op, (passes, call) in _elementwise_calls(bench.device, dtype, size).items():
-            call_s = element_s.get(op, _SLOWEST_PASSES * DTYPE_BYTES[dtype] / bandwidth_bytes_per_s) * size
-            if not bench.has_memory(4 * num_bytes):
-                continue
-            if bench.has_time(
-                bench.point_s(call_s) + 6 * num_bytes / bandwidth_bytes_per_s, f"{op} of {size} elements"
-            ):
-                bench.say(f"{op} of {size} elements")
-                timing = bench.measure(call())
+        for op, passes in _PASSES.items():
+            expected_s = bench.point_s(element_s[op] * size) + 6 * num_bytes / bandwidth_bytes_per_s
+            if bench.has_memory(4 * num_bytes) and bench.has_time(expected_s, f"{op} of {size} elements"):
+                timing = bench.measure(_elementwise_call(op, bench.device, dtype, size))
                 element_s[op] = timing.time_s / size
                 shape = {"op": op, "dtype": dtype, "num_elements": size}
-                points.append({**shape, "traffic_bytes": passes * num_bytes, **timing.fields()})
+                points.append({**shape, "traffic_bytes": passes * num_bytes, **timing._asdict()})
     return points
 
 
-def _elementwise_calls(
-    device: torch.device, dtype: str, size: int
-) -> dict[str, tuple[int, Callable[[], Callable[[], Any]]]]:
-    """Return the elements read and written for each of the tensor's, and what makes the call; nothing is allocated before."""
+def _elementwise_call(op: str, device: torch.device, dtype: str, size: int) -> Callable[[], Any]:
     import torch
     import torch.nn.functional as F
 
-    def tensor() -> torch.Tensor:
-        return random_tensor((size // _NORM_DIM, _NORM_DIM), device, dtype)
-
-    def copy() -> Callable[[], Any]:
-        source, target = tensor(), tensor()
-        return lambda: target.copy_(source)
-
-    def norm() -> Callable[[], Any]:
-        hidden, weight = tensor(), torch.ones(_NORM_DIM, device=device, dtype=torch_dtype(dtype))
-        return lambda: F.rms_norm(hidden, (_NORM_DIM,), weight)
-
-    def gated() -> Callable[[], Any]:
-        gate, up = tensor(), tensor()
-        return lambda: F.silu(gate) * up
-
-    def softmax() -> Callable[[], Any]:
-        scores = tensor()
-        return lambda: scores.softmax(-1)
-
-    return {"copy": (2, copy), "rms_norm": (2, norm), "silu_mul": (5, gated), "softmax": (2, softmax)}
+    a, b = (random_tensor((size // _NORM_DIM, _NORM_DIM), device, dtype) for _ in range(2))
+    weight = torch.ones(_NORM_DIM, device=device, dtype=torch_dtype(dtype))
+    calls: dict[str, Callable[[], Any]] = {
+        "copy": lambda: b.copy_(a),
+        "rms_norm": lambda: F.rms_norm(a, (_NORM_DIM,), weight),
+        "silu_mul": lambda: F.silu(a) * b,
+        "softmax": lambda: a.softmax(-1),
+    }
+    return calls[op]
 
 
 def measure_attention(bench: Bench, dtype: str, shapes: Sequence[Heads], flops_per_s: float) -> list[dict[str, Any]]:
@@ -159,88 +143,65 @@ def measure_attention(bench: Bench, dtype: str, shapes: Sequence[Heads], flops_p
     points = []
     for shape in shapes:
         elements = shape.batch * shape.seq_len * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-        if not bench.has_memory(8 * elements * DTYPE_BYTES[dtype]):
-            continue
         both_s = bench.point_s(shape.flops / flops_per_s) + bench.point_s(2.5 * shape.flops / flops_per_s)
-        if not bench.has_time(_ATTENTION_PART * both_s, f"attention over {shape.seq_len} tokens"):
-            continue
-        bench.say(f"attention over {shape.seq_len} tokens")
-        query, key, value = (
-            random_tensor((shape.batch, heads, shape.seq_len, shape.head_dim), bench.device, dtype)
-            for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        )
-        options = {"is_causal": True, "enable_gqa": shape.num_heads != shape.num_kv_heads}
-        forward, backward = forward_and_backward(
-            lambda q, k, v, options=options: F.scaled_dot_product_attention(q, k, v, **options), (query, key, value)
-        )
-        fields = {"dtype": dtype, **shape._asdict(), "causal": True}
-        points.append({**fields, "direction": "forward", **bench.measure(forward).fields()})
-        points.append({**fields, "direction": "backward", **bench.measure(backward).fields()})
+        if bench.has_memory(8 * elements * DTYPE_BYTES[dtype]) and bench.has_time(
+            _ATTENTION_PART * both_s, f"attention over {shape.seq_len} tokens"
+        ):
+            inputs = [
+                random_tensor((shape.batch, heads, shape.seq_len, shape.head_dim), bench.device, dtype)
+                for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+            ]
+            options = {"is_causal": True, "enable_gqa": shape.num_heads != shape.num_kv_heads}
+            attend = partial(F.scaled_dot_product_attention, **options)
+            points += _both_directions(bench, {"dtype": dtype, **shape._asdict(), "causal": True}, attend, inputs)
     return points
 
 
 def measure_grouped(bench: Bench, dtype: str, shapes: Sequence[Grouped], flops_per_s: float) -> list[dict[str, Any]]:
-    """Measure grouped products of these shapes, forward and backward, until the time is over.
-
-    Return fields of GroupedMatmulPoint.
-    """
+    """Measure grouped products, forward and backward, until the time is over; return fields of GroupedMatmulPoint."""
     import torch
 
     points = []
     for shape in shapes:
         groups, rows, n, k = shape
         elements = rows * (n + k) + groups * n * k
-        if not bench.has_memory(3 * elements * DTYPE_BYTES[dtype]):
-            continue
         call_s = 2 * rows * n * k / flops_per_s
-        if not bench.has_time(bench.point_s(call_s) + bench.point_s(2 * call_s), f"{groups} products at once"):
-            continue
-        bench.say(f"{groups} products at once")
-        tokens, weights = (
-            random_tensor((rows, k), bench.device, dtype),
-            random_tensor((groups, k, n), bench.device, dtype),
-        )
-        ends = torch.arange(1, groups + 1, device=bench.device, dtype=torch.int32) * (rows // groups)
-        forward, backward = forward_and_backward(
-            lambda t, w, ends=ends: torch.nn.functional.grouped_mm(t, w, offs=ends), (tokens, weights)
-        )
-        fields = {"dtype": dtype, **shape._asdict()}
-        points.append({**fields, "direction": "forward", **bench.measure(forward).fields()})
-        points.append({**fields, "direction": "backward", **bench.measure(backward).fields()})
+        both_s = bench.point_s(call_s) + bench.point_s(2 * call_s)
+        if bench.has_memory(3 * elements * DTYPE_BYTES[dtype]) and bench.has_time(both_s, f"{groups} products at once"):
+            inputs = [random_tensor(dims, bench.device, dtype) for dims in ((rows, k), (groups, k, n))]
+            ends = torch.arange(1, groups + 1, device=bench.device, dtype=torch.int32) * (rows // groups)
+            multiply = partial(torch.nn.functional.grouped_mm, offs=ends)
+            points += _both_directions(bench, {"dtype": dtype, **shape._asdict()}, multiply, inputs)
     return points
 
 
-def forward_and_backward(
-    function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return calls of the forward pass, and of the backward pass only, through one graph that is stored."""
+def _both_directions(
+    bench: Bench, fields: dict[str, Any], function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Measure the forward pass, and the backward pass only, through one graph that is stored."""
     import torch
 
-    with torch.enable_grad():
-        leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-        out = function(*leaves)
-        gradient = torch.randn_like(out)
-
-    def forward() -> None:
-        with torch.enable_grad():
-            function(*leaves)
-
-    return forward, lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
-
-
-Inputs = Callable[[], "tuple[Tensor, ...]"]
+    forward = torch.enable_grad()(function)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = forward(*leaves)
+    gradient = torch.randn_like(out)
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: forward(*leaves),
+        "backward": lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True),
+    }
+    return [{**fields, "direction": name, **bench.measure(call)._asdict()} for name, call in calls.items()]
 
 
-def measure_passes(bench: Bench, module: nn.Module, inputs: Inputs, *, sample_s: float) -> tuple[Timing, Timing]:
+# --- entire modules --------------------------------------------------------------------------------------------------
+
+
+def measure_passes(bench: Bench, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Timing, Timing]:
     """Measure forward and backward, the latter with whatever the module recomputes; gradients are not accumulated."""
-    run = _runner(module, inputs())
+    run = _runner(module, inputs)
     _clocked(bench, run, 1)
     first = sum(_clocked(bench, run, 1)[0])
-    count = bench.num_samples(first, sample_s)
-    samples = _clocked(bench, run, count)
-    return summarise_samples([forward for forward, _ in samples]), summarise_samples(
-        [backward for _, backward in samples]
-    )
+    forward, backward = zip(*_clocked(bench, run, bench.num_samples(first)), strict=True)
+    return summarise_samples(list(forward)), summarise_samples(list(backward))
 
 
 def _runner(module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Callable[[], Any]]:
@@ -287,11 +248,11 @@ def _clocked(bench: Bench, run: Callable[[], Callable[[], Any]], count: int) -> 
     return [(a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3) for a, b, c in events]
 
 
-def allocator_bytes(device: torch.device, module: nn.Module, inputs: Inputs) -> dict[str, int]:
+def allocator_bytes(device: torch.device, module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, int]:
     """Return what a GPU's allocator says of one pass: ``saved_bytes`` and ``transient_bytes`` of a LayerMemory."""
     import torch
 
-    run = _runner(module, inputs())
+    run = _runner(module, inputs)
     run()()  # libraries take their workspaces at the first call
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

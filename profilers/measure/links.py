@@ -52,17 +52,12 @@ class RankGroup:
     stride: int
     num_nodes: int
     concurrent: int
-    is_world: bool
+    is_world: bool = False
 
     @property
     def size(self) -> int:
         """Return the number of ranks of the group."""
         return len(self.ranks)
-
-    def fields(self) -> dict[str, int]:
-        """Return fields of a CollectivePoint."""
-        shape = {"group_size": self.size, "stride": self.stride, "num_nodes": self.num_nodes}
-        return {**shape, "concurrent_groups": self.concurrent}
 
 
 def axes_of(num_nodes: int, ranks_per_node: int) -> list[GroupAxis]:
@@ -71,19 +66,12 @@ def axes_of(num_nodes: int, ranks_per_node: int) -> list[GroupAxis]:
     The entire node, counterparts across nodes (isolated, then all at once: what a shared NIC costs), then the parts of a node as
     neighbours and at a distance, and those isolated (what they cost one another).
     """
-    size, axes = ranks_per_node, []
-    if num_nodes > 1 and size > 1:
-        axes += [
-            GroupAxis(size, 1),
-            GroupAxis(num_nodes, size),
-            GroupAxis(num_nodes, size, is_isolated=True),
-            GroupAxis(size, 1, is_isolated=True),
-        ]
-    part_sizes = [k for k in range(2, size) if size % k == 0]
-    axes += [GroupAxis(k, 1) for k in reversed(part_sizes)]
-    axes += [GroupAxis(k, size // k) for k in reversed(part_sizes)]
-    axes += [GroupAxis(k, 1, is_isolated=True) for k in reversed(part_sizes)]
-    return axes
+    size = ranks_per_node
+    nodes = [(size, 1, False), (num_nodes, size, False), (num_nodes, size, True), (size, 1, True)]
+    part_sizes = [k for k in range(size - 1, 1, -1) if size % k == 0]
+    parts = [(k, 1, False) for k in part_sizes] + [(k, size // k, False) for k in part_sizes]
+    parts += [(k, 1, True) for k in part_sizes]
+    return [GroupAxis(*axis) for axis in ((*nodes, *parts) if num_nodes > 1 and size > 1 else parts)]
 
 
 def axis_groups(axis: GroupAxis, world_size: int) -> list[tuple[int, ...]]:
@@ -121,7 +109,6 @@ def groups_of(axes: list[GroupAxis], num_nodes: int, ranks_per_node: int) -> Ite
             stride=axis.stride,
             num_nodes=len({r // ranks_per_node for r in local_ranks}),
             concurrent=1 if axis.is_isolated else len(groups),
-            is_world=False,
         )
 
 
@@ -165,18 +152,20 @@ def measure_collectives(bench: Bench, group: RankGroup, sizes: Sequence[int] = S
         if not bench.has_memory(_BUFFERS * 4 * count):
             continue
         calls = _calls(bench.device, count, group)
+        shape = {"group_size": group.size, "stride": group.stride, "num_nodes": group.num_nodes}
         for op in OPS:
             what = f"{op} of {format_bytes(size)} over {group.size} ranks"
             is_needed = group.is_world and i < 2
             if not bench.has_time(bench.point_s(expected_message_s(size, known.get(op))), what) and not is_needed:
                 continue
-            bench.say(what)
             timing = bench.measure(calls[op])
             took_part = group.member and (op != "p2p" or group.rank ^ 1 < group.size)
             # one rank sends and then receives: a message takes half of it
             seconds = timing.time_s / 2 if op == "p2p" else timing.time_s
             measured = {"time_s": seconds if took_part else None, "spread": timing.spread}
-            points.append({"op": op, "size_bytes": 4 * count, **group.fields(), **measured})
+            points.append(
+                {"op": op, "size_bytes": 4 * count, **shape, "concurrent_groups": group.concurrent, **measured}
+            )
             if size >= known.get(op, (0, 0.0))[0]:
                 known[op] = size, bench.agree(timing.time_s)
     return points
@@ -194,7 +183,7 @@ def _calls(device: torch.device, count: int, group: RankGroup) -> dict[Collectiv
     import torch.distributed as dist
 
     if not group.member:
-        return dict.fromkeys(OPS, _nothing)
+        return dict.fromkeys(OPS, lambda: None)
     functional, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
     size, name = group.size, group.process_group.group_name
     full, part = torch.zeros(count, device=device), torch.zeros(count // size, device=device)
@@ -216,10 +205,6 @@ def _calls(device: torch.device, count: int, group: RankGroup) -> dict[Collectiv
         "all_to_all": lambda: wait(functional.all_to_all_single(full, splits, splits, name)),
         "p2p": ping_pong,
     }
-
-
-def _nothing() -> None:
-    """Take no part: this rank is outside of the group."""
 
 
 def bus_factor(op: CollectiveOp, group_size: int) -> float:
@@ -317,7 +302,6 @@ def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dic
             what = f"{format_bytes(size)} between {len(pairs)} pairs of ranks"
             if not bench.has_time(bench.point_s(2 * expected_message_s(size, known)), what):
                 continue
-            bench.say(what)
             pair = next((pair for pair in pairs if rank in pair), None)
 
             def round_trip(pair: tuple[int, int] | None = pair, buffer: torch.Tensor = buffer) -> None:
@@ -329,23 +313,16 @@ def measure_pairs(bench: Bench, num_nodes: int, ranks_per_node: int) -> list[dic
             taken_s = bench.agree(timing.time_s) / 2
             known = size, taken_s if known is None or known[0] != size else max(known[1], taken_s)
             if pair is not None:
-                fields = {
-                    "first_rank": pair[0],
-                    "second_rank": pair[1],
-                    "size_bytes": size,
-                    "concurrent_pairs": len(pairs),
-                }
-                points.append({**fields, "time_s": timing.time_s / 2, "spread": timing.spread})
+                fields = {"first_rank": pair[0], "second_rank": pair[1], "size_bytes": size}
+                timed = {"time_s": timing.time_s / 2, "spread": timing.spread}
+                points.append({**fields, "concurrent_pairs": len(pairs), **timed})
     return points
 
 
 def node_matrix(
     points: Sequence[PairPoint], num_nodes: int, ranks_per_node: int
 ) -> tuple[tuple[float, ...], ...] | None:
-    """Return the bytes/s between counterparts of each two nodes [N, N], median over ranks at the largest size.
-
-    None if one is missing.
-    """
+    """Return the bytes/s between counterparts of each two nodes [N, N], at the largest size; None if one is missing."""
     rates: dict[tuple[int, int], dict[int, list[float]]] = {}
     for point in points:
         nodes = point.first_rank // ranks_per_node, point.second_rank // ranks_per_node

@@ -34,81 +34,6 @@ _PRIOR_S = 0.2
 OVERHEAD_S = 1e-3
 """Of a point besides its calls: agreeing with the other ranks, on an idle machine."""
 
-
-class Admission:
-    """The clock of one rank against its deadline, and its pace. Final.
-
-    Attributes:
-        left_out: what was not begun for want of time, with its expected seconds.
-
-    Args:
-        clock: seconds of any origin.
-        pace: to begin with; above 1 on a machine that was slow already.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, pace: float = 1.0) -> None:
-        self._clock = clock
-        self._expected_s, self._taken_s = _PRIOR_S, _PRIOR_S * pace
-        self._left_out: list[tuple[str, float]] = []
-        self._end_s = float("inf")
-        self._begun: tuple[float, float] | None = None
-
-    @property
-    def pace(self) -> float:
-        """Return the seconds that points take over seconds that were expected of them."""
-        return min(max(self._taken_s / self._expected_s, QUICKEST_PACE), SLOWEST_PACE)
-
-    def start(self, seconds: float) -> float:
-        """Set the end so many seconds from now; return the end before, for `restore`."""
-        before, self._end_s = self._end_s, self._clock() + seconds
-        return before
-
-    def restore(self, end_s: float) -> None:
-        """Give an end back that `start` returned."""
-        self._end_s = end_s
-
-    def remaining_s(self) -> float:
-        """Return the seconds until the end; negative after it."""
-        return self._end_s - self._clock()
-
-    def late_s(self, expected_s: float = 0.0) -> float:
-        """Return by how many seconds something that is begun now would end too late; negative where it fits."""
-        return self.paced_s(expected_s) - self.remaining_s()
-
-    def paced_s(self, expected_s: float) -> float:
-        """Return the seconds of something on this machine that takes ``expected_s`` on an idle one."""
-        return self.pace * (expected_s + OVERHEAD_S) if expected_s > 0 else 0.0
-
-    def begin(self, expected_s: float) -> None:
-        """Begin something that was admitted; `settle` closes it."""
-        self._begun = (self._clock(), expected_s + OVERHEAD_S) if expected_s > 0 else None
-
-    def settle(self) -> None:
-        """Count the seconds of what was begun last for the pace: it has ended."""
-        if self._begun is None:
-            return
-        begin_s, expected_s = self._begun
-        self._begun = None
-        taken_s = self._clock() - begin_s
-        retained = exp(-taken_s / MEMORY_S)
-        self._taken_s = retained * self._taken_s + taken_s
-        self._expected_s = retained * self._expected_s + expected_s
-
-    def leave_out(self, what: str, expected_s: float, count: int = 1) -> None:
-        """Note something that does not fit."""
-        self._left_out += [(what, self.paced_s(expected_s))] * count
-
-    def why(self) -> str:
-        """Return what was left out since the last call, in words; empty where nothing was."""
-        if not self._left_out:
-            return ""
-        what, expected_s = self._left_out[0]
-        count = len(self._left_out)
-        self._left_out = []
-        first = f"{what} ({expected_s:.2g} s expected)" if expected_s else what
-        return f"no time for {first}" + (f" and {count - 1} more" if count > 1 else "")
-
-
 MAX_SAMPLES = 60
 MIN_SAMPLES = 3
 
@@ -120,14 +45,10 @@ USABLE_FRACTION = 0.5
 
 
 class Timing(NamedTuple):
-    """Return the median seconds of a call on this rank."""
+    """Median seconds of a call on this rank, and their relative interquartile range: fields of a point."""
 
     time_s: float
     spread: float
-
-    def fields(self) -> dict[str, float]:
-        """Return fields of a point."""
-        return {"time_s": self.time_s, "spread": self.spread}
 
 
 def summarise_samples(samples: list[float]) -> Timing:
@@ -144,12 +65,11 @@ class Bench:
     ranks, so that all ranks make the same calls in the same order.
 
     Attributes:
-        ran_out: why the last step ended early for another reason than time; empty where it did not.
         say: called with what is being measured.
-        sample_s: time to spend on the samples of one point.
 
     Args:
         device: where the ranks compute.
+        sample_s: time to spend on the samples of one point.
         ranks_per_node: how many share the memory of the host.
         clock: seconds of any origin.
         pace: of this machine against an idle one, to begin with.
@@ -164,71 +84,92 @@ class Bench:
         clock: Callable[[], float] = time.perf_counter,
         pace: float = 1.0,
     ) -> None:
-        self.device = device
-        self.ran_out = ""
-        self._clock = clock
-        self._admission = Admission(clock, pace=pace)
-        self.say: Callable[[str], None] = _silent
-        self.sample_s = sample_s
+        self.device, self.sample_s = device, sample_s
+        self.say: Callable[[str], None] = lambda _: None
+        self._clock, self._end_s = clock, float("inf")
+        self._expected_s, self._taken_s = _PRIOR_S, _PRIOR_S * pace
+        self._begun: tuple[float, float] | None = None
+        self._left_out: list[tuple[str, float]] = []
+        self._ran_out = ""
         self._calls = CALLS_PER_SAMPLE_ON_GPU if device.type == "cuda" else 1
         self._ranks_per_node = ranks_per_node
 
+    # --- time ---
+
     def start_budget(self, seconds: float) -> None:
         """Let ``has_time`` answer for so many seconds from now on."""
-        self._admission.settle()
-        self._admission.start(seconds)
-        self.ran_out = ""
-
-    def remaining_s(self) -> float:
-        """Return the seconds that the slowest rank still has."""
-        return max(0.0, self.agree_min(self._admission.remaining_s()))
-
-    def remaining_work_s(self) -> float:
-        """Return what an idle machine would take for what the slowest rank can still do in its time."""
-        return max(0.0, self.agree_min(self._admission.remaining_s() / self._admission.pace))
-
-    def has_time(self, for_s: float = 0.0, what: str = "more") -> bool:
-        """Tell whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
-
-        What is admitted begins now, and has ended when this is called next. Where it is left out, ``ran_out`` will say so.
-        """
-        self._admission.settle()
-        if self.agree(self._admission.late_s(for_s)) < 0:
-            self._admission.begin(for_s)
-            return True
-        self._admission.leave_out(what, for_s)
-        return False
-
-    def leave_out(self, what: str, count: int) -> None:
-        """Note measurements that were not begun, as there is no time."""
-        self._admission.leave_out(what, 0.0, count)
+        self._settle()
+        self._end_s = self._clock() + seconds
+        self._ran_out = ""
 
     def end_budget(self) -> str:
         """Return why not all of a step was measured; empty where it was."""
-        self._admission.settle()
-        return "; ".join(filter(None, (self._admission.why(), self.ran_out)))
-
-    def point_s(self, call_s: float) -> float:
-        """Return the seconds that `measure` takes for a call of ``call_s``: a first one, then as many samples as it takes."""
-        return self._calls * call_s * 2 + max(
-            (MIN_SAMPLES - 1) * self._calls * call_s, min(self.sample_s, MAX_SAMPLES * self._calls * call_s)
-        )
+        self._settle()
+        reasons = []
+        if self._left_out:
+            what, expected_s = self._left_out[0]
+            first = f"{what} ({expected_s:.2g} s expected)" if expected_s else what
+            more = len(self._left_out) - 1
+            reasons.append(f"no time for {first}" + (f" and {more} more" if more else ""))
+            self._left_out = []
+        return "; ".join([*reasons, *filter(None, [self._ran_out])])
 
     @contextmanager
     def part_of_budget(self, fraction: float) -> Iterator[None]:
         """Set a tighter end for a while: a fraction of the time that remains."""
-        before = self._admission.start(max(0.0, self._admission.remaining_s()) * fraction)
+        before, now = self._end_s, self._clock()
+        self._end_s = now + max(0.0, before - now) * fraction
         try:
             yield
         finally:
-            self._admission.restore(before)
+            self._end_s = before
+
+    def remaining_s(self) -> float:
+        """Return the seconds that the slowest rank still has."""
+        return max(0.0, self.agree_min(self._end_s - self._clock()))
+
+    def remaining_work_s(self) -> float:
+        """Return what an idle machine would take for what the slowest rank can still do in its time."""
+        return max(0.0, self.agree_min((self._end_s - self._clock()) / self._pace()))
+
+    def has_time(self, for_s: float, what: str) -> bool:
+        """Tell whether something of ``for_s`` seconds on an idle machine ends within the budget on the slowest rank, at its pace.
+
+        What is admitted begins now, which is said, and has ended when this is called next.
+        """
+        self._settle()
+        paced_s = self._pace() * (for_s + OVERHEAD_S) if for_s > 0 else 0.0
+        if self.agree(paced_s - (self._end_s - self._clock())) >= 0:
+            self._left_out.append((what, paced_s))
+            return False
+        self._begun = (self._clock(), for_s + OVERHEAD_S) if for_s > 0 else None
+        self.say(what)
+        return True
+
+    def leave_out(self, what: str, count: int) -> None:
+        """Note measurements that were not begun, as there is no time."""
+        self._left_out += [(what, 0.0)] * count
+
+    def _pace(self) -> float:
+        return min(max(self._taken_s / self._expected_s, QUICKEST_PACE), SLOWEST_PACE)
+
+    def _settle(self) -> None:
+        """Count the seconds of what was begun last for the pace: it has ended."""
+        if self._begun is not None:
+            taken_s = self._clock() - self._begun[0]
+            retained = exp(-taken_s / MEMORY_S)
+            self._taken_s = retained * self._taken_s + taken_s
+            self._expected_s = retained * self._expected_s + self._begun[1]
+            self._begun = None
+
+    # --- memory ---
 
     def has_memory(self, num_bytes: int, *, on_host: bool = False) -> bool:
-        """Tell whether every rank may allocate so much now; where not, ``ran_out`` says so."""
+        """Tell whether every rank may allocate so much now; where not, `end_budget` says so."""
         free = self.free_bytes(on_host=on_host)
         if self.agree(num_bytes - USABLE_FRACTION * free) <= 0:
             return True
-        self.ran_out = "larger sizes did not fit into the free memory"
+        self._ran_out = "larger sizes did not fit into the free memory"
         return False
 
     def free_bytes(self, *, on_host: bool = False) -> int:
@@ -239,6 +180,8 @@ class Bench:
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             return int(torch.cuda.mem_get_info(self.device)[0]) + cached
         return min(available_memory() // self._ranks_per_node, memory_left_to_process())
+
+    # --- all ranks ---
 
     def agree(self, value: float) -> float:
         """Return the maximum of a number over the ranks."""
@@ -266,9 +209,12 @@ class Bench:
         dist.all_gather(texts, padded)
         return [json.loads(bytes(other.cpu().numpy()).decode()) for other in texts]
 
-    def median_s(self, call: Callable[[], Any]) -> float:
-        """Return the median seconds of a call on this rank."""
-        return self.measure(call).time_s
+    # --- calls ---
+
+    def point_s(self, call_s: float) -> float:
+        """Return the seconds that `measure` takes for a call of ``call_s``: a first one, then as many samples as it takes."""
+        sample_s = self._calls * call_s
+        return 2 * sample_s + max((MIN_SAMPLES - 1) * sample_s, min(self.sample_s, MAX_SAMPLES * sample_s))
 
     def measure(self, call: Callable[[], Any], *, calls: int | None = None) -> Timing:
         """Measure median and spread of a call on this rank, all ranks calling; the first (allocation, choice of code) is dropped.
@@ -279,17 +225,14 @@ class Bench:
         calls = calls or self._calls
         self._seconds(call, calls)
         first = self._seconds(call, calls)
-        num_more = self.num_samples(first * calls, self.sample_s) - 1
+        num_more = self.num_samples(first * calls) - 1
         return summarise_samples([first, *(self._seconds(call, calls) for _ in range(num_more))])
 
-    def num_samples(self, sample_each_s: float, sample_s: float) -> int:
-        """Return the samples of ``each_s`` seconds to take: for ``sample_s``, within limits.
-
-        Less where the time is over, but one.
-        """
-        sample_each_s = max(sample_each_s, 1e-9)
-        target = min(MAX_SAMPLES, max(MIN_SAMPLES, int(sample_s / sample_each_s)))
-        affordable = max(1.0, min(self._admission.remaining_s() / sample_each_s, MAX_SAMPLES))
+    def num_samples(self, sample_s: float) -> int:
+        """Return how many samples of ``sample_s`` seconds to take, within limits; less where the time is over, but one."""
+        sample_s = max(sample_s, 1e-9)
+        target = min(MAX_SAMPLES, max(MIN_SAMPLES, int(self.sample_s / sample_s)))
+        affordable = max(1.0, min((self._end_s - self._clock()) / sample_s, MAX_SAMPLES))
         return int(self.agree_min(min(target, affordable)))
 
     def synchronize(self) -> None:
@@ -304,14 +247,11 @@ class Bench:
         return self._seconds(call, 1)
 
     def _seconds(self, call: Callable[[], Any], calls: int) -> float:
-        if self.device.type == "cuda":
-            return self._event_seconds(call, calls)
-        start = self._clock()
-        for _ in range(calls):
-            call()
-        return (self._clock() - start) / calls
-
-    def _event_seconds(self, call: Callable[[], Any], calls: int) -> float:
+        if self.device.type != "cuda":
+            start = self._clock()
+            for _ in range(calls):
+                call()
+            return (self._clock() - start) / calls
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -322,10 +262,6 @@ class Bench:
         end.record()
         self.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / calls
-
-
-def _silent(_: str) -> None:
-    """Nobody listens."""
 
 
 Points = Mapping[str, list[dict[str, Any]]]

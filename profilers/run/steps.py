@@ -10,7 +10,7 @@ import psutil
 
 from ...schema.units import MIB
 from ..measure.compute import CPU_LAYERS, GPU_LAYERS, measure_matmuls, measure_shapes
-from ..measure.host import measure_copies, measure_cpu_adam, measure_storage
+from ..measure.host import measure_copies, measure_cpu_adam, measure_overlap, measure_storage
 from ..measure.kernels import (
     CPU_ATTENTION,
     CPU_GROUPED,
@@ -23,7 +23,6 @@ from ..measure.kernels import (
     stream_bandwidth,
 )
 from ..measure.links import ALL_SIZES, SIZES, axes_of, groups_of, measure_collectives, measure_pairs, world_group
-from ..measure.overlap import measure_overlap
 from .protocol import MeasurementStep, ProfileTask, RankPlace
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.profilers.measure import links
 from meshwright.profilers.measure.host import check_folder, measure_storage
 from meshwright.profilers.measure.links import GroupAxis, axes_of, axis_groups, tournament
-from meshwright.profilers.measure.timing import Bench, summarise_samples
+from meshwright.profilers.measure.timing import Bench, Timing, summarise_samples
 from meshwright.profilers.measure.traced import LiveBytes
 from meshwright.profilers.run import across_ranks
 from meshwright.profilers.run.across_ranks import COMPARISON, local_cores, merge_points, merge_rounds, pinned
@@ -336,12 +336,11 @@ def test_live_bytes_follow_allocation_and_release():
 
 def test_storage_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright.profilers.measure.host.FILE_BYTES", (2**20,))
-    seconds = SimpleNamespace(time_s=1.0, fields=lambda: {"time_s": 1.0, "spread": 0.0})
     bench = SimpleNamespace(
         agree=lambda x: x,
         agree_min=lambda x: x,
         has_time=lambda *_: True,
-        measure=lambda call, calls: (call(), seconds)[1],
+        measure=lambda call, calls: (call(), Timing(1.0, 0.0))[1],
         say=lambda what: None,
     )
     points = measure_storage(bench, str(tmp_path), 1)

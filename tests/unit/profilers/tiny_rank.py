@@ -6,7 +6,7 @@ import os
 
 from meshwright.cli.profile import profile_steps
 from meshwright.profilers import model_steps
-from meshwright.profilers.measure import host, kernels, links, overlap, timing
+from meshwright.profilers.measure import host, kernels, links, timing
 from meshwright.profilers.measure.compute import LinearShape
 from meshwright.profilers.run import steps
 from meshwright.profilers.run.protocol import MeasurementStep, ProfileTask, RankPlace
@@ -25,7 +25,7 @@ def tiny_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[Measur
     steps.ALL_SIZES = steps.SIZES = (1 * KIB, 8 * MIB)
     steps._ELEMENTS = (2**16, 2**18)
     host.ADAM_PARAMETERS = (2**16, 2**18)
-    overlap.CPU_SIZES, overlap.CPU_MATMUL = (MIB,), (64, 64, 64)
+    host.CPU_SIZES, host.CPU_MATMUL = (MIB,), (64, 64, 64)
     links.MESSAGE_BYTES = (64 * KIB, MIB)
     host.FILE_BYTES, host.BLOCK_BYTES = (MIB,), 64 * KIB
     model_steps.MICRO_BATCHES = (1,)
