@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from meshwright.solvers.offload.instance import OPTIONS, AllowedMoves, Links, OffloadChoice, OffloadInstance
+from meshwright.solvers.offload.schedule import uniform_policies, uniform_policy
 from meshwright.solvers.offload.simulation import SimulatedStep, broken_constraints, simulate
-from meshwright.solvers.offload.starts import uniform_policies, uniform_policy
 
 KEEP, SELECTIVE, FULL, ACTIVATIONS, BOUNDARY = range(len(OPTIONS))
 

@@ -18,9 +18,9 @@ from ...schema.layout_table import RECOMPUTES
 from ...schema.runnable import require_valid
 from ...schema.units import GB, format_bytes
 from ...solvers.offload.instance import OffloadChoice, OffloadInstance
-from ...solvers.offload.repair import ResourceSums, SimulatedChoice, excess_bytes, with_widest_window
+from ...solvers.offload.repair import ResourceSums, SimulatedChoice, excess_by_memory, with_widest_window
+from ...solvers.offload.schedule import uniform_policy
 from ...solvers.offload.simulation import broken_constraints
-from ...solvers.offload.starts import uniform_policy
 from ..plan import estimate, estimate_with_schedule
 from ..rank_map import place_as_planned
 from ..request import Deadline, OffloadRequest, PlanRequest
@@ -291,7 +291,7 @@ def _best_choice(tried: list[tuple[OffloadInstance, OffloadChoice]]) -> tuple[Of
         return found if broken_constraints(problem, choice, found.simulated) else with_widest_window(sums, found)
 
     results = [(problem, simulated(problem, choice)) for problem, choice in tried]
-    return min(results, key=lambda each: (excess_bytes(each[0], each[1].simulated), each[1].step_s))
+    return min(results, key=lambda each: (excess_by_memory(each[0], each[1].simulated).sum(), each[1].step_s))
 
 
 def _compare_policy(

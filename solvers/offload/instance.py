@@ -34,8 +34,8 @@ Of a link that both directions share evenly (C3) is exact: it works both ways fo
 down / RATE_d = T (1 + DUPLEX) / 2 + D, likewise up, and T + D + U is at most the slot.
 
 The slots repeat for each micro-batch. Read on in this order: program.py (the linear program layer by layer), bound.py (its
-relaxation by kinds of layers), starts.py (integer layers near them, and uniform policies), simulation.py (the schedule as a runtime
-executes it), repair.py (changes of single layers), schedule.py (the method as one).
+relaxation by kinds of layers), simulation.py (the schedule as a runtime executes it), repair.py (changes of single layers),
+schedule.py (integer layers near the programs, uniform policies, and the method as one).
 Source: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857), Deep Optimizer States (arXiv:2410.21316) for what
 moves; the formulation is ours.
 """
@@ -150,6 +150,13 @@ class OffloadInstance:
     def freed_bytes(self) -> FloatArray:
         """Copies that leave with their layer's backward pass [L]: those of the last micro-batch, so where there is one."""
         return self.copy_bytes * (not self.gradients_accumulate)
+
+    @cached_property
+    def layer_bytes(self) -> FloatArray:
+        """Device bytes of each layer [L], which leave with its parameters: these, copies, states, accumulated gradients."""
+        return (
+            self.parameter_bytes + self.copy_bytes + self.state_bytes + self.gradient_bytes * self.gradients_accumulate
+        )
 
     @cached_property
     def resident_bytes(self) -> float:

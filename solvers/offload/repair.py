@@ -12,13 +12,12 @@ to hide. A change of a layer is then a change of twelve sums. The simulation dec
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import ROUNDING, SUMMED
-from .bound import Reserve
 from .instance import OPTIONS, OffloadChoice, OffloadInstance
 from .simulation import SimulatedStep, broken_constraints, simulate_within
 
@@ -246,7 +245,7 @@ def change_until_it_fits(sums: ResourceSums, choice: OffloadChoice, *, prefetch:
     instance = sums.instance
     for _ in range(MAX_REPAIRS):
         simulated = sums.simulate(choice, prefetch=prefetch)
-        if not _excess_by_location(instance, simulated).any():
+        if not excess_by_memory(instance, simulated).any():
             break
         changed = _free_memory(sums, choice, simulated)
         if changed is None:
@@ -280,17 +279,6 @@ def make_room_for_window(
     return fastest
 
 
-def excess_bytes(instance: OffloadInstance, simulated: SimulatedStep) -> float:
-    """Return the bytes beyond the capacity of all memories."""
-    return float(_excess_by_location(instance, simulated).sum())
-
-
-def reserve_excess(instance: OffloadInstance, reserve: Reserve, simulated: SimulatedStep) -> Reserve | None:
-    """Return a reserve that is larger by what a simulation needs beyond the capacity; None where it needs nothing."""
-    excess = _excess_by_location(instance, simulated)
-    return Reserve(*(np.array(astuple(reserve)) + excess).tolist()) if excess.any() else None
-
-
 def simulate_unchanged(sums: ResourceSums, choice: OffloadChoice, faster_than_s: float) -> SimulatedChoice | None:
     """Return the choice with its best window if it is within memory and faster."""
     simulated = sums.simulate(choice)
@@ -320,7 +308,7 @@ def _free_bytes(i: OffloadInstance, simulated: SimulatedStep) -> FloatArray:
     return np.concatenate([i.cap_bytes - on_device, elsewhere])
 
 
-def _excess_by_location(i: OffloadInstance, simulated: SimulatedStep) -> FloatArray:
+def excess_by_memory(i: OffloadInstance, simulated: SimulatedStep) -> FloatArray:
     """Return the bytes beyond the capacity [5], in the order of BYTES."""
     return np.maximum(-_free_bytes(i, simulated), 0.0)
 

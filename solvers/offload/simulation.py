@@ -12,6 +12,7 @@ compute next to a copy loses the instance's share of it. A run that is known to 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -20,13 +21,18 @@ import numpy as np
 
 from ...schema.units import BoolArray, FloatArray
 from ..tolerances import ROUNDING, SUMMED
-from .instance import OffloadChoice, OffloadInstance
+from .instance import Links, OffloadChoice, OffloadInstance
 
 COMPUTE, TO_HOST, TO_DEVICE, HOST, STORAGE = STREAMS = range(5)
 
-
 _MIN_RATE = 0.05
 """Share of full speed that compute keeps next to copies, whatever was measured: with none a job would never end."""
+
+MAX_PIECES = 3
+"""Pieces of states on the device at once: one that comes, one being updated, one that leaves (runtime/offload/optimizer.py)."""
+
+MANY_PIECES = 160
+"""Pieces of an update that are simulated; of more, one is so little of the update that undivided layers take as long."""
 
 
 class Job(NamedTuple):
@@ -45,18 +51,21 @@ def run_jobs(jobs: list[Job], instance: OffloadInstance, *, within_s: float = np
     ended then have infinite ends.
     """
     start, end = [np.inf] * len(jobs), [np.inf] * len(jobs)
-    missing, by_start, by_end = _waiting(jobs)
+    missing = [len(job.after) + len(job.begun) for job in jobs]  # how many others each job still waits for
+    by_start, by_end = dict[int, list[int]](), list[list[int]]([] for _ in jobs)  # the jobs that wait for each one
     ready: list[list[int]] = [[] for _ in STREAMS]
     to_do, used = [0.0] * len(STREAMS), sorted({job.stream for job in jobs})
     for idx, job in enumerate(jobs):
+        for other in job.after:
+            by_end[other].append(idx)
+        for other in job.begun:
+            by_start.setdefault(other, []).append(idx)
         to_do[job.stream] += job.seconds
         if not missing[idx]:
             ready[job.stream].append(idx)  # in order, so a heap
-    working, remaining = (
-        [-1] * len(STREAMS),
-        [np.inf] * len(STREAMS),
-    )  # the job of each stream and its seconds at full speed
-    now, done, rates = 0.0, 0, _rates(instance)
+    # The job of each stream, and its seconds at full speed.
+    working, remaining = [-1] * len(STREAMS), [np.inf] * len(STREAMS)
+    now, done, rates = 0.0, 0, _rates(instance.links)
     while done < len(jobs):
         freed: list[int] = []
         for stream in used:
@@ -88,34 +97,14 @@ def run_jobs(jobs: list[Job], instance: OffloadInstance, *, within_s: float = np
     return np.array(start), np.array(end)
 
 
-def _waiting(jobs: list[Job]) -> tuple[list[int], dict[int, list[int]], list[list[int]]]:
-    """Return how many others each job waits for; the jobs that wait for the start of each one, and for its end."""
-    missing, by_start, by_end = [0] * len(jobs), dict[int, list[int]](), list[list[int]]([] for _ in jobs)
-    for idx, (_, _, after, begun) in enumerate(jobs):
-        missing[idx] = len(after) + len(begun)
-        for other in after:
-            by_end[other].append(idx)
-        for other in begun:
-            by_start.setdefault(other, []).append(idx)
-    return missing, by_start, by_end
-
-
-def _rates(instance: OffloadInstance) -> list[list[float]]:
+def _rates(links: Links) -> list[list[float]]:
     """Return the rates of all streams as shares of full speed [4, 5], by 2 (to the host works) + (to the device works)."""
-    links, rates = instance.links, list[list[float]]()
-    for down, up in ((False, False), (False, True), (True, False), (True, True)):
+    rates = list[list[float]]()
+    for down, up in itertools.product((False, True), repeat=2):
         lost = links.compute_lost_to_host * down + links.compute_lost_to_device * up
         copy = (1.0 + links.duplex) / 2 if down and up else 1.0
         rates.append([max(1.0 - lost, _MIN_RATE), copy, copy, 1.0, 1.0])
     return rates
-
-
-MAX_PIECES = 3
-"""Pieces of states on the device at once: one that comes, one being updated, one that leaves (runtime/offload/optimizer.py)."""
-
-
-MANY_PIECES = 160
-"""Pieces of an update that are simulated; of more, one is so little of the update that undivided layers take as long."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +126,12 @@ class SimulatedStep:
 
     @property
     def microbatch_bytes(self) -> float:
-        """The most of a micro-batch."""
+        """The most on the device in a micro-batch."""
         return max(self.forward_bytes, self.backward_bytes)
 
     @property
     def peak_bytes(self) -> float:
-        """The largest of the phases."""
+        """The most on the device."""
         return max(self.microbatch_bytes, self.update_bytes)
 
 
@@ -195,24 +184,21 @@ class JobIndices:
 
 def microbatch_jobs(i: OffloadInstance, choice: OffloadChoice, prefetch: int) -> tuple[list[Job], JobIndices]:
     """Return passes in order; activations leave after a forward pass and come back in a window before the backward pass."""
-    size, links = i.num_layers, i.links
-    moved_bytes, repeated = choice.take(i.moved_bytes), choice.take(i.repeated_s)
+    size, links, moved = i.num_layers, i.links, choice.take(i.moved_bytes).tolist()
+    streamed = (i.parameter_bytes * choice.parameters).tolist()
     # Indices of the passes: forward 0..L-1, backward L..2L-1 from the last layer on.
     forward, backward = list(range(size)), [2 * size - 1 - idx for idx in range(size)]
-    forward_s, backward_s = i.forward_s.tolist(), (i.backward_s + repeated).tolist()
-    moved = moved_bytes.tolist()
-    streamed = (i.parameter_bytes * choice.parameters).tolist()
-    jobs = [Job(COMPUTE, forward_s[idx], (forward[idx - 1],) if idx else ()) for idx in range(size)]
-    jobs += [Job(COMPUTE, backward_s[idx], (backward[idx] - 1,)) for idx in reversed(range(size))]
+    seconds = [*i.forward_s.tolist(), *(i.backward_s + choice.take(i.repeated_s)).tolist()[::-1]]
+    jobs = [Job(COMPUTE, pass_s, (idx - 1,) if idx else ()) for idx, pass_s in enumerate(seconds)]
     down, up, copy_for = dict[int, int](), dict[int, int](), dict[int, int]()
     gathered, reduced = list[tuple[int, int, int]](), list[tuple[int, int]]()
-    for idx in map(int, np.flatnonzero(moved_bytes > 0)):
-        down[idx] = len(jobs)
-        jobs.append(Job(TO_HOST, moved[idx] / links.to_host_bytes_per_s, (forward[idx],)))
-    passes = [(idx, forward[idx], False) for idx in range(size)]
-    passes += [(idx, backward[idx], True) for idx in reversed(range(size))]
+    for idx in range(size):
+        if moved[idx] > 0:
+            down[idx] = len(jobs)
+            jobs.append(Job(TO_HOST, moved[idx] / links.to_host_bytes_per_s, (forward[idx],)))
     waiting: list[int] = []  # passes that wait for a copy up, in order
-    for idx, pass_idx, is_backward in passes:
+    for pass_idx, idx in enumerate([*range(size), *reversed(range(size))]):
+        is_backward = pass_idx >= size
         bytes_ = streamed[idx] + is_backward * moved[idx]
         if bytes_ <= 0:
             continue
@@ -237,21 +223,16 @@ def microbatch_jobs(i: OffloadInstance, choice: OffloadChoice, prefetch: int) ->
 def _peak_bytes(
     i: OffloadInstance, choice: OffloadChoice, indices: JobIndices, start: FloatArray, end: FloatArray
 ) -> tuple[float, float]:
-    """Return the most bytes on the device until backward passes begin, and from then on: what is on it all the time, and changes at
-    starts and ends of jobs.
-    """
+    """Return the most bytes on the device until backward passes begin, and from then on."""
     moved, retained, working = choice.take(i.moved_bytes), choice.take(i.retained_bytes), choice.take(i.working_bytes)
-    leaves = i.parameter_bytes + i.copy_bytes + i.state_bytes * 1.0
-    gone = np.where(choice.parameters, leaves, 0.0).sum()
-    gone += i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
-    gradients = i.gradient_bytes
-    fixed = i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
-    if i.gradients_accumulate:
-        fixed -= i.gradient_bytes[choice.parameters].sum()
+    gone = (
+        i.layer_bytes[choice.parameters].sum() + i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
+    )
+    gradients, fixed = i.gradient_bytes, i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
     moves, down = np.array([*indices.down], dtype=np.int64), np.array([*indices.down.values()], dtype=np.int64)
     back = np.array([indices.up[idx] for idx in indices.down], dtype=np.int64)
-    made = np.where(choice.parameters, True, not i.gradients_accumulate)
-    last, is_resident = np.array(indices.backward), ~choice.parameters
+    made, last = choice.parameters | (not i.gradients_accumulate), np.array(indices.backward)
+    is_resident = ~choice.parameters
     # Parameters of a block that runs are among the fixed bytes.
     gathered, copy, pass_idx = np.array(indices.gathered, dtype=np.int64).reshape(-1, 3).T
     reduced, sent = np.array(indices.reduced, dtype=np.int64).reshape(-1, 2).T

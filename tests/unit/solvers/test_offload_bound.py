@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.solvers.offload import bound, program, repair, schedule, starts
+from meshwright.solvers.offload import bound, program, repair, schedule
 from meshwright.solvers.offload.instance import AllowedMoves, Links
 from meshwright.solvers.offload.simulation import (
     TO_DEVICE,
@@ -128,8 +128,8 @@ def test_a_simulation_is_given_up_only_where_it_takes_longer(
 def test_no_uniform_policy_that_fits_is_left_out(seed: int, cap: float, host: float) -> None:
     problem = instance(4, seed=seed, cap_share=cap)
     problem = replace(problem, host_cap_bytes=host * problem.total_state_bytes)
-    for choice in starts.uniform_policies(problem, (1.0, 0.5)):
-        simulated, least_s = simulate(problem, choice), starts.uniform_lower_bound_s(problem, choice)
+    for choice in schedule.uniform_policies(problem, (1.0, 0.5)):
+        simulated, least_s = simulate(problem, choice), schedule.uniform_lower_bound_s(problem, choice)
         if not broken_constraints(problem, choice, simulated):
             assert least_s <= simulated.step_s * (1 + 1e-9)
 
@@ -139,7 +139,7 @@ def test_a_program_solved_again_does_not_remember(spread: bool) -> None:
     problem = instance(6, seed=3, cap_share=0.6)
     if spread:
         problem = replace(problem, kind=np.arange(problem.num_layers))
-    more = bound.Reserve(turn=10e9, update=10e9)
+    more = np.array([10e9, 0.0, 10e9, 0.0, 0.0])
     again, fresh = bound.count_programs(problem)[1], bound.count_programs(problem)[1]
     first, tighter, back = again.solve()[1], again.solve(more)[1], again.solve()[1]
     assert first is not None and tighter is not None and back is not None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.solvers.backend import Status
-from meshwright.solvers.offload import bound, program, repair, schedule, starts
+from meshwright.solvers.offload import bound, program, repair, schedule
 from meshwright.solvers.offload.instance import AllowedMoves, Links
 from meshwright.solvers.offload.simulation import broken_constraints, simulate
 from offload_problems import ACTIVATIONS, FULL, KEEP, choice_of, instance
@@ -83,7 +83,7 @@ def test_laws_of_bounds_and_answers(blocks: int, seed: int, share: float, microb
         # The bounds are below the linear program of the choice, and that below its simulation.
         assert fluid.objective_s <= found.bound * (1 + 1e-6) <= found.objective * (1 + 2e-6)
         assert found.objective <= again.step_s * (1 + 1e-6)
-        for choice in starts.uniform_policies(problem, (1.0, 0.5)):
+        for choice in schedule.uniform_policies(problem, (1.0, 0.5)):
             uniform = simulate(problem, choice, prefetch=2)
             assert broken_constraints(problem, choice, uniform) or again.step_s <= uniform.step_s * (1 + 1e-9)
 
