@@ -380,7 +380,7 @@ def _evenly_spaced(idxs: tuple[int, ...] | list[int], count: int) -> list[int]:
 def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEstimate:
     i, place, ranks = chosen.instance, chosen.solution.choice, problem.cluster.largest_node
     assert place is not None
-    busy, held = busy_s(i, place), resident_bytes(i, place)
+    busy, resident = busy_s(i, place), resident_bytes(i, place)
     seconds = busy.max(axis=0)
     phases = tuple(
         PhaseEstimate(
@@ -401,11 +401,11 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
         decode_s=total - float(seconds[0]) if len(seconds) > 1 else 0.0,
         latency_s=total,
         tokens_per_s=chosen.tokens_per_s,
-        device_bytes=round(float(held[0])),
+        device_bytes=round(float(resident[0])),
         device_budget_bytes=problem.cluster.memory_budget_bytes,
-        host_bytes=round(float(held[1]) * ranks),
+        host_bytes=round(float(resident[1]) * ranks),
         host_budget_bytes=int(host) if np.isfinite(host) else None,
-        storage_bytes=round(float(held[2]) * ranks),
+        storage_bytes=round(float(resident[2]) * ranks),
         storage_budget_bytes=int(i.capacity.storage * ranks),
         bound_tokens_per_s=max(bound, chosen.tokens_per_s),
         gap=max(0.0, 1 - chosen.tokens_per_s / bound),
@@ -415,15 +415,15 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
 
 def _marginal_values(cluster: ClusterSpec, chosen: SolvedBatch) -> GenerationMarginalValues:
     """Return tokens per second: for each second saved they are tokens / seconds^2."""
-    worth, ranks = chosen.relaxed.marginal, cluster.largest_node
+    marginal, ranks = chosen.relaxed.marginal, cluster.largest_node
     rate = chosen.shape.num_tokens / chosen.relaxed.objective**2
     return GenerationMarginalValues(
-        device_per_gib=rate * worth.device_s_per_byte * GIB,
-        host_per_gib=rate * worth.host_s_per_byte * GIB / ranks,
-        storage_per_gib=rate * worth.storage_s_per_byte * GIB / ranks,
-        link_per_gb_per_s=rate * worth.link_s2_per_byte * GB,
-        storage_per_gb_per_s=rate * worth.storage_s2_per_byte * GB / ranks,
-        host_attention_per_gb_per_s=rate * worth.host_attention_s2_per_byte * GB / ranks,
+        device_per_gib=rate * marginal.device_s_per_byte * GIB,
+        host_per_gib=rate * marginal.host_s_per_byte * GIB / ranks,
+        storage_per_gib=rate * marginal.storage_s_per_byte * GIB / ranks,
+        link_per_gb_per_s=rate * marginal.link_s2_per_byte * GB,
+        storage_per_gb_per_s=rate * marginal.storage_s2_per_byte * GB / ranks,
+        host_attention_per_gb_per_s=rate * marginal.host_attention_s2_per_byte * GB / ranks,
     )
 
 

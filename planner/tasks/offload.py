@@ -272,23 +272,23 @@ def search_offload(
     return OffloadResult(layout, stage, schedule, best.estimate, certificate, named)
 
 
-def plan_schedule(request: PlanRequest, found: OffloadResult, plain: SearchResult | None, *, top: int) -> TrainingPlan:
+def plan_schedule(request: PlanRequest, result: OffloadResult, plain: SearchResult | None, *, top: int) -> TrainingPlan:
     """Return the plan with an offload schedule; its runner-ups are those of its search and of one without schedules."""
     notes = []
     if request.offload is not None and np.isinf(request.offload.rates(request.workload, request.cluster).memory_bytes):
-        stored = format_bytes(found.schedule.host_bytes)
+        stored = format_bytes(result.schedule.host_bytes)
         notes.append(
             f"the host's memory is not known: each node needs {stored} for what is offloaded (--host-memory-gib)"
         )
-    others = [build_alternative(layout, estimate, found.estimate) for layout, estimate in found.runner_ups]
+    others = [build_alternative(layout, estimate, result.estimate) for layout, estimate in result.runner_ups]
     return build_plan(
         request,
-        found.layout,
-        (found.stage,),
-        found.estimate,
-        found.certificate,
-        alternatives=alternatives_with_schedules(others, plain, found.estimate, top),
-        offload=found.schedule,
+        result.layout,
+        (result.stage,),
+        result.estimate,
+        result.certificate,
+        alternatives=alternatives_with_schedules(others, plain, result.estimate, top),
+        offload=result.schedule,
         notes=[*notes, *notes_on_measured(request), *notes_on_runtime(request)],
     )
 

@@ -160,8 +160,10 @@ def _fixed_bytes(costs: CostTable, idx: int, sizes: dict[str, FloatArray]) -> tu
     contents = replace(contents_between(costs, idx, first, last), working_bytes=np.zeros(1))
     # With activations beyond any device's the loss is the peak, with none and no logits the update is.
     saving_all = replace(contents, activation_bytes=np.full(1, 2.0**52))
-    at_loss = stage_memory_terms(costs, idx, saving_all, np.zeros(1, dtype=np.int64))
-    unsharded, temporary, logits = (float(np.ravel(at_loss[name])[0]) for name in ("unsharded", "temporary", "logits"))
+    loss_terms = stage_memory_terms(costs, idx, saving_all, np.zeros(1, dtype=np.int64))
+    unsharded, temporary, logits = (
+        float(np.ravel(loss_terms[name])[0]) for name in ("unsharded", "temporary", "logits")
+    )
     copies = float(sizes["copy_bytes"].sum())
     frozen = float(np.ravel(contents.frozen(step_shape(costs.layouts, np.ones(1), num_neighbours=first, idx=idx)))[0])
     root = costs.workload.compute_bytes * float(np.ravel(contents.root_params)[0]) * (unsharded > 0)
